@@ -1,0 +1,294 @@
+"""The campaign's rules (the same on every peer, hashed) and one peer's own settings.
+
+A campaign file is YAML with the sections below; every field is documented where it is declared, and `docs/configuration.md` is
+generated from here. Names are SPES's where SPES has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from spes_p2p.config_problems import Location, broken_rule, first_problem
+from spes_p2p.config_types import (
+    CampaignName,
+    Count,
+    Decay,
+    ExpertCapacity,
+    Fraction,
+    Multiaddr,
+    NonNegative,
+    Port,
+    Positive,
+    PositiveNumber,
+    Text,
+    Whole,
+)
+from spes_p2p.errors import UserError
+from spes_p2p.yaml_file import read_yaml_mapping
+
+PROTOCOL_VERSION = 1
+"""Changes whenever peers of the old and the new code could not train together."""
+
+
+class Section(BaseModel):
+    """A group of settings: unknown fields are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Shape of the mixture-of-experts model."""
+
+    architecture: Literal["olmoe", "qwen3_moe"] = Field("olmoe", description="Model class of transformers.")
+    vocab_size: Positive = Field(description="Rows of the embedding; at least the tokenizer's number of ids.")
+    hidden_size: Positive = Field(description="Width of the residual stream.")
+    intermediate_size: Positive = Field(description="Width of one expert's hidden layer.")
+    num_hidden_layers: Positive = Field(description="Transformer layers.")
+    num_attention_heads: Positive = Field(description="Attention heads.")
+    num_key_value_heads: Positive = Field(description="Key/value heads (fewer than attention heads: grouped-query attention).")
+    max_position_embeddings: Positive = Field(description="Longest sequence that the model can take.")
+    moe_num_experts: Positive = Field(description="Experts a layer.")
+    moe_top_k: Positive = Field(description="Experts that each token is sent to.")
+    norm_topk_prob: bool = Field(False, description="Scale the top-k router probabilities to sum to 1.")
+    rope_theta: PositiveNumber = Field(10000.0, description="Base of the rotary embedding.")
+    tie_word_embeddings: bool = Field(False, description="Use the embedding matrix as output head.")
+    initializer_range: NonNegative = Field(0.02, description="Standard deviation of the initial weights.")
+    seed: Whole = Field(0, description="Seed of base 0, which the bootstrap peer makes once.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        _require(self.moe_top_k <= self.moe_num_experts, "moe_top_k", self.moe_top_k,
+                 f"must be at most moe_num_experts = {self.moe_num_experts}")
+        _require(self.hidden_size % (2 * self.num_attention_heads) == 0, "hidden_size", self.hidden_size,
+                 f"must be a multiple of twice num_attention_heads = {self.num_attention_heads}")
+        _require(self.num_attention_heads % self.num_key_value_heads == 0, "num_key_value_heads", self.num_key_value_heads,
+                 f"must divide num_attention_heads = {self.num_attention_heads}")
+        return self
+
+
+class TrainingConfig(Section):
+    """Local steps: batch, optimizer, schedule, losses."""
+
+    sequence_length: Annotated[int, Field(strict=True, ge=2)] = Field(description="Tokens in one sample.")
+    batch_size: Positive = Field(description="Samples in one local step of one peer.")
+    micro_batch_size: Positive | None = Field(
+        None, description="Samples in one forward pass; a step accumulates over them. Default: batch_size.")
+    total_steps: Positive = Field(description="Campaign steps until the end; the schedule's length.")
+    sync_steps: Positive = Field(description="Campaign steps between two rounds.")
+    learning_rate: PositiveNumber = Field(description="Peak learning rate of AdamW.")
+    warmup_steps: Count = Field(0, description="Campaign steps of linear warm-up.")
+    min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of the peak (cosine).")
+    beta1: Decay = Field(0.9, description="AdamW's first moment decay.")
+    beta2: Decay = Field(0.95, description="AdamW's second moment decay.")
+    eps: PositiveNumber = Field(1e-8, description="AdamW's epsilon.")
+    weight_decay: NonNegative = Field(0.1, description="AdamW's decoupled weight decay.")
+    decay_norm_and_bias: bool = Field(False, description="Apply weight decay to norms and biases too.")
+    decay_embeddings: bool = Field(False, description="Apply weight decay to the embeddings too.")
+    max_grad_norm: PositiveNumber = Field(1.0, description="Gradients are clipped to this global norm.")
+    new_owner_ramp_steps: Count = Field(
+        20, description="Local steps over which an expert with fresh moments gets its full learning rate.")
+    moe_loss_weight: NonNegative = Field(
+        0.01, description="Weight of the load-balancing loss (per layer, then averaged over layers).")
+    moe_zloss_weight: NonNegative = Field(0.001, description="Weight of the router's z-loss.")
+    lm_head_zloss_weight: NonNegative = Field(0.0, description="Weight of the z-loss on the output logits (SPES: 1e-5).")
+    instance_filter: bool = Field(False, description="Leave out samples that are mostly repetition (OLMo's rule).")
+    instance_filter_repetition_max_period: Positive = Field(
+        13, description="Longest period, in tokens, that counts as a repetition.")
+    instance_filter_repetition_min_count: Positive = Field(32, description="Repetitions from which a sample is left out.")
+    autocast_bf16: bool = Field(True, description="Compute in bf16 where the device has it (CUDA); weights stay float32.")
+    seed: Whole = Field(0, description="Seed of the data order.")
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        micro = self.micro_batch_size
+        _require(micro is None or self.batch_size % micro == 0, "micro_batch_size", micro,
+                 f"must divide batch_size = {self.batch_size}")
+        _require(self.warmup_steps < self.total_steps, "warmup_steps", self.warmup_steps,
+                 f"must be less than total_steps = {self.total_steps}")
+        _require(self.total_steps % self.sync_steps == 0, "total_steps", self.total_steps,
+                 f"must be a multiple of sync_steps = {self.sync_steps}")
+        return self
+
+
+class ExpertsConfig(Section):
+    """Who trains which expert."""
+
+    experts_per_peer: Positive | None = Field(
+        None, description="Most experts one peer trains. Default: as many as it takes to own all.")
+    redundancy: Positive = Field(1, description="Owners an expert has where capacity allows.")
+
+
+class MergeConfig(Section):
+    """SPES's expert-merging warm-up, after a round.
+
+    `w <- w + alpha (mean(donors) - w)`, `alpha = merge_alpha_start * max(0, 1 - step / merge_decay_steps)` (arXiv 2602.11543).
+    """
+
+    merge_interval: Positive | None = Field(
+        None, description="Campaign steps between two merges, a multiple of sync_steps. Default: never merge.")
+    merge_alpha_start: Fraction = Field(0.1, description="Alpha at step 0.")
+    merge_decay_steps: Positive = Field(1000, description="Campaign step at which alpha reaches 0.")
+    merge_top_k: Positive = Field(
+        4, description="Donors of each expert: the most similar others (fewer when there are fewer others).")
+
+
+class SyncConfig(Section):
+    """The round: what is sent, and how long anybody is waited for."""
+
+    codec: Literal["none", "float16"] = Field(
+        "float16", description="How updates are encoded: none (float32) or float16 with error feedback.")
+    part_bytes: Annotated[int, Field(strict=True, ge=1024, le=2**20)] = Field(
+        131072, description="Encoded bytes of one part, the unit of exchange.")
+    min_peers: Positive = Field(1, description="Trainers that must be there before the first round is planned.")
+    join_grace_s: NonNegative = Field(
+        5.0, description="Seconds that the first round waits for more trainers after min_peers are there.")
+    silence_s: PositiveNumber = Field(10.0, description="A peer that is silent for so long counts as dead.")
+    exchange_timeout_s: PositiveNumber = Field(
+        600.0, description="Longest exchange; what is not there by then is dropped from the round.")
+
+
+class EvaluationConfig(Section):
+    """Held-out loss during training."""
+
+    every_rounds: Count = Field(5, description="Rounds between two evaluations on the held-out text; 0: never.")
+    max_samples: Positive = Field(64, description="Held-out samples used.")
+
+
+class DataConfig(Section):
+    """Token files. Every machine has the files; the manifest (paths, hashes) and the tokenizer come from the swarm."""
+
+    manifest: Text = Field(
+        description="Manifest of the training token files, as `spes-p2p tokenize` writes it; relative to the campaign file.")
+    validation_manifest: Text | None = Field(None, description="Manifest of the held-out token files.")
+    tokenizer: Text = Field(description="tokenizer.json; relative to the campaign file.")
+    eos_token: Text = Field("<|endoftext|>", description="The token that ends each document.")
+    pad_token: Text | None = Field(None, description="Padding token of the exported tokenizer. Default: the end token.")
+    piece_samples: Positive = Field(16, description="Contiguous samples that stay together when an epoch is shuffled.")
+
+
+class CampaignConfig(Section):
+    """One training run. The same on every peer; `Campaign.hash` says so."""
+
+    name: CampaignName = Field(description="Name of the campaign: 1 to 63 letters, digits, '.', '_' or '-'.")
+    model: ModelConfig
+    training: TrainingConfig
+    experts: ExpertsConfig = ExpertsConfig()
+    merge: MergeConfig = MergeConfig()
+    sync: SyncConfig = SyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    data: DataConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> CampaignConfig:
+        length, longest = self.training.sequence_length, self.model.max_position_embeddings
+        _require(length <= longest, "training.sequence_length", length,
+                 f"must be at most model.max_position_embeddings = {longest}")
+        per_peer, experts = self.experts.experts_per_peer, self.model.moe_num_experts
+        _require(per_peer is None or per_peer <= experts, "experts.experts_per_peer", per_peer,
+                 f"must be at most model.moe_num_experts = {experts}")
+        interval, sync = self.merge.merge_interval, self.training.sync_steps
+        _require(interval is None or interval % sync == 0, "merge.merge_interval", interval,
+                 f"must be a multiple of training.sync_steps = {sync}")
+        return self
+
+    @property
+    def total_rounds(self) -> int:
+        """Rounds of the whole campaign."""
+        return self.training.total_steps // self.training.sync_steps
+
+
+class Campaign(Section):
+    """What the bootstrap publishes: the config and the identity of everything it names. Its hash is the campaign's identity."""
+
+    config: CampaignConfig
+    manifest_sha256: str
+    validation_manifest_sha256: str | None
+    tokenizer_sha256: str
+    protocol_version: int = PROTOCOL_VERSION
+
+    @property
+    def hash(self) -> str:
+        """Hex sha256 over the canonical JSON; peers of different hashes refuse each other."""
+        return hashlib.sha256(self.canonical_json()).hexdigest()
+
+    def canonical_json(self) -> bytes:
+        """The bytes that are hashed and published."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+class PeerConfig(Section):
+    """One peer's own settings: nobody else needs to know them, and they may change from start to start."""
+
+    run_dir: Path = Field(description="Where the peer keeps its state; started on it again, the peer continues.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="What computes: auto takes CUDA where there is one.")
+    experts: ExpertCapacity = Field(
+        "auto", description="Most experts this peer trains: a number, or auto for what fits in memory.")
+    metrics_port: Port | None = Field(None, description="Port of the Prometheus metrics; 0: any free one. Default: no metrics.")
+    listen: tuple[Multiaddr, ...] = Field(
+        (), description="Addresses to listen on. Default: any free TCP port of every interface.")
+    announce: tuple[Multiaddr, ...] = Field(
+        (), description="Addresses that others should dial, behind NAT. Default: those listened on.")
+    data_dir: Path | None = Field(None, description="Where the manifest's token files lie. Default: where the manifest says.")
+    identity: Path | None = Field(None, description="Private key file of the peer's id. Default: identity.key in run_dir.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message that is logged.")
+
+    @property
+    def identity_path(self) -> Path:
+        """The private key file, whether named or the default."""
+        return self.identity or self.run_dir / "identity.key"
+
+
+def load_campaign_config(path: Path) -> CampaignConfig:
+    """Read a campaign file. Raises UserError: one line with file, line, field, value, and what would be right."""
+    file = read_yaml_mapping(path, "campaign file")
+    try:
+        return CampaignConfig.model_validate(file.values)
+    except ValidationError as error:
+        problem = first_problem(error, CampaignConfig)
+        raise UserError(f"{file.where(problem.location)}: {problem.message}") from None
+
+
+def parse_campaign_config(raw: Mapping[str, Any], where: str) -> CampaignConfig:
+    """Validate a campaign file's content. Raises UserError naming `where`, the field and what would be right."""
+    try:
+        return CampaignConfig.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{where}: {first_problem(error, CampaignConfig).message}") from None
+
+
+def parse_campaign(published: bytes, where: str) -> Campaign:
+    """Read what a bootstrap published (`Campaign.canonical_json`). Raises UserError naming `where` it came from."""
+    try:
+        version = json.loads(published)["protocol_version"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{where}: what it publishes is not a campaign; check the address") from None
+    if version != PROTOCOL_VERSION:
+        raise UserError(f"{where}: the campaign speaks protocol version {version}, this program {PROTOCOL_VERSION}; "
+                        "install the version of spes_p2p that the bootstrap peer has")
+    try:
+        return Campaign.model_validate_json(published)
+    except ValidationError as error:
+        raise UserError(f"{where}: the campaign cannot be used: {first_problem(error, Campaign).message}") from None
+
+
+def make_peer_config(**options: object) -> PeerConfig:
+    """Validate command-line options; None means that the option was not given. Raises UserError naming the option."""
+    try:
+        return PeerConfig.model_validate({name: value for name, value in options.items() if value is not None})
+    except ValidationError as error:
+        raise UserError(first_problem(error, PeerConfig, _option).message) from None
+
+
+def _option(location: Location) -> str:
+    return f"--{str(location[0]).replace('_', '-')}"
+
+
+def _require(condition: bool, field: str, value: object, rule: str) -> None:
+    if not condition:
+        raise broken_rule(rule, field, value)

@@ -1,0 +1,156 @@
+"""Documents from text files: JSON lines (.jsonl, also .gz and .zst), .parquet, and .txt (one document a file)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from spes_p2p.errors import UserError
+
+CHUNK_BYTES = 2**20
+
+Documents = Iterator[tuple[str, int]]
+"""(text, bytes of the file read so far): empty documents are left out."""
+
+
+def read_documents(path: Path, text_field: str = "text") -> Documents:
+    """The documents of one file, of the format that its name says, in order.
+
+    Raises UserError naming file (and line or row): missing, unknown format, cut short, not UTF-8, not JSON, no text there.
+    """
+    reader = reader_of(path)
+    try:
+        for text, done in reader(path, text_field):
+            if text:
+                yield text, done
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror or error}); check the file and its permissions") from None
+
+
+def reader_of(path: Path) -> Callable[[Path, str], Documents]:
+    """The reader for a file's name. Raises UserError for an unknown ending."""
+    for ending, reader in READERS.items():
+        if path.name.lower().endswith(ending):
+            return reader
+    raise UserError(f"{path}: unknown format; text comes as {', '.join(READERS)}")
+
+
+def _plain_jsonl(path: Path, field: str) -> Documents:
+    with path.open("rb") as file:
+        yield from _parse_lines(_lines(_chunks(file)), path, field, file)
+
+
+def _gzip_jsonl(path: Path, field: str) -> Documents:
+    with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+        try:
+            yield from _parse_lines(_lines(_chunks(file)), path, field, raw)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{path}: the gzip data is cut short or damaged ({error}); copy it again") from None
+
+
+def _zstd_jsonl(path: Path, field: str) -> Documents:
+    with path.open("rb") as raw:
+        try:
+            yield from _parse_lines(_lines(_zstd_chunks(raw, path)), path, field, raw)
+        except zstandard.ZstdError as error:
+            raise UserError(f"{path}: the zstd data is damaged ({error}); copy it again") from None
+
+
+def _parquet(path: Path, field: str) -> Documents:
+    with path.open("rb") as raw:
+        try:
+            table = pq.ParquetFile(raw)
+            if field not in table.schema_arrow.names:
+                columns = ", ".join(table.schema_arrow.names)
+                raise UserError(f"{path}: has no column '{field}', only {columns}; name the text's with --text-field")
+            row = 0
+            for batch in table.iter_batches(batch_size=1024, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield _checked(text, f"{path}, row {row}", field), raw.tell()
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
+
+
+def _text(path: Path, field: str) -> Documents:
+    content = path.read_bytes()
+    yield _decoded(content, str(path)), len(content)
+
+
+READERS: dict[str, Callable[[Path, str], Documents]] = {
+    ".jsonl": _plain_jsonl,
+    ".jsonl.gz": _gzip_jsonl,
+    ".json.gz": _gzip_jsonl,
+    ".jsonl.zst": _zstd_jsonl,
+    ".json.zst": _zstd_jsonl,
+    ".parquet": _parquet,
+    ".txt": _text,
+}
+
+
+def _parse_lines(lines: Iterator[bytes], path: Path, field: str, raw: BinaryIO) -> Documents:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(_decoded(line, where))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); each line is one object like "
+                            f'{{"{field}": "..."}}') from None
+        if not isinstance(record, dict) or field not in record:
+            raise UserError(f"{where}: has no field '{field}'; name the text's with --text-field")
+        yield _checked(record[field], where, field), raw.tell()
+
+
+def _checked(text: object, where: str, field: str) -> str:
+    if not isinstance(text, str):
+        raise UserError(f"{where}: field '{field}' is {type(text).__name__}, not text; name another with --text-field")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"{error.reason} at character {error.start}"
+        raise UserError(f"{where}: field '{field}' is not valid Unicode ({problem}); correct the line") from None
+    return text
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it to UTF-8") from None
+
+
+def _chunks(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
+
+
+def _zstd_chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Decompress frame after frame. A reader of whole streams would take a frame that is cut short for the end."""
+    frame = None
+    for chunk in _chunks(raw):
+        while chunk:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(chunk)
+            chunk = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise UserError(f"{path}: the zstd data is cut short; copy it again")
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest

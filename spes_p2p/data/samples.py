@@ -1,0 +1,122 @@
+"""Samples of a corpus: chunks of the sequence length, read in the shuffled order of an epoch.
+
+Chunks follow each other from the start of each token file; they cross documents but never files, and a file's tail that fills
+no chunk is dropped (as SPES and OLMo do). An epoch's order shuffles pieces of contiguous chunks: reading stays sequential.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from spes_p2p.data.slices import Interval
+from spes_p2p.data.token_files import TokenArray
+from spes_p2p.errors import UserError
+
+Samples = npt.NDArray[np.int64]
+
+KEYS_A_BLOCK = 2**20
+"""Drawn from one hash stream; bounds what it holds at once."""
+CACHED_EPOCHS = 2
+"""An epoch and the one before it, whose returned samples are trained late."""
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The order in which an epoch visits the pieces."""
+
+    pieces: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    """First position of each visited piece; same shape."""
+
+
+def epoch_order(num_samples: int, piece_samples: int, seed: int, epoch: int) -> EpochOrder:
+    """Pieces sorted by 64-bit keys that SHAKE-256 draws from (seed, epoch): the same on every machine."""
+    count = -(-num_samples // piece_samples)
+    pieces = np.argsort(_keys(seed, epoch, count), kind="stable").astype(np.int64)
+    sizes = np.minimum(piece_samples, num_samples - pieces * piece_samples)
+    return EpochOrder(pieces, np.cumsum(sizes) - sizes)
+
+
+class SampleReader:
+    """Reads samples `[n, sequence_length]` (int64) of a corpus, given as one array of ids for each token file.
+
+    Positions (in intervals) count along an epoch's shuffled order, indices along the files; both are below `num_samples`.
+    Raises UserError when no file has a whole sample.
+    """
+
+    def __init__(self, files: Sequence[TokenArray], sequence_length: int, piece_samples: int, seed: int):
+        whole = [tokens[: len(tokens) // sequence_length * sequence_length] for tokens in files]
+        self._files = [tokens.reshape(-1, sequence_length) for tokens in whole]
+        self._stops = np.cumsum([len(chunks) for chunks in self._files], dtype=np.int64)
+        self._sequence_length, self._piece_samples, self._seed = sequence_length, piece_samples, seed
+        self._orders: dict[int, EpochOrder] = {}
+        if self.num_samples == 0:
+            longest = max((len(tokens) for tokens in files), default=0)
+            raise UserError(f"the token files hold no whole sample: the longest has {longest} tokens, "
+                            f"training.sequence_length is {sequence_length}; add text or shorten the sequence")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch."""
+        return int(self._stops[-1]) if len(self._stops) else 0
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in one sample."""
+        return self._sequence_length
+
+    def read(self, interval: Interval) -> Samples:
+        """The samples at positions `[start, stop)` of an epoch. Raises IndexError outside of it."""
+        self._check(interval.start, interval.stop)
+        return self._gather(self.indices(interval))
+
+    def read_plain(self, start: int, stop: int) -> Samples:
+        """Samples `[start, stop)` in the order of the files. Raises IndexError outside of them."""
+        self._check(start, stop)
+        return self._gather(np.arange(start, stop))
+
+    def read_spread(self, count: int) -> Samples:
+        """`count` samples (at most all) spread evenly over the files: a fair choice of held-out text."""
+        count = min(count, self.num_samples)
+        return self._gather(np.arange(count) * self.num_samples // max(count, 1))
+
+    def indices(self, interval: Interval) -> npt.NDArray[np.int64]:
+        """Which samples, counted along the files, stand at the positions of an interval."""
+        order = self._order(interval.epoch)
+        positions = np.arange(interval.start, interval.stop)
+        visit = np.searchsorted(order.starts, positions, side="right") - 1
+        return order.pieces[visit] * self._piece_samples + positions - order.starts[visit]
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.num_samples:
+            raise IndexError(f"samples [{start}, {stop}) of {self.num_samples}")
+
+    def _order(self, epoch: int) -> EpochOrder:
+        if epoch not in self._orders:
+            while len(self._orders) >= CACHED_EPOCHS:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = epoch_order(self.num_samples, self._piece_samples, self._seed, epoch)
+        return self._orders[epoch]
+
+    def _gather(self, indices: npt.NDArray[np.int64]) -> Samples:
+        samples = np.empty((len(indices), self._sequence_length), np.int64)
+        file_of = np.searchsorted(self._stops, indices, side="right")
+        for number in np.unique(file_of):
+            here = file_of == number
+            chunks = self._files[number]
+            samples[here] = chunks[indices[here] - (self._stops[number] - len(chunks))]
+        return samples
+
+
+def _keys(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
+    keys = np.empty(count, np.uint64)
+    for block, first in enumerate(range(0, count, KEYS_A_BLOCK)):
+        stream = hashlib.shake_256(f"spes-p2p epoch order/{seed}/{epoch}/{block}".encode())
+        here = keys[first : first + KEYS_A_BLOCK]
+        here[:] = np.frombuffer(stream.digest(8 * len(here)), "<u8")
+    return keys

@@ -1,0 +1,132 @@
+"""Files of token ids as SPES and OLMo write them: a raw little-endian array of uint16 or uint32 ids, with no header.
+
+The name ends in `.npy` although numpy cannot load it; a file that does have numpy's header is read as what it says. The raw
+form does not say its dtype, and uint32 ids read as uint16 give twice as many, every second one 0: so dtypes are checked against
+the ids themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from spes_p2p.errors import UserError
+
+Dtype = Literal["uint16", "uint32"]
+TokenArray = npt.NDArray[np.unsignedinteger[Any]]
+
+NPY_MAGIC = b"\x93NUMPY"
+SCAN_BYTES = 2**24
+"""Bytes that a pass over a file reads at once; a multiple of every item size."""
+EVIDENCE_IDS = 64
+"""So many ids with a 0 in every second place are no coincidence (the end token may be id 0)."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a whole pass over a token file found."""
+
+    sha256: str
+    tokens: int
+    max_id: int
+
+
+def smallest_dtype(vocab_size: int) -> Dtype:
+    """The narrowest dtype that holds every id below `vocab_size`."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def open_tokens(path: Path, dtype: Dtype) -> TokenArray:
+    """Map a token file read-only: ids `[tokens]` of `dtype`.
+
+    Raises UserError: missing, empty, not a whole number of ids, or a numpy header that says something else.
+    """
+    if has_numpy_header(path):
+        return _open_numpy(path, dtype)
+    itemsize = np.dtype(dtype).itemsize
+    if path.stat().st_size % itemsize:
+        raise UserError(f"{path}: {path.stat().st_size} bytes are not a whole number of {dtype} ids; it is cut short or "
+                        f"of another dtype: copy it again or name its dtype")
+    return cast(TokenArray, np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r"))
+
+
+def detect_dtype(path: Path, vocab_size: int) -> Dtype:
+    """The dtype of a token file, from its numpy header or, when it is raw, from its first ids.
+
+    Raw ids are uint32 when all of them, read so, lie below `vocab_size`: two uint16 ids read as one uint32 do so only where the
+    second is (almost) 0 every time. Raises UserError when neither dtype gives ids below `vocab_size`.
+    """
+    if has_numpy_header(path):
+        found = str(np.load(path, mmap_mode="r", allow_pickle=False).dtype)
+        if found not in ("uint16", "uint32"):
+            raise UserError(f"{path}: holds {found}, token files hold uint16 or uint32; tokenize the text again")
+        return cast(Dtype, found)
+    with path.open("rb") as file:
+        head = file.read(SCAN_BYTES)
+    candidates: tuple[Dtype, ...] = ("uint32", "uint16")
+    for dtype in candidates:
+        itemsize = np.dtype(dtype).itemsize
+        if path.stat().st_size % itemsize == 0 and int(_ids(head, dtype).max()) < vocab_size:
+            return dtype
+    raise UserError(f"{path}: read as uint16 or as uint32 it has ids beyond the vocabulary of {vocab_size}; "
+                    f"it is no token file, or one of another tokenizer")
+
+
+def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], None] = lambda count: None) -> Scan:
+    """Read a whole token file once: sha256 (header included), number of ids, largest id. `on_bytes(n)` after each n bytes.
+
+    Raises UserError when an id is not below `vocab_size`, when uint32 ids are being read as uint16, or as `open_tokens` does.
+    """
+    tokens = open_tokens(path, dtype)
+    digest, header_bytes = hashlib.sha256(), path.stat().st_size - tokens.nbytes
+    max_id, odd_are_zero = 0, dtype == "uint16" and len(tokens) >= EVIDENCE_IDS
+    with path.open("rb") as file:
+        digest.update(file.read(header_bytes))
+        on_bytes(header_bytes)
+        while block := file.read(SCAN_BYTES):
+            digest.update(block)
+            ids = _ids(block, dtype)
+            max_id = max(max_id, int(ids.max()))
+            odd_are_zero = odd_are_zero and not ids[1::2].any()
+            on_bytes(len(block))
+    if odd_are_zero:
+        raise UserError(f"{path}: every second uint16 id is 0, so this file holds uint32 ids; name its dtype as uint32")
+    if max_id >= vocab_size:
+        raise UserError(f"{path}: has id {max_id}, the vocabulary ends at {vocab_size - 1}; "
+                        f"it was made with another tokenizer, or is not {dtype}")
+    return Scan(digest.hexdigest(), len(tokens), max_id)
+
+
+def has_numpy_header(path: Path) -> bool:
+    """Does the file begin as numpy's own `.npy` format does? Raises UserError when it is missing, unreadable or empty."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(NPY_MAGIC))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the token file ({error.strerror}); copy it there or correct the path") from None
+    if not start:
+        raise UserError(f"{path}: the token file is empty; copy it again")
+    return start == NPY_MAGIC
+
+
+def _open_numpy(path: Path, dtype: Dtype) -> TokenArray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: has a numpy header but cannot be read ({error}); copy it again") from None
+    if array.ndim != 1 or array.dtype != np.dtype(dtype).newbyteorder("<") or array.size == 0:
+        raise UserError(f"{path}: its numpy header says {array.dtype} of shape {array.shape}, expected a list of {dtype} ids; "
+                        f"name its dtype or tokenize the text again")
+    return cast(TokenArray, array)
+
+
+def _ids(block: bytes, dtype: Dtype) -> TokenArray:
+    """The whole ids in a block of raw bytes."""
+    item = np.dtype(dtype).newbyteorder("<")
+    return np.frombuffer(block, item, count=len(block) // item.itemsize)

@@ -1,0 +1,169 @@
+"""From a campaign's model section to a layout, a first state, and a model, through a model without memory (meta device).
+
+Names are those of transformers' modules, but for experts: their fused `...experts.gate_up_proj [E, 2F, H]` is one tensor an
+expert, `...experts.{e}.gate_up_proj [2F, H]`. Tied weights count once, under their first name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from spes_p2p.config import ModelConfig
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
+from spes_p2p.model.stored import StoredFormat
+
+State = npt.NDArray[np.float32]
+
+
+def empty_model(config: ModelConfig) -> PreTrainedModel:
+    """The transformers model on the meta device: shapes without memory."""
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_experts": config.moe_num_experts,
+        "num_experts_per_tok": config.moe_top_k,
+        "norm_topk_prob": config.norm_topk_prob,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        # A padding id would freeze its row of the embedding.
+        "pad_token_id": None,
+        "eos_token_id": None,
+    }
+    with torch.device("meta"):
+        if config.architecture == "olmoe":
+            return OlmoeForCausalLM(OlmoeConfig(**common))
+        head_size = config.hidden_size // config.num_attention_heads
+        qwen = Qwen3MoeConfig(**common, moe_intermediate_size=config.intermediate_size, head_dim=head_size)
+        return Qwen3MoeForCausalLM(qwen)
+
+
+@lru_cache(maxsize=8)
+def layout_of(config: ModelConfig) -> Layout:
+    """Where each tensor of the model lies in the flat state."""
+    return layout_of_model(empty_model(config))
+
+
+def layout_of_model(model: nn.Module) -> Layout:
+    """The layout of any transformers model with plain experts. Raises UserError, with the reason, for other kinds."""
+    blocks = [name for name, _ in expert_blocks(model)]
+    routers = tuple(name.removesuffix("experts") + "gate." for name in blocks)
+    specs: list[TensorSpec] = []
+    for name, parameter in model.named_parameters():
+        block, _, matrix = name.rpartition(".")
+        number = re.search(r"\.layers\.(\d+)\.", name)
+        layer = int(number[1]) if number else None
+        shape = tuple(parameter.shape)
+        if block in blocks:
+            specs += [TensorSpec(f"{block}.{e}.{matrix}", shape[1:], "expert", layer, e) for e in range(shape[0])]
+        else:
+            specs.append(TensorSpec(name, shape, "router" if name.startswith(routers) else "shared", layer))
+    return Layout(specs)
+
+
+def initial_state(config: ModelConfig) -> State:
+    """Base 0, flat float32 `[layout.size]`: transformers' own initialisation from the config's seed.
+
+    Only one module is in memory beside the result. The same seed gives other bits on other machines, so base 0
+    is made once and downloaded.
+    """
+    model, layout = empty_model(config), layout_of(config)
+    state = np.full(layout.size, np.nan, np.float32)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(config.seed)
+        for prefix, module in model.named_modules():
+            if not module._parameters:
+                continue
+            module.to_empty(device="cpu", recurse=False)
+            for parameter in module.parameters(recurse=False):
+                parameter.fill_(torch.nan)
+            model._init_weights(module)
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                _put(state, layout, name, parameter.numpy())
+            module.to_empty(device="meta", recurse=False)
+    if np.isnan(state).any():
+        raise RuntimeError(f"transformers left weights of {type(model).__name__} without an initial value")
+    return state
+
+
+def plain_model(config: ModelConfig, base: State) -> PreTrainedModel:
+    """The unchanged transformers model with the base's exact float32 values, on the CPU, for export and evaluation."""
+    model, layout = empty_model(config), layout_of(config)
+
+    def values(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name in layout.by_name:
+            return exact_tensor(base, layout, name)
+        block, _, matrix = name.rpartition(".")
+        return torch.stack([exact_tensor(base, layout, f"{block}.{e}.{matrix}") for e in range(shape[0])])
+
+    _materialise(model, values, torch.device("cpu"))
+    return model
+
+
+def build_model(
+    config: ModelConfig,
+    base: State,
+    owned: Sequence[int],
+    stored: StoredFormat = "fp32",
+    device: str | torch.device = "cpu",
+) -> PreTrainedModel:
+    """The model a peer trains: the base's values, its own experts trainable, foreign ones stored. Never twice in memory."""
+    model, layout, device = empty_model(config), layout_of(config), torch.device(device)
+    for name, block in list(expert_blocks(model)):
+        exact = partial(exact_expert, base, layout, name)
+        model.set_submodule(name, PartitionedExperts(block, owned, stored, device, exact))
+    _materialise(model, lambda name, _: exact_tensor(base, layout, name), device)
+    return model
+
+
+def exact_tensor(base: State, layout: Layout, name: str) -> Tensor:
+    """A float32 copy of one tensor of the base."""
+    placed = layout.by_name[name]
+    return torch.from_numpy(np.array(base[placed.start : placed.stop], np.float32)).view(placed.spec.shape)
+
+
+def exact_expert(base: State, layout: Layout, block: str, expert: int, matrix: str) -> Tensor:
+    """A float32 copy of one matrix of one expert; `block` is the name of the layer's experts module."""
+    return exact_tensor(base, layout, f"{block}.{expert}.{matrix}")
+
+
+def _put(state: State, layout: Layout, name: str, values: npt.NDArray[np.float32]) -> None:
+    """Write one module's parameter into the state; a tied one, which the layout knows under another name, is left out."""
+    block, _, matrix = name.rpartition(".")
+    if matrix in MATRICES and f"{block}.0.{matrix}" in layout.by_name:
+        for expert, rows in enumerate(values):
+            _put(state, layout, f"{block}.{expert}.{matrix}", rows)
+    elif name in layout.by_name:
+        placed = layout.by_name[name]
+        state[placed.start : placed.stop] = values.reshape(-1)
+
+
+def _materialise(model: PreTrainedModel, values: Callable[[str, tuple[int, ...]], Tensor], device: torch.device) -> None:
+    """Give memory and values to everything that is still on the meta device; tied parameters stay tied."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            filled[parameter] = nn.Parameter(values(name, tuple(parameter.shape)).to(device))
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(module, key, filled[parameter])
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                model._init_weights(module)

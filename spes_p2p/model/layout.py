@@ -1,0 +1,130 @@
+"""The campaign's state as one flat float32 vector: which tensor lies where, and which group trains it.
+
+Everything that crosses the network is a range of this vector. Groups are contiguous: first `shared`, then `router`, then one
+group an expert (`expert.0`, `expert.1`, ...), within an expert layer by layer, within a layer `gate_up_proj` then `down_proj`.
+A group is what is weighted and owned as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["shared", "router", "expert"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the model. Experts' fused parameters `[E, ...]` count as E tensors, one an expert."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and its range `[start, stop)` in the flat state."""
+
+    spec: TensorSpec
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """A contiguous range of the flat state that one set of peers trains: the shared weights, the router, or one expert."""
+
+    name: str
+    kind: Kind
+    expert: int | None
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+class Layout:
+    """Where every tensor lies in the flat state. A pure function of the tensor specs, the same on every peer."""
+
+    def __init__(self, specs: Iterable[TensorSpec]):
+        rank = {"shared": 0, "router": 1, "expert": 2}
+        # A stable sort keeps the model's own order of tensors within a group (and within a layer of an expert).
+        ordered = sorted(
+            specs,
+            key=lambda s: (rank[s.kind], -1 if s.expert is None else s.expert, s.layer or 0 if s.kind == "expert" else 0),
+        )
+        placed: list[Placed] = []
+        groups: list[Group] = []
+        offset = 0
+        for spec in ordered:
+            name = spec.kind if spec.expert is None else f"expert.{spec.expert}"
+            stop = offset + spec.size
+            if groups and groups[-1].name == name:
+                groups[-1] = Group(name, spec.kind, spec.expert, groups[-1].start, stop)
+            else:
+                groups.append(Group(name, spec.kind, spec.expert, offset, stop))
+            placed.append(Placed(spec, offset, stop))
+            offset = stop
+        self.tensors: tuple[Placed, ...] = tuple(placed)
+        self.groups: tuple[Group, ...] = tuple(groups)
+        self.size = offset
+
+    @cached_property
+    def by_name(self) -> dict[str, Placed]:
+        """Tensors by their name."""
+        return {t.spec.name: t for t in self.tensors}
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts a layer (0 for a dense model)."""
+        return sum(1 for g in self.groups if g.kind == "expert")
+
+    def group(self, name: str) -> Group:
+        """The group of that name; KeyError when there is none."""
+        return self._groups_by_name[name]
+
+    def expert(self, expert: int) -> Group:
+        """The group of one expert."""
+        return self._groups_by_name[f"expert.{expert}"]
+
+    def tensors_of(self, group: Group) -> Iterator[Placed]:
+        """The tensors inside a group, in order."""
+        return (t for t in self.tensors if group.start <= t.start < group.stop)
+
+    def tensors_of_expert_layer(self, expert: int, layer: int) -> tuple[Placed, ...]:
+        """One expert's matrices in one layer, in order; they lie side by side."""
+        return self._by_expert_layer[expert, layer]
+
+    @cached_property
+    def _by_expert_layer(self) -> dict[tuple[int, int], tuple[Placed, ...]]:
+        found: dict[tuple[int, int], tuple[Placed, ...]] = {}
+        for t in self.tensors:
+            if t.spec.expert is not None and t.spec.layer is not None:
+                key = (t.spec.expert, t.spec.layer)
+                found[key] = (*found.get(key, ()), t)
+        return found
+
+    @cached_property
+    def _groups_by_name(self) -> dict[str, Group]:
+        return {g.name: g for g in self.groups}
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex sha256 over names, shapes and places: two peers with different layouts must not exchange parts."""
+        text = "\n".join(f"{t.spec.name} {t.spec.shape} {t.spec.kind} {t.start}" for t in self.tensors)
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,100 @@
+"""A peer's own log: one line a round that says what its owner wants to know, and every trouble at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from spes_p2p.observe.events import (
+    BaseRestored,
+    DigestMismatch,
+    Evaluated,
+    Event,
+    PhaseTrained,
+    RoundCommitted,
+    RoundFailed,
+    TrainingProgress,
+    WorkDropped,
+)
+from spes_p2p.observe.status import StatusBoard, sync_seconds
+from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_loss, human_rate, human_seconds, time_left
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 60.0
+"""In a phase longer than this, a line says how far it is."""
+
+_SOURCES = {"created": "made base 0", "disk": "loaded the base from the run-dir", "download": "downloaded the base"}
+
+
+class RoundLog:
+    """Observer that logs one line a round. Rounds are counted from 1 for people: 'round 12/60' is the twelfth."""
+
+    def __init__(self, board: StatusBoard, clock: Callable[[], float]):
+        """`board` must hear of an event before this does; `clock` gives seconds that never go back."""
+        self._board = board
+        self._clock = clock
+        self._spoke_at = clock()
+
+    def tell(self, event: Event) -> None:
+        """Log the event if a person wants to know of it."""
+        if isinstance(event, TrainingProgress) and self._clock() - self._spoke_at < HEARTBEAT_S:
+            return
+        line = self._line(event)
+        if line:
+            self._spoke_at = self._clock()
+            logger.log(_LEVELS.get(type(event), logging.INFO), "%s", line)
+
+    def _line(self, event: Event) -> str | None:
+        match event:
+            case BaseRestored():
+                what = _SOURCES.get(event.source, "loaded a base")
+                return f"{what} (digest {event.base_digest[:12]}); next: {self._nth(event.round)}"
+            case TrainingProgress():
+                speed = human_rate(event.tokens_per_second)
+                return f"{self._nth(event.round)} · training, step {event.steps_done}/{event.steps_planned} · {speed}"
+            case PhaseTrained() if event.skipped_steps:
+                return f"{self._nth(event.round)}: {event.skipped_steps} steps left out, their loss or gradient was not finite"
+            case RoundCommitted():
+                return self._round(event)
+            case Evaluated():
+                return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}"
+            case RoundFailed():
+                why = f"{event.reason}: {event.detail}" if event.detail else event.reason
+                return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
+            case WorkDropped():
+                return f"{self._nth(event.round)}: gave up work on {human_count(event.tokens)} tokens ({event.reason})"
+            case DigestMismatch():
+                theirs = f"agreed {event.agreed[:12]}, mine {event.mine[:12]}"
+                return f"{self._nth(event.round)}: my base differs from the agreed one ({theirs}); downloading it again"
+        return None
+
+    def _round(self, event: RoundCommitted) -> str:
+        status = self._board.status
+        train_s = status.round_seconds.get("train", 0.0)
+        sync_s = sync_seconds(event.seconds)
+        parts = [
+            self._nth(event.round),
+            f"loss {human_loss(event.loss)}",
+            human_rate(status.tokens_per_second),
+            f"experts {human_indices(status.owned)}",
+            f"{len(event.members)} peers",
+            f"trained {human_seconds(train_s)}" if train_s else "trained nothing",
+            f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
+        ]
+        if event.dropped_parts:
+            parts.append(f"{event.dropped_parts} of {event.parts} parts left out")
+        if status.round < status.total_rounds:
+            parts.append(time_left(status.seconds_left))
+        return " · ".join(part for part in parts if part)
+
+    def _nth(self, round_index: int) -> str:
+        return f"round {round_index + 1}/{self._board.status.total_rounds}"
+
+
+_LEVELS: dict[type, int] = {
+    PhaseTrained: logging.WARNING,
+    RoundFailed: logging.WARNING,
+    WorkDropped: logging.WARNING,
+    DigestMismatch: logging.ERROR,
+}

@@ -1,0 +1,176 @@
+"""What a peer tells its observers (metrics, console, history). Observers are told; they ask nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+BEFORE_TRAINING = -1
+"""The round that base 0 comes from."""
+
+
+@dataclass(frozen=True)
+class PhaseEntered:
+    """What this peer does from now on."""
+
+    name: str
+    """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, leaving."""
+
+
+@dataclass(frozen=True)
+class BaseRestored:
+    """A base is in place without a round having run here: at every start of a peer, and after a repair."""
+
+    round: int
+    """The round that comes next: as many are in this base."""
+    campaign_step: int
+    total_steps: int
+    total_tokens: int
+    """Included since the campaign began."""
+    base_digest: str
+    source: str
+    """created, disk, download."""
+    owners: tuple[tuple[str, ...], ...] = ()
+    """For each expert, who trains it; empty when it is not known yet."""
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """After a local step."""
+
+    round: int
+    steps_done: int
+    steps_planned: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class PhaseTrained:
+    """The local steps between two rounds are done."""
+
+    round: int
+    steps: int
+    tokens: int
+    loss: float
+    aux_loss: float
+    seconds: float
+    skipped_steps: int
+
+
+@dataclass(frozen=True)
+class RoundCommitted:
+    """A new base is in place."""
+
+    round: int
+    campaign_step: int
+    total_steps: int
+    tokens: int
+    """Trained by all members and included in this round."""
+    total_tokens: int
+    """Included since the campaign began."""
+    loss: float
+    """Token-weighted mean of the members' training losses in this phase (NaN when nobody trained)."""
+    members: tuple[str, ...]
+    owners: tuple[tuple[str, ...], ...]
+    """For each expert, who trains it from now on."""
+    base_digest: str
+    parts: int
+    dropped_parts: int
+    sent_bytes: int
+    received_bytes: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase: announce, exchange, commit, apply."""
+    merge_alpha: float = 0.0
+    learning_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoundFailed:
+    """An attempt that did not commit. Nothing was applied."""
+
+    round: int
+    attempt: int
+    reason: str
+    """A short word for the metric: coordinator_lost, quorum_lost, refused, exchange, timeout."""
+    detail: str
+
+
+@dataclass(frozen=True)
+class WorkDropped:
+    """Pending work that was given up, in tokens."""
+
+    round: int
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class DigestMismatch:
+    """My base differs from what the members agreed on; it is downloaded again."""
+
+    round: int
+    mine: str
+    agreed: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Held-out loss of the base after a round."""
+
+    round: int
+    """BEFORE_TRAINING for base 0."""
+    validation_loss: float
+
+
+@dataclass(frozen=True)
+class PeersSeen:
+    """Living peers as the registry shows them."""
+
+    trainers: int
+    helpers: int
+
+
+@dataclass(frozen=True)
+class BytesMoved:
+    """Payload bytes that crossed the transport."""
+
+    kind: str
+    """push, pull, download, control."""
+    sent: int
+    received: int
+
+
+Event = (
+    PhaseEntered
+    | BaseRestored
+    | TrainingProgress
+    | PhaseTrained
+    | RoundCommitted
+    | RoundFailed
+    | WorkDropped
+    | DigestMismatch
+    | Evaluated
+    | PeersSeen
+    | BytesMoved
+)
+
+
+class Observer(Protocol):
+    """Anything that wants to know."""
+
+    def tell(self, event: Event) -> None:
+        """Called on the event loop; must return at once."""
+
+
+class Observers:
+    """Tells several."""
+
+    def __init__(self, *observers: Observer):
+        self._observers = observers
+
+    def tell(self, event: Event) -> None:
+        """Pass the event on to each."""
+        for observer in self._observers:
+            observer.tell(event)

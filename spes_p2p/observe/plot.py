@@ -1,0 +1,111 @@
+"""The loss curve of a campaign as a PNG, drawn from the histories of its peers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from spes_p2p.errors import UserError
+from spes_p2p.observe.events import BEFORE_TRAINING, Evaluated, PhaseTrained, RoundCommitted
+from spes_p2p.observe.history import Entry
+from spes_p2p.observe.units import human_count, human_loss
+
+TRAINING, HELD_OUT, MERGE, PEER = "#2563a8", "#c2410c", "#7c6f9c", "#9db8d6"
+MARKED_POINTS = 40
+"""Up to so many rounds, each is a dot."""
+
+Points = list[tuple[int, float]]
+"""(tokens in the base, loss in nats a token), by tokens."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What the plot shows."""
+
+    training: Points
+    """All members' loss, a point a round."""
+    held_out: Points
+    by_peer: Mapping[str, Points]
+    """Each peer's own training loss."""
+    merges: Sequence[int]
+    """Tokens at the rounds after which experts were merged."""
+
+
+def collect_curves(histories: Mapping[str, Sequence[Entry]]) -> Curves:
+    """Join the histories by round; what several peers noted of one round is the same. Keys of `histories` name the peers.
+
+    Raises UserError when no round was committed.
+    """
+    events = {peer: [entry.event for entry in history] for peer, history in histories.items()}
+    everything = list(itertools.chain.from_iterable(events.values()))
+    commits = {event.round: event for event in everything if isinstance(event, RoundCommitted)}
+    if not commits:
+        raise UserError("no loss to plot: the history holds no committed round; train for at least one round")
+    held_out = {event.round: event.validation_loss for event in everything if isinstance(event, Evaluated)}
+    by_peer = {
+        peer: {event.round: event.loss for event in of_peer if isinstance(event, PhaseTrained)} for peer, of_peer in events.items()
+    }
+    return Curves(
+        training=_by_tokens({number: commit.loss for number, commit in commits.items()}, commits),
+        held_out=_by_tokens(held_out, commits),
+        by_peer={peer: _by_tokens(losses, commits) for peer, losses in by_peer.items()},
+        merges=sorted(commit.total_tokens for commit in commits.values() if commit.merge_alpha > 0),
+    )
+
+
+def plot_loss(histories: Mapping[str, Sequence[Entry]], output: Path, title: str) -> None:
+    """Write the PNG: training and held-out loss against tokens. Raises UserError without a round to draw or a place to write."""
+    curves = collect_curves(histories)
+    figure = Figure(figsize=(9, 5), dpi=144, layout="constrained")
+    axes = figure.subplots()
+    for points in curves.by_peer.values():
+        axes.plot(*_columns(points), color=PEER, linewidth=0.8, alpha=0.7, zorder=1)
+    _draw(axes, curves.training, TRAINING, "training", "o")
+    _draw(axes, curves.held_out, HELD_OUT, "held-out", "D")
+    _finish(axes, curves, title)
+    try:
+        figure.savefig(output, format="png", facecolor="white")
+    except OSError as error:
+        raise UserError(f"{output}: cannot write the plot ({error.strerror})") from None
+
+
+def _draw(axes: Axes, points: Points, color: str, name: str, marker: str) -> None:
+    if not points:
+        return
+    marked = marker if len(points) <= MARKED_POINTS else None
+    label = f"{name}: {human_loss(points[0][1])} → {human_loss(points[-1][1])}"
+    axes.plot(*_columns(points), color=color, linewidth=1.8, marker=marked, markersize=4, label=label, zorder=3)
+
+
+def _finish(axes: Axes, curves: Curves, title: str) -> None:
+    if any(curves.by_peer.values()):
+        axes.plot([], [], color=PEER, linewidth=0.8, label=f"each of {len(curves.by_peer)} peers")
+    if curves.merges:
+        axes.plot(curves.merges, [0.015] * len(curves.merges), "|", color=MERGE, markersize=9, label="experts merged",
+                  transform=axes.get_xaxis_transform())
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_title(f"{len(curves.training)} rounds, {human_count(curves.training[-1][0])} tokens", loc="right", color="#666666")
+    axes.set_xlabel("tokens trained by all peers")
+    axes.set_ylabel("loss (nats a token)")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _by_tokens(loss_by_round: Mapping[int, float], commits: Mapping[int, RoundCommitted]) -> Points:
+    tokens = {BEFORE_TRAINING: 0, **{number: commit.total_tokens for number, commit in commits.items()}}
+    known = ((tokens[number], loss) for number, loss in loss_by_round.items() if number in tokens)
+    return sorted(point for point in known if math.isfinite(point[1]))
+
+
+def _columns(points: Points) -> tuple[list[int], list[float]]:
+    return [tokens for tokens, _ in points], [loss for _, loss in points]

@@ -1,0 +1,314 @@
+"""What a peer answers to a status call, kept current from events; and the swarm's state as the answers of its peers show it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import msgpack
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from spes_p2p.config import PROTOCOL_VERSION
+from spes_p2p.observe.events import (
+    BaseRestored,
+    DigestMismatch,
+    Evaluated,
+    Event,
+    PeersSeen,
+    PhaseEntered,
+    PhaseTrained,
+    RoundCommitted,
+    RoundFailed,
+    TrainingProgress,
+)
+from spes_p2p.observe.plain import plain
+
+PACE_ROUNDS = 8
+"""Time left is estimated from the median of so many rounds."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("not printable")
+    return text
+
+
+Word = Annotated[str, Field(max_length=200), AfterValidator(_printable)]
+"""Text from another peer: short, and without the control characters that could rewrite a terminal."""
+
+Count = Annotated[int, Field(ge=0)]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="ignore"))
+class PeerStatus:
+    """One peer, as it says of itself. Fields that a version does not know are ignored, missing ones keep their default."""
+
+    peer_id: Word
+    role: Word
+    """trainer, helper."""
+    campaign: Word
+    campaign_hash: Word
+    total_rounds: Count
+    protocol: Count = PROTOCOL_VERSION
+    phase: Word = "joining"
+    """See events.PhaseEntered."""
+    round: Count = 0
+    """The round that this peer works towards: as many are in its base."""
+    campaign_step: Count = 0
+    total_steps: Count = 0
+    total_tokens: Count = 0
+    """Trained by anybody and in the base."""
+    steps_done: Count = 0
+    """Local steps of the phase under way."""
+    steps_planned: Count = 0
+    tokens_per_second: float = 0.0
+    """Training speed of this peer."""
+    loss: float = math.nan
+    """Training loss of the last committed round, all members, nats a token."""
+    validation_loss: float = math.nan
+    """Held-out loss of the last evaluated base, nats a token."""
+    local_loss: float = math.nan
+    """Training loss of this peer alone in the last phase that it finished."""
+    learning_rate: float = math.nan
+    merge_alpha: float = 0.0
+    owned: tuple[Count, ...] = ()
+    """Experts that this peer trains."""
+    owners: tuple[tuple[Word, ...], ...] = ()
+    """For each expert, the ids of the peers that train it."""
+    members: tuple[Word, ...] = ()
+    """Of the last committed round."""
+    base_digest: Word = ""
+    round_tokens: Count = 0
+    """Of the last committed round, all members."""
+    round_sent_bytes: Count = 0
+    """By this peer in the last committed round."""
+    round_received_bytes: Count = 0
+    round_seconds: dict[Word, float] = field(default_factory=dict)
+    """Of the last committed round, by phase: train, announce, exchange, commit, apply."""
+    sent_bytes: Count = 0
+    """By this peer in all rounds since it started."""
+    received_bytes: Count = 0
+    trainers_alive: Count = 0
+    helpers_alive: Count = 0
+    failures: dict[Word, Count] = field(default_factory=dict)
+    """Attempts that did not commit since this peer started, by reason."""
+    digest_mismatches: Count = 0
+    seconds_left: float = math.nan
+    """Until the last round of the campaign, from the pace of the last rounds; NaN before there is one."""
+    uptime_s: float = 0.0
+
+    def to_bytes(self) -> bytes:
+        """The msgpack that `from_bytes` reads."""
+        packed: bytes = msgpack.packb(_STATUS.dump_python(self))
+        return packed
+
+    @staticmethod
+    def from_bytes(data: bytes) -> PeerStatus:
+        """Read what another peer sent. Raises ValueError (one line) for anything that is no status."""
+        try:
+            return _STATUS.validate_python(msgpack.unpackb(data))
+        except ValidationError as error:
+            where = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise ValueError(f"not a peer's status: {where or 'it is no mapping'}") from None
+        except (ValueError, TypeError, msgpack.UnpackException):
+            raise ValueError("not a peer's status: no msgpack") from None
+
+
+_STATUS = TypeAdapter(PeerStatus)
+
+
+class StatusBoard:
+    """Observer that keeps a peer's status current. `clock` gives seconds that never go back."""
+
+    def __init__(self, status: PeerStatus, clock: Callable[[], float]):
+        """`status` says who this is; the rest comes from events."""
+        self._status = status
+        self._clock = clock
+        self._started = clock()
+        self._train_seconds = 0.0
+        self._commits: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS + 1)
+
+    @property
+    def status(self) -> PeerStatus:
+        """As of now."""
+        return replace(self._status, seconds_left=self._seconds_left(), uptime_s=self._clock() - self._started)
+
+    def tell(self, event: Event) -> None:
+        """Take note of the event."""
+        match event:
+            case PhaseEntered():
+                self._set(phase=event.name)
+            case BaseRestored():
+                self._base_is(event.round, event)
+            case TrainingProgress():
+                self._set(
+                    round=event.round,
+                    steps_done=event.steps_done,
+                    steps_planned=event.steps_planned,
+                    tokens_per_second=event.tokens_per_second,
+                )
+            case PhaseTrained():
+                self._train_seconds = event.seconds
+                self._set(local_loss=event.loss)
+            case RoundCommitted():
+                self._round_committed(event)
+            case RoundFailed():
+                failures = self._status.failures
+                self._set(failures={**failures, event.reason: failures.get(event.reason, 0) + 1})
+            case DigestMismatch():
+                self._set(digest_mismatches=self._status.digest_mismatches + 1)
+            case Evaluated():
+                self._set(validation_loss=event.validation_loss)
+            case PeersSeen():
+                self._set(trainers_alive=event.trainers, helpers_alive=event.helpers)
+
+    def _round_committed(self, event: RoundCommitted) -> None:
+        self._commits.append((event.round, self._clock()))
+        self._base_is(event.round + 1, event)
+        trained = {"train": self._train_seconds} if self._train_seconds else {}
+        self._set(
+            members=event.members,
+            loss=event.loss,
+            learning_rate=event.learning_rate,
+            merge_alpha=event.merge_alpha,
+            round_tokens=event.tokens,
+            round_sent_bytes=event.sent_bytes,
+            round_received_bytes=event.received_bytes,
+            round_seconds={**trained, **event.seconds},
+            sent_bytes=self._status.sent_bytes + event.sent_bytes,
+            received_bytes=self._status.received_bytes + event.received_bytes,
+            steps_done=0,
+            steps_planned=0,
+        )
+        self._train_seconds = 0.0
+
+    def _base_is(self, next_round: int, event: RoundCommitted | BaseRestored) -> None:
+        peer_id = self._status.peer_id
+        self._set(
+            round=next_round,
+            campaign_step=event.campaign_step,
+            total_steps=event.total_steps,
+            total_tokens=event.total_tokens,
+            base_digest=event.base_digest,
+            owners=event.owners,
+            owned=tuple(expert for expert, owners in enumerate(event.owners) if peer_id in owners),
+        )
+
+    def _seconds_left(self) -> float:
+        if len(self._commits) < 2:
+            return math.nan
+        seconds_a_round = []
+        round_before, time_before = self._commits[0]
+        for committed_round, committed_at in list(self._commits)[1:]:
+            seconds_a_round.append((committed_at - time_before) / max(1, committed_round - round_before))
+            round_before, time_before = committed_round, committed_at
+        pace = statistics.median(seconds_a_round)
+        rounds_left = max(0, self._status.total_rounds - round_before - 1)
+        under_way = min(self._clock() - time_before, pace) if rounds_left else 0.0
+        return rounds_left * pace - under_way
+
+    def _set(self, **changes: Any) -> None:
+        self._status = replace(self._status, **changes)
+
+
+@dataclass(frozen=True)
+class SwarmStatus:
+    """The swarm as far as the asked peers know it. The leading peers are those that hold the newest base among them."""
+
+    campaign: str
+    campaign_hash: str
+    protocol: int
+    round: int
+    total_rounds: int
+    campaign_step: int
+    total_steps: int
+    total_tokens: int
+    loss: float
+    validation_loss: float
+    learning_rate: float
+    merge_alpha: float
+    tokens_per_second: float
+    """Sum over the trainers."""
+    seconds_left: float
+    base_digest: str
+    digests_equal: bool
+    """All peers that hold the newest base name the same digest."""
+    round_tokens: int
+    round_sent_bytes: int
+    """Of the last round, all leading peers together."""
+    round_received_bytes: int
+    round_seconds: Mapping[str, float]
+    """Of the last round by phase: the slowest leading peer's."""
+    owners: tuple[tuple[str, ...], ...]
+    ownerless: tuple[int, ...]
+    """Experts that nobody trains."""
+    failures: Mapping[str, int]
+    """The most that any peer counted, by reason (one failed attempt is seen by all of its members)."""
+    peers: tuple[PeerStatus, ...]
+    """Trainers first, then by id."""
+
+
+def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
+    """Put the peers' answers together. Raises ValueError when there is none."""
+    if not statuses:
+        raise ValueError("no peer answered")
+    peers = tuple(sorted(statuses, key=lambda status: (status.role != "trainer", status.peer_id)))
+    newest = max(status.round for status in peers)
+    leading = [status for status in peers if status.round == newest]
+    # A helper that only serves the base knows no loss or pace: prefer a peer that took part in the last round.
+    best = max(leading, key=lambda status: (status.peer_id in status.members, math.isfinite(status.loss)))
+    return SwarmStatus(
+        campaign=best.campaign,
+        campaign_hash=best.campaign_hash,
+        protocol=best.protocol,
+        round=newest,
+        total_rounds=best.total_rounds,
+        campaign_step=best.campaign_step,
+        total_steps=best.total_steps,
+        total_tokens=best.total_tokens,
+        loss=best.loss,
+        validation_loss=_first_known([best, *leading, *peers], "validation_loss"),
+        learning_rate=best.learning_rate,
+        merge_alpha=best.merge_alpha,
+        tokens_per_second=sum(status.tokens_per_second for status in peers if status.role == "trainer"),
+        seconds_left=_first_known([best, *leading, *peers], "seconds_left"),
+        base_digest=best.base_digest,
+        digests_equal=len({status.base_digest for status in leading if status.base_digest}) <= 1,
+        round_tokens=best.round_tokens,
+        round_sent_bytes=sum(status.round_sent_bytes for status in leading),
+        round_received_bytes=sum(status.round_received_bytes for status in leading),
+        round_seconds=_largest([status.round_seconds for status in leading]),
+        owners=best.owners,
+        ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners),
+        failures={reason: int(count) for reason, count in _largest([status.failures for status in peers]).items()},
+        peers=peers,
+    )
+
+
+def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
+    """What `spes-p2p status --json` prints: SwarmStatus as JSON values (unknown numbers are null)."""
+    document: dict[str, Any] = plain(gather(statuses))
+    return document
+
+
+def sync_seconds(round_seconds: Mapping[str, float]) -> float:
+    """Seconds of a round without its training, from seconds by phase."""
+    return sum(seconds for phase, seconds in round_seconds.items() if phase != "train")
+
+
+def _first_known(peers: Sequence[PeerStatus], name: str) -> float:
+    values = (float(getattr(status, name)) for status in peers)
+    return next((value for value in values if math.isfinite(value)), math.nan)
+
+
+def _largest(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for mapping in counts:
+        for name, value in mapping.items():
+            largest[name] = max(value, largest.get(name, value))
+    return largest

@@ -1,0 +1,196 @@
+"""The swarm as a table: printed once by `status`, kept live by `swarm` in a terminal, one plain line a round elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spes_p2p.observe.status import PeerStatus, SwarmStatus, gather, sync_seconds
+from spes_p2p.observe.units import (
+    UNKNOWN,
+    human_bytes,
+    human_count,
+    human_indices,
+    human_loss,
+    human_rate,
+    human_seconds,
+    short_peer,
+    time_left,
+)
+
+GRID_EXPERTS = 32
+"""Up to so many experts, the table shows who owns what as a grid; beyond, as ranges of numbers."""
+
+_PHASE_STYLES = {"training": "green", "downloading": "cyan", "joining": "cyan", "waiting": "dim", "leaving": "yellow"}
+
+
+def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> RenderableType:
+    """The swarm for people: progress, what the last round did, a row a peer, and what is wrong (`notes` are added to that)."""
+    if not statuses:
+        return Group(Text("no peer has answered yet", "dim"), *_warnings(notes))
+    swarm = gather(statuses)
+    last_round = [_last_round(swarm)] if swarm.round_seconds else []
+    return Group(
+        _headline(swarm),
+        _progress(swarm),
+        _losses(swarm),
+        *last_round,
+        Text(),
+        _peer_table(swarm),
+        *_warnings([*_troubles(swarm), *notes]),
+    )
+
+
+def round_line(statuses: Sequence[PeerStatus]) -> str:
+    """The same in one plain line; `statuses` must not be empty."""
+    swarm = gather(statuses)
+    trainers = sum(status.role == "trainer" for status in swarm.peers)
+    left = [time_left(swarm.seconds_left)] if swarm.round < swarm.total_rounds else []
+    parts = [
+        f"round {swarm.round}/{swarm.total_rounds}",
+        f"loss {human_loss(swarm.loss)}",
+        f"held-out {human_loss(swarm.validation_loss)}",
+        human_rate(swarm.tokens_per_second),
+        f"{trainers} trainers",
+        f"{human_bytes(swarm.round_sent_bytes)} up in {human_seconds(sync_seconds(swarm.round_seconds))}",
+    ]
+    return " · ".join(part for part in (*parts, *left, *_troubles(swarm)) if part)
+
+
+class SwarmView:
+    """Shows a swarm until it is closed. The caller asks the peers and passes their answers to `update`."""
+
+    def __init__(self, console: Console | None = None):
+        """On a terminal a live table; otherwise one plain line whenever a round was committed."""
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._printed_round = 0
+        self._printed_notes: set[str] = set()
+
+    def __enter__(self) -> SwarmView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> None:
+        """Show the peers' latest answers; `notes` are lines of the caller's own, such as 'peer 3 ended with code 1'."""
+        if self._live:
+            self._live.update(render_status(statuses, notes), refresh=True)
+        else:
+            self._print(statuses, notes)
+
+    def _print(self, statuses: Sequence[PeerStatus], notes: Sequence[str]) -> None:
+        for note in notes:
+            if note not in self._printed_notes:
+                self._printed_notes.add(note)
+                self._console.out(note, highlight=False)
+        committed = max((status.round for status in statuses), default=0)
+        if committed > self._printed_round:
+            self._printed_round = committed
+            self._console.out(round_line(statuses), highlight=False)
+
+
+def _warnings(lines: Sequence[str]) -> list[Text]:
+    return [Text(f"! {line}", "yellow") for line in lines]
+
+
+def _headline(swarm: SwarmStatus) -> Text:
+    line = Text()
+    line.append(swarm.campaign, "bold")
+    line.append(f" {swarm.campaign_hash[:8]}   ", "dim")
+    line.append(f"round {swarm.round}/{swarm.total_rounds}", "bold")
+    line.append(f"   step {swarm.campaign_step}/{swarm.total_steps}   {human_count(swarm.total_tokens)} tokens   ")
+    line.append("done" if swarm.round >= swarm.total_rounds else time_left(swarm.seconds_left), "bold")
+    return line
+
+
+def _progress(swarm: SwarmStatus) -> RenderableType:
+    line = Table.grid()
+    line.add_row(ProgressBar(total=max(1, swarm.total_rounds), completed=swarm.round, width=79, complete_style="green"))
+    return line
+
+
+def _losses(swarm: SwarmStatus) -> Text:
+    line = Text("loss ")
+    line.append(human_loss(swarm.loss), "bold green")
+    line.append("   held-out ")
+    line.append(human_loss(swarm.validation_loss), "bold green")
+    line.append(f"   {human_rate(swarm.tokens_per_second)}", "bold")
+    if swarm.base_digest:
+        line.append(f"   base {swarm.base_digest[:8]}", "dim")
+    if swarm.merge_alpha:
+        line.append(f"   merge {swarm.merge_alpha:.3f}", "dim")
+    return line
+
+
+def _last_round(swarm: SwarmStatus) -> Text:
+    parts = [
+        f"last round: {human_count(swarm.round_tokens)} tok",
+        f"train {human_seconds(swarm.round_seconds['train'])}" if "train" in swarm.round_seconds else "",
+        f"sync {human_seconds(sync_seconds(swarm.round_seconds))}",
+        f"{human_bytes(swarm.round_sent_bytes)} up",
+        f"{human_bytes(swarm.round_received_bytes)} down",
+    ]
+    return Text(" · ".join(part for part in parts if part), "dim")
+
+
+def _peer_table(swarm: SwarmStatus) -> Table:
+    experts = len(swarm.owners)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    for name in ("peer", "round", "now"):
+        table.add_column(name, no_wrap=True)
+    for name in ("loss", "tok/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("experts", no_wrap=experts <= GRID_EXPERTS)
+    for name in ("up", "down", "sync"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for status in swarm.peers:
+        table.add_row(*_peer_row(status, experts))
+    return table
+
+
+def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:
+    trains = status.role == "trainer"
+    now = f"{status.phase} {status.steps_done}/{status.steps_planned}" if status.phase == "training" else status.phase
+    return (
+        Text(short_peer(status.peer_id), "" if trains else "dim"),
+        Text(str(status.round)),
+        Text(now if trains else status.role, _PHASE_STYLES.get(status.phase, "") if trains else "dim"),
+        Text(human_loss(status.local_loss)),
+        Text(human_count(status.tokens_per_second) if trains else UNKNOWN),
+        _owned(status, experts) if trains else Text(UNKNOWN),
+        Text(human_bytes(status.round_sent_bytes)),
+        Text(human_bytes(status.round_received_bytes)),
+        Text(human_seconds(sync_seconds(status.round_seconds)) if status.round_seconds else UNKNOWN),
+    )
+
+
+def _owned(status: PeerStatus, experts: int) -> Text:
+    if experts > GRID_EXPERTS:
+        return Text(human_indices(status.owned))
+    grid = Text()
+    for expert in range(experts):
+        grid.append(*(("■", "green") if expert in status.owned else ("·", "dim")))
+    return grid
+
+
+def _troubles(swarm: SwarmStatus) -> list[str]:
+    troubles = []
+    if swarm.ownerless:
+        troubles.append(f"nobody trains expert {human_indices(swarm.ownerless)}")
+    if not swarm.digests_equal:
+        troubles.append(f"peers at round {swarm.round} hold different bases")
+    if swarm.failures:
+        counted = ", ".join(f"{reason} {count}" for reason, count in swarm.failures.items())
+        troubles.append(f"failed attempts: {counted}")
+    return troubles

@@ -1,0 +1,78 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+UNKNOWN = "-"
+
+
+def human_count(number: float) -> str:
+    """1234567 -> '1.23M'; NaN -> '-'."""
+    if not math.isfinite(number):
+        return UNKNOWN
+    for power, suffix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if abs(number) >= 0.9995 * 10**power:
+            return f"{_three_digits(number / 10**power)}{suffix}"
+    return _three_digits(number) if number % 1 else f"{number:.0f}"
+
+
+def human_rate(tokens_per_second: float) -> str:
+    """1234.5 -> '1.23k tokens/s'."""
+    return f"{human_count(tokens_per_second)} tokens/s"
+
+
+def human_bytes(size: float) -> str:
+    """1234567 -> '1.23 MB' (decimal units); NaN -> '-'."""
+    if not math.isfinite(size):
+        return UNKNOWN
+    for power, suffix in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if abs(size) >= 0.9995 * 10**power:
+            return f"{_three_digits(size / 10**power)} {suffix}"
+    return f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """0.42 -> '0.42 s', 75 -> '1m15s', 7500 -> '2h05m', 200000 -> '2d07h'; NaN -> '-'."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 59.95:
+        return f"{_three_digits(seconds)} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def time_left(seconds: float) -> str:
+    """75 -> '1m15s left'; NaN -> ''."""
+    return f"{human_seconds(seconds)} left" if math.isfinite(seconds) else ""
+
+
+def human_loss(loss: float) -> str:
+    """Three decimals; NaN -> '-'."""
+    return f"{loss:.3f}" if math.isfinite(loss) else UNKNOWN
+
+
+def human_indices(indices: Iterable[int]) -> str:
+    """(0, 1, 2, 3, 7) -> '0-3 7'; none -> '-'."""
+    runs: list[tuple[int, int]] = []
+    for index in sorted(set(indices)):
+        if runs and index == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], index)
+        else:
+            runs.append((index, index))
+    return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs) or UNKNOWN
+
+
+def short_peer(peer_id: str) -> str:
+    """The last six characters: peer ids share their beginning."""
+    return peer_id[-6:]
+
+
+def _three_digits(number: float) -> str:
+    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    return f"{number:.{decimals}f}"

@@ -1,0 +1,452 @@
+"""The life of a trainer: get the base, then train a phase, take part in a round, and again until the campaign is done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_p2p.config import PROTOCOL_VERSION
+from spes_p2p.data.slices import Interval
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.model.layout import Layout
+from spes_p2p.observe.events import (
+    BaseRestored,
+    BytesMoved,
+    Evaluated,
+    Observer,
+    PhaseEntered,
+    PhaseTrained,
+    RoundCommitted,
+    RoundFailed,
+    TrainingProgress,
+)
+from spes_p2p.swarm.coordinator import ROUND
+from spes_p2p.swarm.node import Hooks, Node
+from spes_p2p.swarm.records import Announcement, Decided, Head, Plan, Staged
+from spes_p2p.swarm.rpc import Talk
+from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.merge import Donors, nearest_experts
+from spes_p2p.sync.plan import held_bits
+from spes_p2p.sync.replica import Applied, Replica
+from spes_p2p.sync.results import Results
+from spes_p2p.sync.selftest import check_arithmetic
+from spes_p2p.training.checkpoint import load_checkpoint
+from spes_p2p.training.interface import Phase, PhaseReport, Trainer
+from spes_p2p.training.optimizer import learning_rate
+
+logger = logging.getLogger(__name__)
+
+MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
+"""Builds the trainer on a base (flat float32) with these owned experts."""
+
+BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot": "download", "blob": "download"}
+LINGER_S = 20.0
+"""After the last round a peer stays so long for those that still need its results."""
+BACKOFF_S = 1.0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What this peer can and will do."""
+
+    experts: int
+    """Most experts it trains."""
+    bandwidth: float = 1.0
+    """Relative upload bandwidth; 0: it cannot be dialled, and reduces nothing."""
+
+
+class Peer:
+    """One trainer. `run` returns when the campaign is complete or after `leave` was asked for."""
+
+    def __init__(
+        self,
+        node: Node,
+        layout: Layout,
+        make_trainer: MakeTrainer,
+        capacity: Capacity,
+        observer: Observer,
+        status: Callable[[], bytes],
+        where: str,
+    ):
+        """`where` names the run-dir in messages; `status` is what a status call gets."""
+        self.node = node
+        self.layout = layout
+        self.replica = Replica(node, layout, observer)
+        self._make_trainer = make_trainer
+        self._capacity = capacity
+        self._observer = observer
+        self._status = status
+        self._where = where
+        self._phase = "joining"
+        self._leaving = asyncio.Event()
+        self._stop_after_round: int | None = None
+        self._untrained: tuple[Interval, ...] = ()
+        self._speed = 0.0
+        self._validation_loss: float | None = None
+        self._train_seconds = 0.0
+        self._moved: Counter[tuple[str, bool]] = Counter()
+
+    @property
+    def trainer(self) -> Trainer:
+        """Set as soon as there is a base."""
+        assert self.replica.trainer is not None
+        return self.replica.trainer
+
+    @property
+    def finished(self) -> bool:
+        """Has the campaign's last step been committed?"""
+        return self.node.log.head.step >= self.node.campaign.config.training.total_steps and (
+            self.replica.base.round == self.node.log.round
+        )
+
+    def leave(self) -> None:
+        """Stop at the next step and go, after telling the others."""
+        self._leaving.set()
+
+    async def run(self) -> None:
+        """The whole life. Raises UserError when this peer cannot take part."""
+        check_arithmetic()
+        await self._start()
+        try:
+            await self._get_base()
+            while not self.finished and not self._leaving.is_set():
+                await self._train_phase()
+                if self._leaving.is_set():
+                    break
+                await self._sync()
+            await self._go()
+        finally:
+            await self.node.close()
+
+    # Joining -----------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        hooks = Hooks(
+            results_of=lambda plan: Results.empty(plan, self.layout, self.replica.codec, self.replica.part_bytes),
+            donors=self._donors,
+            stop_phase=self._stop_phase,
+            phase=lambda: self._phase,
+            status=self._status,
+        )
+        await self.replica.start()
+        await self.node.start(hooks)
+
+    async def _get_base(self) -> None:
+        restored = self.replica.restore(self._where)
+        if not restored:
+            self._enter("downloading")
+            await self._or_leave(self.replica.join(self._log_download))
+            if self._leaving.is_set():
+                return
+        base = self.replica.base
+        duty = base.duty(self.node.peer_id)
+        owned = duty.owned if duty is not None else ()
+        self.replica.trainer = await self.node.world.run_blocking(self._make_trainer, base.values, owned)
+        if restored:
+            load_checkpoint(self.node.world.store, self.trainer, self.layout, base.head)
+        self._tell_restored("disk" if restored else "download")
+        for peer in self.node.others():
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                await self.node.learn_heads(peer)
+        await self._advance({})
+
+    def _tell_restored(self, source: str) -> None:
+        head = self.node.log.head_at(self.replica.base.round)
+        total_steps = self.node.campaign.config.training.total_steps
+        self._observer.tell(
+            BaseRestored(head.round + 1, head.step, total_steps, head.tokens, self.replica.base.digest, source, _owners(head))
+        )
+
+    # Training ----------------------------------------------------------------------------------------------------------
+
+    async def _train_phase(self) -> None:
+        """Do the duty of this phase, if the last plan gave one."""
+        base = self.replica.base
+        duty = base.duty(self.node.peer_id)
+        if base.plan is None or duty is None or duty.steps == 0:
+            return
+        self._enter("training")
+        sync_steps = self.node.campaign.config.training.sync_steps
+        phase = Phase(base.round + 1, base.plan.step, sync_steps, duty.steps, duty.slices)
+        report: PhaseReport = await self.node.world.run_blocking(
+            self.trainer.train, phase, self._should_stop, self._progress_teller(phase)
+        )
+        if self._leaving.is_set():
+            self._untrained = duty.slices
+            return
+        self._untrained = report.untrained
+        self._train_seconds = report.seconds
+        self._speed = report.tokens / report.seconds if report.seconds > 0 else 0.0
+        self.replica.ledger.trained(report)
+        self._observer.tell(
+            PhaseTrained(
+                phase.round, report.steps, report.tokens, report.loss, report.aux_loss, report.seconds, report.skipped_steps
+            )
+        )
+
+    def _should_stop(self) -> bool:
+        return self._leaving.is_set() or self._stop_after_round == self.replica.base.round
+
+    def _stop_phase(self, after_round: int) -> None:
+        """The coordinator waits no longer: announce what is done."""
+        self._stop_after_round = after_round
+
+    def _progress_teller(self, phase: Phase) -> Callable[[int, float], None]:
+        loop = asyncio.get_running_loop()
+
+        def tell(steps_done: int, tokens_per_second: float) -> None:
+            event = TrainingProgress(phase.round, steps_done, phase.steps, tokens_per_second)
+            loop.call_soon_threadsafe(self._observer.tell, event)
+
+        return tell
+
+    # Rounds ------------------------------------------------------------------------------------------------------------
+
+    async def _sync(self) -> None:
+        """Try until the next round is in the base. Attempts that fail change nothing."""
+        target = self.replica.base.round + 1
+        attempt = 0
+        while self.replica.base.round < target and not self._leaving.is_set():
+            seconds: dict[str, float] = {"train": self._train_seconds}
+            order = self.node.coordinators()
+            try:
+                await self._attempt(order[attempt % len(order)], attempt, seconds)
+                await self._advance(seconds)
+            except PeerUnreachable as error:
+                self._failed(target, attempt, "coordinator_lost", str(error))
+                attempt += 1
+            except WireError as error:
+                self._failed(target, attempt, "malformed", str(error))
+                attempt += 1
+            except Refused as error:
+                attempt += await self._after_refusal(order[attempt % len(order)], target, attempt, str(error))
+            if attempt and attempt % len(order) == 0:
+                await self._look_around()
+
+    async def _attempt(self, coordinator: str, attempt: int, seconds: dict[str, float]) -> None:
+        """One attempt: announce, exchange, stage, and learn the decided head. Raises PeerUnreachable, Refused, WireError."""
+        clock = asyncio.get_running_loop().time
+        self._enter("announcing")
+        started = clock()
+        async with self.node.board.talk(coordinator, ROUND) as talk:
+            await talk.send(pack(self._announcement(attempt)))
+            reply = await self._or_leave(talk.message())
+            if reply is None:
+                return
+            seconds["announce"] = clock() - started
+            if reply[:4] == b"plan":
+                await self._exchange(talk, unpack(Plan, reply[4:]), seconds)
+                self._enter("committing")
+                started = clock()
+                reply = await talk.message()
+                seconds["commit"] = clock() - started
+            decided = unpack(Decided, reply[4:])
+        if self.node.log.append(decided):
+            self.node.hooks.decided(decided)
+
+    def _announcement(self, attempt: int) -> Announcement:
+        base, ledger = self.replica.base, self.replica.ledger
+        return Announcement(
+            campaign=self.node.campaign_hash,
+            protocol=PROTOCOL_VERSION,
+            round=base.round + 1,
+            attempt=attempt,
+            head=base.head,
+            base_digest=base.digest,
+            tokens=ledger.tokens,
+            routed=tuple(ledger.routed),
+            capacity=self._capacity.experts,
+            tokens_per_second=self._speed,
+            bandwidth=self._capacity.bandwidth,
+            loss=ledger.loss,
+            validation_loss=self._validation_loss,
+            untrained=self._untrained,
+        )
+
+    async def _exchange(self, talk: Talk, plan: Plan, seconds: dict[str, float]) -> None:
+        self._enter("exchanging")
+        started = asyncio.get_running_loop().time()
+        self._check_plan(plan, talk.remote)
+        exchange = await self.node.world.run_blocking(self.replica.open_exchange, plan)
+        await talk.alive(exchange.run())
+        results = exchange.results
+        await self.replica.stage(results)
+        roots = tuple(m.root if (m := results.manifests.get(i)) else b"" for i in range(len(plan.members)))
+        await talk.send(pack(Staged(plan.id, results.manifests.get(exchange.me), roots, held_bits(results))))
+        seconds["exchange"] = asyncio.get_running_loop().time() - started
+
+    def _check_plan(self, plan: Plan, coordinator: str) -> None:
+        base = self.replica.base
+        if (plan.campaign, plan.round, plan.parent) != (self.node.campaign_hash, base.round + 1, base.head):
+            raise WireError("a plan of another round")
+        if plan.ballot.coordinator != coordinator or plan.index(self.node.peer_id) is None:
+            raise WireError("a plan of another coordinator, or without me")
+        if plan.base_digest != base.digest:
+            raise Refused("digest: the plan starts from other bits than mine")
+
+    async def _after_refusal(self, coordinator: str, target: int, attempt: int, reason: str) -> int:
+        """Mend what a refusal names; returns how many ranks to move on."""
+        kind, _, detail = reason.partition(": ")
+        if kind in ("version", "campaign"):
+            raise UserError(f"refused by {coordinator}: {detail}")
+        if kind == "behind":
+            await self._catch_up(coordinator)
+            return 0 if self.replica.base.round >= target else 1
+        if kind == "digest":
+            with contextlib.suppress(PeerUnreachable):
+                await self.replica.repair()
+            return 0
+        self._failed(target, attempt, "refused", reason)
+        await asyncio.sleep(BACKOFF_S)
+        return 1
+
+    async def _look_around(self) -> None:
+        """Every coordinator was tried: see who is there and what was decided meanwhile."""
+        await asyncio.sleep(BACKOFF_S)
+        await self.node.meet()
+        for peer in self.node.others():
+            await self._catch_up(peer)
+
+    async def _catch_up(self, peer: str) -> None:
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            await self.node.learn_heads(peer)
+            await self._advance({})
+
+    async def _advance(self, seconds: dict[str, float]) -> None:
+        """Apply what was decided, and tell."""
+        if self.replica.base.round >= self.node.log.round:
+            return
+        self._enter("applying")
+        started = asyncio.get_running_loop().time()
+        applied = await self.replica.advance()
+        seconds["apply"] = asyncio.get_running_loop().time() - started
+        self._untrained, self._validation_loss, self._stop_after_round = (), None, None
+        for each in applied:
+            self._tell_committed(each, seconds)
+        if not applied:
+            self._tell_restored("download")
+        await self._maybe_evaluate()
+        await self.node.meet()
+
+    async def _maybe_evaluate(self) -> None:
+        """One member evaluates the base every so many rounds, in turn; it tells the others with its next announcement."""
+        every = self.node.campaign.config.evaluation.every_rounds
+        base = self.replica.base
+        members = base.plan.members if base.plan is not None else ()
+        if not every or not members:
+            return
+        last = self.finished
+        turn = members[(base.round // every) % len(members)].peer
+        if (base.round % every and not last) or turn != self.node.peer_id:
+            return
+        self._enter("evaluating")
+        loss = await self.node.world.run_blocking(self.trainer.validation_loss)
+        if np.isfinite(loss):
+            self._validation_loss = float(loss)
+            self._observer.tell(Evaluated(base.round, self._validation_loss))
+
+    # Telling -----------------------------------------------------------------------------------------------------------
+
+    def _tell_committed(self, applied: Applied, seconds: dict[str, float]) -> None:
+        head, plan = applied.decided.head, applied.plan
+        training = self.node.campaign.config.training
+        sent, received = self._tell_bytes()
+        if plan.validation_loss is not None and self._validation_loss is None:
+            self._observer.tell(Evaluated(head.round - 1, plan.validation_loss))
+        self._observer.tell(
+            RoundCommitted(
+                round=head.round,
+                campaign_step=head.step,
+                total_steps=training.total_steps,
+                tokens=plan.tokens,
+                total_tokens=head.tokens,
+                loss=plan.loss if plan.tokens else float("nan"),
+                members=head.members,
+                owners=_owners(head),
+                base_digest=self.replica.base.digest,
+                parts=len(applied.results.committed(head)),
+                dropped_parts=len(head.dropped),
+                sent_bytes=sent,
+                received_bytes=received,
+                seconds=dict(seconds),
+                merge_alpha=plan.merge.alpha if plan.merge is not None else 0.0,
+                learning_rate=learning_rate(head.step, training),
+            )
+        )
+
+    def _tell_bytes(self) -> tuple[int, int]:
+        """Report what crossed the transport since the last time; returns (sent, received) in all."""
+        totals = [0, 0]
+        board = self.node.board
+        for method in set(board.sent) | set(board.received):
+            sent = board.sent[method] - self._moved[method, True]
+            received = board.received[method] - self._moved[method, False]
+            self._moved[method, True] += sent
+            self._moved[method, False] += received
+            totals[0] += sent
+            totals[1] += received
+            self._observer.tell(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
+        return totals[0], totals[1]
+
+    def _failed(self, round_number: int, attempt: int, reason: str, detail: str) -> None:
+        self._observer.tell(RoundFailed(round_number, attempt, reason, detail))
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._observer.tell(PhaseEntered(phase))
+
+    def _log_download(self, done: int, total: int) -> None:
+        if done == total or done % max(1, total // 10) == 0:
+            logger.info("base: %d of %d requests served", done, total)
+
+    # Leaving -----------------------------------------------------------------------------------------------------------
+
+    async def _go(self) -> None:
+        self._enter("leaving")
+        if self.finished_or_never_began():
+            await self._linger()
+        else:
+            await self.node.leave(self._untrained)
+
+    def finished_or_never_began(self) -> bool:
+        """Nothing of mine is expected by others any more."""
+        return hasattr(self.replica, "base") and self.finished
+
+    async def _linger(self) -> None:
+        """Stay until every other trainer has the last base too, within limits."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LINGER_S
+        while loop.time() < deadline and not self._leaving.is_set():
+            await self.node.meet()
+            behind = [p for p in self.node.others("trainer") if self.node.contacts[p].round < self.node.log.round]
+            if not behind:
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), BACKOFF_S)
+
+    async def _or_leave(self, awaited):  # type: ignore[no-untyped-def]
+        """Wait for something unless this peer is asked to leave; None then."""
+        task = asyncio.ensure_future(awaited)
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            task.cancel()
+            leaving.cancel()
+
+    async def _donors(self) -> Donors:
+        merge = self.node.campaign.config.merge
+        if self.replica.base.round != self.node.log.round:
+            raise Refused("the coordinator is still catching up")
+        return await self.node.world.run_blocking(nearest_experts, self.replica.base.values, self.layout, merge.merge_top_k)
+
+
+def _owners(head: Head) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(head.members[i] for i in owners) for owners in head.owners)

@@ -1,0 +1,271 @@
+"""One attempt at one round, at its coordinator: gather, prepare, plan, collect what is staged, decide.
+
+Each member holds one talk with the coordinator for the whole attempt: it sends its announcement, gets the plan, sends what it
+staged, gets the decided head. A talk that breaks tells both ends at once. An attempt that fails changes nothing anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from spes_p2p.data.slices import Interval
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum
+from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Pong, Staged, Vote
+from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.merge import Donors
+from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, make_head, make_plan
+from spes_p2p.sync.results import Results
+
+logger = logging.getLogger(__name__)
+
+ROUND, PREPARE, ACCEPT, DECIDE, PING = "round", "prepare", "accept", "decide", "ping"
+MAX_BALLOTS = 5
+PING_EVERY_S = 1.0
+STRAGGLER_SHARE = 0.5
+"""A phase is waited for so much longer than it took the first half of the members, before stragglers are told to stop."""
+
+
+def coordinator_order(head: Head) -> tuple[str, ...]:
+    """Who coordinates the next round, in order of rank: its trainer electors by hash(campaign, round, id), then the helpers."""
+
+    def rank(peer: str) -> tuple[bool, bytes]:
+        name = f"{head.campaign}/{head.epoch}/{head.round + 1}/{peer}"
+        return peer in head.helpers, hashlib.sha256(name.encode()).digest()
+
+    return tuple(sorted(head.electorate, key=rank))
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Are you there? `stop_after`: end the phase after this round's current step and announce; -1: take your time."""
+
+    stop_after: int
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Heads with their certificates, in order."""
+
+    decided: tuple[Decided, ...]
+
+
+class AttemptFailed(Exception):
+    """This attempt will not come to a decision; nothing was applied."""
+
+
+class Coordination:
+    """One attempt of the round after `head`."""
+
+    def __init__(
+        self,
+        board: Switchboard,
+        log: HeadLog,
+        rules: Rules,
+        results_of: Callable[[Plan], Results],
+        donors: Callable[[], Awaitable[Donors]],
+        expected: set[str],
+        returned: dict[str, tuple[Interval, ...]],
+        decided: Callable[[Decided], None],
+    ):
+        """`expected`: peers that have a duty in this phase. `returned`: those of them who left, with what they gave back."""
+        self.head = log.head
+        self._board = board
+        self._log = log
+        self._rules = rules
+        self._results_of = results_of
+        self._donors = donors
+        self._expected = expected
+        self._returned = returned
+        self._on_decided = decided
+        loop = asyncio.get_running_loop()
+        self._opened = loop.time()
+        self._announced: dict[str, Announcement] = {}
+        self._alive: set[str] = set()
+        self._dead: set[str] = set()
+        self._staged: dict[int, Staged] = {}
+        self._plan: asyncio.Future[Plan | Decided] = loop.create_future()
+        self._decided: asyncio.Future[Decided] = loop.create_future()
+        self._changed = asyncio.Event()
+        self._ballot_number = 0
+        self.failed = False
+
+    async def run(self) -> None:
+        """Bring the round to a decision, or fail the attempt for everybody in it."""
+        try:
+            await self._gather()
+            decided = await self._decide()
+            self._on_decided(decided)
+            self._decided.set_result(decided)
+            await self._tell_electors(decided)
+        except (AttemptFailed, Refused) as error:
+            self.failed = True
+            for future in (self._plan, self._decided):
+                if not future.done():
+                    future.set_exception(Refused(f"attempt failed: {error}"))
+                    future.exception()
+
+    async def serve(self, talk: Talk, announcement: Announcement) -> None:
+        """One member's talk, from its announcement to the decided head."""
+        check_announcement(announcement, self.head, self._rules)
+        if self._plan.done():
+            raise Refused("closed: the plan of this attempt is made")
+        peer = talk.remote
+        self._announced[peer] = announcement
+        self._alive.add(peer)
+        self._dead.discard(peer)
+        self._changed.set()
+        try:
+            plan = await talk.alive(asyncio.shield(self._plan))
+            if isinstance(plan, Plan):
+                index = plan.index(peer)
+                if index is None:
+                    raise Refused("digest: your base differs from what most members have")
+                await talk.send(b"plan" + pack(plan))
+                self._staged[index] = unpack(Staged, await talk.message())
+                self._changed.set()
+            decided = await talk.alive(asyncio.shield(self._decided))
+            await talk.send(b"head" + pack(decided))
+        finally:
+            self._alive.discard(peer)
+            self._changed.set()
+
+    # Gathering ---------------------------------------------------------------------------------------------------------
+
+    async def _gather(self) -> None:
+        """Wait until every expected peer that lives has announced; stragglers are told to stop, then no longer waited for."""
+        sync = self._rules.config.sync
+        loop = asyncio.get_running_loop()
+        half_at: float | None = None
+        while True:
+            self._changed.clear()
+            now = loop.time()
+            there = len(self._alive)
+            missing = self._expected - set(self._announced) - self._dead - set(self._returned)
+            first = self.head.round < 0
+            if there >= (sync.min_peers if first else max(1, (len(self._expected) + 1) // 2)) and half_at is None:
+                half_at = now
+            if not first and not missing and there:
+                return
+            if first and half_at is not None and now - half_at >= sync.join_grace_s and there >= sync.min_peers:
+                return
+            late = half_at is not None and not first and now - half_at > self._patience(half_at)
+            if late and half_at is not None and now - half_at > self._patience(half_at) + sync.silence_s:
+                return
+            if missing:
+                await asyncio.gather(*(self._ping(peer, late) for peer in missing))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), PING_EVERY_S)
+
+    def _patience(self, half_at: float) -> float:
+        return max(self._rules.config.sync.silence_s, STRAGGLER_SHARE * (half_at - self._opened))
+
+    async def _ping(self, peer: str, stop: bool) -> None:
+        request = pack(Ping(self.head.round if stop else -1))
+        try:
+            unpack(Pong, await self._board.ask(peer, PING, request, self._board.silence_s))
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.info("%s is not there for round %d: %s", peer[-6:], self.head.round + 1, error)
+            self._dead.add(peer)
+
+    # Deciding ----------------------------------------------------------------------------------------------------------
+
+    async def _decide(self) -> Decided:
+        ballot, accepted = await self._prepare()
+        if accepted is None:
+            plan = await self._make_plan(ballot)
+            self._plan.set_result(plan)
+            await self._collect(plan)
+            proposal = make_head(self.head, plan, self._results_of(plan), self._staged, self.head.helpers)
+        else:
+            proposal = accepted
+        decided = await self._propose(ballot, proposal)
+        if not self._plan.done():
+            self._plan.set_result(decided)
+        return decided
+
+    async def _prepare(self) -> tuple[Ballot, Head | None]:
+        """Promises from a majority, and the head that they bind me to, if any."""
+        for _ in range(MAX_BALLOTS):
+            self._ballot_number += 1
+            ballot = Ballot(self._ballot_number, self._board.peer_id)
+            request = Prepare(self.head.round + 1, self.head.id, ballot)
+            answers = await asyncio.gather(*(self._ask_promise(elector, request) for elector in self.head.electorate))
+            promises = [answer for answer in answers if answer is not None]
+            granted = [promise for promise in promises if promise.granted]
+            if len(granted) >= quorum(self.head.electorate):
+                bound = [(p.accepted_ballot, p.accepted) for p in granted if p.accepted_ballot is not None]
+                return ballot, max(bound, key=lambda pair: pair[0])[1] if bound else None
+            if any(promise.round > self.head.round for promise in promises):
+                raise AttemptFailed("this round is decided already")
+            higher = [promise.promised.number for promise in promises if promise.promised is not None]
+            if not higher:
+                break
+            self._ballot_number = max(higher)
+        raise AttemptFailed(f"no quorum: {len(granted)} of {len(self.head.electorate)} electors answered")
+
+    async def _ask_promise(self, elector: str, request: Prepare) -> Promise | None:
+        try:
+            promise = unpack(Promise, await self._ask(elector, PREPARE, pack(request)))
+            if promise.round < self.head.round:
+                await self._ask(elector, DECIDE, pack(Decide(self._log.since(promise.round))))
+                promise = unpack(Promise, await self._ask(elector, PREPARE, pack(request)))
+            return promise
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.info("elector %s: %s", elector[-6:], error)
+            return None
+
+    async def _make_plan(self, ballot: Ballot) -> Plan:
+        there = {peer: self._announced[peer] for peer in self._alive}
+        if not there:
+            raise AttemptFailed("everybody left")
+        digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]
+        agreeing = {peer: announcement for peer, announcement in there.items() if announcement.base_digest == digest}
+        tokens = sum(announcement.tokens for announcement in agreeing.values())
+        donors = await self._donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
+        returned = tuple(interval for peer, back in self._returned.items() if peer not in there for interval in back)
+        return make_plan(self.head, ballot, agreeing, returned, digest, donors, self._rules)
+
+    async def _collect(self, plan: Plan) -> None:
+        """Wait for every member that lives to report what it staged."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 2 * self._rules.config.sync.exchange_timeout_s
+        names = [member.peer for member in plan.members]
+        while loop.time() < deadline:
+            self._changed.clear()
+            if all(i in self._staged or peer not in self._alive for i, peer in enumerate(names)):
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+
+    async def _propose(self, ballot: Ballot, head: Head) -> Decided:
+        request = pack(Accept(ballot, head))
+        votes = await asyncio.gather(*(self._ask_vote(elector, request) for elector in self.head.electorate))
+        decided = Decided(head, ballot, tuple(vote for vote in votes if vote is not None))
+        if len(decided.votes) < quorum(self.head.electorate):
+            raise AttemptFailed(f"no quorum: {len(decided.votes)} of {len(self.head.electorate)} electors voted")
+        return decided
+
+    async def _ask_vote(self, elector: str, request: bytes) -> Vote | None:
+        try:
+            vote = unpack(Vote, await self._ask(elector, ACCEPT, request))
+            return vote if vote.elector == elector else None
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.info("elector %s: %s", elector[-6:], error)
+            return None
+
+    async def _tell_electors(self, decided: Decided) -> None:
+        outside = set(self.head.electorate) - set(decided.head.members)
+        await asyncio.gather(
+            *(self._ask(elector, DECIDE, pack(Decide((decided,)))) for elector in outside), return_exceptions=True
+        )
+
+    async def _ask(self, peer: str, method: str, request: bytes) -> bytes:
+        return await self._board.ask(peer, method, request, self._board.silence_s)

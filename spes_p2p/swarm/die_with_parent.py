@@ -1,0 +1,25 @@
+"""`python die_with_parent.py PARENT_PID PROGRAM ARGS...`: become PROGRAM, in a session of its own, killed when the parent dies.
+
+The kernel does the killing (PR_SET_PDEATHSIG), so it works after SIGKILL too; the own session keeps a terminal's Ctrl-C away.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Replaces this process. Ends at once when the parent is already gone."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        sys.exit(f"cannot ask for a death signal: {os.strerror(ctypes.get_errno())}")
+    os.setsid()
+    if os.getppid() != parent:
+        sys.exit("the parent is gone")
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,199 @@
+"""How a round is decided: single-decree Paxos among the round's electorate, and the log of what was decided.
+
+The electorate of round r is fixed by the head of round r - 1; a majority of it decides. Two majorities share an elector, an
+elector durably promises before it answers, and a coordinator whose promises bring back an accepted head must propose that one:
+so no two different heads are ever decided for one round. Nobody applies a head without its certificate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from spes_p2p.errors import Refused
+from spes_p2p.swarm.interfaces import Identity, Store
+from spes_p2p.swarm.records import Ballot, Decided, Head, Vote
+from spes_p2p.swarm.wire import WireError, pack, unpack
+
+MAX_ELECTORS = 7
+LOG, VOTES = "heads.log", "votes"
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """A coordinator asks for promises: nobody will accept a lower ballot in this round."""
+
+    round: int
+    parent: str
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Promise:
+    """An elector's answer to Prepare."""
+
+    round: int
+    """Last round that the elector knows as decided; a coordinator that sees it behind sends the missing heads and asks again."""
+    granted: bool
+    promised: Ballot | None
+    """The highest ballot that it has promised in this round."""
+    accepted_ballot: Ballot | None
+    accepted: Head | None
+
+
+@dataclass(frozen=True)
+class Accept:
+    """A coordinator asks for votes on one head."""
+
+    ballot: Ballot
+    head: Head
+
+
+@dataclass(frozen=True)
+class VoteState:
+    """What an elector must remember over a crash."""
+
+    parent: str
+    promised: Ballot | None
+    accepted_ballot: Ballot | None
+    accepted: Head | None
+
+
+def quorum(electorate: tuple[str, ...]) -> int:
+    """Votes that decide: a majority."""
+    return len(electorate) // 2 + 1
+
+
+def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
+    """Electors of the next round: the helpers and the members, those that were electors before first, at most seven, sorted.
+
+    A lone member decides alone: it holds the only base, and nothing is safer for a second vote.
+    """
+    if len(set(members := tuple(members))) == 1:
+        return members[:1]
+    ranked = sorted(set(members) - set(helpers), key=lambda peer: (peer not in last, peer))
+    return tuple(sorted((*helpers, *ranked)[:MAX_ELECTORS]))
+
+
+def vote_message(ballot: Ballot, head_id: str) -> bytes:
+    """What an elector signs."""
+    return b"spes accept\0" + pack(ballot) + head_id.encode()
+
+
+def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
+    """Is this head decided by the electorate that its parent fixed?"""
+    head = decided.head
+    if (head.campaign, head.parent, head.round) != (parent.campaign, parent.id, parent.round + 1):
+        return False
+    message = vote_message(decided.ballot, head.id)
+    valid = {
+        vote.elector
+        for vote in decided.votes
+        if vote.elector in parent.electorate and identity.verify(vote.elector, message, vote.signature)
+    }
+    return len(valid) >= quorum(parent.electorate)
+
+
+class HeadLog:
+    """The heads from genesis on, each proven by its certificate. Durable."""
+
+    def __init__(self, store: Store, identity: Identity, genesis: Head):
+        self._store = store
+        self._identity = identity
+        self.genesis = genesis
+        self._decided: list[Decided] = []
+        for record in store.records(LOG):
+            try:
+                decided = unpack(Decided, record)
+            except WireError:
+                break
+            if decided.head.parent != self.head.id:
+                break
+            self._decided.append(decided)
+
+    @property
+    def head(self) -> Head:
+        """The last decided head (genesis before round 0)."""
+        return self._decided[-1].head if self._decided else self.genesis
+
+    @property
+    def round(self) -> int:
+        """Number of the last decided round; -1 before round 0."""
+        return self.head.round
+
+    def at(self, round_number: int) -> Decided:
+        """The certificate of a round; IndexError when it is not known."""
+        if not 0 <= round_number < len(self._decided):
+            raise IndexError(round_number)
+        return self._decided[round_number]
+
+    def head_at(self, round_number: int) -> Head:
+        """The head of a round; round -1 is genesis."""
+        return self.genesis if round_number < 0 else self.at(round_number).head
+
+    def since(self, round_number: int) -> tuple[Decided, ...]:
+        """All certificates after that round."""
+        return tuple(self._decided[round_number + 1 :])
+
+    def append(self, decided: Decided) -> bool:
+        """Add the next head. False when it is known already; Refused when it does not follow or is not proven."""
+        head = decided.head
+        if head.round <= self.round:
+            if head.id == self.head_at(head.round).id:
+                return False
+            raise Refused(f"round {head.round} was decided otherwise")
+        if head.round > self.round + 1:
+            raise Refused(f"round {head.round} does not follow round {self.round}")
+        if not proves(decided, self.head, self._identity):
+            raise Refused(f"the certificate of round {head.round} does not hold")
+        self._store.append(LOG, pack(decided))
+        self._decided.append(decided)
+        return True
+
+
+class Elector:
+    """One peer's votes. Every answer is durable before it is given."""
+
+    def __init__(self, log: HeadLog, store: Store, identity: Identity):
+        self._log = log
+        self._store = store
+        self._identity = identity
+
+    def prepare(self, request: Prepare) -> Promise:
+        """Promise not to accept lower ballots, and say what was accepted."""
+        head = self._log.head
+        if request.round != head.round + 1 or request.parent != head.id:
+            return Promise(head.round, False, None, None, None)
+        self._require_elector()
+        state = self._state()
+        if state.promised is not None and request.ballot < state.promised:
+            return Promise(head.round, False, state.promised, None, None)
+        self._remember(VoteState(head.id, request.ballot, state.accepted_ballot, state.accepted))
+        return Promise(head.round, True, request.ballot, state.accepted_ballot, state.accepted)
+
+    def accept(self, request: Accept) -> Vote:
+        """Vote for a head. Raises Refused when a higher ballot was promised or the head does not follow mine."""
+        head = self._log.head
+        if request.head.round != head.round + 1 or request.head.parent != head.id:
+            raise Refused(f"my head is round {head.round}")
+        self._require_elector()
+        state = self._state()
+        if state.promised is not None and request.ballot < state.promised:
+            raise Refused(f"promised ballot {state.promised.number}")
+        self._remember(VoteState(head.id, request.ballot, request.ballot, request.head))
+        signature = self._identity.sign(vote_message(request.ballot, request.head.id))
+        return Vote(self._identity.peer_id, signature)
+
+    def _require_elector(self) -> None:
+        if self._identity.peer_id not in self._log.head.electorate:
+            raise Refused("not an elector of this round")
+
+    def _state(self) -> VoteState:
+        blob = self._store.read(VOTES)
+        state = unpack(VoteState, bytes(blob)) if blob is not None else None
+        if state is None or state.parent != self._log.head.id:
+            return VoteState(self._log.head.id, None, None, None)
+        return state
+
+    def _remember(self, state: VoteState) -> None:
+        self._store.write(VOTES, [pack(state)])

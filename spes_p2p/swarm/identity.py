@@ -1,0 +1,152 @@
+"""A peer's key pair: RSA as libp2p uses it, and a cheap stand-in for swarms in one process.
+
+The identity file is hivemind's (a protobuf `PrivateKey` of type RSA), so the peer daemon, the DHT and our signatures use one
+key: a peer id is the base58 multihash of the public key, and a signature carries that key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+
+from spes_p2p.errors import UserError
+
+MIN_KEY_BITS = 2048
+MAX_KEY_BITS = 4096
+_SHA256_MULTIHASH = b"\x12\x20"
+_PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
+
+
+class RSAIdentity:
+    """The key in an identity file, made on first use (mode 0400). Raises UserError when the file cannot be used."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._key = _load_or_create(path)
+        self._public_der = _public_der(self._key.public_key())
+        self._peer_id = _peer_id_of_der(self._public_der)
+
+    @property
+    def peer_id(self) -> str:
+        """Base58 libp2p peer id of the public key."""
+        return self._peer_id
+
+    @property
+    def private_key(self) -> rsa.RSAPrivateKey:
+        """The key itself, for the DHT's record signatures."""
+        return self._key
+
+    def sign(self, message: bytes) -> bytes:
+        """Two bytes of length, the public key (DER), then an RSA-PSS/SHA-256 signature."""
+        signature = self._key.sign(message, _PADDING, hashes.SHA256())
+        return len(self._public_der).to_bytes(2, "big") + self._public_der + signature
+
+    def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
+        """True when the key inside `signature` hashes to `peer_id` and signed exactly this message."""
+        key_end = 2 + int.from_bytes(signature[:2], "big")
+        key = _public_key(signature[2:key_end])
+        if key is None or key[0] != peer_id:
+            return False
+        try:
+            key[1].verify(signature[key_end:], message, _PADDING, hashes.SHA256())
+        except InvalidSignature:
+            return False
+        return True
+
+
+class SimulatedIdentity:
+    """Named peers of a swarm inside one process: the id is the name. Signatures detect mistakes, not malice."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @property
+    def peer_id(self) -> str:
+        """The name."""
+        return self._name
+
+    def sign(self, message: bytes) -> bytes:
+        """A keyed hash of the message; anybody could compute it."""
+        return _mark(self._name, message)
+
+    def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
+        """Did `peer_id` (or somebody who lies) sign exactly this message?"""
+        return hmac.compare_digest(_mark(peer_id, message), signature)
+
+
+def peer_id_of_public_key(key: rsa.RSAPublicKey) -> str:
+    """Base58 sha2-256 multihash of the protobuf-encoded key (libp2p specification, "Peer IDs and keys")."""
+    return _peer_id_of_der(_public_der(key))
+
+
+def _mark(name: str, message: bytes) -> bytes:
+    return hashlib.blake2b(message, key=hashlib.sha256(name.encode()).digest(), digest_size=16).digest()
+
+
+def _public_der(key: rsa.RSAPublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _peer_id_of_der(der: bytes) -> str:
+    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    return str(PeerID(_SHA256_MULTIHASH + hashlib.sha256(encoded).digest()).to_base58())
+
+
+@lru_cache(maxsize=1024)
+def _public_key(der: bytes) -> tuple[str, rsa.RSAPublicKey] | None:
+    try:
+        key = serialization.load_der_public_key(der)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    if not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
+        return None
+    return peer_id_of_public_key(key), key
+
+
+def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
+    try:
+        if not path.exists():
+            _create(path)
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot use the identity file ({error.strerror}); choose a path that you can write") from None
+    try:
+        envelope = crypto_pb2.PrivateKey.FromString(content)
+        key = serialization.load_der_private_key(envelope.data, password=None)
+    except Exception:
+        key = None
+    if not isinstance(key, rsa.RSAPrivateKey):
+        raise UserError(f"{path}: not an identity file (an RSA key as hivemind writes it); delete it to get a new identity")
+    return key
+
+
+def _create(path: Path) -> None:
+    """Write aside and link: two peers that start at once end up with one key, and a crash leaves no half of one."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=MIN_KEY_BITS)
+    der = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=der).SerializeToString())
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o400)
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            return
+    finally:
+        os.unlink(aside)

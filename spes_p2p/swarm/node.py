@@ -1,0 +1,306 @@
+"""What every peer is to the swarm, trainer or helper: a contact in the registry, an elector, a coordinator when it is its turn,
+and somebody to ask for the campaign, its files and the log of heads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from spes_p2p.config import PROTOCOL_VERSION, Campaign
+from spes_p2p.data.slices import Interval
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.observe.events import Observer, PeersSeen
+from spes_p2p.swarm.coordinator import (
+    ACCEPT,
+    DECIDE,
+    PING,
+    PREPARE,
+    ROUND,
+    Coordination,
+    Decide,
+    Ping,
+    coordinator_order,
+)
+from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare
+from spes_p2p.swarm.interfaces import World
+from spes_p2p.swarm.records import Announcement, CampaignRecord, CampaignRequest, Contact, Decided, Head, Plan, Pong
+from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.merge import Donors
+from spes_p2p.sync.plan import Rules
+from spes_p2p.sync.results import Results
+
+logger = logging.getLogger(__name__)
+
+CAMPAIGN, BLOB, HEADS, LEAVE, STATUS = "campaign", "blob", "heads", "leave", "status"
+CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
+HEADS_A_MESSAGE = 200
+BLOB_CHUNK_BYTES = 2**18
+MAX_CONTACT_ADDRESSES = 4
+
+
+@dataclass(frozen=True)
+class HeadsRequest:
+    """All certificates after this round."""
+
+    after: int
+
+
+@dataclass(frozen=True)
+class BlobRequest:
+    """A file by its sha256."""
+
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """I leave. What the plan gave me and I did not train comes back."""
+
+    round: int
+    untrained: tuple[Interval, ...]
+
+
+@dataclass
+class Hooks:
+    """What the node needs of the peer it belongs to; a helper's defaults do nothing."""
+
+    results_of: Callable[[Plan], Results]
+    donors: Callable[[], Awaitable[Donors]]
+    decided: Callable[[Decided], None] = lambda decided: None
+    stop_phase: Callable[[int], None] = lambda after_round: None
+    phase: Callable[[], str] = lambda: "idle"
+    status: Callable[[], bytes] = lambda: b""
+
+
+def registry_key(campaign_hash: str) -> str:
+    """Where the contacts of a campaign are."""
+    return f"spes.{campaign_hash[:32]}.peers"
+
+
+class Node:
+    """A peer's standing in the swarm."""
+
+    def __init__(
+        self,
+        world: World,
+        campaign: Campaign,
+        genesis: Head,
+        rules: Rules,
+        role: str,
+        blobs: Mapping[str, bytes],
+        observer: Observer,
+    ):
+        self.world = world
+        self.campaign = campaign
+        self.campaign_hash = campaign.hash
+        self.rules = rules
+        self.role = role
+        self.board = Switchboard(world.transport, campaign.config.sync.silence_s)
+        self.log = HeadLog(world.store, world.identity, genesis)
+        self.contacts: dict[str, Contact] = {}
+        self.hooks: Hooks
+        self._blobs = blobs
+        self._observer = observer
+        self._elector = Elector(self.log, world.store, world.identity)
+        self._coordinations: dict[int, Coordination] = {}
+        self._failed_to_coordinate = -1
+        self._returned: dict[str, Leave] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer_id(self) -> str:
+        """My own id."""
+        return self.board.peer_id
+
+    async def start(self, hooks: Hooks) -> None:
+        """Serve, and appear in the registry."""
+        self.hooks = hooks
+        handlers = {
+            PING: self._on_ping, STATUS: self._on_status, CAMPAIGN: self._on_campaign, BLOB: self._on_blob, HEADS: self._on_heads,
+            PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide, LEAVE: self._on_leave, ROUND: self._on_round,
+        }
+        for method, handler in handlers.items():
+            await self.board.serve(method, handler)
+        await self.meet()
+        self._spawn(self._keep_meeting())
+
+    async def close(self) -> None:
+        """Stop serving; the transport is closed by who made it."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.board.close()
+
+    async def meet(self) -> None:
+        """Tell the registry where I am, and learn who else is there."""
+        contact = Contact(
+            self.campaign_hash, PROTOCOL_VERSION, self.role, self.log.round, self.log.head.id,
+            self.world.transport.addresses[:MAX_CONTACT_ADDRESSES],
+        )
+        key = registry_key(self.campaign_hash)
+        with contextlib.suppress(PeerUnreachable):
+            await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
+            self.contacts = await find_contacts(self.world, self.campaign_hash)
+        trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
+        self._observer.tell(PeersSeen(trainers, len(self.contacts) - trainers))
+
+    def others(self, role: str | None = None) -> list[str]:
+        """Peers of the campaign that the registry shows, without me; those with the newest head first."""
+        found = [p for p, contact in self.contacts.items() if p != self.peer_id and role in (None, contact.role)]
+        return sorted(found, key=lambda peer: (-self.contacts[peer].round, peer))
+
+    def coordinators(self) -> tuple[str, ...]:
+        """Who coordinates the next round, in order of rank."""
+        return coordinator_order(self.log.head)
+
+    async def learn_heads(self, peer: str) -> None:
+        """Fetch the certificates that I lack from a peer. Raises PeerUnreachable, Refused, WireError."""
+        while True:
+            before = self.log.round
+            reply = await self.board.ask(peer, HEADS, pack(HeadsRequest(before)), self.board.silence_s)
+            for decided in unpack(Decide, reply).decided:
+                self._learn(decided)
+            if self.log.round == before:
+                return
+
+    async def leave(self, untrained: tuple[Interval, ...]) -> None:
+        """Tell the electors that I go, so that my experts and samples find others at once."""
+        request = pack(Leave(self.log.round + 1, untrained))
+        others = set(self.log.head.electorate) - {self.peer_id}
+        await asyncio.gather(*(self.board.ask(peer, LEAVE, request, 2.0) for peer in others), return_exceptions=True)
+
+    # Handlers ----------------------------------------------------------------------------------------------------------
+
+    async def _on_ping(self, talk: Talk) -> None:
+        ping = unpack(Ping, await talk.message())
+        if ping.stop_after == self.log.round and talk.remote in self.log.head.electorate:
+            self.hooks.stop_phase(ping.stop_after)
+        await talk.send(pack(Pong(self.log.round, self.hooks.phase(), self._failed_to_coordinate)))
+
+    async def _on_status(self, talk: Talk) -> None:
+        await talk.send(self.hooks.status())
+
+    async def _on_campaign(self, talk: Talk) -> None:
+        theirs = unpack(CampaignRequest, await talk.message()).protocol
+        if theirs != PROTOCOL_VERSION:
+            logger.warning("%s speaks protocol %d, this peer %d: refused", talk.remote[-6:], theirs, PROTOCOL_VERSION)
+            raise Refused(f"version: you speak protocol {theirs}, this swarm {PROTOCOL_VERSION}")
+        blobs = tuple((sha, len(body)) for sha, body in self._blobs.items())
+        await talk.send(pack(CampaignRecord(self.campaign.canonical_json(), self.log.genesis, blobs)))
+
+    async def _on_blob(self, talk: Talk) -> None:
+        wanted = unpack(BlobRequest, await talk.message()).sha256
+        if wanted not in self._blobs:
+            raise Refused("no such file here")
+        body = memoryview(self._blobs[wanted])
+        for a in range(0, len(body), BLOB_CHUNK_BYTES):
+            await talk.send(bytes(body[a : a + BLOB_CHUNK_BYTES]))
+
+    async def _on_heads(self, talk: Talk) -> None:
+        after = unpack(HeadsRequest, await talk.message()).after
+        await talk.send(pack(Decide(self.log.since(after)[:HEADS_A_MESSAGE])))
+
+    async def _on_prepare(self, talk: Talk) -> None:
+        await talk.send(pack(self._elector.prepare(unpack(Prepare, await talk.message()))))
+
+    async def _on_accept(self, talk: Talk) -> None:
+        await talk.send(pack(self._elector.accept(unpack(Accept, await talk.message()))))
+
+    async def _on_decide(self, talk: Talk) -> None:
+        for decided in unpack(Decide, await talk.message()).decided:
+            self._learn(decided)
+        await talk.send(b"")
+
+    async def _on_leave(self, talk: Talk) -> None:
+        leave = unpack(Leave, await talk.message())
+        if talk.remote in self.log.head.members and leave.round == self.log.round + 1:
+            self._returned[talk.remote] = leave
+        await talk.send(b"")
+
+    async def _on_round(self, talk: Talk) -> None:
+        announcement = unpack(Announcement, await talk.message())
+        self._check_same_campaign(announcement)
+        if announcement.round <= self.log.round:
+            raise Refused(f"behind: round {announcement.round} is decided")
+        if announcement.round > self.log.round + 1:
+            self._spawn(self._catch_up_from(talk.remote))
+            raise Refused("the coordinator is behind; try again")
+        order = self.coordinators()
+        rank = announcement.attempt % len(order)
+        if order[rank] != self.peer_id:
+            raise Refused("not the coordinator of this attempt")
+        await self._only_if_others_cannot(order[:rank])
+        await self._coordination(announcement.attempt).serve(talk, announcement)
+
+    # Rounds ------------------------------------------------------------------------------------------------------------
+
+    def _check_same_campaign(self, announcement: Announcement) -> None:
+        if announcement.protocol != PROTOCOL_VERSION:
+            raise Refused(f"version: you speak protocol {announcement.protocol}, this swarm {PROTOCOL_VERSION}; update spes-p2p")
+        if announcement.campaign != self.campaign_hash:
+            raise Refused(f"campaign: you train {announcement.campaign[:12]}, this swarm {self.campaign_hash[:12]}")
+
+    async def _only_if_others_cannot(self, ranked_before: tuple[str, ...]) -> None:
+        """Take over only from coordinators that are gone or have failed, else one bad link could abort everybody's round."""
+        for peer in ranked_before:
+            try:
+                pong = unpack(Pong, await self.board.ask(peer, PING, pack(Ping(-1)), self.board.silence_s))
+            except (PeerUnreachable, Refused, WireError):
+                continue
+            if pong.failed_to_coordinate != self.log.round + 1:
+                raise Refused(f"{peer[-6:]} is alive and coordinates this round")
+
+    def _coordination(self, attempt: int) -> Coordination:
+        known = self._coordinations.get(attempt)
+        if known is not None and known.head.id == self.log.head.id and not known.failed:
+            return known
+        head = self.log.head
+        returned = {p: leave.untrained for p, leave in self._returned.items() if leave.round == head.round + 1}
+        made = Coordination(
+            self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
+            set(head.members), returned, self._learn,
+        )
+        self._coordinations = {attempt: made}
+        self._spawn(self._coordinate(made))
+        return made
+
+    async def _coordinate(self, coordination: Coordination) -> None:
+        await coordination.run()
+        if coordination.failed:
+            self._failed_to_coordinate = coordination.head.round + 1
+
+    def _learn(self, decided: Decided) -> None:
+        if self.log.append(decided):
+            self._returned = {p: leave for p, leave in self._returned.items() if leave.round > decided.head.round}
+            self.hooks.decided(decided)
+
+    async def _catch_up_from(self, peer: str) -> None:
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            await self.learn_heads(peer)
+
+    async def _keep_meeting(self) -> None:
+        while True:
+            await asyncio.sleep(CONTACT_EVERY_S)
+            await self.meet()
+
+    def _spawn(self, coroutine: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def find_contacts(world: World, campaign_hash: str) -> dict[str, Contact]:
+    """The living peers of a campaign; what is malformed or of another campaign is left out. Addresses are taught to the transport."""
+    found = {}
+    for peer, value in (await world.registry.get(registry_key(campaign_hash))).items():
+        with contextlib.suppress(WireError):
+            contact = unpack(Contact, value)
+            if contact.campaign == campaign_hash and contact.role in ("trainer", "helper"):
+                found[peer] = contact
+                if peer != world.transport.peer_id:
+                    world.transport.learn_addresses(peer, contact.addresses)
+    return found

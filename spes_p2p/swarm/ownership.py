@@ -1,0 +1,76 @@
+"""Who trains which expert: a pure function of the members, their capacities and the last assignment."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+Owners = tuple[tuple[str, ...], ...]
+
+
+def assign_experts(
+    num_experts: int, capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, salt: str
+) -> Owners:
+    """Owners of each expert, sorted by peer id: `[experts][owners]`.
+
+    Every expert gets an owner before any gets a second, up to `redundancy`; no peer exceeds its capacity; loads differ by at
+    most one where capacities allow; a peer keeps what it has as long as that holds. `last[e]` are the owners until now. `salt`
+    (the campaign's hash) breaks ties, so that no peer is favoured in every campaign.
+    """
+    room = {peer: min(capacity, num_experts) for peer, capacity in capacities.items() if capacity > 0}
+    if not room:
+        return ((),) * num_experts
+    copies = min(redundancy, len(room))
+    held = {peer: sum(peer in peers for peers in last) for peer in room}
+    order = sorted(room, key=lambda peer: (-held[peer], _rank(salt, peer)))
+    quota = _quotas(room, num_experts * copies, order)
+    owners: list[set[str]] = [set() for _ in range(num_experts)]
+    free = dict(quota)
+    for turn in range(copies):
+        for expert in range(num_experts):
+            if len(owners[expert]) > turn:
+                continue
+            keepers = [p for p in last[expert] if free.get(p, 0) > 0 and p not in owners[expert]] if expert < len(last) else []
+            if keepers:
+                _give(expert, min(keepers), owners, free)
+        for expert in range(num_experts):
+            if len(owners[expert]) <= turn:
+                _place(expert, owners, free, salt)
+    return tuple(tuple(sorted(peers)) for peers in owners)
+
+
+def _quotas(room: Mapping[str, int], wanted: int, order: Sequence[str]) -> dict[str, int]:
+    """Share `wanted` places among the peers as evenly as their room allows; what is left over goes to the first in order."""
+    quota = dict.fromkeys(room, 0)
+    for _ in range(wanted):
+        open_peers = [peer for peer in order if quota[peer] < room[peer]]
+        if not open_peers:
+            break
+        quota[min(open_peers, key=lambda peer: quota[peer])] += 1
+    return quota
+
+
+def _place(expert: int, owners: list[set[str]], free: dict[str, int], salt: str) -> None:
+    """Give the expert to the peer with most places left; where only its owners have any, swap with an expert that they lack."""
+    takers = [peer for peer in free if free[peer] > 0 and peer not in owners[expert]]
+    if takers:
+        _give(expert, min(takers, key=lambda peer: (-free[peer], _rank(salt, f"{peer}/{expert}"))), owners, free)
+        return
+    for peer in sorted(peer for peer in free if free[peer] > 0):
+        for other, others_owners in enumerate(owners):
+            for giver in sorted(others_owners - owners[expert]):
+                if other != expert and peer not in others_owners:
+                    others_owners.remove(giver)
+                    others_owners.add(peer)
+                    owners[expert].add(giver)
+                    free[peer] -= 1
+                    return
+
+
+def _give(expert: int, peer: str, owners: list[set[str]], free: dict[str, int]) -> None:
+    owners[expert].add(peer)
+    free[peer] -= 1
+
+
+def _rank(salt: str, name: str) -> bytes:
+    return hashlib.sha256(f"{salt}/{name}".encode()).digest()

@@ -1,0 +1,172 @@
+"""The peer daemon: hivemind's p2pd as our only child process, and the part of its control protocol that we speak ourselves.
+
+The daemon is killed by the kernel when the process (the thread, to be exact) that started it dies, in whatever way. Its sockets
+are named after our process id; those that a dead process left in /tmp are removed at the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.swarm import die_with_parent
+
+SOCKET_DIRECTORY = Path("/tmp")  # the daemon's control sockets need short paths
+SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
+STREAM_BUFFER_BYTES = 2**18
+EXIT_TIMEOUT_S = 5.0
+
+StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Called with (remote peer id, reader, writer)."""
+
+
+class Daemon(P2P):  # type: ignore[misc]
+    """hivemind's P2P whose p2pd cannot outlive us, with raw streams under our own buffer sizes and deadlines."""
+
+    _UNIX_SOCKET_PREFIX = f"/unix{SOCKET_DIRECTORY}/spes-p2p-{os.getpid()}-"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream_server: asyncio.AbstractServer | None = None
+        self._handlers: dict[str, StreamHandler] = {}
+        self._streams: set[asyncio.Task[None]] = set()
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        wrapper = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+        return wrapper + list(P2P._make_process_args(*args, **kwargs))
+
+    async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
+        """Dial a peer at these multiaddrs (none: ask the swarm where it is). Raises PeerUnreachable."""
+        plain = [Multiaddr(address.partition("/p2p/")[0]).to_bytes() for address in addresses if "/p2p-circuit" not in address]
+        connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=plain, timeout=_whole_seconds(timeout_s))
+        _, writer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
+        writer.close()
+
+    async def open_stream(self, peer: str, protocol: str, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raises PeerUnreachable, or Refused when the peer does not serve the protocol."""
+        stream = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=_whole_seconds(timeout_s))
+        return await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream), peer)
+
+    async def serve_streams(self, protocol: str, handler: StreamHandler) -> None:
+        """Call `handler` for every stream opened for `protocol`, each in a task of its own."""
+        address = f"{self._UNIX_SOCKET_PREFIX}streams-{id(self):x}.sock"
+        if self._stream_server is None:
+            path = address.removeprefix("/unix")
+            self._stream_server = await asyncio.start_unix_server(self._accept, path, limit=STREAM_BUFFER_BYTES)
+            self._stream_socket = Path(path)
+        self._handlers[protocol] = handler
+        register = p2pd_pb2.StreamHandlerRequest(addr=Multiaddr(address).to_bytes(), proto=[protocol], balanced=False)
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=register)
+        _, writer = await self._request(request, "the peer daemon")
+        writer.close()
+
+    async def wait(self) -> None:
+        """Returns when p2pd has ended."""
+        await self._child.wait()
+
+    async def close(self) -> None:
+        """End p2pd and remove the sockets."""
+        for task in list(self._streams):
+            task.cancel()
+        if self._stream_server is not None:
+            self._stream_server.close()
+            self._stream_socket.unlink(missing_ok=True)
+        self._terminate()
+        try:
+            await asyncio.wait_for(self._child.wait(), EXIT_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+
+    async def _request(self, request: Any, whom: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        path = str(self._daemon_listen_maddr["unix"])
+        try:
+            reader, writer = await asyncio.open_unix_connection(path, limit=STREAM_BUFFER_BYTES)
+        except OSError as error:
+            raise PeerUnreachable(f"the peer daemon of this machine does not answer ({error.strerror})") from None
+        try:
+            await write_pbmsg(writer, request)
+            response = p2pd_pb2.Response()
+            await read_pbmsg_safe(reader, response)
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise _explain(whom, response.error.msg)
+        except (OSError, asyncio.IncompleteReadError):
+            writer.transport.abort()
+            raise PeerUnreachable(f"{whom}: the peer daemon of this machine closed the connection") from None
+        except BaseException:
+            writer.transport.abort()
+            raise
+        return reader, writer
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            info = p2pd_pb2.StreamInfo()
+            await read_pbmsg_safe(reader, info)
+            await self._handlers[info.proto](str(PeerID(info.peer)), reader, writer)
+        except (OSError, EOFError, DecodeError, ValueError, asyncio.CancelledError):
+            writer.transport.abort()
+        finally:
+            self._streams.discard(task)
+
+
+def remove_stale_sockets() -> None:
+    """Remove the sockets in /tmp of our processes that are dead."""
+    for path in SOCKET_DIRECTORY.glob("spes-p2p-*.sock"):
+        match = SOCKET_NAME.fullmatch(path.name)
+        if match and not _is_process(int(match[1])) and not _is_listening(path):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _peer_bytes(peer: str) -> bytes:
+    try:
+        return bytes(PeerID.from_base58(peer).to_bytes())
+    except ValueError:
+        raise PeerUnreachable(f"{peer!r} is not a peer id") from None
+
+
+def _whole_seconds(timeout_s: float) -> int:
+    return max(1, round(timeout_s))
+
+
+def _explain(whom: str, message: str) -> Exception:
+    if "protocols not supported" in message:
+        return Refused(f"{whom} does not serve this: {message}")
+    return PeerUnreachable(f"{whom}: {' '.join(message.split())}")
+
+
+def _is_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

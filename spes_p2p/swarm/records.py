@@ -1,0 +1,233 @@
+"""What peers tell each other about a round. The words are those of docs/architecture.md."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from spes_p2p.data.slices import Cursor, Interval
+from spes_p2p.swarm.wire import pack, record_id
+
+
+@dataclass(frozen=True)
+class Contact:
+    """What a peer publishes of itself in the registry; must stay below 1 KB."""
+
+    campaign: str
+    """Campaign hash."""
+    protocol: int
+    role: str
+    """trainer or helper."""
+    round: int
+    """Number of the last committed round; -1 before the first."""
+    head: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A member's report to the coordinator when its phase is done."""
+
+    campaign: str
+    protocol: int
+    round: int
+    """The round it wants to take part in: one more than its head's."""
+    attempt: int
+    head: str
+    base_digest: str
+    tokens: int
+    """Trained and not yet included in a base."""
+    routed: tuple[int, ...]
+    """For each expert, tokens its router sent there and not yet included; 0 where it has no pending work."""
+    capacity: int
+    """Most experts that it can train."""
+    tokens_per_second: float
+    bandwidth: float
+    """Relative upload bandwidth; 0: cannot be dialled or will not reduce."""
+    loss: float
+    """Mean training loss over `tokens`; 0 when there are none."""
+    validation_loss: float | None
+    """Held-out loss of the base, from the member that evaluated it."""
+    untrained: tuple[Interval, ...]
+    """What comes back to the cursor."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A peer in the plan, with the weight of what it contributes."""
+
+    peer: str
+    tokens: int
+    routed: tuple[int, ...]
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What one member does in the next phase."""
+
+    member: int
+    """Index into the plan's members."""
+    owned: tuple[int, ...]
+    steps: int
+    slices: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """An expert merge after the round: w <- w + alpha (mean(donors) - w)."""
+
+    alpha: float
+    donors: tuple[tuple[tuple[int, ...], ...], ...]
+    """Donors of each expert in each layer: `[layers][experts][k]`, chosen from the base before the round."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is in the round, with which weights, what happens after it, and the next phase's duties. The same for all members."""
+
+    campaign: str
+    epoch: int
+    round: int
+    parent: str
+    ballot: Ballot
+    base_digest: str
+    """Of the parent's base: everybody starts from these bits."""
+    members: tuple[Member, ...]
+    """Sorted by peer id."""
+    tokens: int
+    """Of this round, over all members."""
+    loss: float
+    validation_loss: float | None
+    """Held-out loss of the parent's base, where a member evaluated it."""
+    step: int
+    """Campaign step that is reached with this round."""
+    merge: Merge | None
+    duties: tuple[Duty, ...]
+    """One a member, in the members' order."""
+    cursor: Cursor
+
+    def index(self, peer: str) -> int | None:
+        """The peer's place among the members, or None."""
+        return next((i for i, member in enumerate(self.members) if member.peer == peer), None)
+
+    @property
+    def id(self) -> str:
+        """Hex sha256 of the plan's bytes."""
+        return record_id(self)
+
+
+@dataclass(frozen=True, order=True)
+class Ballot:
+    """A coordinator's turn in one round; higher ones win."""
+
+    number: int
+    coordinator: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a reducer made of its parts, in the order of the plan's part table."""
+
+    plan: str
+    reducer: int
+    digests: bytes
+    """sha256 of each encoded result, 32 bytes each; zeros for a part that got no contribution."""
+    masks: bytes
+    """For each part, who is in it: one bit a member, ceil(members / 8) bytes each."""
+
+    @property
+    def root(self) -> bytes:
+        """32 bytes that stand for the whole manifest."""
+        return hashlib.sha256(pack(self)).digest()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A member's report that it holds results durably."""
+
+    plan: str
+    manifest: Manifest | None
+    """My own, when I reduce parts."""
+    roots: tuple[bytes, ...]
+    """Root of each member's manifest as I received it; empty bytes where I have none."""
+    parts: bytes
+    """One bit a part of the plan: held here, matching the manifest of that root."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A commit: the decided record of a round."""
+
+    campaign: str
+    epoch: int
+    round: int
+    parent: str
+    plan: str
+    """Id of the plan; empty for the genesis head."""
+    roots: tuple[bytes, ...]
+    """Root of each member's manifest; empty bytes for members without one."""
+    dropped: tuple[int, ...]
+    """Parts that had contributors but are left out: the base keeps its old value there."""
+    base_digest: str
+    """Of the parent's base (of base 0 in the genesis head)."""
+    step: int
+    tokens: int
+    """Included since the campaign began."""
+    members: tuple[str, ...]
+    owners: tuple[tuple[int, ...], ...]
+    """For each expert, indices into `members` of who trains it next."""
+    cursor: Cursor
+    helpers: tuple[str, ...]
+    electorate: tuple[str, ...]
+    """Whose majority decides the next round."""
+
+    @property
+    def id(self) -> str:
+        """Hex sha256 of the head's bytes."""
+        return record_id(self)
+
+
+@dataclass(frozen=True)
+class Vote:
+    """An elector's signature under one (ballot, head)."""
+
+    elector: str
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A head with its certificate: accepted by a majority of the electorate in one ballot. It proves itself."""
+
+    head: Head
+    ballot: Ballot
+    votes: tuple[Vote, ...]
+
+
+@dataclass(frozen=True)
+class Pong:
+    """Answer to a ping, from the peer's main loop."""
+
+    round: int
+    """Last committed round."""
+    phase: str
+    failed_to_coordinate: int
+    """Last round that this peer could not bring to a decision as its coordinator; -1 when none."""
+
+
+@dataclass(frozen=True)
+class CampaignRequest:
+    """Ask a peer for its campaign."""
+
+    protocol: int
+
+
+@dataclass(frozen=True)
+class CampaignRecord:
+    """The campaign as a bootstrap or any member serves it."""
+
+    campaign_json: bytes
+    genesis: Head
+    blobs: tuple[tuple[str, int], ...] = field(default=())
+    """sha256 and bytes of each file that can be fetched: tokenizer, manifests."""

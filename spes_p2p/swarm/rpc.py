@@ -1,0 +1,285 @@
+"""Talks between peers: framed messages with refusals and heartbeats, on top of the transport's channels.
+
+While a talk is open both ends send heartbeats from their event loop. Silence beyond the bound therefore means that the other
+peer is dead, paused or cut off, never that it is busy; a broken connection counts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.swarm.interfaces import Channel, Transport
+from spes_p2p.swarm.wire import WireError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEARTBEAT, MESSAGE, REFUSAL = b"\x00", b"\x01", b"\x02"
+QUEUED_FRAMES = 8
+"""Received frames that wait to be read; beyond that the sender is slowed down."""
+
+
+class Talk:
+    """One open conversation with one peer."""
+
+    def __init__(self, channel: Channel, silence_s: float, count: Callable[[int, int], None]):
+        self.remote = channel.remote
+        self._channel = channel
+        self._silence_s = silence_s
+        self._count = count
+        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sending = asyncio.Lock()
+        self._ended = False
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+
+    async def send(self, message: bytes) -> None:
+        """Send one message. Raises PeerUnreachable when the talk is broken."""
+        self._count(len(message), 0)
+        await self._send(MESSAGE + message)
+
+    async def refuse(self, reason: str) -> None:
+        """Tell the other end why not; its `receive` raises Refused with this text."""
+        await self._send(REFUSAL + reason.encode()[:500])
+
+    async def receive(self) -> bytes | None:
+        """The next message, None when the other end has finished. Raises PeerUnreachable or Refused."""
+        if self._ended:
+            return None
+        received = await self.alive(self._incoming.get())
+        self._ended = received is None
+        return received
+
+    async def message(self) -> bytes:
+        """The next message; a finished talk counts as broken."""
+        received = await self.receive()
+        if received is None:
+            raise PeerUnreachable(f"{self.remote[-6:]} ended the talk early")
+        return received
+
+    async def alive(self, awaited: Awaitable[T]) -> T:
+        """Wait for anything as long as the other end lives. Raises PeerUnreachable or Refused when the talk breaks first."""
+        task = asyncio.ensure_future(awaited)
+        try:
+            await asyncio.wait({task, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._broken.result()
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+
+    async def finish(self) -> None:
+        """Say that nothing more comes from here."""
+        async with self._sending:
+            await self._channel.finish()
+
+    async def close(self) -> None:
+        """Drop the talk. Safe to call at any time."""
+        for task in self._tasks:
+            task.cancel()
+        self._channel.abort()
+        if not self._broken.done():
+            self._broken.set_exception(PeerUnreachable("the talk is closed"))
+        self._broken.exception()
+
+    async def _send(self, frame: bytes) -> None:
+        async with self._sending:
+            await self._channel.send(frame)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                frame = await asyncio.wait_for(self._channel.receive(), self._silence_s)
+                if frame is None:
+                    await self._incoming.put(None)
+                    return
+                kind, body = frame[:1], frame[1:]
+                if kind == REFUSAL:
+                    raise Refused(body.decode(errors="replace"))
+                if kind == MESSAGE:
+                    self._count(0, len(body))
+                    await self._incoming.put(body)
+        except asyncio.TimeoutError:
+            self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {self._silence_s:g} s"))
+        except (PeerUnreachable, Refused) as error:
+            await self._drain()
+            self._break(error)
+
+    async def _drain(self) -> None:
+        """Messages that came before the end are still delivered."""
+        while not self._incoming.empty():
+            await asyncio.sleep(0.01)
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(PeerUnreachable):
+            while True:
+                await asyncio.sleep(self._silence_s / 4)
+                await self._send(HEARTBEAT)
+
+    def _break(self, error: Exception) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()
+
+
+TalkHandler = Callable[[Talk], Awaitable[None]]
+
+
+class Switchboard:
+    """Opens and serves talks by method name; a peer can talk to itself. Counts payload bytes by kind."""
+
+    def __init__(self, transport: Transport, silence_s: float):
+        self.transport = transport
+        self.silence_s = silence_s
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self._handlers: dict[str, TalkHandler] = {}
+        self._own: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer_id(self) -> str:
+        """My own id."""
+        return self.transport.peer_id
+
+    async def serve(self, method: str, handler: TalkHandler) -> None:
+        """Answer talks for `method`. What the handler raises as Refused or WireError is told to the other end."""
+        self._handlers[method] = handler
+        await self.transport.serve(method, lambda channel: self._answer(method, channel))
+
+    @contextlib.asynccontextmanager
+    async def talk(self, peer: str, method: str) -> AsyncIterator[Talk]:
+        """Open a talk; it is closed on leaving. Raises PeerUnreachable, Refused."""
+        if peer == self.peer_id:
+            channel = self._call_myself(method)
+        else:
+            channel = await _within(self.transport.open(peer, method), self.silence_s)
+        talk = Talk(channel, self.silence_s, self._counter(method, peer))
+        try:
+            yield talk
+        finally:
+            await talk.close()
+
+    async def ask(self, peer: str, method: str, request: bytes, timeout_s: float | None = None) -> bytes:
+        """One request, one answer. Raises PeerUnreachable (also when `timeout_s` runs out), Refused."""
+
+        async def once() -> bytes:
+            async with self.talk(peer, method) as talk:
+                await talk.send(request)
+                return await talk.message()
+
+        try:
+            return await asyncio.wait_for(once(), timeout_s)
+        except asyncio.TimeoutError:
+            raise PeerUnreachable(f"{peer[-6:]} did not answer {method} within {timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """End talks with myself."""
+        for task in tuple(self._own):
+            task.cancel()
+
+    async def _answer(self, method: str, channel: Channel) -> None:
+        talk = Talk(channel, self.silence_s, self._counter(method, channel.remote))
+        try:
+            await self._handlers[method](talk)
+            await talk.finish()
+            await asyncio.wait_for(_until_finished(talk), self.silence_s)
+        except (Refused, WireError) as error:
+            with contextlib.suppress(PeerUnreachable, Refused, asyncio.TimeoutError):
+                await talk.refuse(str(error))
+                await talk.finish()
+                await asyncio.wait_for(_until_finished(talk), self.silence_s)
+        except (PeerUnreachable, asyncio.TimeoutError) as error:
+            logger.debug("%s from %s: %s", method, channel.remote[-6:], error)
+        except Exception:
+            logger.exception("%s from %s failed", method, channel.remote[-6:])
+        finally:
+            await talk.close()
+
+    def _call_myself(self, method: str) -> Channel:
+        if method not in self._handlers:
+            raise Refused(f"no such method: {method}")
+        near, far = _pipe(self.peer_id)
+        task = asyncio.create_task(self._answer(method, far))
+        self._own.add(task)
+        task.add_done_callback(self._own.discard)
+        return near
+
+    def _counter(self, method: str, peer: str) -> Callable[[int, int], None]:
+        if peer == self.peer_id:
+            return lambda sent, received: None
+
+        def count(sent: int, received: int) -> None:
+            self.sent[method] += sent
+            self.received[method] += received
+
+        return count
+
+
+async def _within(opening: Awaitable[T], timeout_s: float) -> T:
+    try:
+        return await asyncio.wait_for(opening, timeout_s)
+    except asyncio.TimeoutError:
+        raise PeerUnreachable(f"no answer within {timeout_s:g} s") from None
+
+
+async def _until_finished(talk: Talk) -> None:
+    """Let the other end read everything before the channel is dropped."""
+    while await talk.receive() is not None:
+        pass
+
+
+class _PipeEnd:
+    """One end of a channel inside one process."""
+
+    def __init__(self, remote: str, outgoing: asyncio.Queue[bytes | None], incoming: asyncio.Queue[bytes | None]):
+        self.remote = remote
+        self._outgoing, self._incoming = outgoing, incoming
+        self._peer: _PipeEnd | None = None
+        self._aborted = asyncio.Event()
+
+    async def send(self, frame: bytes | memoryview) -> None:
+        if self._aborted.is_set():
+            raise PeerUnreachable("closed")
+        put = asyncio.ensure_future(self._outgoing.put(bytes(frame)))
+        await self._or_aborted(put)
+
+    async def receive(self) -> bytes | None:
+        if self._incoming.empty() and self._aborted.is_set():
+            raise PeerUnreachable("closed")
+        return await self._or_aborted(asyncio.ensure_future(self._incoming.get()))
+
+    async def finish(self) -> None:
+        if not self._aborted.is_set():
+            await self._or_aborted(asyncio.ensure_future(self._outgoing.put(None)))
+
+    def abort(self) -> None:
+        self._aborted.set()
+        if self._peer is not None:
+            self._peer._aborted.set()
+
+    async def _or_aborted(self, task: asyncio.Future[T]) -> T:
+        stop = asyncio.ensure_future(self._aborted.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise PeerUnreachable("closed")
+            return task.result()
+        finally:
+            task.cancel()
+            stop.cancel()
+
+
+def _pipe(peer: str) -> tuple[_PipeEnd, _PipeEnd]:
+    there: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
+    back: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
+    near, far = _PipeEnd(peer, there, back), _PipeEnd(peer, back, there)
+    near._peer, far._peer = far, near
+    return near, far

@@ -1,0 +1,229 @@
+"""Named blobs and logs that survive a crash: in a directory, or in memory with the same contract.
+
+A blob is written aside, flushed to the disk and renamed: at any instant there is the old one or the new one, whole. A log is a
+sequence of (length, crc, record); what follows the last whole record is a torn write and is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+_ASIDE = ".aside"
+_HEADER = struct.Struct("<II")
+
+
+class DirectoryStore:
+    """A directory of files; one process may use it at a time. A `/` in a name makes a subdirectory.
+
+    When the disk is full, OSError is raised and the old content stays.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        for leftover in path.rglob(f"*{_ASIDE}"):
+            leftover.unlink()
+        self._log_sizes: dict[str, int] = {}
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Replace the blob durably. Raises OSError, or whatever `chunks` raises, with the old blob in place."""
+        target = self._file(name)
+        self._make_directory(target.parent)
+        aside = target.with_name(target.name + _ASIDE)
+        try:
+            with aside.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        _sync_directory(target.parent)
+
+    def read(self, name: str) -> memoryview | None:
+        """The blob, memory-mapped read-only, or None. It stays valid when the blob is replaced or deleted."""
+        try:
+            with self._file(name).open("rb") as file:
+                if os.fstat(file.fileno()).st_size == 0:
+                    return memoryview(b"")
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except FileNotFoundError:
+            return None
+
+    def append(self, name: str, record: bytes) -> None:
+        """Append one record durably. Raises OSError with the log as it was."""
+        target = self._file(name)
+        self._make_directory(target.parent)
+        is_new = not target.exists()
+        size = self._log_sizes.get(name)
+        if size is None:
+            size = _whole_bytes(self._log_content(name))
+        with target.open("r+b" if not is_new else "wb", buffering=0) as file:
+            file.truncate(size)
+            file.seek(size)
+            try:
+                _write_all(file.fileno(), frame_record(record))
+                os.fsync(file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
+        if is_new:
+            _sync_directory(target.parent)
+        self._log_sizes[name] = size + _HEADER.size + len(record)
+
+    def records(self, name: str) -> list[bytes]:
+        """All whole records of a log, in order; a torn tail is dropped."""
+        content = self._log_content(name)
+        torn = len(content) - _whole_bytes(content)
+        if torn:
+            log.warning("%s: dropped %d bytes of an unfinished record at the end", self._file(name), torn)
+        return parse_records(content)
+
+    def delete(self, name: str) -> None:
+        """Remove the blob or log if it is there."""
+        self._log_sizes.pop(name, None)
+        target = self._file(name)
+        with suppress(FileNotFoundError):
+            target.unlink()
+            _sync_directory(target.parent)
+
+    def _file(self, name: str) -> Path:
+        _check_name(name)
+        return self.path / name
+
+    def _log_content(self, name: str) -> bytes:
+        try:
+            return self._file(name).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _make_directory(self, directory: Path) -> None:
+        if directory.is_dir():
+            return
+        self._make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync_directory(directory.parent)
+
+
+class MemoryStore:
+    """The same contract in memory, with crashes: what survives one is in the store that `reopen` returns.
+
+    `fault(point, name)` is called at the named points `write:aside`, `write:rename`, `write:done`, `append`, `append:done` and
+    `delete`; when it raises there, the state is what a disk would hold at that instant.
+    """
+
+    def __init__(self, fault: Callable[[str, str], None] | None = None):
+        self.fault = fault
+        self._blobs: dict[str, bytes] = {}
+        self._logs: dict[str, list[bytes]] = {}
+        self._crashed = False
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Replace the blob; whole or not at all."""
+        self._at("write:aside", name)
+        content = b"".join(chunks)
+        self._at("write:rename", name)
+        self._blobs[name] = content
+        self._at("write:done", name)
+
+    def read(self, name: str) -> memoryview | None:
+        """The blob, or None."""
+        self._check(name)
+        content = self._blobs.get(name)
+        return None if content is None else memoryview(content)
+
+    def append(self, name: str, record: bytes) -> None:
+        """Append one record; whole or not at all."""
+        self._at("append", name)
+        self._logs.setdefault(name, []).append(bytes(record))
+        self._at("append:done", name)
+
+    def records(self, name: str) -> list[bytes]:
+        """All records of a log, in order."""
+        self._check(name)
+        return list(self._logs.get(name, ()))
+
+    def delete(self, name: str) -> None:
+        """Remove the blob or log if it is there."""
+        self._at("delete", name)
+        self._blobs.pop(name, None)
+        self._logs.pop(name, None)
+
+    def crash(self) -> None:
+        """From now on every call raises CancelledError: a dead process neither reads nor writes."""
+        self._crashed = True
+
+    def reopen(self) -> MemoryStore:
+        """The store that the next process finds on this disk; this one counts as crashed."""
+        self.crash()
+        successor = MemoryStore(self.fault)
+        successor._blobs, successor._logs = self._blobs, self._logs
+        return successor
+
+    def _at(self, point: str, name: str) -> None:
+        self._check(name)
+        if self.fault is not None:
+            self.fault(point, name)
+        self._check(name)
+
+    def _check(self, name: str) -> None:
+        if self._crashed:
+            raise asyncio.CancelledError("the process that used this store is dead")
+        _check_name(name)
+
+
+def frame_record(record: bytes) -> bytes:
+    """Length and crc (over length and record, so that a run of zeros is no record), then the record."""
+    length = len(record).to_bytes(4, "little")
+    return length + zlib.crc32(record, zlib.crc32(length)).to_bytes(4, "little") + record
+
+
+def parse_records(content: bytes) -> list[bytes]:
+    """The whole records at the beginning of a log's bytes."""
+    records, position = [], 0
+    while position + _HEADER.size <= len(content):
+        length, crc = _HEADER.unpack_from(content, position)
+        record = content[position + _HEADER.size : position + _HEADER.size + length]
+        if len(record) < length or zlib.crc32(record, zlib.crc32(content[position : position + 4])) != crc:
+            break
+        records.append(record)
+        position += _HEADER.size + length
+    return records
+
+
+def _whole_bytes(content: bytes) -> int:
+    return sum(_HEADER.size + len(record) for record in parse_records(content))
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name) or name.endswith(_ASIDE):
+        raise ValueError(f"not a name for a blob: {name!r}")
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,310 @@
+"""One member's side of a round's exchange: push updates to reducers, reduce, pull everybody's results.
+
+A contributor pushes its encoded update of each part to the part's reducer. A reducer sums with the plan's weights, closes a part
+when every contributor has sent or is lost, encodes the mean once, and serves it; its manifest says what it made and who is in it.
+A part's only contributor is its own reducer where possible: its codes are passed on unchanged. Every member pulls every part.
+Nothing is decoded that the plan does not allow: sender, part and size are checked first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.swarm.records import Manifest
+from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.codecs import Codec
+from spes_p2p.sync.parts import Part, mask_bytes, to_mask, weight
+from spes_p2p.sync.results import ABSENT, Results
+
+logger = logging.getLogger(__name__)
+
+PUSH, PULL = "push", "pull"
+BREATHE_EVERY = 8
+"""Parts that are encoded in a row before other tasks get their turn."""
+
+
+@dataclass(frozen=True)
+class PushHeader:
+    """First message of a push: for which plan."""
+
+    plan: str
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    """Which parts of a plan's results are wanted; no parts: all that the asked member reduces, then its manifest."""
+
+    plan: str
+    parts: tuple[int, ...]
+
+
+class Exchange:
+    """The exchange of one plan at one member. `run` ends when everything that will come has come."""
+
+    def __init__(
+        self,
+        board: Switchboard,
+        results: Results,
+        codec: Codec,
+        pending: Mapping[str, np.ndarray],
+        carried: Mapping[int, np.ndarray],
+        timeout_s: float,
+    ):
+        """`pending`: my update by group name. `carried`: what my encoding dropped before, by start of the part's range."""
+        self.results = results
+        self.plan = results.plan
+        self.sent: dict[int, tuple[Part, np.ndarray]] = {}
+        """What I contributed, as the reducer decoded it; by part index."""
+        self.rounding: dict[int, np.ndarray] = {}
+        """What my encoding as a reducer dropped in this round, by start of the part's range."""
+        me = self.plan.index(board.peer_id)
+        if me is None:
+            raise ValueError("not a member of this plan")
+        self.me = me
+        self._board = board
+        self._codec = codec
+        self._pending = pending
+        self._carried = carried
+        self._timeout_s = timeout_s
+        self._names = [member.peer for member in self.plan.members]
+        self._sums: dict[int, np.ndarray] = {}
+        self._arrived: dict[int, set[int]] = {}
+        self._codes: dict[int, bytes] = {}
+        self._masks: dict[int, bytes] = {}
+        self._lost: set[int] = set()
+        self._pushing: set[int] = set()
+        self._closed: dict[int, asyncio.Event] = {part.index: asyncio.Event() for part in results.reduced_by(me)}
+        self._manifest_ready = asyncio.Event()
+        self._someone_left = asyncio.Event()
+
+    async def run(self) -> None:
+        """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else."""
+        others = [i for i in range(len(self._names)) if i != self.me]
+        tasks = [asyncio.create_task(self._reduce())]
+        tasks += [asyncio.create_task(self._push_to(i)) for i in others]
+        tasks += [asyncio.create_task(self._pull_from(i)) for i in others]
+        try:
+            await asyncio.wait(tasks, timeout=self._timeout_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self.results.discard_unverified()
+
+    # Serving -----------------------------------------------------------------------------------------------------------
+
+    async def on_push(self, talk: Talk) -> None:
+        """A contributor's parts."""
+        sender = self.plan.index(talk.remote)
+        if sender is None or sender == self.me:
+            raise Refused("not a contributor of this plan")
+        self._pushing.add(sender)
+        try:
+            while (message := await talk.receive()) is not None:
+                if not message:
+                    break
+                self._take(sender, message)
+            await talk.send(b"done")
+        finally:
+            self._lost.add(sender)
+            self._someone_left.set()
+
+    async def on_pull(self, talk: Talk, request: PullRequest) -> None:
+        """Serve results, each as soon as it is there."""
+        if self.plan.index(talk.remote) is None:
+            raise Refused("not a member of this plan")
+        if request.parts:
+            await serve_parts(talk, self.results, request.parts)
+            return
+        for index, closed in self._closed.items():
+            await talk.alive(closed.wait())
+            await talk.send(_frame(index, self.results.encoded.get(index, b"")))
+        await talk.alive(self._manifest_ready.wait())
+        await talk.send(pack(self.results.manifests[self.me]))
+
+    def _take(self, sender: int, message: bytes) -> None:
+        index, body = _unframe(message)
+        part = self.results.parts[index] if index < len(self.results.parts) else None
+        if part is None or part.reducer != self.me or sender not in part.contributors:
+            raise Refused(f"part {index} is not for me from you")
+        arrived = self._arrived.setdefault(index, set())
+        if sender in arrived or self._closed[index].is_set():
+            return
+        if len(body) != self._codec.encoded_bytes(part.size):
+            raise Refused(f"part {index}: {len(body)} bytes, the plan says {self._codec.encoded_bytes(part.size)}")
+        if len(part.contributors) == 1:
+            self._codes[index] = body
+        else:
+            update = self._codec.decode(body, part.size)
+            if not np.isfinite(update).all():
+                raise Refused(f"part {index} has values that are not finite")
+            self._add(part, sender, update)
+        arrived.add(sender)
+        if self._complete(part):
+            self._close(part)
+            if all(closed.is_set() for closed in self._closed.values()):
+                self._someone_left.set()
+
+    # Reducing ----------------------------------------------------------------------------------------------------------
+
+    async def _reduce(self) -> None:
+        """Close my parts; those that wait for others are closed as the last update arrives or its sender is lost."""
+        await self._close_complete()
+        started = asyncio.get_running_loop().time()
+        while not all(closed.is_set() for closed in self._closed.values()):
+            self._someone_left.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._someone_left.wait(), self._board.silence_s / 4)
+            if asyncio.get_running_loop().time() - started >= self._board.silence_s:
+                self._lost |= set(range(len(self._names))) - self._pushing - {self.me}
+            await self._close_complete()
+        self._sign_off()
+
+    async def _close_complete(self) -> None:
+        for count, (index, closed) in enumerate(self._closed.items()):
+            part = self.results.parts[index]
+            if not closed.is_set() and self._complete(part):
+                self._close(part)
+                if count % BREATHE_EVERY == 0:
+                    await asyncio.sleep(0)
+
+    def _sign_off(self) -> None:
+        """Say in a manifest what I made of my parts."""
+        own = self.results.reduced_by(self.me)
+        if own:
+            nobody = bytes(mask_bytes(len(self._names)))
+            digests = b"".join(self.results.digests.get(part.index, ABSENT) for part in own)
+            masks = b"".join(self._masks.get(part.index, nobody) for part in own)
+            self.results.add_manifest(Manifest(self.plan.id, self.me, digests, masks))
+        self._manifest_ready.set()
+
+    def _complete(self, part: Part) -> bool:
+        expected = set(part.contributors) - {self.me}
+        return expected <= self._arrived.get(part.index, set()) | self._lost
+
+    def _close(self, part: Part) -> None:
+        contributors = set(self._arrived.get(part.index, ()))
+        if len(part.contributors) == 1:
+            if self.me in part.contributors:
+                self._codes[part.index] = self._encode_own(part)
+                contributors.add(self.me)
+        else:
+            if self.me in part.contributors:
+                update = self._own(part)
+                self._add(part, self.me, update)
+                self.sent[part.index] = (part, update)
+                contributors.add(self.me)
+            if contributors:
+                self._codes[part.index] = self._encode_mean(part, contributors)
+        if contributors:
+            self.results.put(part.index, self._codes.pop(part.index))
+            self._masks[part.index] = to_mask(contributors, len(self._names))
+        self._closed[part.index].set()
+
+    def _add(self, part: Part, sender: int, update: np.ndarray) -> None:
+        total = sum(weight(self.plan.members[i], part.group) for i in part.contributors)
+        scaled = update * np.float32(weight(self.plan.members[sender], part.group) / total)
+        if part.index in self._sums:
+            np.add(self._sums[part.index], scaled, out=self._sums[part.index])
+        else:
+            self._sums[part.index] = scaled
+
+    def _encode_mean(self, part: Part, contributors: set[int]) -> bytes:
+        members = self.plan.members
+        total = sum(weight(members[i], part.group) for i in part.contributors)
+        arrived = sum(weight(members[i], part.group) for i in contributors)
+        mean = self._sums.pop(part.index)
+        if arrived != total:
+            mean = mean * np.float32(total / arrived)
+        carried = self._carried.get(part.start)
+        if carried is not None and carried.size == mean.size:
+            mean = mean + carried
+        codes = self._codec.encode(mean)
+        self.rounding[part.start] = mean - self._codec.decode(codes, part.size)
+        return codes
+
+    def _own(self, part: Part) -> np.ndarray:
+        return self._pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
+
+    def _encode_own(self, part: Part) -> bytes:
+        codes = self._codec.encode(self._own(part))
+        self.sent[part.index] = (part, self._codec.decode(codes, part.size))
+        return codes
+
+    # Calling -----------------------------------------------------------------------------------------------------------
+
+    async def _push_to(self, reducer: int) -> None:
+        mine = [part for part in self.results.reduced_by(reducer) if self.me in part.contributors]
+        if not mine:
+            return
+        try:
+            async with self._board.talk(self._names[reducer], PUSH) as talk:
+                await talk.send(pack(PushHeader(self.plan.id)))
+                for part in mine:
+                    await talk.send(_frame(part.index, self._encode_own(part)))
+                await talk.send(b"")
+                await talk.message()
+        except (PeerUnreachable, Refused) as error:
+            logger.info("push to %s: %s", self._names[reducer][-6:], error)
+
+    async def _pull_from(self, reducer: int) -> None:
+        wanted = {part.index for part in self.results.reduced_by(reducer)}
+        if not wanted:
+            return
+        try:
+            async with self._board.talk(self._names[reducer], PULL) as talk:
+                await talk.send(pack(PullRequest(self.plan.id, ())))
+                for _ in range(len(wanted)):
+                    store_part(self.results, self._codec, await talk.message(), wanted)
+                manifest = unpack(Manifest, await talk.message())
+                if manifest.reducer != reducer:
+                    raise WireError("a manifest of another reducer")
+                self.results.add_manifest(manifest)
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.info("pull from %s: %s", self._names[reducer][-6:], error)
+
+
+def store_part(results: Results, codec: Codec, message: bytes, wanted: set[int]) -> None:
+    """Take one served part. Raises WireError when it was not asked for or has another size than the plan says."""
+    index, body = _unframe(message)
+    if index not in wanted:
+        raise WireError(f"part {index} was not asked for")
+    wanted.discard(index)
+    if body:
+        if len(body) != codec.encoded_bytes(results.parts[index].size):
+            raise WireError(f"part {index} has {len(body)} bytes")
+        results.put(index, body)
+
+
+async def serve_parts(talk: Talk, results: Results, indices: tuple[int, ...]) -> None:
+    """Send the parts that were asked for; an empty body for one that is not here."""
+    for index in indices:
+        await talk.send(_frame(index, results.encoded.get(index, b"")))
+
+
+async def fetch_parts(board: Switchboard, peer: str, results: Results, codec: Codec, indices: list[int]) -> None:
+    """Ask one holder for parts; what it has and what matches the manifest is in `results` afterwards."""
+    wanted = set(indices)
+    async with board.talk(peer, PULL) as talk:
+        await talk.send(pack(PullRequest(results.plan.id, tuple(indices))))
+        for _ in range(len(indices)):
+            store_part(results, codec, await talk.message(), wanted)
+    results.discard_unverified()
+
+
+def _frame(index: int, body: bytes) -> bytes:
+    return index.to_bytes(4, "little") + body
+
+
+def _unframe(message: bytes) -> tuple[int, bytes]:
+    if len(message) < 4:
+        raise WireError("a part without its index")
+    return int.from_bytes(message[:4], "little"), message[4:]

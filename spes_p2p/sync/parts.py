@@ -1,0 +1,87 @@
+"""Which ranges of the flat state are exchanged, and who reduces which. Pure functions of what the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.model.layout import Group, Layout
+from spes_p2p.swarm.records import Member
+from spes_p2p.sync.codecs import Codec
+
+
+@dataclass(frozen=True)
+class Part:
+    """A contiguous range `[start, stop)` of the flat state inside one group: the unit of exchange."""
+
+    index: int
+    group: Group
+    start: int
+    stop: int
+    contributors: tuple[int, ...]
+    """Members that send an update for it, in member order."""
+    reducer: int
+    """Member that sums, encodes and first serves it."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def weight(member: Member, group: Group) -> int:
+    """What the member's update of this group counts in the mean: its tokens, or those its router sent to the expert."""
+    return member.tokens if group.expert is None else member.routed[group.expert]
+
+
+def part_table(layout: Layout, members: tuple[Member, ...], codec: Codec, part_bytes: int) -> tuple[Part, ...]:
+    """Every part of a round. Groups that nobody trained have none: they are not sent, and the base keeps its value.
+
+    A part's only contributor reduces it (no upload to anybody but the pullers) unless it cannot be dialled. All other parts go,
+    one by one, to the member whose link is then busy for the shortest time: a reducer of a part with c contributors receives
+    c' (those that are not itself) and sends N - 1 copies, so its time is (c' + N - 1) * encoded bytes / bandwidth. When nobody
+    can be dialled there are no parts.
+    """
+    reducers = [i for i, member in enumerate(members) if member.bandwidth > 0]
+    if not reducers:
+        return ()
+    load = [0.0] * len(members)
+    ranges: list[tuple[Group, int, int, tuple[int, ...]]] = []
+    for group in layout.groups:
+        contributors = tuple(i for i, member in enumerate(members) if weight(member, group) > 0)
+        if contributors:
+            step = max(1, codec.elements(part_bytes))
+            ranges += [(group, a, min(group.stop, a + step), contributors) for a in range(group.start, group.stop, step)]
+
+    chosen: dict[int, int] = {}
+    for k, (_, start, stop, contributors) in enumerate(ranges):
+        if len(contributors) == 1 and members[contributors[0]].bandwidth > 0:
+            chosen[k] = contributors[0]
+            load[contributors[0]] += _seconds(members, contributors, contributors[0], codec.encoded_bytes(stop - start))
+    for k, (_, start, stop, contributors) in enumerate(ranges):
+        if k not in chosen:
+            encoded = codec.encoded_bytes(stop - start)
+            best = min(reducers, key=lambda i: (load[i] + _seconds(members, contributors, i, encoded), i))
+            chosen[k] = best
+            load[best] += _seconds(members, contributors, best, encoded)
+    return tuple(Part(k, group, a, b, contributors, chosen[k]) for k, (group, a, b, contributors) in enumerate(ranges))
+
+
+def _seconds(members: tuple[Member, ...], contributors: tuple[int, ...], reducer: int, encoded: int) -> float:
+    received = len(contributors) - (reducer in contributors)
+    return (received + len(members) - 1) * encoded / members[reducer].bandwidth
+
+
+def mask_bytes(members: int) -> int:
+    """Bytes of one contributor mask."""
+    return (members + 7) // 8
+
+
+def to_mask(contributors: set[int] | tuple[int, ...], members: int) -> bytes:
+    """One bit a member, member 0 in the lowest bit."""
+    return sum(1 << i for i in contributors).to_bytes(mask_bytes(members), "little")
+
+
+def from_mask(mask: bytes) -> tuple[int, ...]:
+    """The members whose bit is set, ascending."""
+    bits = int.from_bytes(mask, "little")
+    return tuple(i for i in range(8 * len(mask)) if bits >> i & 1)

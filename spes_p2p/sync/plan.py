@@ -1,0 +1,206 @@
+"""From the members' announcements to the plan, and from their staged results to the head. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spes_p2p.config import CampaignConfig
+from spes_p2p.data.slices import Cursor, Interval, give_back, take
+from spes_p2p.errors import Refused
+from spes_p2p.swarm.electors import choose_electorate
+from spes_p2p.swarm.ownership import assign_experts
+from spes_p2p.swarm.records import Announcement, Ballot, Duty, Head, Member, Merge, Plan, Staged
+from spes_p2p.sync.merge import Donors, merge_alpha
+from spes_p2p.sync.parts import Part, mask_bytes
+from spes_p2p.sync.results import ABSENT, Results
+
+MAX_SPEED_RATIO = 4.0
+"""A peer does at most so many times the campaign's steps in a phase, and at least the inverse."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What planning needs of the campaign."""
+
+    config: CampaignConfig
+    campaign_hash: str
+    num_samples: int
+
+
+def campaign_step(head: Head, tokens: int, rules: Rules) -> int:
+    """Campaign step after a round: it advances when somebody trained, and ends with the schedule."""
+    training = rules.config.training
+    return min(head.step + (training.sync_steps if tokens else 0), training.total_steps)
+
+
+def alpha_due(head: Head, tokens: int, rules: Rules) -> float:
+    """Merge strength of the next round; 0 when no merge is due."""
+    merge = rules.config.merge
+    step = campaign_step(head, tokens, rules)
+    if merge.merge_interval is None or not tokens or step % merge.merge_interval:
+        return 0.0
+    return merge_alpha(step, merge.merge_alpha_start, merge.merge_decay_steps)
+
+
+def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> None:
+    """Raises Refused when an announcement cannot belong to an honest member of this campaign."""
+    experts = rules.config.model.moe_num_experts
+    numbers = (announcement.tokens_per_second, announcement.bandwidth, announcement.loss, announcement.validation_loss or 0.0)
+    if len(announcement.routed) != experts or min(announcement.routed) < 0 or announcement.tokens < 0:
+        raise Refused("malformed announcement: token counts")
+    if not all(math.isfinite(number) and number >= 0 for number in numbers) or announcement.capacity < 0:
+        raise Refused("malformed announcement: speeds")
+    for interval in announcement.untrained:
+        inside = 0 <= interval.start < interval.stop <= rules.num_samples
+        handed_out = (interval.epoch, interval.stop) <= (head.cursor.epoch, head.cursor.position) or (
+            0 <= interval.epoch < head.cursor.epoch
+        )
+        if not inside or not handed_out:
+            raise Refused("malformed announcement: untrained samples that were not handed out")
+
+
+def make_plan(
+    head: Head,
+    ballot: Ballot,
+    announcements: Mapping[str, Announcement],
+    returned: tuple[Interval, ...],
+    base_digest: str,
+    donors: Donors | None,
+    rules: Rules,
+) -> Plan:
+    """The plan of the round after `head`. `returned`: samples that members who left gave back. `donors`: when a merge is due."""
+    config = rules.config
+    peers = sorted(announcements)
+    members = tuple(
+        Member(peer, announcements[peer].tokens, announcements[peer].routed, announcements[peer].bandwidth) for peer in peers
+    )
+    tokens = sum(member.tokens for member in members)
+    step = campaign_step(head, tokens, rules)
+    alpha = alpha_due(head, tokens, rules)
+    last = [[head.members[i] for i in owners] for owners in head.owners]
+    owners = assign_experts(
+        config.model.moe_num_experts,
+        {peer: announcements[peer].capacity for peer in peers},
+        last,
+        config.experts.redundancy,
+        rules.campaign_hash,
+    )
+    back = [interval for peer in peers for interval in announcements[peer].untrained]
+    cursor = give_back(head.cursor, (*returned, *back))
+    duties, cursor = _duties(peers, announcements, owners, step, cursor, rules)
+    return Plan(
+        campaign=head.campaign,
+        epoch=head.epoch,
+        round=head.round + 1,
+        parent=head.id,
+        ballot=ballot,
+        base_digest=base_digest,
+        members=members,
+        tokens=tokens,
+        loss=_mean_loss(announcements),
+        validation_loss=next((a.validation_loss for a in announcements.values() if a.validation_loss is not None), None),
+        step=step,
+        merge=Merge(alpha, donors) if donors is not None and alpha > 0 else None,
+        duties=duties,
+        cursor=cursor,
+    )
+
+
+def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float]) -> dict[str, int]:
+    """Steps of the next phase: proportional to each peer's speed, `sync_steps` for one of median (or yet unknown) speed."""
+    known = [speed for speed in tokens_per_second.values() if speed > 0]
+    median = statistics.median(known) if known else 0.0
+    steps = {}
+    for peer, speed in tokens_per_second.items():
+        ratio = speed / median if speed > 0 else 1.0
+        steps[peer] = max(1, round(sync_steps * min(max(ratio, 1 / MAX_SPEED_RATIO), MAX_SPEED_RATIO)))
+    return steps
+
+
+def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Staged], helpers: tuple[str, ...]) -> Head:
+    """The head to propose: a part is in when enough members hold it durably, two of them where there are two.
+
+    `staged`: reports by member index. Raises Refused when there were parts and none of them is in.
+    """
+    results = _with_manifests(results, staged)
+    needed = min(2, len(plan.members))
+    roots = tuple(
+        manifest.root if (manifest := results.manifests.get(i)) else b"" for i in range(len(plan.members))
+    )
+    dropped = tuple(
+        part.index
+        for part in results.parts
+        if roots[part.reducer]
+        and results.digest_of(part) != ABSENT
+        and sum(_holds(report, part, roots[part.reducer]) for report in staged.values()) < needed
+    )
+    included = [p for p in results.parts if roots[p.reducer] and results.digest_of(p) != ABSENT and p.index not in set(dropped)]
+    if results.parts and not included:
+        raise Refused("no part is held by enough members")
+    peers = tuple(member.peer for member in plan.members)
+    experts = len(head.owners)
+    owners = tuple(tuple(duty.member for duty in plan.duties if expert in duty.owned) for expert in range(experts))
+    return Head(
+        campaign=plan.campaign,
+        epoch=plan.epoch,
+        round=plan.round,
+        parent=plan.parent,
+        plan=plan.id,
+        roots=roots,
+        dropped=dropped,
+        base_digest=plan.base_digest,
+        step=plan.step,
+        tokens=head.tokens + plan.tokens,
+        members=peers,
+        owners=owners,
+        cursor=plan.cursor,
+        helpers=helpers,
+        electorate=choose_electorate(helpers, peers, head.electorate),
+    )
+
+
+def held_bits(results: Results) -> bytes:
+    """One bit a part: is its verified result here?"""
+    bits = sum(1 << part.index for part in results.parts if results.verified(part))
+    return bits.to_bytes(mask_bytes(len(results.parts)), "little")
+
+
+def _duties(
+    peers: list[str],
+    announcements: Mapping[str, Announcement],
+    owners: tuple[tuple[str, ...], ...],
+    step: int,
+    cursor: Cursor,
+    rules: Rules,
+) -> tuple[tuple[Duty, ...], Cursor]:
+    training = rules.config.training
+    steps = local_steps(training.sync_steps, {peer: announcements[peer].tokens_per_second for peer in peers})
+    duties = []
+    for index, peer in enumerate(peers):
+        count = 0 if step >= training.total_steps else steps[peer]
+        slices, cursor = take(cursor, count * training.batch_size, rules.num_samples)
+        owned = tuple(expert for expert, its_owners in enumerate(owners) if peer in its_owners)
+        duties.append(Duty(index, owned, count, slices))
+    return tuple(duties), cursor
+
+
+def _mean_loss(announcements: Mapping[str, Announcement]) -> float:
+    tokens = sum(a.tokens for a in announcements.values())
+    return sum(a.loss * a.tokens for a in announcements.values()) / tokens if tokens else 0.0
+
+
+def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
+    """The plan's results with the manifests that their reducers reported, and no others."""
+    collected = Results(results.plan, results.parts)
+    for index, report in staged.items():
+        if report.manifest is not None and report.manifest.reducer == index:
+            collected.add_manifest(report.manifest)
+    return collected
+
+
+def _holds(report: Staged, part: Part, root: bytes) -> bool:
+    place, bit = divmod(part.index, 8)
+    return len(report.roots) > part.reducer and report.roots[part.reducer] == root and bool(report.parts[place] >> bit & 1)

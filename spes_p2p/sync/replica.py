@@ -1,0 +1,330 @@
+"""This peer's copy of the base: how it gets one, how it follows the decided heads, and how its own work is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.model.layout import Layout
+from spes_p2p.observe.events import DigestMismatch, Observer, WorkDropped
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Decided, Manifest, Plan
+from spes_p2p.swarm.rpc import Talk
+from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.accounting import Ledger
+from spes_p2p.sync.apply import next_base
+from spes_p2p.sync.base import Base, load_base, save_base
+from spes_p2p.sync.codecs import Codec, codec_named
+from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
+from spes_p2p.sync.results import Results, load_results, results_name, save_results
+from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, Offer, Snapshots, collect_offers, download
+from spes_p2p.training.checkpoint import save_checkpoint
+from spes_p2p.training.interface import Trainer
+
+logger = logging.getLogger(__name__)
+
+RESULTS = "results"
+KEPT_ROUNDS = 4
+"""Encoded results are kept for so many rounds, for who replays them."""
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class ResultsRequest:
+    """A plan and its manifests, by plan id."""
+
+    plan: str
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One head that was applied, for whoever reports it."""
+
+    decided: Decided
+    plan: Plan
+    results: Results
+
+
+class Replica:
+    """The base, and the work on top of it."""
+
+    def __init__(self, node: Node, layout: Layout, observer: Observer):
+        sync = node.campaign.config.sync
+        self.node = node
+        self.layout = layout
+        self.codec: Codec = codec_named(sync.codec)
+        self.part_bytes = sync.part_bytes
+        self.ledger = Ledger(layout)
+        self.snapshots = Snapshots()
+        self.trainer: Trainer | None = None
+        self.base: Base
+        self._observer = observer
+        self._exchanges: dict[str, Exchange] = {}
+        self._kept: dict[str, Results] = {}
+        self._carried: dict[int, np.ndarray] = {}
+        self._news = asyncio.Event()
+
+    async def start(self) -> None:
+        """Serve what I have."""
+        board = self.node.board
+        for method, handler in {
+            PUSH: self._on_push, PULL: self._on_pull, RESULTS: self._on_results,
+            SNAPSHOT: self.snapshots.on_snapshot, PIECES: self.snapshots.on_pieces,
+        }.items():
+            await board.serve(method, handler)
+
+    # Getting a base ----------------------------------------------------------------------------------------------------
+
+    def restore(self, where: str) -> bool:
+        """Take up the base and the staged results of this run-dir; False when there is none. Raises UserError when damaged."""
+        base = load_base(self.node.world.store, self.layout.size, where)
+        if base is None:
+            return False
+        for round_number in range(max(0, base.round - KEPT_ROUNDS + 1), base.round + 2):
+            with contextlib.suppress(WireError):
+                results = load_results(self.node.world.store, round_number, self.layout, self.codec, self.part_bytes)
+                if results is not None:
+                    self._kept[results.plan.id] = results
+        self._install(base)
+        return True
+
+    async def join(self, on_progress: Callable[[int, int], None]) -> None:
+        """Download the newest base from whoever has it, verified; waits until somebody does."""
+        while True:
+            offers = await self._offers_of_newest()
+            if offers:
+                with contextlib.suppress(PeerUnreachable):
+                    values = await download(self.node.board, offers, None, on_progress)
+                    self._install(self._downloaded(offers[0], values))
+                    await self._save()
+                    return
+            await asyncio.sleep(RETRY_S)
+            await self.node.meet()
+
+    async def repair(self) -> None:
+        """My bits differ from most members': download the pieces that differ; pending work stays on top."""
+        donors = self.node.others()
+        offers = await collect_offers(self.node.board, donors, self.base.head, self.layout.size)
+        if not offers or offers[0].info.digest == self.base.digest:
+            raise PeerUnreachable("nobody offers another base for this round")
+        self._observer.tell(DigestMismatch(self.base.round, self.base.digest, offers[0].info.digest))
+        values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
+        await self._jump(Base(self.base.head, self.base.round, _frozen(values), offers[0].info.digest, self.base.plan), True)
+
+    async def _offers_of_newest(self) -> list[Offer]:
+        """Offers of the newest head that living peers have, after learning its certificate."""
+        for peer in self.node.others():
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                await self.node.learn_heads(peer)
+        donors, head = self.node.others(), self.node.log.head
+        offers = await collect_offers(self.node.board, donors, head.id, self.layout.size)
+        if head.round < 0:
+            offers = [offer for offer in offers if offer.info.digest == head.base_digest]
+        return offers
+
+    def _downloaded(self, offer: Offer, values: np.ndarray) -> Base:
+        return Base(offer.info.head, self.node.log.round, _frozen(values), offer.info.digest, None)
+
+    # Following the heads -----------------------------------------------------------------------------------------------
+
+    def open_exchange(self, plan: Plan) -> Exchange:
+        """Take part in a plan with what is pending."""
+        assert self.trainer is not None
+        results = Results.empty(plan, self.layout, self.codec, self.part_bytes)
+        pending = self.ledger.pending(self.trainer, self.base.values)
+        timeout_s = self.node.campaign.config.sync.exchange_timeout_s
+        exchange = Exchange(self.node.board, results, self.codec, pending, self._carried, timeout_s)
+        self._exchanges[plan.id] = exchange
+        self._kept[plan.id] = results
+        self._news.set()
+        return exchange
+
+    async def stage(self, results: Results) -> None:
+        """Make results durable before they are reported as staged."""
+        await self.node.world.run_blocking(save_results, self.node.world.store, results)
+
+    async def advance(self) -> list[Applied]:
+        """Apply every decided head that is not yet in the base; returns what was applied."""
+        applied = []
+        while self.base.round < self.node.log.round:
+            decided = self.node.log.at(self.base.round + 1)
+            results = await self._complete_results(decided)
+            if results is None:
+                await self._jump_to_newest()
+                continue
+            await self._apply(decided, results)
+            applied.append(Applied(decided, results.plan, results))
+        return applied
+
+    async def _apply(self, decided: Decided, results: Results) -> None:
+        head, plan, run = decided.head, results.plan, self.node.world.run_blocking
+        parts = results.committed(head)
+        committed = [(part, results.encoded[part.index]) for part in parts]
+        values = await run(next_base, self.base.values, self.layout, self.codec, committed, plan.merge)
+        digest = await run(self.snapshots.publish, head.id, head.round, _frozen(values))
+        base = Base(head.id, head.round, values, digest, plan)
+        exchange = self._exchanges.get(plan.id)
+        if self.trainer is not None:
+            await run(self._settle, base, results, {part.index for part in parts}, exchange)
+        if exchange is not None:
+            mine = {part.start for part in parts if part.reducer == exchange.me}
+            self._carried = {start: dropped for start, dropped in exchange.rounding.items() if start in mine}
+        self.base = base
+        await self._save()
+        self._forget_old()
+
+    def _settle(self, base: Base, results: Results, committed: set[int], exchange: Exchange | None) -> None:
+        assert self.trainer is not None
+        me = results.plan.index(self.node.peer_id)
+
+        def included(index: int) -> bool:
+            return index in committed and me in results.contributors(results.parts[index])
+
+        sent = exchange.sent if exchange is not None else {}
+        dropped = self.ledger.settle(self.trainer, self.base.values, base.values, sent, included)
+        if dropped:
+            self._observer.tell(WorkDropped(base.round, dropped, "left out of two rounds"))
+        self._take_duty(base)
+
+    def _take_duty(self, base: Base) -> None:
+        assert self.trainer is not None
+        duty = base.duty(self.node.peer_id)
+        owned = duty.owned if duty is not None else ()
+        if owned != self.trainer.owned:
+            self.ledger.hand_over(self.trainer, owned, base.values)
+            self.trainer.assign(owned, base.values)
+
+    async def _complete_results(self, decided: Decided) -> Results | None:
+        """The head's results with every committed part, fetched where they are missing; None when nobody has them any more."""
+        peers = [peer for peer in decided.head.members if peer != self.node.peer_id]
+        peers += [peer for peer in self.node.others() if peer not in peers]
+        self.node.world.rng.shuffle(peers)
+        for _ in range(2):
+            for peer in (None, *peers):
+                with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                    results = self._kept.get(decided.head.plan)
+                    if peer is not None:
+                        results = await self._fetch(peer, decided, results)
+                    if results is not None and _complete(results, decided):
+                        return results
+        return None
+
+    async def _fetch(self, peer: str, decided: Decided, results: Results | None) -> Results:
+        """From one peer: the plan and manifests where they are missing, then the missing parts that it has."""
+        board, head = self.node.board, decided.head
+        if results is None or not _manifests_complete(results, decided):
+            async with board.talk(peer, RESULTS) as talk:
+                await talk.send(pack(ResultsRequest(head.plan)))
+                plan = unpack(Plan, await talk.message())
+                if plan.id != head.plan:
+                    raise WireError("another plan than was asked for")
+                if results is None:
+                    results = Results.empty(plan, self.layout, self.codec, self.part_bytes)
+                    self._kept[plan.id] = results
+                while message := await talk.message():
+                    manifest = unpack(Manifest, message)
+                    if 0 <= manifest.reducer < len(head.roots) and manifest.root == head.roots[manifest.reducer]:
+                        results.add_manifest(manifest)
+        results.discard_unverified()
+        missing = [part.index for part in results.committed(head) if part.index not in results.encoded]
+        if missing:
+            await fetch_parts(board, peer, results, self.codec, missing)
+        return results
+
+    async def _jump_to_newest(self) -> None:
+        """Too far behind to replay: take a snapshot. Pending work stays unless a push of mine may be in the rounds I skip."""
+        offers = await self._offers_of_newest()
+        if not offers:
+            await asyncio.sleep(RETRY_S)
+            await self.node.meet()
+            return
+        values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
+        skipped = {decided.head.plan for decided in self.node.log.since(self.base.round)}
+        await self._jump(self._downloaded(offers[0], values), not skipped & set(self._exchanges))
+
+    async def _jump(self, base: Base, keep_pending: bool) -> None:
+        old = self.base
+        self._install(base)
+        if self.trainer is not None:
+            dropped = await self.node.world.run_blocking(
+                self.ledger.rebase, self.trainer, old.values, base.values, keep_pending
+            )
+            if dropped:
+                self._observer.tell(WorkDropped(base.round, dropped, "the base was downloaded again"))
+            await self.node.world.run_blocking(self._take_duty, base)
+        await self._save()
+
+    def _install(self, base: Base) -> None:
+        self.snapshots.publish(base.head, base.round, base.values)
+        self.base = base
+
+    async def _save(self) -> None:
+        """Base first, checkpoint after it: a checkpoint of another head is ignored when both are read."""
+        run, store = self.node.world.run_blocking, self.node.world.store
+        await run(save_base, store, self.base)
+        if self.trainer is not None:
+            await run(save_checkpoint, store, self.trainer, self.layout, self.base.values, self.base.head)
+
+    def _forget_old(self) -> None:
+        oldest = self.base.round - KEPT_ROUNDS
+        for plan_id in [plan_id for plan_id, results in self._kept.items() if results.plan.round <= oldest]:
+            del self._kept[plan_id]
+        for plan_id in [plan_id for plan_id, e in self._exchanges.items() if e.plan.round <= self.base.round]:
+            del self._exchanges[plan_id]
+        self.node.world.store.delete(results_name(oldest))
+
+    # Serving -----------------------------------------------------------------------------------------------------------
+
+    async def _on_push(self, talk: Talk) -> None:
+        plan_id = unpack(PushHeader, await talk.message()).plan
+        await (await self._known(self._exchanges, plan_id)).on_push(talk)
+
+    async def _on_pull(self, talk: Talk) -> None:
+        request = unpack(PullRequest, await talk.message())
+        if request.parts:
+            await serve_parts(talk, await self._known(self._kept, request.plan), request.parts)
+        else:
+            await (await self._known(self._exchanges, request.plan)).on_pull(talk, request)
+
+    async def _on_results(self, talk: Talk) -> None:
+        results = self._kept.get(unpack(ResultsRequest, await talk.message()).plan)
+        if results is None:
+            raise Refused("no results of that plan here")
+        await talk.send(pack(results.plan))
+        for manifest in tuple(results.manifests.values()):
+            await talk.send(pack(manifest))
+        await talk.send(b"")
+
+    async def _known(self, table: Mapping[str, Exchange] | Mapping[str, Results], plan_id: str):  # type: ignore[no-untyped-def]
+        """The entry of a plan; a plan that reaches me a moment later than its other members is waited for."""
+        deadline = asyncio.get_running_loop().time() + self.node.board.silence_s
+        while plan_id not in table:
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), deadline - asyncio.get_running_loop().time())
+            except asyncio.TimeoutError:
+                raise Refused("that plan is not known here") from None
+        return table[plan_id]
+
+
+def _manifests_complete(results: Results, decided: Decided) -> bool:
+    """Are the manifests those that the head names? Others are of no use."""
+    return all(
+        not root or ((manifest := results.manifests.get(i)) is not None and manifest.root == root)
+        for i, root in enumerate(decided.head.roots)
+    )
+
+
+def _complete(results: Results, decided: Decided) -> bool:
+    return _manifests_complete(results, decided) and all(results.verified(part) for part in results.committed(decided.head))
+
+
+def _frozen(values: np.ndarray) -> np.ndarray:
+    values.flags.writeable = False
+    return values

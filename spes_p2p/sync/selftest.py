@@ -1,0 +1,57 @@
+"""Known answers of the arithmetic that all peers repeat. A machine that computes them otherwise must not join."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from spes_p2p.errors import UserError
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.sync.apply import next_base
+from spes_p2p.swarm.records import Member, Merge
+from spes_p2p.sync.codecs import CODECS
+from spes_p2p.sync.parts import part_table
+
+KNOWN_ANSWER = "79a04fe90bc540758204c419c7ec76c4c5d9fb7bb034a8510ecf897fb8d0a723"
+
+
+def check_arithmetic() -> None:
+    """Raises UserError when decoding, the outer step or the merge give other bits here than everywhere else."""
+    found = _answer()
+    if found != KNOWN_ANSWER:
+        raise UserError(
+            f"this machine's float32 arithmetic differs from the swarm's (self-test {found[:12]} instead of {KNOWN_ANSWER[:12]}); "
+            "a library may have switched denormals off: this machine cannot train with others"
+        )
+
+
+def _answer() -> str:
+    """Hex digest over a small round in every codec, with denormals, signed zeros and large values."""
+    layout = Layout(
+        [TensorSpec("shared", (64,), "shared")]
+        + [
+            TensorSpec(f"layers.0.experts.{e}.{name}", shape, "expert", 0, e)
+            for e in range(3)
+            for name, shape in (("gate_up_proj", (8, 4)), ("down_proj", (4, 4)))
+        ]
+    )
+    base = _values(layout.size, 1)
+    digest = hashlib.sha256()
+    members = (Member("a", 3, (5, 0, 2), 1.0),)
+    merge = Merge(0.1, (((1, 2), (2,), ()),))
+    for codec in CODECS.values():
+        parts = part_table(layout, members, codec, 64)
+        update = _values(layout.size, 2)
+        committed = [(part, codec.encode(update[part.start : part.stop])) for part in parts]
+        digest.update(next_base(base, layout, codec, committed, merge).astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+def _values(count: int, seed: int) -> np.ndarray:
+    """float32 values spread over many exponents, by integer arithmetic alone."""
+    words = np.frombuffer(hashlib.shake_256(bytes([seed])).digest(4 * count), "<u4").copy()
+    exponents = np.uint32(96) + (words >> np.uint32(24)) % np.uint32(40)
+    bits = (words & np.uint32(0x807FFFFF)) | (exponents << np.uint32(23))
+    bits[:4] = [0x80000000, 0x00000001, 0x80000001, 0x007FFFFF]
+    return bits.view(np.float32)

@@ -1,0 +1,23 @@
+"""Which samples are mostly repetition: OLMo's instance filter, which SPES uses."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def is_repetitive(samples: npt.NDArray[np.int64], max_period: int, min_count: int) -> npt.NDArray[np.bool_]:
+    """For samples `[n, S]`: whether one holds `min_count` or more repetitions in a row of 1 to `max_period` tokens.
+
+    A run of r tokens that each equal the one a period p before them makes (r + p) // p repetitions. As in OLMo, less than three
+    repetitions never count, nor do periods above S / 3.
+    """
+    flagged = np.zeros(len(samples), np.bool_)
+    for period in range(1, min(max_period, samples.shape[1] // 3) + 1):
+        run = (max(min_count, 3) - 1) * period
+        if run > samples.shape[1] - period:
+            break
+        repeats = np.zeros((len(samples), samples.shape[1] - period + 1), np.int32)
+        np.cumsum(samples[:, period:] == samples[:, :-period], axis=1, out=repeats[:, 1:])
+        flagged |= (repeats[:, run:] - repeats[:, :-run] == run).any(axis=1)
+    return flagged

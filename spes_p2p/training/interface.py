@@ -1,0 +1,84 @@
+"""What the life of a peer asks of whatever trains: the real trainer (`trainer.py`) or a synthetic one in simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from spes_p2p.data.slices import Interval
+from spes_p2p.model.layout import Group, Layout
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The local steps that one peer does between two rounds."""
+
+    round: int
+    first_step: int
+    """Campaign step at which the phase starts; it decides learning rate."""
+    campaign_steps: int
+    """Campaign steps that the phase spans (`sync_steps`); `steps` local ones are spread evenly over them."""
+    steps: int
+    """Local optimizer steps to do."""
+    slices: tuple[Interval, ...]
+    """The samples to train on, in this order: `steps * batch_size` of them."""
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """What a peer did in a phase."""
+
+    steps: int
+    tokens: int
+    routed: tuple[int, ...]
+    """For each of the E experts: tokens routed to it by this peer's routers, summed over layers; 0 for experts it does not own."""
+    loss: float
+    """Mean cross-entropy per token (nats), without auxiliary losses; NaN when no step was done."""
+    aux_loss: float
+    seconds: float
+    untrained: tuple[Interval, ...]
+    """What of the slices was not trained."""
+    skipped_steps: int
+    """Steps whose loss or gradient was not finite: nothing was applied."""
+
+
+class Trainer(Protocol):
+    """Local weights, optimizer and data of one peer. Called from one worker thread at a time."""
+
+    @property
+    def layout(self) -> Layout:
+        """The model's layout."""
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Experts that are trained here, ascending."""
+
+    def load_base(self, base: np.ndarray) -> None:
+        """Set all local weights to the base (flat float32 `[layout.size]`)."""
+
+    def assign(self, owned: tuple[int, ...], base: np.ndarray) -> None:
+        """Train these experts from now on. A new one starts from its exact base rows with fresh moments; a lost one keeps neither."""
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        """Do the phase's steps; between two steps ask `should_stop`. `on_step(steps_done, tokens_per_second)` follows each step."""
+
+    def read(self, group: Group) -> np.ndarray:
+        """A float32 copy `[group.size]` of the local weights of a group that is trained here (shared, router, owned experts)."""
+
+    def add(self, group: Group, delta: np.ndarray) -> None:
+        """local += delta (float32 `[group.size]`) on a group that is trained here."""
+
+    def refresh(self, group: Group, values: np.ndarray) -> None:
+        """Set a group that is not trained here (a foreign expert) to these values."""
+
+    def validation_loss(self) -> float:
+        """Mean cross-entropy per token of the current local weights on the campaign's held-out text; NaN when it has none."""
+
+    def optimizer_state(self) -> dict[str, np.ndarray]:
+        """Moments and whatever else a restart needs, by name."""
+
+    def load_optimizer_state(self, state: dict[str, np.ndarray]) -> None:
+        """Undo of `optimizer_state`, for the same owned experts; entries that do not fit are ignored."""

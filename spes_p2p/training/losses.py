@@ -1,0 +1,69 @@
+"""What a local step minimises: next-token cross-entropy, load balance and z-losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spes_p2p.config import TrainingConfig
+from spes_p2p.model.partitioned import PartitionedExperts
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Scalars of one forward pass, on the model's device; `total` carries the gradient."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    auxiliary: Tensor
+    """Weighted sum of the other losses: total - cross_entropy."""
+
+
+def forward_losses(
+    model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig
+) -> Losses:
+    """The losses of samples `[B, S]`. `blocks` are the model's experts blocks in order; their `routed` is set by this pass."""
+    # The inner model, because the outer one would compute transformers' own auxiliary loss too.
+    outputs = model.base_model(input_ids=input_ids, use_cache=False, output_router_logits=True)
+    logits: Tensor = model.get_output_embeddings()(outputs.last_hidden_state[:, :-1])
+    cross_entropy = next_token_loss(logits, input_ids)
+    routed = [block.routed for block in blocks if block.routed is not None]
+    auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, routed)
+    auxiliary = auxiliary + config.moe_zloss_weight * router_z_loss(outputs.router_logits)
+    if config.lm_head_zloss_weight > 0:
+        auxiliary = auxiliary + config.lm_head_zloss_weight * z_loss(logits)
+    return Losses(cross_entropy + auxiliary, cross_entropy.detach(), auxiliary.detach())
+
+
+def next_token_loss(logits: Tensor, input_ids: Tensor) -> Tensor:
+    """Mean cross-entropy (nats) of each token but the first: ids `[B, S]`, logits `[B, S - 1, V]` of the positions before."""
+    return F.cross_entropy(logits.float().flatten(0, 1), input_ids[:, 1:].flatten())
+
+
+def load_balancing_loss(router_logits: Sequence[Tensor], routed: Sequence[Tensor]) -> Tensor:
+    """Mean over layers of E / (k T) * sum_e n_e * mean_t p_te (Switch Transformer, arXiv 2101.03961, eq. 4, for top-k).
+
+    Each layer gives its router's logits `[T, E]` and its assignments to each expert n `[E]`, which sum to k T. Balanced routing
+    gives 1, all tokens on the same k experts E / k. Taken layer by layer: over the layers' sums, layers that
+    collapsed onto different experts would pass for balanced.
+    """
+    layers = []
+    for logits, counts in zip(router_logits, routed, strict=True):
+        probabilities = logits.float().softmax(dim=-1).mean(dim=0)
+        layers.append(logits.shape[-1] * (counts / counts.sum() * probabilities).sum())
+    return torch.stack(layers).mean()
+
+
+def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
+    """Mean over layers of the z-loss of their routers' logits `[T, E]` (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    return torch.stack([z_loss(logits) for logits in router_logits]).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean of logsumexp(logits)^2 over all but the last dimension: keeps logits from drifting away."""
+    return logits.float().logsumexp(dim=-1).square().mean()

@@ -1,0 +1,132 @@
+"""AdamW over weights whose owners change, and its learning rate.
+
+Each expert is its own parameter group, so that it has its own moments, bias correction and ramp; the shared weights and the
+router are two more, with and without weight decay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spes_p2p.config import TrainingConfig
+from spes_p2p.model.layout import Layout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(step: float, config: TrainingConfig) -> float:
+    """At a campaign step (local steps fall between two): linear warm-up to the peak at `warmup_steps`, then a cosine down to
+    `min_lr_ratio` of it at `total_steps`. Step 0 is not 0: the ramp starts one step before."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def ramp(age: int, config: TrainingConfig) -> float:
+    """Share of the learning rate for a group whose moments are `age` steps old: reaches 1 at `new_owner_ramp_steps`."""
+    return min(1.0, (age + 1) / (config.new_owner_ramp_steps + 1))
+
+
+class OwnedAdamW:
+    """AdamW (float32 moments) for the trainable parameters of a partitioned model.
+
+    Parameters are known by their layout name. What `regroup` keeps, keeps its moments; what is new starts with none and a ramp.
+    """
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, config: TrainingConfig):
+        self._layout, self._config = layout, config
+        embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._undecayed = {
+            name
+            for name, p in self._parameters.items()
+            if (p.ndim < 2 and not config.decay_norm_and_bias) or (id(p) in embeddings and not config.decay_embeddings)
+        }
+        groups = [self._group(name, names) for name, names in self._wanted().items()]
+        betas = (config.beta1, config.beta2)
+        self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
+
+    def regroup(self, model: PreTrainedModel) -> None:
+        """Follow a change of owners: forget what is no longer trained, take up what is new."""
+        self._parameters = dict(model.named_parameters())
+        wanted = self._wanted()
+        for group in self._adamw.param_groups:
+            if group["name"] not in wanted:
+                for parameter in group["params"]:
+                    self._adamw.state.pop(parameter, None)
+        kept = [group for group in self._adamw.param_groups if group["name"] in wanted]
+        self._adamw.param_groups[:] = kept
+        known = {group["name"] for group in kept}
+        for name, names in wanted.items():
+            if name not in known:
+                self._adamw.add_param_group(self._group(name, names))
+
+    def skip_ramps(self) -> None:
+        """Give every group its full learning rate at once: for the start of a campaign, which has the schedule's warm-up."""
+        for group in self._adamw.param_groups:
+            group["age"] = max(group["age"], self._config.new_owner_ramp_steps)
+
+    def step(self, rate: float, loss: Tensor) -> bool:
+        """Clip the gradients to the global norm and apply them; False and nothing done if they or the loss are not finite."""
+        norm = nn.utils.clip_grad_norm_(self._all_parameters(), self._config.max_grad_norm)
+        finite = bool(torch.isfinite(norm + loss.sum()))
+        if finite:
+            for group in self._adamw.param_groups:
+                group["lr"] = rate * ramp(group["age"], self._config)
+                group["age"] += 1
+            self._adamw.step()
+        self.zero_grad()
+        return finite
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of each parameter's moments (`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`) and each group's `age/GROUP`."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for group in self._adamw.param_groups:
+            arrays[f"age/{group['name']}"] = np.array(group["age"], np.int64)
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                for key, value in self._adamw.state.get(parameter, {}).items():
+                    arrays[f"{key}/{name}"] = value.detach().cpu().numpy().copy()
+        return arrays
+
+    def load_state(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Undo of `state`. A parameter whose entries are missing or of another shape is left as it is."""
+        for group in self._adamw.param_groups:
+            group["age"] = int(arrays.get(f"age/{group['name']}", group["age"]))
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                moments = [arrays.get(f"{key}/{name}") for key in MOMENTS]
+                step = arrays.get(f"step/{name}")
+                if step is None or any(m is None or m.shape != tuple(parameter.shape) for m in moments):
+                    continue
+                tensors = {k: torch.tensor(m, device=parameter.device) for k, m in zip(MOMENTS, moments, strict=True)}
+                self._adamw.state[parameter] = {"step": torch.tensor(float(step)), **tensors}
+
+    def _wanted(self) -> dict[str, list[str]]:
+        """Names of the parameters in each group that there must be now."""
+        wanted: dict[str, list[str]] = {}
+        for name in self._parameters:
+            spec = self._layout.by_name[name].spec
+            decay = "undecayed" if name in self._undecayed else "decayed"
+            wanted.setdefault(decay if spec.expert is None else f"expert.{spec.expert}", []).append(name)
+        return wanted
+
+    def _group(self, name: str, names: list[str]) -> dict[str, Any]:
+        decay = 0.0 if name == "undecayed" else self._config.weight_decay
+        parameters = [self._parameters[n] for n in names]
+        return {"params": parameters, "name": name, "names": names, "age": 0, "weight_decay": decay}
+
+    def _all_parameters(self) -> Iterable[nn.Parameter]:
+        return [p for group in self._adamw.param_groups for p in group["params"]]

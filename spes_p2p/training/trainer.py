@@ -1,0 +1,243 @@
+"""Local steps of one peer on a real model: forward, backward, AdamW, between the flat state and torch's parameters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.config import CampaignConfig
+from spes_p2p.data.slices import Interval
+from spes_p2p.model.build import State, build_model, exact_expert, layout_of
+from spes_p2p.model.layout import Group, Layout, Placed
+from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.model.stored import StoredFormat
+from spes_p2p.training.batches import read_ahead, split_samples
+from spes_p2p.training.filter import is_repetitive
+from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.losses import forward_losses, next_token_loss
+from spes_p2p.training.optimizer import OwnedAdamW, learning_rate
+
+Samples = npt.NDArray[np.int64]
+
+
+class Reader(Protocol):
+    """Where samples `[n, sequence_length]` come from."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch."""
+
+    def read(self, interval: Interval) -> Samples:
+        """Samples at positions of an epoch's shuffled order."""
+
+    def read_spread(self, count: int) -> Samples:
+        """`count` samples, at most all, spread over the files: always the same."""
+
+
+class TorchTrainer:
+    """Trains shared weights, routers and owned experts on one device; one thread at a time.
+
+    A step whose loss or gradient is not finite changes neither weights nor moments; its samples count as trained, so that they
+    are not handed out again, but its tokens, routing and loss do not.
+    """
+
+    def __init__(
+        self,
+        config: CampaignConfig,
+        base: State,
+        owned: tuple[int, ...],
+        samples: Reader,
+        validation: Reader | None = None,
+        device: str | torch.device = "cpu",
+        stored: StoredFormat | None = None,
+    ):
+        """`stored`: how foreign experts are kept; default float32 on the CPU, bfloat16 elsewhere."""
+        self._config, self._samples, self._validation = config, samples, validation
+        self._device = torch.device(device)
+        self._layout = layout_of(config.model)
+        self._owned = tuple(sorted(owned))
+        stored = stored or ("fp32" if self._device.type == "cpu" else "bf16")
+        self._model = build_model(config.model, base, self._owned, stored, self._device)
+        named = self._model.named_modules()
+        self._blocks = {name: module for name, module in named if isinstance(module, PartitionedExperts)}
+        self._optimizer = OwnedAdamW(self._model, self._layout, config.training)
+        self._parameters = dict(self._model.named_parameters())
+
+    @property
+    def layout(self) -> Layout:
+        """The model's layout."""
+        return self._layout
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Experts that are trained here, ascending."""
+        return self._owned
+
+    def load_base(self, base: State) -> None:
+        """Set all local weights to the base (flat float32 `[layout.size]`)."""
+        for group in self._layout.groups:
+            self._write(group, base[group.start : group.stop])
+
+    def assign(self, owned: tuple[int, ...], base: State) -> None:
+        """Train these experts from now on. A new one starts from its base rows, without moments."""
+        if tuple(sorted(owned)) == self._owned:
+            return
+        self._optimizer.zero_grad()
+        self._owned = tuple(sorted(owned))
+        for name, block in self._blocks.items():
+            block.assign(self._owned, partial(exact_expert, base, self._layout, name))
+        self._optimizer.regroup(self._model)
+        self._parameters = dict(self._model.named_parameters())
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        """Do the phase's steps, or fewer when `should_stop` or when the slices have no more whole batch."""
+        started = time.perf_counter()
+        if phase.first_step == 0:
+            self._optimizer.skip_ramps()
+        totals = _Totals(self._config.model.moe_num_experts, self._device)
+        planned = min(phase.steps, sum(map(len, phase.slices)) // self._config.training.batch_size)
+        batches = read_ahead(self._read_batch, self._batch_slices(phase, planned))
+        done = 0
+        self._model.train()
+        try:
+            while done < planned and not should_stop():
+                campaign_step = phase.first_step + phase.campaign_steps * done / phase.steps
+                self._step(next(batches), learning_rate(campaign_step, self._config.training), totals)
+                done += 1
+                on_step(done, totals.tokens / (time.perf_counter() - started))
+        finally:
+            batches.close()
+        _, untrained = split_samples(phase.slices, done * self._config.training.batch_size)
+        return totals.report(done, self._owned, time.perf_counter() - started, untrained)
+
+    def read(self, group: Group) -> State:
+        """A float32 copy `[group.size]` of the local weights of a group that is trained here."""
+        values = np.empty(group.size, np.float32)
+        for placed, parameter in self._trained(group):
+            target = torch.from_numpy(values[placed.start - group.start : placed.stop - group.start])
+            target.copy_(parameter.detach().view(-1))
+        return values
+
+    def add(self, group: Group, delta: State) -> None:
+        """local += delta (float32 `[group.size]`) on a group that is trained here."""
+        for placed, parameter in self._trained(group):
+            parameter.detach().add_(_tensor(delta, group, placed).to(self._device))
+
+    def refresh(self, group: Group, values: State) -> None:
+        """Set a group that is not trained here (a foreign expert) to these values."""
+        if group.expert is None or group.expert in self._owned:
+            raise ValueError(f"{group.name} is trained here; only add() changes it")
+        self._write(group, values)
+
+    def validation_loss(self) -> float:
+        """Mean cross-entropy per token of the current local weights on the campaign's held-out text; NaN when it has none."""
+        if self._validation is None:
+            return float("nan")
+        samples = self._validation.read_spread(self._config.evaluation.max_samples)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._model.eval()
+        with torch.no_grad(), self._autocast():
+            for chunk in self._micro_batches(samples):
+                logits = self._model(input_ids=chunk, use_cache=False).logits[:, :-1]
+                total += next_token_loss(logits, chunk) * len(chunk)
+        return float(total) / len(samples)
+
+    def optimizer_state(self) -> dict[str, npt.NDArray[Any]]:
+        """Moments and whatever else a restart needs, by name."""
+        return self._optimizer.state()
+
+    def load_optimizer_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Undo of `optimizer_state`, for the same owned experts; entries that do not fit are ignored."""
+        self._optimizer.load_state(state)
+
+    def _step(self, samples: Samples, rate: float, totals: _Totals) -> None:
+        step = _Totals(self._config.model.moe_num_experts, self._device)
+        for chunk in self._micro_batches(samples):
+            with self._autocast():
+                losses = forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training)
+            (losses.total * (len(chunk) / len(samples))).backward()  # type: ignore[no-untyped-call]
+            step.add_pass(chunk.numel(), losses.cross_entropy, losses.auxiliary, self._blocks.values())
+        if len(samples) == 0:
+            return
+        if self._optimizer.step(rate, step.losses):
+            totals.add(step)
+        else:
+            totals.skipped += 1
+
+    def _batch_slices(self, phase: Phase, steps: int) -> Iterator[tuple[Interval, ...]]:
+        rest = phase.slices
+        for _ in range(steps):
+            batch, rest = split_samples(rest, self._config.training.batch_size)
+            yield batch
+
+    def _read_batch(self, slices: tuple[Interval, ...]) -> Samples:
+        samples = np.concatenate([self._samples.read(interval) for interval in slices])
+        training = self._config.training
+        if training.instance_filter:
+            period, count = training.instance_filter_repetition_max_period, training.instance_filter_repetition_min_count
+            samples = samples[~is_repetitive(samples, period, count)]
+        return samples
+
+    def _micro_batches(self, samples: Samples) -> Iterator[Tensor]:
+        size = self._config.training.micro_batch_size or self._config.training.batch_size
+        for start in range(0, len(samples), size):
+            yield torch.from_numpy(samples[start : start + size]).to(self._device, non_blocking=True)
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self._config.training.autocast_bf16 and self._device.type == "cuda"
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def _trained(self, group: Group) -> Iterator[tuple[Placed, nn.Parameter]]:
+        if group.expert is not None and group.expert not in self._owned:
+            raise ValueError(f"{group.name} is not trained here; owned experts: {self._owned}")
+        return ((placed, self._parameters[placed.spec.name]) for placed in self._layout.tensors_of(group))
+
+    def _write(self, group: Group, values: State) -> None:
+        if group.expert is None or group.expert in self._owned:
+            for placed, parameter in self._trained(group):
+                parameter.detach().copy_(_tensor(values, group, placed))
+            return
+        for placed in self._layout.tensors_of(group):
+            expert, _, matrix = placed.spec.name.rpartition(".")
+            block, _, _ = expert.rpartition(".")
+            self._blocks[block].write_foreign(group.expert, matrix, _tensor(values, group, placed))
+
+
+class _Totals:
+    """Sums over forward passes; losses and routing stay on the device until the report."""
+
+    def __init__(self, num_experts: int, device: torch.device):
+        self.tokens = 0
+        self.skipped = 0
+        self.losses = torch.zeros(2, dtype=torch.float64, device=device)
+        """Cross-entropy and auxiliary loss, each times tokens."""
+        self.routed = torch.zeros(num_experts, dtype=torch.int64, device=device)
+
+    def add_pass(self, tokens: int, cross_entropy: Tensor, auxiliary: Tensor, blocks: Any) -> None:
+        self.tokens += tokens
+        self.losses += torch.stack((cross_entropy, auxiliary)) * tokens
+        for block in blocks:
+            self.routed += block.routed
+
+    def add(self, other: _Totals) -> None:
+        self.tokens += other.tokens
+        self.losses += other.losses
+        self.routed += other.routed
+
+    def report(self, steps: int, owned: tuple[int, ...], seconds: float, untrained: tuple[Interval, ...]) -> PhaseReport:
+        cross_entropy, auxiliary = (self.losses / self.tokens).tolist() if self.tokens else (float("nan"), float("nan"))
+        routed = tuple(count if expert in owned else 0 for expert, count in enumerate(self.routed.tolist()))
+        return PhaseReport(steps, self.tokens, routed, cross_entropy, auxiliary, seconds, untrained, self.skipped)
+
+
+def _tensor(values: State, group: Group, placed: Placed) -> Tensor:
+    """A group's values for one of its tensors, without a copy where the array is writable."""
+    flat = np.require(values[placed.start - group.start : placed.stop - group.start], np.float32, ["C", "W"])
+    return torch.from_numpy(flat).view(placed.spec.shape)

@@ -1,0 +1,89 @@
+"""An exported base is a plain transformers checkpoint of the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_shapes import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import initial_state, plain_model
+from spes_p2p.model.export import export_checkpoint
+
+
+WHOLE, SMALLER = tiny_model(), tiny_model(vocab_size=5)
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path: Path) -> Path:
+    words = ["<|endoftext|>", "<pad>", *"abcdefgh"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_reloads_in_plain_transformers_with_difference_zero(
+    architecture: str, tied: bool, tmp_path: Path, tokenizer_json: Path
+) -> None:
+    config = tiny_model(architecture=architecture, tie_word_embeddings=tied, norm_topk_prob=True, rope_theta=5000.0)
+    base = initial_state(config)
+    output = tmp_path / "runs" / "checkpoint"
+    export_checkpoint(config, base, tokenizer_json, "<|endoftext|>", None, output)
+    loaded = AutoModelForCausalLM.from_pretrained(output).eval()
+    assert loaded.dtype == torch.float32
+    ids = torch.arange(48).view(3, 16)
+    with torch.no_grad():
+        difference = loaded(input_ids=ids).logits - plain_model(config, base).eval()(input_ids=ids).logits
+    assert float(difference.abs().max()) == 0.0
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == loaded.config.eos_token_id == 0
+    prompt = tokenizer("b c d", return_tensors="pt")
+    assert prompt["input_ids"].tolist() == [[3, 4, 5]]
+    assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] <= 6
+    assert [path.name for path in output.parent.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token": "</s>"}, "no token '</s>'; set data.eos_token"),
+        ({"pad_token": "[PAD]"}, r"no token '\[PAD\]'; set data.pad_token"),
+        ({"config": SMALLER, "base": initial_state(SMALLER)}, "ids up to 9; model.vocab_size = 5"),
+        ({"tokenizer_json": Path("nowhere.json")}, "nowhere.json: no such tokenizer file"),
+        ({"base": np.zeros(3, np.float32)}, "the base has 3 values"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(
+    changes: dict[str, Any], message: str, tmp_path: Path, tokenizer_json: Path
+) -> None:
+    fitting = {"config": WHOLE, "base": initial_state(WHOLE), "tokenizer_json": tokenizer_json, "eos_token": "<|endoftext|>",
+               "pad_token": "<pad>", "output": tmp_path / "out"}
+    with pytest.raises(UserError, match=message):
+        export_checkpoint(**{**fitting, **changes})
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_an_existing_output_is_not_touched(tmp_path: Path, tokenizer_json: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="exists already"):
+        export_checkpoint(SMALLER, initial_state(SMALLER), tokenizer_json, "<|endoftext|>", None, tmp_path / "out")
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export_checkpoint(WHOLE, initial_state(WHOLE), tokenizer_json, "<|endoftext|>", None, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]

@@ -1,0 +1,89 @@
+"""Losses beside the cross-entropy, and the repetition filter."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
+
+from spes_p2p.training.filter import is_repetitive
+from spes_p2p.training.losses import load_balancing_loss, next_token_loss, router_z_loss
+
+
+def routed_to(experts: list[list[int]], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a router that surely sends token t to `experts[t]`, and its assignments."""
+    logits = torch.zeros(len(experts), num_experts)
+    for row, chosen in zip(logits, experts, strict=True):
+        row[chosen] = 50.0
+    return logits, torch.tensor(experts).flatten().bincount(minlength=num_experts)
+
+
+def balance(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    return float(load_balancing_loss([logits for logits, _ in layers], [counts for _, counts in layers]))
+
+
+def test_balanced_routing_costs_one_and_collapsed_routing_experts_over_top_k() -> None:
+    balanced = routed_to([[0, 1], [2, 3]] * 4, 4)
+    collapsed = routed_to([[0, 1]] * 8, 4)
+    assert balance([balanced, balanced]) == pytest.approx(1)
+    assert balance([collapsed, collapsed]) == pytest.approx(4 / 2)
+    assert balance([balanced, collapsed]) == pytest.approx(1.5)
+
+
+def test_layers_collapsed_onto_different_experts_are_not_balanced() -> None:
+    layers = [routed_to([[0, 1]] * 8, 4), routed_to([[2, 3]] * 8, 4)]
+    transformers_own = load_balancing_loss_func(tuple(logits for logits, _ in layers), 4, 2)
+    assert float(transformers_own) == pytest.approx(2)  # its value for balanced layers: k
+    assert balance(layers) == pytest.approx(2)  # ours for collapsed ones: E / k; balanced: 1
+
+
+def test_balance_gradient_moves_probability_away_from_the_busy_expert() -> None:
+    logits = torch.tensor([[1.0, 0.0, 0.0, 0.0]] * 8, requires_grad=True)
+    load_balancing_loss([logits], [torch.tensor([8, 0, 0, 0])]).backward()
+    assert logits.grad is not None
+    assert (logits.grad[:, 0] > 0).all()
+    assert (logits.grad[:, 1:] < 0).all()
+
+
+def test_z_loss_is_the_mean_square_of_the_log_partition() -> None:
+    layers = [torch.log(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])), torch.zeros(2, 3)]
+    expected = np.mean([(np.log(6) ** 2 + np.log(15) ** 2) / 2, np.log(3) ** 2])
+    assert float(router_z_loss(layers)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_cross_entropy_pairs_each_position_with_the_next_token() -> None:
+    ids = torch.tensor([[0, 1, 2]])
+    logits = torch.full((1, 2, 3), -100.0)
+    logits[0, 0, 1] = logits[0, 1, 2] = 100.0
+    assert float(next_token_loss(logits, ids)) == pytest.approx(0, abs=1e-6)
+    assert float(next_token_loss(torch.zeros(1, 2, 3), ids)) == pytest.approx(np.log(3))
+
+
+def longest_repetition(sample: list[int], max_period: int) -> int:
+    """Most repetitions in a row of any pattern of 1 to `max_period` tokens, by looking at every start and length."""
+    best = 0
+    for period in range(1, min(max_period, len(sample) // 3) + 1):
+        for start in range(len(sample)):
+            stop = start + period
+            while stop < len(sample) and sample[stop] == sample[stop - period]:
+                stop += 1
+            if stop <= len(sample):
+                best = max(best, (stop - start) // period)
+    return best
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=6, max_size=24), st.integers(1, 5), st.integers(3, 8))
+def test_filter_finds_the_samples_with_enough_repetitions(sample: list[int], max_period: int, min_count: int) -> None:
+    expected = longest_repetition(sample, max_period) >= min_count
+    assert is_repetitive(np.array([sample]), max_period, min_count).tolist() == [expected]
+
+
+def test_filter_judges_each_sample_by_itself() -> None:
+    distinct = np.arange(200)
+    repeated = np.concatenate([np.arange(100), np.tile([7, 8, 9], 33), [5]])
+    samples = np.stack([distinct, repeated, distinct])
+    assert is_repetitive(samples, 13, 32).tolist() == [False, True, False]
+    assert is_repetitive(samples, 13, 34).tolist() == [False, False, False]
+    assert is_repetitive(samples, 2, 32).tolist() == [False, False, False]

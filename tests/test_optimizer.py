@@ -1,0 +1,151 @@
+"""AdamW whose experts come and go, and its learning rate."""
+
+import numpy as np
+import pytest
+import torch
+from model_shapes import tiny_model, tiny_training
+
+from spes_p2p.model.build import build_model, exact_expert, initial_state, layout_of
+from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.training.optimizer import OwnedAdamW, learning_rate, ramp
+
+MODEL = tiny_model()
+LAYOUT = layout_of(MODEL)
+BASE = initial_state(MODEL)
+
+
+class Training:
+    """A partitioned model with its optimizer."""
+
+    def __init__(self, owned: tuple[int, ...], **settings):
+        self.model = build_model(MODEL, BASE, owned)
+        self.optimizer = OwnedAdamW(self.model, LAYOUT, tiny_training(**settings))
+
+    def step(self, rate: float = 1e-2, gradient: float | None = None) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.model.parameters():
+            random = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = random if gradient is None else torch.full_like(parameter, gradient)
+        return self.optimizer.step(rate, torch.zeros(2))
+
+    def assign(self, owned: tuple[int, ...]) -> None:
+        for name, block in self.model.named_modules():
+            if isinstance(block, PartitionedExperts):
+                block.assign(owned, lambda e, m, n=name: exact_expert(BASE, LAYOUT, n, e, m))
+        self.optimizer.regroup(self.model)
+
+    def values(self) -> dict[str, np.ndarray]:
+        return {n: p.detach().numpy().copy() for n, p in self.model.named_parameters()}
+
+
+def test_learning_rate_warms_up_to_the_peak_and_ends_at_its_floor() -> None:
+    config = tiny_training(learning_rate=0.5, warmup_steps=9, min_lr_ratio=0.1)
+    assert learning_rate(0, config) == pytest.approx(0.05)
+    assert learning_rate(9, config) == 0.5
+    assert learning_rate(8.999, config) == pytest.approx(0.5, rel=1e-3)
+    assert learning_rate((100 + 9) / 2, config) == pytest.approx(0.5 * 0.55)
+    assert learning_rate(100, config) == learning_rate(1000, config) == pytest.approx(0.05)
+    rates = [learning_rate(step / 4, config) for step in range(400)]
+    assert rates[:37] == sorted(rates[:37])
+    assert rates[36:] == sorted(rates[36:], reverse=True)
+    assert learning_rate(0, tiny_training(warmup_steps=0, learning_rate=0.5)) == 0.5
+
+
+def test_ramp_reaches_one_after_its_steps() -> None:
+    config = tiny_training(new_owner_ramp_steps=4)
+    assert [ramp(age, config) for age in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
+    assert ramp(0, tiny_training(new_owner_ramp_steps=0)) == 1
+
+
+@pytest.mark.parametrize(("norms", "embeddings"), [(False, False), (True, False), (False, True), (True, True)])
+def test_weight_decay_touches_what_the_config_says(norms: bool, embeddings: bool) -> None:
+    training = Training((1,), decay_norm_and_bias=norms, decay_embeddings=embeddings, new_owner_ramp_steps=0)
+    before = training.values()
+    training.step(gradient=0.0)
+    for name, value in training.values().items():
+        decays = norms if "norm" in name else embeddings if "embed" in name else True
+        np.testing.assert_allclose(value, before[name] * (1 - 1e-2 * 0.1) if decays else before[name], rtol=1e-6, err_msg=name)
+
+
+def test_change_of_owners_keeps_moments_of_the_kept_and_gives_none_to_the_new() -> None:
+    training = Training((0, 3))
+    training.step()
+    before, values = training.optimizer.state(), training.values()
+    training.assign((1, 3))
+    after = training.optimizer.state()
+    assert set(after) == {key for key in before if ".experts.0." not in key and key != "age/expert.0"} | {"age/expert.1"}
+    for key in after:
+        if key != "age/expert.1":
+            np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    assert after["age/expert.1"] == 0
+    for name, value in training.values().items():
+        if ".experts.1." not in name:
+            np.testing.assert_array_equal(value, values[name], err_msg=name)
+        else:
+            placed = LAYOUT.by_name[name]
+            np.testing.assert_array_equal(value.reshape(-1), BASE[placed.start : placed.stop], err_msg=name)
+
+
+def test_kept_weights_step_as_if_no_owner_had_changed() -> None:
+    changed, unchanged = Training((1, 3), max_grad_norm=1e9), Training((1, 3), max_grad_norm=1e9)
+    for training in (changed, unchanged):
+        training.step(gradient=0.3)
+    changed.assign((0, 3))
+    for training in (changed, unchanged):
+        training.step(gradient=-0.1)
+    left, right = changed.values(), unchanged.values()
+    for name in left.keys() & right.keys():
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def test_a_new_experts_first_updates_follow_the_ramp() -> None:
+    training = Training((3,), weight_decay=0.0)
+    training.optimizer.skip_ramps()
+    training.step()
+    training.assign((0, 3))
+    sizes = []
+    for _ in range(6):
+        before = training.values()
+        training.step(gradient=1.0)
+        after = training.values()
+        name = "model.layers.0.mlp.experts.0.gate_up_proj"
+        sizes.append(float(np.abs(after[name] - before[name]).mean()))
+    assert sizes == pytest.approx([1e-2 * share for share in (0.2, 0.4, 0.6, 0.8, 1, 1)], rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(bad: float) -> None:
+    training = Training((1,))
+    training.step()
+    values, state = training.values(), training.optimizer.state()
+    assert not training.step(gradient=bad)
+    next(training.model.parameters()).grad = torch.ones_like(next(training.model.parameters()))
+    assert not training.optimizer.step(1e-2, torch.tensor([1.0, bad]))
+    for name, value in training.values().items():
+        np.testing.assert_array_equal(value, values[name], err_msg=name)
+    for key, value in training.optimizer.state().items():
+        np.testing.assert_array_equal(value, state[key], err_msg=key)
+
+
+def test_gradients_are_clipped_to_the_global_norm() -> None:
+    small, large = (Training((1,), eps=1e3, max_grad_norm=1.0) for _ in range(2))
+    small.step(gradient=10.0)
+    large.step(gradient=1000.0)
+    for name, value in small.values().items():
+        np.testing.assert_allclose(value, large.values()[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+def test_state_round_trip_continues_bit_for_bit_and_ignores_what_does_not_fit() -> None:
+    original, restored = Training((0, 3)), Training((0, 3))
+    original.step()
+    state = original.optimizer.state()
+    for a, b in zip(restored.model.parameters(), original.model.parameters(), strict=True):
+        a.detach().copy_(b.detach())
+    restored.optimizer.load_state({**state, "exp_avg/unknown": np.ones(3), "age/expert.9": np.array(5)})
+    for training in (original, restored):
+        training.step()
+    for name, value in original.values().items():
+        np.testing.assert_array_equal(value, restored.values()[name], err_msg=name)
+    misfit = Training((0, 3))
+    misfit.optimizer.load_state({key: value.reshape(-1)[:1] if value.ndim else value for key, value in state.items()})
+    assert not any(key.startswith("exp_avg/") and key.endswith("gate_up_proj") for key in misfit.optimizer.state())

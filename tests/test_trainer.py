@@ -1,0 +1,250 @@
+"""The trainer between the flat state and torch: what goes in comes out, and what trains is what should."""
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_shapes import tiny_campaign, tiny_model, tiny_training
+
+from spes_p2p.data.slices import Interval
+from spes_p2p.model.build import initial_state, layout_of, plain_model
+from spes_p2p.training.batches import read_ahead, split_samples
+from spes_p2p.training.interface import Phase, PhaseReport, Trainer
+from spes_p2p.training.losses import next_token_loss
+from spes_p2p.training.trainer import TorchTrainer
+
+MODEL = tiny_model()
+LAYOUT = layout_of(MODEL)
+BASE = initial_state(MODEL)
+
+
+class CountingText:
+    """Samples that count upwards from the position, modulo 60: easy to learn, and each known by its first token."""
+
+    num_samples = 1000
+
+    def __init__(self, repeated: Callable[[int], bool] = lambda position: False):
+        self.repeated = repeated
+        self.threads: set[int] = set()
+
+    def read(self, interval: Interval) -> np.ndarray:
+        self.threads.add(threading.get_ident())
+        positions = np.arange(interval.start, interval.stop)
+        samples = (positions[:, None] + np.arange(16)) % 60
+        samples[[self.repeated(p) for p in positions]] = 7
+        return samples
+
+    def read_spread(self, count: int) -> np.ndarray:
+        return self.read(Interval(0, 0, count))
+
+
+def trainer_of(
+    owned: tuple[int, ...] = (0, 3), text: CountingText | None = None, stored: Any = None, **settings: Any
+) -> TorchTrainer:
+    config = tiny_campaign(MODEL, tiny_training(**settings))
+    return TorchTrainer(config, BASE, owned, text or CountingText(), CountingText(), stored=stored)
+
+
+def phase_of(steps: int, first_step: int = 0, slices: tuple[Interval, ...] | None = None) -> Phase:
+    return Phase(0, first_step, 10, steps, slices or (Interval(0, 0, 4 * steps),))
+
+
+def train(trainer: Trainer, phase: Phase, stop_after: float = math.inf) -> PhaseReport:
+    done: list[int] = []
+    report = trainer.train(phase, lambda: len(done) >= stop_after, lambda steps, speed: done.append(steps))
+    assert done == list(range(1, report.steps + 1))
+    return report
+
+
+def bits(values: np.ndarray) -> bytes:
+    return values.astype(np.float32).tobytes()
+
+
+def test_what_is_trained_reads_back_the_base_bit_for_bit() -> None:
+    trainer = trainer_of()
+    for name in ("shared", "router", "expert.0", "expert.3"):
+        group = LAYOUT.group(name)
+        assert bits(trainer.read(group)) == bits(BASE[group.start : group.stop])
+
+
+def test_load_base_replaces_every_weight_foreign_ones_too() -> None:
+    other = initial_state(tiny_model(seed=1))
+    loaded, built = trainer_of(), TorchTrainer(tiny_campaign(), other, (0, 3), CountingText(), CountingText())
+    assert loaded.validation_loss() != built.validation_loss()
+    loaded.load_base(other)
+    assert loaded.validation_loss() == built.validation_loss()
+    assert bits(loaded.read(LAYOUT.group("shared"))) == bits(built.read(LAYOUT.group("shared")))
+
+
+def test_add_is_one_float32_addition_and_other_groups_stay() -> None:
+    trainer = trainer_of()
+    random = np.random.default_rng(0)
+    for name in ("shared", "router", "expert.3"):
+        group = LAYOUT.group(name)
+        delta = random.standard_normal(group.size).astype(np.float32)
+        before = trainer.read(group)
+        trainer.add(group, delta)
+        assert bits(trainer.read(group)) == bits(before + delta)
+    unchanged = LAYOUT.group("expert.0")
+    assert bits(trainer.read(unchanged)) == bits(BASE[unchanged.start : unchanged.stop])
+
+
+def test_refresh_of_a_foreign_expert_is_what_the_model_computes_with() -> None:
+    changed = BASE.copy()
+    group = LAYOUT.expert(1)
+    changed[group.start : group.stop] *= 3
+    changed.setflags(write=False)
+    trainer = trainer_of()
+    trainer.refresh(group, changed[group.start : group.stop])
+    expected = TorchTrainer(tiny_campaign(), changed, (0, 3), CountingText(), CountingText())
+    assert trainer.validation_loss() == expected.validation_loss() != trainer_of().validation_loss()
+
+
+def test_groups_that_are_not_trained_here_cannot_be_read_and_trained_ones_not_refreshed() -> None:
+    trainer = trainer_of()
+    foreign, own = LAYOUT.expert(1), LAYOUT.expert(0)
+    with pytest.raises(ValueError, match=r"expert\.1 is not trained here"):
+        trainer.read(foreign)
+    with pytest.raises(ValueError, match=r"expert\.1 is not trained here"):
+        trainer.add(foreign, np.zeros(foreign.size, np.float32))
+    with pytest.raises(ValueError, match=r"expert\.0 is trained here"):
+        trainer.refresh(own, np.zeros(own.size, np.float32))
+
+
+def test_validation_loss_is_the_plain_models() -> None:
+    samples = torch.from_numpy(CountingText().read_spread(8))
+    with torch.no_grad():
+        logits = plain_model(MODEL, BASE).eval()(input_ids=samples).logits[:, :-1]
+    assert trainer_of(micro_batch_size=2).validation_loss() == pytest.approx(float(next_token_loss(logits, samples)), rel=1e-6)
+    without = TorchTrainer(tiny_campaign(), BASE, (0,), CountingText())
+    assert math.isnan(without.validation_loss())
+
+
+def test_training_lowers_the_loss_and_changes_no_foreign_expert() -> None:
+    trainer = trainer_of(learning_rate=1e-2)
+    before = trainer.validation_loss()
+    first, second = (train(trainer, phase_of(20, 10 * number)) for number in range(2))
+    assert second.loss < first.loss < math.log(MODEL.vocab_size) + 1
+    assert trainer.validation_loss() < before - 1
+    changed = {name for name in ("shared", "router", "expert.0", "expert.3")
+               if bits(trainer.read(LAYOUT.group(name))) != bits(BASE[LAYOUT.group(name).start : LAYOUT.group(name).stop])}
+    assert changed == {"shared", "router", "expert.0", "expert.3"}
+    trainer.assign((0, 1, 3), BASE)
+    group = LAYOUT.expert(1)
+    assert bits(trainer.read(group)) == bits(BASE[group.start : group.stop])
+
+
+def test_report_counts_tokens_and_the_assignments_of_owned_experts() -> None:
+    everything, part = train(trainer_of((0, 1, 2, 3)), phase_of(3)), train(trainer_of((0, 3)), phase_of(3))
+    assert everything.tokens == part.tokens == 3 * 4 * 16
+    assert sum(everything.routed) == everything.tokens * MODEL.moe_top_k * MODEL.num_hidden_layers
+    assert part.routed[1] == part.routed[2] == 0
+    assert part.routed[0] > 0
+    assert part.steps == 3
+    assert part.untrained == ()
+    assert part.skipped_steps == 0
+    assert part.aux_loss > 0
+
+
+def test_stopping_reports_the_samples_that_were_not_trained() -> None:
+    slices = (Interval(0, 100, 106), Interval(0, 200, 206), Interval(1, 0, 6))
+    trainer = trainer_of()
+    report = train(trainer, phase_of(4, slices=slices), stop_after=2)
+    assert report.steps == 2
+    assert report.untrained == (Interval(0, 202, 206), Interval(1, 0, 6))
+    nothing = train(trainer, phase_of(4, slices=slices), stop_after=0)
+    assert nothing.untrained == slices
+    assert math.isnan(nothing.loss)
+    assert nothing.tokens == 0
+    short = train(trainer, phase_of(9, slices=slices))
+    assert (short.steps, short.untrained) == (4, (Interval(1, 4, 6),))
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
+    whole, parts = trainer_of(moe_loss_weight=0.0), trainer_of(micro_batch_size=1, moe_loss_weight=0.0)
+    reports = [train(trainer, phase_of(2)) for trainer in (whole, parts)]
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-5)
+    assert reports[0].routed == reports[1].routed
+    group = LAYOUT.group("shared")
+    np.testing.assert_allclose(whole.read(group), parts.read(group), atol=1e-4)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted() -> None:
+    trainer = trainer_of()
+    group = LAYOUT.group("router")
+    poison = np.zeros(group.size, np.float32)
+    poison[0] = np.inf
+    trainer.add(group, poison)
+    before = trainer.read(LAYOUT.group("shared"))
+    report = train(trainer, phase_of(3))
+    assert (report.steps, report.skipped_steps, report.tokens, sum(report.routed)) == (3, 3, 0, 0)
+    assert math.isnan(report.loss)
+    assert bits(trainer.read(LAYOUT.group("shared"))) == bits(before)
+
+
+def test_repetitive_samples_are_left_out_of_the_step() -> None:
+    settings = {"instance_filter": True, "instance_filter_repetition_min_count": 16}
+    report = train(trainer_of(text=CountingText(lambda position: position % 4 == 0), **settings), phase_of(3))
+    assert report.tokens == 3 * 3 * 16
+    assert report.untrained == ()
+    none_left = train(trainer_of(text=CountingText(lambda position: True), **settings), phase_of(2))
+    assert (none_left.steps, none_left.tokens, none_left.skipped_steps) == (2, 0, 0)
+
+
+def test_local_steps_spread_over_the_phases_campaign_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spes_p2p.training import trainer as module
+
+    asked: list[float] = []
+    monkeypatch.setattr(module, "learning_rate", lambda step, config: asked.append(step) or 1e-3)
+    train(trainer_of(), Phase(3, 30, 10, 4, (Interval(0, 0, 16),)))
+    assert asked == [30, 32.5, 35, 37.5]
+
+
+def test_a_restarted_trainer_continues_bit_for_bit() -> None:
+    straight = trainer_of()
+    train(straight, phase_of(3))
+    resumed = trainer_of()
+    for name in ("shared", "router", "expert.0", "expert.3"):
+        group = LAYOUT.group(name)
+        resumed.add(group, straight.read(group) - resumed.read(group))
+        resumed.add(group, straight.read(group) - resumed.read(group))
+        assert bits(resumed.read(group)) == bits(straight.read(group))
+    resumed.load_optimizer_state(straight.optimizer_state())
+    for trainer in (straight, resumed):
+        train(trainer, phase_of(3, first_step=10, slices=(Interval(0, 12, 24),)))
+    assert bits(resumed.read(LAYOUT.group("shared"))) == bits(straight.read(LAYOUT.group("shared")))
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
+def test_training_goes_on_through_changes_of_owners(stored: str) -> None:
+    trainer = trainer_of(stored=stored)
+    for number, owned in enumerate([(0, 3), (1, 3), (), (0, 1, 2, 3), (2,)]):
+        trainer.assign(owned, BASE)
+        report = train(trainer, phase_of(2, first_step=10 * number))
+        assert trainer.owned == owned
+        assert math.isfinite(report.loss)
+        assert {e for e, count in enumerate(report.routed) if count} <= set(owned)
+
+
+def test_batches_are_read_in_another_thread_and_its_errors_surface() -> None:
+    text = CountingText()
+    train(trainer_of(text=text), phase_of(2))
+    assert threading.get_ident() not in text.threads
+
+    def fail(item: int) -> int:
+        raise OSError("token file is gone")
+
+    with pytest.raises(OSError, match="token file is gone"):
+        list(read_ahead(fail, [1, 2, 3]))
+    assert list(read_ahead(lambda x: x * x, range(10))) == [x * x for x in range(10)]
+
+
+def test_split_samples_keeps_order_and_loses_nothing() -> None:
+    slices = (Interval(0, 5, 8), Interval(0, 8, 8), Interval(1, 0, 4))
+    assert split_samples(slices, 0) == ((), (Interval(0, 5, 8), Interval(1, 0, 4)))
+    assert split_samples(slices, 5) == ((Interval(0, 5, 8), Interval(1, 0, 2)), (Interval(1, 2, 4),))
+    assert split_samples(slices, 99) == ((Interval(0, 5, 8), Interval(1, 0, 4)), ())
