@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.checkpoint_files import check_checkpoint
 from spes_p2p.errors import UserError
 from spes_p2p.observe.plain import plain
 
 LOCAL_BUILDERS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text"})
 """Values of a task's `dataset_path` that read files of this machine."""
-
-SAFETENSORS_HEADER_LIMIT = 100 * 2**20
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 def evaluate(
@@ -41,59 +37,14 @@ def evaluate(
     manager = _find_tasks(tasks, include_path)
     local = all(_reads_local_data(manager, task) for task in tasks)
     with _offline() if local else contextlib.nullcontext():
-        return _run(model_dir, _load_tasks(manager, tasks), manager, num_fewshot, limit, device, batch_size)
+        loaded = _load_tasks(manager, tasks)
+        model = _load_model(model_dir, device, batch_size)
+        import lm_eval
 
-
-def check_checkpoint(model_dir: Path) -> None:
-    """Is this a whole Hugging Face checkpoint? Reads only headers and file sizes.
-
-    Raises UserError naming the file that is missing or cut short.
-    """
-    if not model_dir.is_dir():
-        raise UserError(f"{model_dir}: no such checkpoint folder; `spes-p2p export` writes one")
-    for name in ("config.json", "tokenizer.json"):
-        _read_json(model_dir / name)
-    if not (model_dir / INDEX_FILE).exists():
-        _check_safetensors(model_dir / SINGLE_FILE, ())
-        return
-    weight_map = _read_json(model_dir / INDEX_FILE).get("weight_map", {})
-    for shard in sorted(set(weight_map.values())):
-        _check_safetensors(model_dir / shard, [name for name, file in weight_map.items() if file == shard])
-
-
-def _check_safetensors(path: Path, expected: Sequence[str]) -> None:
-    """The layout: 8 bytes of header length (little-endian), a JSON header with each tensor's byte range, then the tensors."""
-    again = "export the checkpoint again"
-    if not path.exists():
-        raise UserError(f"{path}: the weights are missing; {again}")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < header_bytes <= min(size - 8, SAFETENSORS_HEADER_LIMIT):
-            raise UserError(f"{path}: cut short in the header ({size} bytes); {again}")
-        try:
-            tensors = {name: entry for name, entry in json.loads(file.read(header_bytes)).items() if name != "__metadata__"}
-            whole = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path}: not a safetensors file (its header is damaged); {again}") from None
-    if size != whole:
-        raise UserError(f"{path}: {size} bytes, but its header promises {whole}; {again}")
-    missing = sorted(set(expected) - set(tensors))
-    if missing:
-        raise UserError(f"{path}: tensor {missing[0]} is missing, which {INDEX_FILE} places there; {again}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError:
-        raise UserError(f"{path}: missing; {path.parent} is no complete Hugging Face checkpoint") from None
-    except ValueError:
-        raise UserError(f"{path}: not valid JSON (cut short?); export the checkpoint again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object; export the checkpoint again")
-    return content
+        outcome = lm_eval.simple_evaluate(
+            model=model, tasks=loaded, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+        )
+    return _summary(model_dir, outcome)
 
 
 def _find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
@@ -148,12 +99,37 @@ def _offline() -> Iterator[None]:
 
 
 def _load_tasks(manager: Any, tasks: Sequence[str]) -> list[Any]:
-    """Task objects with their data. lm-eval and datasets raise anything at all for data that is not there."""
+    """Task and group objects with their data. lm-eval and datasets raise anything at all for data that is not there."""
     loaded: list[Any] = []
     for task in tasks:
         try:
-            loaded.extend(manager.load([task])["tasks"].values())
+            found = manager.load([task])
+            loaded.extend([found["groups"][task]] if task in found["groups"] else found["tasks"].values())
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"task '{task}' cannot be loaded: {reason[0]}; check its YAML file and that its data is there") from None
     return loaded
+
+
+def _load_model(model_dir: Path, device: str, batch_size: int) -> Any:
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, loading = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto", output_loading_info=True)
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise UserError(f"{model_dir}: no weights for {missing[0]}; config.json and weights do not belong together")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return HFLM(pretrained=model.to(device).eval(), tokenizer=tokenizer, batch_size=batch_size)
+
+
+def _summary(model_dir: Path, outcome: Any) -> dict[str, Any]:
+    scores = {
+        task: {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, (int, float))}
+        for task, row in outcome["results"].items()
+    }
+    samples = {task: counts["effective"] for task, counts in outcome["n-samples"].items()}
+    summary: dict[str, Any] = plain(
+        {"model": str(model_dir), "tasks": scores, "samples": samples, "num_fewshot": dict(outcome["n-shot"])}
+    )
+    return summary

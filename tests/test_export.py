@@ -14,7 +14,6 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import initial_state, plain_model
 from spes_p2p.model.export import export_checkpoint
 
-
 WHOLE, SMALLER = tiny_model(), tiny_model(vocab_size=5)
 
 
