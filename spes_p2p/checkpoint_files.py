@@ -40,7 +40,7 @@ def _check_safetensors(path: Path, expected: Sequence[str]) -> None:
     with path.open("rb") as file:
         prefix = file.read(8)
         header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < header_bytes <= min(size - 8, SAFETENSORS_HEADER_LIMIT):
+        if not 0 < header_bytes <= min(size - 8, LONGEST_HEADER_BYTES):
             raise UserError(f"{path}: cut short in the header ({size} bytes); {again}")
         try:
             tensors = {name: entry for name, entry in json.loads(file.read(header_bytes)).items() if name != "__metadata__"}

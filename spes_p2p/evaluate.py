@@ -106,8 +106,8 @@ def _load_tasks(manager: Any, tasks: Sequence[str]) -> list[Any]:
             found = manager.load([task])
             loaded.extend([found["groups"][task]] if task in found["groups"] else found["tasks"].values())
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"task '{task}' cannot be loaded: {reason[0]}; check its YAML file and that its data is there") from None
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"task '{task}' cannot be loaded: {reason}; check its YAML file and its data") from None
     return loaded
 
 

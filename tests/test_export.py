@@ -38,6 +38,8 @@ def test_reloads_in_plain_transformers_with_difference_zero(
     export_checkpoint(config, base, tokenizer_json, "<|endoftext|>", None, output)
     loaded = AutoModelForCausalLM.from_pretrained(output).eval()
     assert loaded.dtype == torch.float32
+    assert loaded.config.rope_parameters["rope_theta"] == 5000.0
+    assert loaded.config.norm_topk_prob
     ids = torch.arange(48).view(3, 16)
     with torch.no_grad():
         difference = loaded(input_ids=ids).logits - plain_model(config, base).eval()(input_ids=ids).logits

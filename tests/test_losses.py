@@ -5,10 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_shapes import tiny_model, tiny_training
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
+from spes_p2p.model.build import build_model, initial_state
+from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.filter import is_repetitive
-from spes_p2p.training.losses import load_balancing_loss, next_token_loss, router_z_loss
+from spes_p2p.training.losses import forward_losses, load_balancing_loss, next_token_loss, router_z_loss, z_loss
 
 
 def routed_to(experts: list[list[int]], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,6 +61,26 @@ def test_cross_entropy_pairs_each_position_with_the_next_token() -> None:
     logits[0, 0, 1] = logits[0, 1, 2] = 100.0
     assert float(next_token_loss(logits, ids)) == pytest.approx(0, abs=1e-6)
     assert float(next_token_loss(torch.zeros(1, 2, 3), ids)) == pytest.approx(np.log(3))
+
+
+def test_total_is_the_cross_entropy_and_the_weighted_others() -> None:
+    config = tiny_model()
+    model = build_model(config, initial_state(config), (0, 3))
+    blocks = [module for module in model.modules() if isinstance(module, PartitionedExperts)]
+    ids = torch.arange(48).view(3, 16)
+    outputs = model(input_ids=ids, output_router_logits=True)
+    counts = [logits.topk(2).indices.flatten().bincount(minlength=4) for logits in outputs.router_logits]
+    logits = outputs.logits[:, :-1]
+    balance, router = load_balancing_loss(outputs.router_logits, counts), router_z_loss(outputs.router_logits)
+    head = z_loss(logits)
+    for weights in ((0.5, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.2), (0.5, 0.3, 0.2)):
+        names = ("moe_loss_weight", "moe_zloss_weight", "lm_head_zloss_weight")
+        losses = forward_losses(model, blocks, ids, tiny_training(**dict(zip(names, weights, strict=True))))
+        auxiliary = weights[0] * balance + weights[1] * router + weights[2] * head
+        torch.testing.assert_close(losses.cross_entropy, next_token_loss(logits, ids))
+        torch.testing.assert_close(losses.auxiliary, auxiliary)
+        torch.testing.assert_close(losses.total, losses.cross_entropy + auxiliary)
+        assert losses.total.requires_grad
 
 
 def longest_repetition(sample: list[int], max_period: int) -> int:

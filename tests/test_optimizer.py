@@ -1,5 +1,8 @@
 """AdamW whose experts come and go, and its learning rate."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +87,15 @@ def test_change_of_owners_keeps_moments_of_the_kept_and_gives_none_to_the_new() 
         else:
             placed = LAYOUT.by_name[name]
             np.testing.assert_array_equal(value.reshape(-1), BASE[placed.start : placed.stop], err_msg=name)
+
+
+def test_nothing_of_a_lost_expert_stays_in_memory() -> None:
+    training = Training((0, 3))
+    training.step()
+    lost = weakref.ref(training.model.get_parameter("model.layers.0.mlp.experts.0.down_proj"))
+    training.assign((3,))
+    gc.collect()
+    assert lost() is None
 
 
 def test_kept_weights_step_as_if_no_owner_had_changed() -> None:

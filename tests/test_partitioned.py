@@ -1,6 +1,7 @@
 """The partitioned experts block computes what transformers' block computes, and nothing for foreign experts."""
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -121,6 +122,30 @@ def test_bf16_autocast_is_close_to_float32_and_gives_float32_gradients(stored: s
         assert (parameter.grad - expected).norm() < 0.1 * expected.norm() + 1e-4, name
 
 
+def test_autocast_reaches_the_grouped_gemms() -> None:
+    config = tiny_model()
+    block = block_of(config, initial_state(config), (0, 3))
+    arguments = torch.randn(8, config.hidden_size), torch.arange(16).remainder(4).view(8, 2), torch.full((8, 2), 0.5)
+    exact = block(*arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = block(*arguments)
+    assert rounded.dtype == exact.dtype
+    assert 1e-4 < (rounded - exact).norm() / exact.norm() < 2e-2
+
+
+@pytest.mark.parametrize("chosen", [(0, 3), (1, 2)], ids=["only owned", "only foreign"])
+def test_experts_that_no_token_chose_get_a_gradient_of_zero(chosen: tuple[int, int]) -> None:
+    config = tiny_model()
+    block = block_of(config, initial_state(config), (0, 3))
+    hidden = torch.randn(8, config.hidden_size, requires_grad=True)
+    block(hidden, torch.tensor([chosen] * 8), torch.full((8, 2), 0.5)).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.abs().min() > 0
+    for name, parameter in block.named_parameters():
+        assert parameter.grad is not None
+        assert bool(parameter.grad.any()) is (chosen == (0, 3)), name
+
+
 def test_checkpointing_keeps_the_routers_auxiliary_gradient_and_the_counts() -> None:
     config = tiny_model()
     base = initial_state(config)
@@ -167,7 +192,7 @@ def block_of(config: ModelConfig, base: np.ndarray, owned: tuple[int, ...], stor
     return block
 
 
-def rows_of(config: ModelConfig, base: np.ndarray):
+def rows_of(config: ModelConfig, base: np.ndarray) -> Callable[[int, str], Tensor]:
     placed = layout_of(config).by_name
 
     def rows(expert: int, matrix: str) -> Tensor:

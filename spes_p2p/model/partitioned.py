@@ -209,7 +209,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = grouped_linear(grad, ctx.decode(grad.dtype).transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
         if not ctx.num_parameters:
             return grad_x, None, None
-        return grad_x, None, None, *grouped_outer(grad, saved[0], ends).float().unbind(0)
+        return grad_x, None, None, *grouped_outer(grad, saved[0], ends).unbind(0)
 
 
 def _apply_grouped(x: Tensor, ends: Tensor, decode: Callable[[torch.dtype], Tensor], *parameters: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-
 BEFORE_TRAINING = -1
 """The round that base 0 comes from."""
 

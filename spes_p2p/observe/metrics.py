@@ -210,6 +210,8 @@ class Metrics:
         self._step.set(event.campaign_step)
         self._planned_steps.set(event.total_steps)
         self._campaign_tokens.set(event.total_tokens)
+        if not event.owners:
+            return
         for expert, owners in enumerate(event.owners):
             self._expert_owners.labels(str(expert)).set(len(owners))
         self._experts.set(sum(self._peer_id in owners for owners in event.owners))

@@ -50,7 +50,8 @@ def collect_curves(histories: Mapping[str, Sequence[Entry]]) -> Curves:
         raise UserError("no loss to plot: the history holds no committed round; train for at least one round")
     held_out = {event.round: event.validation_loss for event in everything if isinstance(event, Evaluated)}
     by_peer = {
-        peer: {event.round: event.loss for event in of_peer if isinstance(event, PhaseTrained)} for peer, of_peer in events.items()
+        peer: {event.round: event.loss for event in of_peer if isinstance(event, PhaseTrained)}
+        for peer, of_peer in events.items()
     }
     return Curves(
         training=_by_tokens({number: commit.loss for number, commit in commits.items()}, commits),
@@ -61,7 +62,7 @@ def collect_curves(histories: Mapping[str, Sequence[Entry]]) -> Curves:
 
 
 def plot_loss(histories: Mapping[str, Sequence[Entry]], output: Path, title: str) -> None:
-    """Write the PNG: training and held-out loss against tokens. Raises UserError without a round to draw or a place to write."""
+    """Write the PNG: training and held-out loss against tokens. Raises UserError without a round or a place to write to."""
     curves = collect_curves(histories)
     figure = Figure(figsize=(9, 5), dpi=144, layout="constrained")
     axes = figure.subplots()

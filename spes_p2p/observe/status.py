@@ -195,9 +195,10 @@ class StatusBoard:
             total_steps=event.total_steps,
             total_tokens=event.total_tokens,
             base_digest=event.base_digest,
-            owners=event.owners,
-            owned=tuple(expert for expert, owners in enumerate(event.owners) if peer_id in owners),
         )
+        if event.owners:
+            owned = tuple(expert for expert, owners in enumerate(event.owners) if peer_id in owners)
+            self._set(owners=event.owners, owned=owned)
 
     def _seconds_left(self) -> float:
         if len(self._commits) < 2:

@@ -7,6 +7,7 @@ before anything is read. When we listen on loopback only, the daemon speaks to n
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import ipaddress
 import logging
@@ -26,6 +27,7 @@ from hivemind.dht import DHTNode
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import get_dht_time
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
@@ -46,14 +48,18 @@ EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 OPEN_TIMEOUT_S = 10.0
 REGISTRY_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 30.0
+GOODBYE_TIMEOUT_S = 3.0
 LINGER_S = 5.0
 """How long a finished channel still swallows what the other end sends, so that our last frames are not reset away."""
 
 _HEADER = struct.Struct(">BI")
 _DATA, _FINISHED, _REFUSED = 0, 1, 2
 _EXPIRY = struct.Struct(">d")
+_TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/\d{1,5}")
+_SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
 _EXPIRY_STEP_S = 0.001
-_RECORD_OVERHEAD_BYTES = 1024
+MAX_REASON_BYTES = 1024
+MAX_SIGNED_RECORD_BYTES = 2 * MAX_RECORD_BYTES
 
 
 class Libp2p:
@@ -65,6 +71,11 @@ class Libp2p:
         self.registry = DHTRegistry(node, identity)
         self._daemon, self._node, self._lock = daemon, node, lock
 
+    @property
+    def daemon_pid(self) -> int:
+        """Process id of p2pd, our only child."""
+        return self._daemon.pid
+
     async def wait_daemon_exit(self) -> None:
         """Returns when the daemon has ended; unless `close` was called, nothing works from then on."""
         await self._daemon.wait()
@@ -72,8 +83,9 @@ class Libp2p:
     async def close(self) -> None:
         """Leave the DHT, end the daemon, remove its sockets, release the identity."""
         try:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._node.shutdown(), OPEN_TIMEOUT_S)
+            if self._daemon.is_running:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._node.shutdown(), GOODBYE_TIMEOUT_S)
         finally:
             await self._daemon.close()
             self._lock.close()
@@ -91,18 +103,11 @@ async def start_libp2p(
 
     Raises UserError for a malformed address, a port in use, an identity in use, or when no initial peer can be reached.
     """
-    for address in [*listen, *announce]:
-        _check_listen_address(address)
-    for address in initial_peers:
-        check_peer_address(address)
-    for address in listen:
-        _check_port_is_free(address)
-    existed = identity_file.exists()
-    identity = RSAIdentity(identity_file)
-    lock = _lock_identity(identity_file)
+    _check_addresses(listen, announce, initial_peers)
+    identity, is_new, lock = _take_identity(identity_file)
     try:
         is_public = not all(_is_loopback(address) for address in listen)
-        if existed and initial_peers:
+        if initial_peers and not is_new:
             await _check_identity_is_free(identity, initial_peers, start_timeout_s)
         daemon = await _start_daemon(
             initial_peers,
@@ -136,7 +141,6 @@ class Libp2pTransport:
         self._addresses = addresses
         self._known: dict[str, tuple[str, ...]] = {}
         self._dialled: set[str] = set()
-        self._channels: set[StreamChannel] = set()
 
     @property
     def peer_id(self) -> str:
@@ -176,10 +180,10 @@ class Libp2pTransport:
         if peer == self.peer_id:
             raise ValueError("a peer cannot dial itself")
         try:
-            reader, writer = await asyncio.wait_for(self._open(peer, PROTOCOL_PREFIX + method), OPEN_TIMEOUT_S)
+            stream = await asyncio.wait_for(self._open(peer, PROTOCOL_PREFIX + method), OPEN_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"{peer}: no answer for {OPEN_TIMEOUT_S:g} s") from None
-        return StreamChannel(peer, reader, writer)
+        return StreamChannel(peer, *stream)
 
     async def close(self) -> None:
         """End all streams and the daemon."""
@@ -206,7 +210,9 @@ class StreamChannel:
         self._remote, self._reader, self._writer = remote, reader, writer
         self._has_finished = False
         self._aborted = False
-        self._end: _End | None = None
+        self._header: tuple[int, int] | None = None  # read, and its content not yet: receive may be cancelled in between
+        self._is_read_out = False
+        self._failure: Exception | None = None
         writer.transport.set_write_buffer_limits(high=4 * 2**16)
 
     @property
@@ -223,20 +229,30 @@ class StreamChannel:
 
     async def receive(self) -> bytes | None:
         """The next frame; None after the other end's `finish`. Raises PeerUnreachable (broken) or Refused (with its reason)."""
-        if self._end is None:
-            try:
-                kind, size = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-                if kind == _DATA and size <= MAX_FRAME_BYTES:
-                    return await self._reader.readexactly(size)
-                self._end = await self._read_end(kind, size)
-            except (OSError, asyncio.IncompleteReadError):
-                self._end = PeerUnreachable(f"{self._remote} broke the channel")
         if self._aborted:
             raise PeerUnreachable(f"the channel to {self._remote} was closed here")
-        if self._end is _FINISH:
+        if self._failure is not None:
+            raise self._failure
+        if self._is_read_out:
             return None
-        assert isinstance(self._end, Exception)
-        raise self._end
+        try:
+            if self._header is None:
+                self._header = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            kind, size = self._header
+            if size > (MAX_FRAME_BYTES if kind == _DATA else MAX_REASON_BYTES):
+                raise ValueError(f"a frame of {size} bytes")
+            content = await self._reader.readexactly(size)
+            self._header = None
+        except (OSError, EOFError):
+            raise self._fail(PeerUnreachable(f"{self._remote} broke the channel")) from None
+        except ValueError as problem:
+            raise self._fail(PeerUnreachable(f"{self._remote} does not keep to the protocol: {problem}")) from None
+        if kind == _DATA:
+            return content
+        self._is_read_out = True
+        if kind == _FINISHED:
+            return None
+        raise self._fail(Refused(content.decode(errors="replace")))
 
     async def finish(self) -> None:
         """No more frames from this end."""
@@ -247,10 +263,293 @@ class StreamChannel:
     async def refuse(self, reason: str) -> None:
         """End this direction with a reason, which the other end's `receive` raises as Refused."""
         if not self._has_finished:
-            content = reason.encode()[:_RECORD_OVERHEAD_BYTES]
+            content = reason.encode()[:MAX_REASON_BYTES]
             with suppress(PeerUnreachable):
                 await self._write(_REFUSED, content, len(content))
                 self._has_finished = True
 
     def abort(self) -> None:
         """Drop the stream; what was sent before a `finish` still arrives."""
+        if self._aborted:
+            return
+        self._aborted = True
+        if not self._has_finished:
+            self._writer.transport.abort()
+        elif self._is_read_out or self._failure is not None or self._reader.at_eof():
+            self._writer.close()
+        else:
+            _keep(asyncio.get_running_loop().create_task(self._linger()))
+
+    async def _linger(self) -> None:
+        """Closing with unread bytes would reset the stream, and with it our own last frames."""
+        try:
+            await asyncio.wait_for(_swallow(self._reader), LINGER_S)
+        except (OSError, asyncio.TimeoutError):
+            pass
+        finally:
+            self._writer.close()
+
+    async def _write(self, kind: int, content: bytes | memoryview, size: int) -> None:
+        if self._aborted or self._writer.is_closing():
+            raise PeerUnreachable(f"the channel to {self._remote} is closed")
+        if self._has_finished:
+            raise ValueError("nothing can be sent after finish")
+        self._writer.write(_HEADER.pack(kind, size))
+        self._writer.write(content)
+        try:
+            await self._writer.drain()
+        except OSError:
+            raise PeerUnreachable(f"{self._remote} broke the channel") from None
+
+    def _fail(self, failure: Exception) -> Exception:
+        self._failure = failure
+        return failure
+
+
+class DHTRegistry:
+    """Small records in the Hivemind DHT (`interfaces.Registry`), each under a subkey that only its writer's key can sign.
+
+    The DHT keeps the value with the latest expiry, so a record carries its own expiry, and the DHT's grows with every write.
+    """
+
+    def __init__(self, node: DHTNode, identity: RSAIdentity):
+        self._node = node
+        self._subkey = OwnedRecords(identity).local_public_key
+        self._last_expiry: dict[str, float] = {}
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Store under (key, my id). Raises ValueError when it is too large, PeerUnreachable when no peer of the DHT took it."""
+        if len(value) > MAX_RECORD_BYTES:
+            raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
+        if await self._store(key, value, ttl_s):
+            return
+        await self._learn_last_expiry(key)
+        if not await self._store(key, value, ttl_s):
+            raise PeerUnreachable(f"no peer of the DHT took the record {key}")
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """All living values under key, by the peer that wrote them. Raises PeerUnreachable after REGISTRY_TIMEOUT_S."""
+        found, now = {}, get_dht_time()
+        for subkey, entry in (await self._entries(key)).items():
+            owner = _owner_of_subkey(subkey)
+            content = entry.value
+            if owner is None or not isinstance(content, bytes) or not _EXPIRY.size <= len(content) <= MAX_SIGNED_RECORD_BYTES:
+                continue
+            if _EXPIRY.unpack_from(content)[0] > now:
+                found[owner] = content[_EXPIRY.size :]
+        return found
+
+    async def _store(self, key: str, value: bytes, ttl_s: float) -> bool:
+        expires_at = get_dht_time() + ttl_s
+        dht_expiry = max(expires_at, self._last_expiry.get(key, 0.0) + _EXPIRY_STEP_S)
+        self._last_expiry[key] = dht_expiry
+        content = _EXPIRY.pack(expires_at) + value
+        return bool(await _answer(self._node.store(key, content, dht_expiry, subkey=self._subkey)))
+
+    async def _learn_last_expiry(self, key: str) -> None:
+        """A former life under this identity may have left a record that expires later than ours."""
+        mine = (await self._entries(key)).get(self._subkey)
+        if mine is not None:
+            self._last_expiry[key] = max(self._last_expiry[key], float(mine.expiration_time))
+
+    async def _entries(self, key: str) -> dict[Any, Any]:
+        found = await _answer(self._node.get(key, latest=True))
+        return found.value if found is not None and isinstance(found.value, dict) else {}
+
+
+class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
+    """Takes only records whose subkey names an RSA key that signed them; hivemind's own validator takes unsigned ones too."""
+
+    def __init__(self, identity: RSAIdentity):
+        super().__init__(_hivemind_key(identity.private_key))
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Is it small, owned and signed by its owner?"""
+        if record.subkey is None or self.PUBLIC_KEY_FORMAT[:7] not in record.subkey:
+            return False
+        if len(record.value) > MAX_SIGNED_RECORD_BYTES:
+            return False
+        try:
+            return bool(super().validate(record))
+        except (ValueError, UnsupportedAlgorithm):
+            return False
+
+
+def _check_addresses(listen: Sequence[str], announce: Sequence[str], initial_peers: Sequence[str]) -> None:
+    for address in [*listen, *announce]:
+        _check_listen_address(address)
+    for address in initial_peers:
+        check_peer_address(address)
+    for address in listen:
+        _check_port_is_free(address)
+
+
+def check_peer_address(address: str) -> None:
+    """Raises UserError when `address` is not a multiaddr of a peer: /ip4 (or ip6, dns), /tcp and /p2p."""
+    problem = _peer_address_problem(address)
+    if problem is not None:
+        raise UserError(f"'{address}' is not the address of a peer ({problem}); a right one looks like {EXAMPLE_ADDRESS}")
+
+
+def _peer_address_problem(address: str) -> str | None:
+    try:
+        peer = Multiaddr(address)["p2p"]
+        PeerID.from_base58(peer)
+    except KeyError:
+        return "it does not end in /p2p/<peer id>"
+    except Exception as error:
+        return " ".join(str(error).split())
+    if not _TRANSPORT.match(address):
+        return "it must begin with /ip4/..., /ip6/... or /dns.../..., and then /tcp/<port>"
+    return None
+
+
+def _check_listen_address(address: str) -> None:
+    try:
+        Multiaddr(address)
+    except Exception as error:
+        problem: str | None = " ".join(str(error).split())
+    else:
+        problem = None if _TRANSPORT.fullmatch(address) else "it must be /ip4/<host>/tcp/<port>"
+    if problem is not None:
+        raise UserError(f"'{address}' is not an address to listen on ({problem}); a right one looks like {EXAMPLE_LISTEN}")
+
+
+def _check_port_is_free(address: str) -> None:
+    """The daemon would share a used port silently (SO_REUSEPORT)."""
+    host, port = _host_and_port(address)
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            advice = "choose another port, or 0 for any" if error.errno == errno.EADDRINUSE else "choose another address"
+            raise UserError(f"cannot listen on port {port} of {host} ({error.strerror}); {advice}") from None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    _, _, host, _, port, *_ = address.split("/")
+    return host, int(port)
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.split("/")[2]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _take_identity(path: Path) -> tuple[RSAIdentity, bool, IO[bytes]]:
+    """The identity, whether it was made just now, and the lock on its file: held until the process ends, however it ends."""
+    is_new = not path.exists()
+    identity = RSAIdentity(path)
+    file = path.open("rb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UserError(f"{path}: a running peer uses this identity; stop it, or choose another identity file") from None
+    return identity, is_new, file
+
+
+async def _check_identity_is_free(identity: RSAIdentity, initial_peers: Sequence[str], timeout_s: float) -> None:
+    """Ask the swarm, under another name, whether somebody answers to this identity."""
+    if any(address.endswith(f"/p2p/{identity.peer_id}") for address in initial_peers):
+        raise UserError(f"{identity.path}: this is the identity of an initial peer; choose another identity file")
+    probe = await _start_daemon(initial_peers, timeout_s, nat_port_map=False, auto_nat=False, use_relay=True, dht_mode="client")
+    try:
+        await asyncio.wait_for(probe.connect(identity.peer_id, (), OPEN_TIMEOUT_S), OPEN_TIMEOUT_S)
+    except (PeerUnreachable, asyncio.TimeoutError):
+        return
+    finally:
+        await probe.close()
+    raise UserError(f"{identity.path}: a living peer has this identity; stop it, or choose another identity file")
+
+
+async def _start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:
+    """Raises UserError when no initial peer can be dialled or the addresses cannot be listened on."""
+    remove_stale_sockets()
+    try:
+        daemon: Daemon = await Daemon.create(
+            initial_peers=list(initial_peers) or None, startup_timeout=timeout_s, check_if_identity_free=False, **options
+        )
+        return daemon
+    except P2PDaemonError as error:
+        remove_stale_sockets()
+        message = " ".join(str(error).split())
+        if initial_peers and ("bootstrap peers" in message or "failed to start in" in message):
+            raise _nobody_answers(initial_peers) from None
+        raise UserError(f"the peer daemon did not start: {message}") from None
+
+
+async def _join_dht(daemon: Daemon, identity: RSAIdentity, initial_peers: Sequence[str], timeout_s: float) -> DHTNode:
+    joining = DHTNode.create(
+        p2p=daemon,
+        initial_peers=list(initial_peers) or None,
+        record_validator=OwnedRecords(identity),
+        cache_locally=False,
+        cache_on_store=False,
+        cache_nearest=0,
+        cache_refresh_before_expiry=0,
+    )
+    try:
+        return await asyncio.wait_for(joining, timeout_s)
+    except (RuntimeError, P2PDaemonError, asyncio.TimeoutError):
+        if initial_peers:
+            raise _nobody_answers(initial_peers) from None
+        raise
+
+
+def _nobody_answers(initial_peers: Sequence[str]) -> UserError:
+    return UserError(
+        f"no peer answers at {', '.join(initial_peers)}; check the address, that the bootstrap peer runs, "
+        "and that a firewall does not block its port"
+    )
+
+
+async def _answer(call: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await asyncio.wait_for(call, REGISTRY_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise PeerUnreachable(f"the DHT did not answer for {REGISTRY_TIMEOUT_S:g} s") from None
+
+
+@lru_cache(maxsize=4096)
+def _owner_of_subkey(subkey: object) -> str | None:
+    """The peer id of the key that a subkey consists of; None when it is anything else."""
+    match = _SUBKEY.fullmatch(subkey) if isinstance(subkey, bytes) else None
+    if match is None:
+        return None
+    try:
+        key = serialization.load_ssh_public_key(match[1])
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    return peer_id_of_public_key(key) if isinstance(key, rsa.RSAPublicKey) else None
+
+
+def _hivemind_key(key: rsa.RSAPrivateKey) -> RSAPrivateKey:
+    """The same key in hivemind's wrapper, which by itself would generate a new one."""
+    der = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    wrapped = RSAPrivateKey.__new__(RSAPrivateKey)
+    wrapped.__setstate__({"_private_key": der})
+    return wrapped
+
+
+async def _swallow(reader: asyncio.StreamReader) -> None:
+    while await reader.read(2**16):
+        pass
+
+
+def _keep(task: asyncio.Task[None]) -> None:
+    """The event loop alone would let a task be collected before it is done."""
+    _LINGERING.add(task)
+    task.add_done_callback(_LINGERING.discard)
+
+
+_LINGERING: set[asyncio.Task[None]] = set()

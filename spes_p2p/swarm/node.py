@@ -93,7 +93,9 @@ class Node:
         role: str,
         blobs: Mapping[str, bytes],
         observer: Observer,
+        folders: tuple[str, ...] = (),
     ):
+        """`blobs`: the campaign's files by sha256. `folders`: where its token files lie on this machine."""
         self.world = world
         self.campaign = campaign
         self.campaign_hash = campaign.hash
@@ -104,6 +106,7 @@ class Node:
         self.contacts: dict[str, Contact] = {}
         self.hooks: Hooks
         self._blobs = blobs
+        self._folders = folders
         self._observer = observer
         self._elector = Elector(self.log, world.store, world.identity)
         self._coordinations: dict[int, Coordination] = {}
@@ -190,7 +193,7 @@ class Node:
             logger.warning("%s speaks protocol %d, this peer %d: refused", talk.remote[-6:], theirs, PROTOCOL_VERSION)
             raise Refused(f"version: you speak protocol {theirs}, this swarm {PROTOCOL_VERSION}")
         blobs = tuple((sha, len(body)) for sha, body in self._blobs.items())
-        await talk.send(pack(CampaignRecord(self.campaign.canonical_json(), self.log.genesis, blobs)))
+        await talk.send(pack(CampaignRecord(self.campaign.canonical_json(), self.log.genesis, blobs, self._folders)))
 
     async def _on_blob(self, talk: Talk) -> None:
         wanted = unpack(BlobRequest, await talk.message()).sha256

@@ -7,6 +7,7 @@ are named after our process id; those that a dead process left in /tmp are remov
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import socket
@@ -16,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
@@ -25,11 +25,14 @@ from hivemind.utils.multiaddr import Multiaddr
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm import die_with_parent
 
+log = logging.getLogger(__name__)
+
 SOCKET_DIRECTORY = Path("/tmp")  # the daemon's control sockets need short paths
 SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
 STREAM_BUFFER_BYTES = 2**18
 EXIT_TIMEOUT_S = 5.0
 
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Called with (remote peer id, reader, writer)."""
 
@@ -52,12 +55,12 @@ class Daemon(P2P):  # type: ignore[misc]
 
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Dial a peer at these multiaddrs (none: ask the swarm where it is). Raises PeerUnreachable."""
-        plain = [Multiaddr(address.partition("/p2p/")[0]).to_bytes() for address in addresses if "/p2p-circuit" not in address]
+        plain = [Multiaddr(address.rpartition("/p2p/")[0]).to_bytes() for address in addresses]
         connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=plain, timeout=_whole_seconds(timeout_s))
         _, writer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
         writer.close()
 
-    async def open_stream(self, peer: str, protocol: str, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open_stream(self, peer: str, protocol: str, timeout_s: float) -> Stream:
         """Raises PeerUnreachable, or Refused when the peer does not serve the protocol."""
         stream = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=_whole_seconds(timeout_s))
         return await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream), peer)
@@ -75,6 +78,16 @@ class Daemon(P2P):  # type: ignore[misc]
         _, writer = await self._request(request, "the peer daemon")
         writer.close()
 
+    @property
+    def pid(self) -> int:
+        """Process id of p2pd."""
+        return int(self._child.pid)
+
+    @property
+    def is_running(self) -> bool:
+        """Has p2pd not ended?"""
+        return self._child is not None and self._child.returncode is None
+
     async def wait(self) -> None:
         """Returns when p2pd has ended."""
         await self._child.wait()
@@ -87,13 +100,14 @@ class Daemon(P2P):  # type: ignore[misc]
             self._stream_server.close()
             self._stream_socket.unlink(missing_ok=True)
         self._terminate()
+        _retrieve(self._client.control._write_task)
         try:
             await asyncio.wait_for(self._child.wait(), EXIT_TIMEOUT_S)
         except asyncio.TimeoutError:
             self._child.kill()
             await self._child.wait()
 
-    async def _request(self, request: Any, whom: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _request(self, request: Any, whom: str) -> Stream:
         path = str(self._daemon_listen_maddr["unix"])
         try:
             reader, writer = await asyncio.open_unix_connection(path, limit=STREAM_BUFFER_BYTES)
@@ -121,19 +135,34 @@ class Daemon(P2P):  # type: ignore[misc]
             info = p2pd_pb2.StreamInfo()
             await read_pbmsg_safe(reader, info)
             await self._handlers[info.proto](str(PeerID(info.peer)), reader, writer)
-        except (OSError, EOFError, DecodeError, ValueError, asyncio.CancelledError):
+        except asyncio.CancelledError:
+            writer.transport.abort()
+        except Exception:
+            log.debug("an incoming stream failed", exc_info=True)
             writer.transport.abort()
         finally:
             self._streams.discard(task)
 
+    def _terminate(self) -> None:
+        super()._terminate()
+        for name in ("_daemon_listen_maddr", "_client_listen_maddr"):
+            if name in vars(self):
+                Path(str(vars(self)[name]).removeprefix("/unix")).unlink(missing_ok=True)
+
 
 def remove_stale_sockets() -> None:
-    """Remove the sockets in /tmp of our processes that are dead."""
+    """Remove the sockets in /tmp that processes of ours, now dead, and daemons that failed to start left behind."""
     for path in SOCKET_DIRECTORY.glob("spes-p2p-*.sock"):
         match = SOCKET_NAME.fullmatch(path.name)
-        if match and not _is_process(int(match[1])) and not _is_listening(path):
+        if match and (int(match[1]) == os.getpid() or not _is_process(int(match[1]))) and not _is_listening(path):
             with suppress(OSError):
                 path.unlink()
+
+
+def _retrieve(task: asyncio.Task[None] | None) -> None:
+    """hivemind leaves the failure of its writer unread when the daemon dies; asyncio would complain on the screen."""
+    if task is not None and task.done() and not task.cancelled():
+        task.exception()
 
 
 def _peer_bytes(peer: str) -> bytes:

@@ -231,3 +231,5 @@ class CampaignRecord:
     genesis: Head
     blobs: tuple[tuple[str, int], ...] = field(default=())
     """sha256 and bytes of each file that can be fetched: tokenizer, manifests."""
+    folders: tuple[str, ...] = ()
+    """Where the token files lie on the machine that answers: worth a look on the same machine, or one set up alike."""

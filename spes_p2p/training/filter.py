@@ -10,10 +10,10 @@ def is_repetitive(samples: npt.NDArray[np.int64], max_period: int, min_count: in
     """For samples `[n, S]`: whether one holds `min_count` or more repetitions in a row of 1 to `max_period` tokens.
 
     A run of r tokens that each equal the one a period p before them makes (r + p) // p repetitions. As in OLMo, less than three
-    repetitions never count, nor do periods above S / 3.
+    repetitions never count.
     """
     flagged = np.zeros(len(samples), np.bool_)
-    for period in range(1, min(max_period, samples.shape[1] // 3) + 1):
+    for period in range(1, max_period + 1):
         run = (max(min_count, 3) - 1) * period
         if run > samples.shape[1] - period:
             break

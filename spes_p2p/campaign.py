@@ -1,0 +1,176 @@
+"""A campaign's files: read from disk by the bootstrap peer, fetched from the swarm by everybody else, kept in each run-dir."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.config import PROTOCOL_VERSION, Campaign, load_campaign_config, parse_campaign
+from spes_p2p.data.manifest import Manifest, check_vocabulary, read_manifest, write_whole
+from spes_p2p.data.tokenizers import check_tokenizer
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.swarm.node import BLOB, CAMPAIGN, BlobRequest
+from spes_p2p.swarm.records import CampaignRecord, CampaignRequest, Head
+from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.swarm.wire import WireError, pack, unpack
+
+CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
+MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
+GENESIS_FILE = "genesis"
+MAX_BLOB_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class CampaignFiles:
+    """What a peer must have to take part, beside token files and the base."""
+
+    campaign: Campaign
+    manifest: bytes
+    validation_manifest: bytes | None
+    tokenizer: bytes
+    folders: tuple[Path, ...]
+    """Where the manifests' token files are looked for."""
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        """The files by sha256, as they are served to others."""
+        files = (self.manifest, self.validation_manifest, self.tokenizer)
+        return {sha256(content): content for content in files if content is not None}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch of the training text."""
+        length = self.campaign.config.training.sequence_length
+        return sum(file.tokens // length for file in self.training_manifest.files)
+
+    @property
+    def training_manifest(self) -> Manifest:
+        """The parsed manifest of the training text."""
+        return Manifest.from_json(self.manifest, MANIFEST_FILE)
+
+    @property
+    def held_out_manifest(self) -> Manifest | None:
+        """The parsed manifest of the held-out text."""
+        return None if self.validation_manifest is None else Manifest.from_json(self.validation_manifest, VALIDATION_FILE)
+
+
+def read_campaign(config_path: Path) -> CampaignFiles:
+    """A campaign file with all that it names. Raises UserError for anything that does not fit together."""
+    config = load_campaign_config(config_path)
+    folder = config_path.resolve().parent
+    tokenizer_path, manifest_path = folder / config.data.tokenizer, folder / config.data.manifest
+    identity = check_tokenizer(tokenizer_path, config.data.eos_token, config.model.vocab_size)
+    validation_path = folder / config.data.validation_manifest if config.data.validation_manifest else None
+    for path in filter(None, (manifest_path, validation_path)):
+        check_vocabulary(read_manifest(path), identity.sha256, config.model.vocab_size, str(path))
+    manifest = manifest_path.read_bytes()
+    validation = validation_path.read_bytes() if validation_path else None
+    campaign = Campaign(
+        config=config,
+        manifest_sha256=sha256(manifest),
+        validation_manifest_sha256=sha256(validation) if validation is not None else None,
+        tokenizer_sha256=identity.sha256,
+    )
+    folders = tuple(dict.fromkeys(path.parent for path in (manifest_path, validation_path) if path))
+    files = CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders)
+    if files.num_samples == 0:
+        raise UserError(
+            f"{manifest_path}: no token file holds a whole sample of {config.training.sequence_length} tokens; "
+            "add text or lower training.sequence_length"
+        )
+    return files
+
+
+async def fetch_campaign(board: Switchboard, peers: Sequence[str], data_dir: Path | None) -> tuple[CampaignFiles, Head]:
+    """The campaign that these peers serve, verified by hash, and its genesis head. Raises UserError."""
+    record, peer = await _agreed_record(board, peers)
+    campaign = parse_campaign(record.campaign_json, f"peer {peer}")
+    wanted = (campaign.manifest_sha256, campaign.validation_manifest_sha256, campaign.tokenizer_sha256)
+    sizes = dict(record.blobs)
+    contents = [None if sha is None else await _fetch_blob(board, peer, sha, sizes.get(sha, 0)) for sha in wanted]
+    manifest, validation, tokenizer = contents
+    if manifest is None or tokenizer is None:
+        raise UserError(f"peer {peer}: serves no manifest or tokenizer; ask who runs the campaign")
+    if record.genesis.campaign != campaign.hash:
+        raise UserError(f"peer {peer}: serves a genesis of another campaign; ask who runs the campaign")
+    folders = (data_dir,) if data_dir else tuple(Path(folder) for folder in record.folders)
+    return CampaignFiles(campaign, manifest, validation, tokenizer, folders), record.genesis
+
+
+def keep_campaign(files: CampaignFiles, genesis: Head, run_dir: Path) -> None:
+    """Write the campaign into the run-dir. Raises UserError when that belongs to another campaign."""
+    known = read_run_dir(run_dir)
+    if known is not None:
+        if known[0].campaign.hash != files.campaign.hash:
+            ours, theirs = known[0].campaign, files.campaign
+            raise UserError(
+                f"{run_dir}: belongs to campaign {ours.config.name} ({ours.hash[:12]}), not to {theirs.config.name} "
+                f"({theirs.hash[:12]}); give another --run-dir"
+            )
+        if known[1].id != genesis.id:
+            raise UserError(f"{run_dir}: belongs to another start of campaign {files.campaign.config.name}; give another --run-dir")
+        return
+    for name, content in (
+        (TOKENIZER_FILE, files.tokenizer),
+        (MANIFEST_FILE, files.manifest),
+        (VALIDATION_FILE, files.validation_manifest),
+        (GENESIS_FILE, pack(genesis)),
+        (CAMPAIGN_FILE, files.campaign.canonical_json()),
+    ):
+        if content is not None:
+            write_whole(run_dir / name, content)
+
+
+def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Head] | None:
+    """What `keep_campaign` wrote; None for a run-dir without a campaign. Raises UserError when it is damaged."""
+    if not (run_dir / CAMPAIGN_FILE).exists():
+        return None
+    try:
+        campaign = parse_campaign((run_dir / CAMPAIGN_FILE).read_bytes(), str(run_dir / CAMPAIGN_FILE))
+        genesis = unpack(Head, (run_dir / GENESIS_FILE).read_bytes())
+        validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
+        manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
+    except (OSError, WireError) as error:
+        raise UserError(f"{run_dir}: incomplete run-dir ({error}); remove it to start again") from None
+    return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
+
+
+def sha256(content: bytes) -> str:
+    """Hex digest."""
+    return hashlib.sha256(content).hexdigest()
+
+
+async def _agreed_record(board: Switchboard, peers: Sequence[str]) -> tuple[CampaignRecord, str]:
+    """The record that all answering peers serve, and one who serves it."""
+    found: dict[str, tuple[CampaignRecord, str]] = {}
+    problems = []
+    for peer in peers:
+        try:
+            reply = await board.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * board.silence_s)
+            record = unpack(CampaignRecord, reply)
+            found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, peer))
+        except (PeerUnreachable, Refused, WireError) as error:
+            problems.append(f"{peer}: {error}")
+    if len(found) > 1:
+        raise UserError(f"the addresses lead to different campaigns ({', '.join(p for _, p in found.values())}); give one campaign's")
+    if not found:
+        raise UserError(f"no campaign at the address ({'; '.join(problems)}); check it with who runs the campaign")
+    return next(iter(found.values()))
+
+
+async def _fetch_blob(board: Switchboard, peer: str, wanted: str, size: int) -> bytes:
+    if not 0 < size <= MAX_BLOB_BYTES:
+        raise UserError(f"peer {peer}: offers file {wanted[:12]} with {size} bytes; ask who runs the campaign")
+    content = b""
+    try:
+        async with board.talk(peer, BLOB) as talk:
+            await talk.send(pack(BlobRequest(wanted)))
+            while len(content) < size:
+                content += await talk.message()
+    except (PeerUnreachable, Refused) as error:
+        raise UserError(f"peer {peer}: could not download file {wanted[:12]} ({error}); try again") from None
+    if sha256(content) != wanted:
+        raise UserError(f"peer {peer}: file {wanted[:12]} arrived damaged; try again or join by another address")
+    return content

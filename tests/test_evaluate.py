@@ -1,0 +1,190 @@
+"""lm-eval on a tiny random checkpoint, offline; and every way in which a checkpoint or a task can be wrong."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
+
+from spes_p2p.checkpoint_files import check_checkpoint
+from spes_p2p.errors import UserError
+from spes_p2p.evaluate import evaluate
+
+ARC_EASY = Path(__file__).parents[2] / "shared/data/evals/ARC-Easy.validation.arrow"
+WORDS = ["<|endoftext|>", "<unk>", "the", "sky", "is", "grass", "blue", "green", "snow", "white"]
+QUESTIONS = [
+    {"question": "the sky is", "choices": ["blue", "green"], "answer": 0},
+    {"question": "the grass is", "choices": ["blue", "green"], "answer": 1},
+    {"question": "the snow is", "choices": ["green", "white"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    OlmoeForCausalLM(OlmoeConfig(vocab_size=16, max_position_embeddings=512, **shape, **experts)).save_pretrained(folder)
+    raw = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=WORDS[0], pad_token=WORDS[0]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "colours.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    task = {
+        "task": "colours",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"validation": str(folder / "colours.jsonl")}},
+        "output_type": "multiple_choice",
+        "validation_split": "validation",
+        "doc_to_text": "question",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / "colours.yaml").write_text(yaml.safe_dump(task))
+    lost = {**task, "task": "lost", "dataset_kwargs": {"data_files": {"validation": str(folder / "nowhere.jsonl")}}}
+    (folder / "lost.yaml").write_text(yaml.safe_dump(lost))
+    return folder
+
+
+@pytest.fixture
+def damaged(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    asked: list[object] = []
+
+    def refuse(*arguments: object, **options: object) -> None:
+        asked.append(arguments)
+        raise OSError("a local task asked the network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return asked
+
+
+def test_local_task_scores_every_example_without_the_network(checkpoint: Path, tasks: Path, no_network: list[object]) -> None:
+    result = evaluate(checkpoint, ["colours"], include_path=tasks)
+    assert result["samples"] == {"colours": 3}
+    assert result["tasks"]["colours"]["acc"] * 3 in (0, pytest.approx(1), pytest.approx(2), 3)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert no_network == []
+
+
+def test_limit_and_fewshot_reach_the_task(checkpoint: Path, tasks: Path) -> None:
+    result = evaluate(checkpoint, ["colours"], num_fewshot=1, include_path=tasks, limit=2)
+    assert (result["samples"], result["num_fewshot"]) == ({"colours": 2}, {"colours": 1})
+
+
+def test_evaluation_leaves_the_network_switches_as_they_were(checkpoint: Path, tasks: Path) -> None:
+    import huggingface_hub.constants
+
+    before = huggingface_hub.constants.HF_HUB_OFFLINE
+    with pytest.raises(UserError):
+        evaluate(checkpoint, ["lost"], include_path=tasks)
+    assert before == huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def test_task_whose_data_is_missing_is_named(checkpoint: Path, tasks: Path) -> None:
+    with pytest.raises(UserError, match=r"task 'lost' cannot be loaded: .*nowhere\.jsonl") as problem:
+        evaluate(checkpoint, ["lost"], include_path=tasks)
+    assert "\n" not in str(problem.value)
+
+
+def test_missing_include_path_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--include-path .*absent: no such folder"):
+        evaluate(checkpoint, ["colours"], include_path=tmp_path / "absent")
+
+
+def test_evaluating_no_task_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match="--tasks is empty"):
+        evaluate(checkpoint, [])
+
+
+def test_whole_checkpoint_is_accepted(checkpoint: Path) -> None:
+    check_checkpoint(checkpoint)
+
+
+def test_missing_checkpoint_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent: no such checkpoint folder"):
+        check_checkpoint(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_missing_file_is_named(damaged: Path, name: str) -> None:
+    (damaged / name).unlink()
+    with pytest.raises(UserError, match=rf"{name}: .*missing"):
+        check_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("kept", [0, 4, 0.001, 0.5, -1])
+def test_file_cut_short_is_named(damaged: Path, name: str, kept: float) -> None:
+    content = (damaged / name).read_bytes().rstrip(b"\n")
+    (damaged / name).write_bytes(content[: int(kept * len(content)) if 0 < kept < 1 else int(kept)])
+    with pytest.raises(UserError, match=f"{name}: ") as problem:
+        check_checkpoint(damaged)
+    assert "\n" not in str(problem.value)
+
+
+def test_missing_shard_is_named(damaged: Path) -> None:
+    shard = "model-00001-of-00002.safetensors"
+    (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
+    with pytest.raises(UserError, match=f"{shard}: the weights are missing"):
+        check_checkpoint(damaged)
+
+
+def test_shard_without_a_promised_tensor_is_named(damaged: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model.safetensors", "no.such.weight": "model.safetensors"}}
+    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"model\.safetensors: tensor no\.such\.weight is missing"):
+        check_checkpoint(damaged)
+
+
+def test_weights_of_a_smaller_model_are_refused(damaged: Path, tasks: Path) -> None:
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(UserError, match=r"no weights for model\.layers\.2\."):
+        evaluate(damaged, ["colours"], include_path=tasks)
+
+
+@pytest.mark.slow
+def test_unknown_task_is_named_with_the_nearest_known_one(checkpoint: Path, tasks: Path) -> None:
+    with pytest.raises(UserError, match="unknown task 'arc_esy'; did you mean 'arc_easy'"):
+        evaluate(checkpoint, ["arc_esy"], include_path=tasks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ARC_EASY.exists(), reason=f"needs the local evaluation data {ARC_EASY.name} beside the repository")
+def test_installed_task_runs_on_local_data(checkpoint: Path, tmp_path: Path, no_network: list[object]) -> None:
+    import lm_eval.tasks
+
+    task = {
+        "include": str(Path(lm_eval.tasks.__file__).parent / "arc/arc_easy.yaml"),
+        "task": "arc_easy_local",
+        "tag": None,
+        "dataset_path": "arrow",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"validation": str(ARC_EASY)}},
+        "training_split": None,
+        "validation_split": "validation",
+        "test_split": None,
+        "fewshot_split": "validation",
+    }
+    (tmp_path / "arc.yaml").write_text(yaml.safe_dump(task))
+    result = evaluate(checkpoint, ["arc_easy_local"], include_path=tmp_path, limit=5)
+    assert result["samples"] == {"arc_easy_local": 5}
+    assert set(result["tasks"]["arc_easy_local"]) >= {"acc", "acc_norm"}
+    assert no_network == []

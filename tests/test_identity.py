@@ -1,0 +1,66 @@
+"""A signature proves which peer made it, and the identity file is the one that libp2p reads."""
+
+from pathlib import Path
+
+import pytest
+from hivemind.p2p import PeerID
+
+from spes_p2p.errors import UserError
+from spes_p2p.swarm.identity import RSAIdentity, SimulatedIdentity
+
+
+@pytest.fixture(scope="module")
+def alice(tmp_path_factory: pytest.TempPathFactory) -> RSAIdentity:
+    return RSAIdentity(tmp_path_factory.mktemp("alice") / "identity")
+
+
+@pytest.fixture(scope="module")
+def bob(tmp_path_factory: pytest.TempPathFactory) -> RSAIdentity:
+    return RSAIdentity(tmp_path_factory.mktemp("bob") / "identity")
+
+
+def test_peer_id_is_the_one_that_hivemind_derives_from_the_file(alice: RSAIdentity) -> None:
+    assert alice.peer_id == PeerID.from_identity(alice.path.read_bytes()).to_base58()
+
+
+def test_identity_survives_a_restart_and_is_private(alice: RSAIdentity) -> None:
+    assert RSAIdentity(alice.path).peer_id == alice.peer_id
+    assert alice.path.stat().st_mode & 0o077 == 0
+    assert [file.name for file in alice.path.parent.iterdir()] == ["identity"]
+
+
+def test_everybody_can_verify_who_signed(alice: RSAIdentity, bob: RSAIdentity) -> None:
+    signature = alice.sign(b"commit 7")
+    assert bob.verify(alice.peer_id, b"commit 7", signature)
+    assert not bob.verify(alice.peer_id, b"commit 8", signature)
+    assert not bob.verify(bob.peer_id, b"commit 7", signature)
+
+
+def test_a_key_of_somebody_else_inside_the_signature_does_not_help(alice: RSAIdentity, bob: RSAIdentity) -> None:
+    by_alice, by_bob = alice.sign(b"x"), bob.sign(b"x")
+    key_end = 2 + int.from_bytes(by_alice[:2], "big")
+    assert not alice.verify(alice.peer_id, b"x", by_alice[:key_end] + by_bob[key_end:])
+
+
+def test_a_damaged_signature_is_false_and_no_error(alice: RSAIdentity) -> None:
+    signature = alice.sign(b"x")
+    for position in (0, 1, 2, 40, len(signature) - 1):
+        damaged = signature[:position] + bytes([signature[position] ^ 1]) + signature[position + 1 :]
+        assert not alice.verify(alice.peer_id, b"x", damaged)
+    for length in (0, 1, 2, 100, len(signature) - 1):
+        assert not alice.verify(alice.peer_id, b"x", signature[:length])
+
+
+def test_a_file_that_is_no_identity_is_named_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "identity"
+    path.write_bytes(b"hello")
+    with pytest.raises(UserError, match=str(path)):
+        RSAIdentity(path)
+    assert path.read_bytes() == b"hello"
+
+
+def test_simulated_identities_differ_by_name() -> None:
+    alice, bob = SimulatedIdentity("alice"), SimulatedIdentity("bob")
+    assert bob.verify("alice", b"x", alice.sign(b"x"))
+    assert not bob.verify("bob", b"x", alice.sign(b"x"))
+    assert not bob.verify("alice", b"y", alice.sign(b"x"))

@@ -1,0 +1,395 @@
+"""Real daemons on loopback: channels, the registry, what a user can get wrong, and that nothing outlives a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import uvloop
+from hivemind.dht.routing import get_dht_time
+
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Channel
+from spes_p2p.swarm.libp2p import PROTOCOL_PREFIX, Libp2p, start_libp2p
+
+pytestmark = pytest.mark.network
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+PEER_PROGRAM = Path(__file__).with_name("libp2p_peer.py")
+MEGABYTE = 2**20
+
+
+class Swarm:
+    """Peers of one test; all are closed at its end."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Swarm:
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        await self._stack.aclose()
+
+    async def start(self, name: str, initial_peers: Sequence[str] = (), listen: Sequence[str] = LOOPBACK) -> Libp2p:
+        peer = await start_libp2p(self._directory / name, listen, initial_peers=initial_peers)
+        self._stack.push_async_callback(peer.close)
+        return peer
+
+
+async def echo(channel: Channel) -> None:
+    while (frame := await channel.receive()) is not None:
+        await channel.send(frame)
+    await channel.finish()
+
+
+def introduce(guest: Libp2p, host: Libp2p) -> str:
+    guest.transport.learn_addresses(host.transport.peer_id, host.transport.addresses)
+    return host.transport.peer_id
+
+
+def test_channels_between_peers_that_know_only_each_others_addresses(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a, b = await swarm.start("a"), await swarm.start("b")
+            remotes = []
+
+            async def serve(channel: Channel) -> None:
+                remotes.append(channel.remote)
+                await echo(channel)
+
+            await b.transport.serve("echo", serve)
+            with pytest.raises(PeerUnreachable):
+                await a.transport.open(b.transport.peer_id, "echo")
+            channel = await a.transport.open(introduce(a, b), "echo")
+            frames = [b"", b"small", os.urandom(300_000), memoryview(bytes(MAX_FRAME_BYTES))]
+            for frame in frames:
+                await channel.send(frame)
+                assert await channel.receive() == frame
+            await channel.finish()
+            assert await channel.receive() is None
+            assert await channel.receive() is None
+            assert remotes == [a.identity.peer_id]
+            with pytest.raises(ValueError, match="at most"):
+                await channel.send(bytes(MAX_FRAME_BYTES + 1))
+            channel.abort()
+            channel.abort()
+            with pytest.raises(PeerUnreachable):
+                await channel.send(b"after abort")
+            with pytest.raises(ValueError, match="itself"):
+                await a.transport.open(a.transport.peer_id, "echo")
+
+    uvloop.run(main())
+
+
+def test_handlers_refuse_fail_and_answer_early_without_harm_to_others(tmp_path: Path):
+    async def fail(channel: Channel) -> None:
+        raise RuntimeError("a bug")
+
+    async def refuse(channel: Channel) -> None:
+        raise Refused("another campaign")
+
+    async def answer_early(channel: Channel) -> None:
+        await channel.send(bytes(MEGABYTE))
+        await channel.finish()
+
+    async def break_off(channel: Channel) -> None:
+        await channel.send(b"half")
+
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a, b = await swarm.start("a"), await swarm.start("b")
+            peer = introduce(a, b)
+            for handler in (fail, refuse, answer_early, break_off):
+                await b.transport.serve(handler.__name__, handler)
+            with pytest.raises(Refused):
+                await a.transport.open(peer, "unknown")
+            with pytest.raises(PeerUnreachable):
+                await (await a.transport.open(peer, "fail")).receive()
+            with pytest.raises(Refused, match="another campaign"):
+                await (await a.transport.open(peer, "refuse")).receive()
+            half = await a.transport.open(peer, "break_off")
+            with pytest.raises(PeerUnreachable):
+                while await half.receive() == b"half":
+                    continue
+            early = await a.transport.open(peer, "answer_early")
+            for _ in range(16):
+                await early.send(bytes(100_000))
+            assert await early.receive() == bytes(MEGABYTE)
+            assert await early.receive() is None
+            early.abort()
+
+    uvloop.run(main())
+
+
+def test_a_frame_longer_than_allowed_is_refused_before_it_is_read(tmp_path: Path):
+    outcome: list[BaseException] = []
+
+    async def read(channel: Channel) -> None:
+        try:
+            await channel.receive()
+        except PeerUnreachable as error:
+            outcome.append(error)
+            raise
+
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a, b = await swarm.start("a"), await swarm.start("b")
+            peer = introduce(a, b)
+            await b.transport.serve("read", read)
+            (await a.transport.open(peer, "read")).abort()
+            reader, writer = await a.transport.daemon.open_stream(peer, PROTOCOL_PREFIX + "read", 5)
+            writer.write(b"\0" + (MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+        assert "does not keep to the protocol" in str(outcome[-1])
+
+    uvloop.run(main())
+
+
+def test_a_sender_waits_for_a_reader_that_does_not_read(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a, b = await swarm.start("a"), await swarm.start("b")
+            release = asyncio.Event()
+
+            async def read_late(channel: Channel) -> None:
+                await release.wait()
+                await echo(channel)
+
+            await b.transport.serve("late", read_late)
+            channel = await a.transport.open(introduce(a, b), "late")
+
+            async def flood() -> None:
+                for _ in range(64):
+                    await channel.send(bytes(MEGABYTE))
+
+            flooding = asyncio.create_task(flood())
+            await asyncio.wait([flooding], timeout=1.0)
+            assert not flooding.done()
+            release.set()
+            for _ in range(64):
+                assert len(await channel.receive() or b"") == MEGABYTE
+            await flooding
+            channel.abort()
+
+    uvloop.run(main())
+
+
+def test_a_receive_that_timed_out_loses_nothing(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a, b = await swarm.start("a"), await swarm.start("b")
+            peer = introduce(a, b)
+            received: list[bytes | None] = []
+            half_sent = asyncio.Event()
+            done = asyncio.Event()
+
+            async def read(channel: Channel) -> None:
+                await half_sent.wait()
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(channel.receive(), 0.2)
+                half_sent.clear()
+                received.append(await channel.receive())
+                done.set()
+
+            await b.transport.serve("read", read)
+            _, writer = await a.transport.connected_stream(peer, "read")
+            writer.write(b"\0" + (4).to_bytes(4, "big") + b"ab")
+            half_sent.set()
+            while half_sent.is_set():
+                await asyncio.sleep(0.01)
+            writer.write(b"cd")
+            await asyncio.wait_for(done.wait(), 5)
+            assert received == [b"abcd"]
+            writer.close()
+
+    uvloop.run(main())
+
+
+def test_the_registry_keeps_the_last_put_of_each_peer_until_it_expires(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a = await swarm.start("a")
+            b = await swarm.start("b", a.transport.addresses)
+            me, other = a.identity.peer_id, b.identity.peer_id
+            assert await b.registry.get("peers") == {}
+            await a.registry.put("peers", b"first", ttl_s=1000)
+            await b.registry.put("peers", bytes(MAX_RECORD_BYTES), ttl_s=1000)
+            assert await a.registry.get("peers") == {me: b"first", other: bytes(MAX_RECORD_BYTES)}
+            await a.registry.put("peers", b"a shorter life", ttl_s=30)
+            assert (await b.registry.get("peers"))[me] == b"a shorter life"
+            await a.registry.put("peers", b"gone at once", ttl_s=0)
+            assert await b.registry.get("peers") == {other: bytes(MAX_RECORD_BYTES)}
+            with pytest.raises(ValueError, match="at most"):
+                await a.registry.put("peers", bytes(MAX_RECORD_BYTES + 1), ttl_s=30)
+
+    uvloop.run(main())
+
+
+def test_a_restarted_peer_can_replace_the_longer_lived_record_of_its_former_life(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a = await swarm.start("a")
+            former = await swarm.start("b", a.transport.addresses)
+            await former.registry.put("peers", b"former", ttl_s=1000)
+            await former.close()
+            latter = await swarm.start("b", a.transport.addresses)
+            await latter.registry.put("peers", b"latter", ttl_s=30)
+            assert await a.registry.get("peers") == {latter.identity.peer_id: b"latter"}
+
+    uvloop.run(main())
+
+
+def test_nobody_can_write_under_the_id_of_another_peer(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a = await swarm.start("a")
+            b = await swarm.start("b", a.transport.addresses)
+            await a.registry.put("peers", b"mine", ttl_s=30)
+            forged = {"value": b"\x7f\xe0" + bytes(6) + b"forged", "expiration_time": get_dht_time() + 1000}
+            assert not await b.registry.node.store("peers", subkey=a.registry.subkey, **forged)
+            assert not await b.registry.node.store("peers", subkey=b"nobody", **forged)
+            assert not await b.registry.node.store("peers", **forged)
+            assert await a.registry.get("peers") == {a.identity.peer_id: b"mine"}
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"initial_peers": ["somewhere"]}, "'somewhere' is not the address of a peer"),
+        ({"initial_peers": ["/ip4/127.0.0.1/tcp/1"]}, "it does not end in /p2p/<peer id>"),
+        ({"initial_peers": ["/ip4/1.2.3/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"]}, "'1.2.3' is not IPv4"),
+        ({"listen": ["/ip4/127.0.0.1"]}, "is not an address to listen on"),
+        ({"listen": ["/ip4/127.0.0.1/tcp/99999"]}, "is not an address to listen on"),
+        ({"listen": ["/ip4/203.0.113.1/tcp/4001"]}, "cannot listen on port 4001 of 203.0.113.1"),
+        ({"announce": ["/ip4/1.2.3.4/udp/1"]}, "is not an address to listen on"),
+    ],
+)
+def test_a_wrong_address_is_named_with_a_right_one(tmp_path: Path, options: dict[str, list[str]], says: str):
+    with pytest.raises(UserError, match=says) as error:
+        uvloop.run(start_libp2p(tmp_path / "identity", **{"listen": LOOPBACK, **options}))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "identity").exists()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} "):
+            uvloop.run(start_libp2p(tmp_path / "identity", [f"/ip4/127.0.0.1/tcp/{port}"]))
+
+
+def test_unreachable_initial_peers_and_identities_in_use_are_said(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a = await swarm.start("a")
+            b = await swarm.start("b", a.transport.addresses)
+            shutil.copy(tmp_path / "b", tmp_path / "copy of b")
+            for name, says in (("b", "uses this identity"), ("copy of b", "a living peer has this identity")):
+                with pytest.raises(UserError, match=says):
+                    await swarm.start(name, a.transport.addresses)
+            await b.close()
+            with pytest.raises(UserError, match="no peer answers at"):
+                await swarm.start("c", b.transport.addresses)
+            await swarm.start("c", [*b.transport.addresses, *a.transport.addresses])
+
+    uvloop.run(main())
+    assert not sockets_of(os.getpid())
+
+
+@pytest.fixture
+def peer_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A peer in a process group of its own, as a shell would start it."""
+    process = subprocess.Popen(
+        [sys.executable, str(PEER_PROGRAM), str(tmp_path / "peer")], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_no_daemon_outlives_its_peer(peer_process: subprocess.Popen[str], tmp_path: Path, how: signal.Signals):
+    daemon, _ = started(peer_process)
+    with open_pid(daemon) as ended:
+        peer_process.send_signal(how)
+        assert select.select([ended], [], [], 5.0)[0]
+    peer_process.wait()
+    uvloop.run(start_and_close(tmp_path / "next"))
+    assert not sockets_of(peer_process.pid)
+
+
+def test_a_peer_interrupted_at_its_terminal_can_still_say_goodbye(peer_process: subprocess.Popen[str]):
+    daemon, _ = started(peer_process)
+    with open_pid(daemon) as ended:
+        os.killpg(peer_process.pid, signal.SIGINT)
+        assert peer_process.stdout is not None
+        assert peer_process.stdout.readline().strip() == "goodbye"
+        assert peer_process.wait(10) == 0
+        assert select.select([ended], [], [], 5.0)[0]
+    assert not sockets_of(peer_process.pid)
+
+
+def test_a_killed_peer_is_noticed_at_once_and_found_again_when_it_is_back(
+    peer_process: subprocess.Popen[str], tmp_path: Path
+):
+    _, address = started(peer_process)
+    peer = address.rpartition("/")[2]
+
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a = await swarm.start("a", [address])
+            channel = await a.transport.open(peer, "echo")
+            await channel.send(b"hello")
+            assert await channel.receive() == b"hello"
+            begin = time.monotonic()
+            peer_process.kill()
+            with pytest.raises(PeerUnreachable):
+                await channel.receive()
+            with pytest.raises(PeerUnreachable):
+                await a.transport.open(peer, "echo")
+            assert time.monotonic() - begin < 2.0
+            peer_process.wait()
+            back = await swarm.start("peer", a.transport.addresses)
+            await back.transport.serve("echo", echo)
+            channel = await a.transport.open(introduce(a, back), "echo")
+            await channel.send(b"hello again")
+            assert await channel.receive() == b"hello again"
+            channel.abort()
+
+    uvloop.run(main())
+
+
+async def start_and_close(identity_file: Path) -> None:
+    await (await start_libp2p(identity_file, LOOPBACK)).close()
+
+
+def started(process: subprocess.Popen[str]) -> tuple[int, str]:
+    assert process.stdout is not None
+    daemon, address = process.stdout.readline().split()
+    return int(daemon), address
+
+
+def open_pid(pid: int):
+    """A file that becomes readable when the process ends."""
+    return os.fdopen(os.pidfd_open(pid), "rb")
+
+
+def sockets_of(pid: int) -> list[Path]:
+    return list(Path("/tmp").glob(f"spes-p2p-{pid}-*"))

@@ -1,0 +1,183 @@
+"""What Prometheus sees: every event in its metric, names that promtool accepts, a table in the docs that is current."""
+
+import math
+import shutil
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from spes_p2p.config import PROTOCOL_VERSION
+from spes_p2p.errors import UserError
+from spes_p2p.observe.events import (
+    BaseRestored,
+    BytesMoved,
+    DigestMismatch,
+    Evaluated,
+    PeersSeen,
+    PhaseTrained,
+    RoundCommitted,
+    RoundFailed,
+    TrainingProgress,
+    WorkDropped,
+)
+from spes_p2p.observe.metrics import Metrics, metrics_document
+
+DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
+
+COMMIT = RoundCommitted(
+    round=7,
+    campaign_step=80,
+    total_steps=600,
+    tokens=1000,
+    total_tokens=8000,
+    loss=4.5,
+    members=("me", "you"),
+    owners=(("me",), ("you", "me"), ()),
+    base_digest="d",
+    parts=10,
+    dropped_parts=2,
+    sent_bytes=100,
+    received_bytes=200,
+    seconds={"announce": 0.5, "exchange": 2.0},
+    merge_alpha=0.05,
+    learning_rate=3e-4,
+)
+EVENTS = (
+    TrainingProgress(7, 1, 10, 1234.5),
+    PhaseTrained(7, 10, 500, 4.6, 0.1, 12.0, 3),
+    COMMIT,
+    BytesMoved("push", 30, 40),
+    BytesMoved("push", 5, 6),
+    RoundFailed(8, 1, "timeout", "no plan"),
+    RoundFailed(8, 2, "timeout", "no plan"),
+    WorkDropped(8, 77, "old"),
+    DigestMismatch(7, "a", "b"),
+    Evaluated(7, 4.25),
+    PeersSeen(5, 2),
+)
+
+
+@pytest.fixture
+def told() -> Metrics:
+    metrics = Metrics("me", "demo", "abc", wall_time=lambda: 1000.5)
+    for event in EVENTS:
+        metrics.tell(event)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("spes_round", {}, 8),
+        ("spes_campaign_step", {}, 80),
+        ("spes_campaign_planned_steps", {}, 600),
+        ("spes_campaign_tokens", {}, 8000),
+        ("spes_last_commit_timestamp_seconds", {}, 1000.5),
+        ("spes_loss", {}, 4.5),
+        ("spes_validation_loss", {}, 4.25),
+        ("spes_learning_rate", {}, 3e-4),
+        ("spes_merge_alpha", {}, 0.05),
+        ("spes_peers", {"role": "trainer"}, 5),
+        ("spes_peers", {"role": "helper"}, 2),
+        ("spes_round_members", {}, 2),
+        ("spes_expert_owners", {"expert": "1"}, 2),
+        ("spes_expert_owners", {"expert": "2"}, 0),
+        ("spes_owned_experts", {}, 2),
+        ("spes_tokens_total", {}, 500),
+        ("spes_steps_total", {}, 10),
+        ("spes_skipped_steps_total", {}, 3),
+        ("spes_tokens_per_second", {}, 1234.5),
+        ("spes_auxiliary_loss", {}, 0.1),
+        ("spes_rounds_total", {}, 1),
+        ("spes_bytes_total", {"kind": "push", "direction": "sent"}, 35),
+        ("spes_bytes_total", {"kind": "push", "direction": "received"}, 46),
+        ("spes_phase_seconds_sum", {"phase": "train"}, 12),
+        ("spes_phase_seconds_sum", {"phase": "exchange"}, 2),
+        ("spes_round_failures_total", {"reason": "timeout"}, 2),
+        ("spes_dropped_parts_total", {}, 2),
+        ("spes_dropped_tokens_total", {}, 77),
+        ("spes_digest_mismatches_total", {}, 1),
+    ],
+)
+def test_event_arrives_in_its_metric(told: Metrics, name: str, labels: dict[str, str], expected: float) -> None:
+    assert told.registry.get_sample_value(name, labels) == expected
+
+
+def test_build_info_names_protocol_campaign_and_peer(told: Metrics) -> None:
+    info = next(family for family in told.registry.collect() if family.name == "spes_build").samples[0].labels
+    assert (info["protocol"], info["campaign"], info["campaign_hash"]) == (str(PROTOCOL_VERSION), "demo", "abc")
+    assert info["peer_id"] == "me"
+
+
+def test_losses_are_unknown_and_failures_zero_before_the_first_round() -> None:
+    fresh = Metrics().registry
+    assert math.isnan(fresh.get_sample_value("spes_loss") or 0)
+    assert math.isnan(fresh.get_sample_value("spes_validation_loss") or 0)
+    assert fresh.get_sample_value("spes_round_failures_total", {"reason": "coordinator_lost"}) == 0
+    assert fresh.get_sample_value("spes_bytes_total", {"kind": "download", "direction": "received"}) == 0
+
+
+def test_restart_shows_the_round_before_the_next_commit() -> None:
+    metrics = Metrics("me")
+    metrics.tell(BaseRestored(12, 120, 600, 9000, "d", "disk", (("me",),)))
+    assert metrics.registry.get_sample_value("spes_round") == 12
+    assert metrics.registry.get_sample_value("spes_rounds_total") == 0
+    assert metrics.registry.get_sample_value("spes_owned_experts") == 1
+
+
+def test_repair_that_knows_no_owners_keeps_the_known_ones(told: Metrics) -> None:
+    told.tell(BaseRestored(8, 80, 600, 8000, "d", "download"))
+    assert told.registry.get_sample_value("spes_owned_experts") == 2
+
+
+def test_every_series_is_in_the_table(told: Metrics) -> None:
+    described = {row.name for row in told.described}
+    served = {sample.name for family in told.registry.collect() for sample in family.samples}
+    suffixes = ("_bucket", "_sum", "_count")
+    ours = {name for name in served if name.startswith("spes_")}
+    histograms = {row.name + suffix for row in told.described if row.kind == "histogram" for suffix in suffixes}
+    assert ours - histograms == described - {row.name for row in told.described if row.kind == "histogram"}
+
+
+def test_table_in_the_docs_is_current() -> None:
+    assert DOCUMENT.read_text() == metrics_document(), "run: python -m spes_p2p.observe.metrics > docs/metrics.md"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian package prometheus)")
+@pytest.mark.parametrize("events", [(), EVENTS], ids=["fresh", "told"])
+def test_promtool_accepts_the_metrics(events: tuple[object, ...]) -> None:
+    metrics = Metrics("me", "demo", "abc")
+    for event in events:
+        metrics.tell(event)
+    ours = b"".join(line for line in generate_latest(metrics.registry).splitlines(keepends=True) if b"process_" not in line)
+    check = subprocess.run(["promtool", "check", "metrics"], input=ours, capture_output=True, timeout=60, check=False)
+    assert (check.returncode, check.stdout + check.stderr) == (0, b"")
+
+
+def test_metrics_are_served_over_http_until_closed(told: Metrics) -> None:
+    server = told.serve(0)
+    address = f"http://127.0.0.1:{server.port}/metrics"
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        assert b"\nspes_round 8.0\n" in answer.read()
+    server.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address, timeout=10)
+    told.serve(server.port).close()
+
+
+def test_port_in_use_is_named_with_the_option_to_change(told: Metrics) -> None:
+    server = told.serve(0)
+    try:
+        with pytest.raises(UserError, match=rf"--metrics-port {server.port}: .*in use.*choose another port"):
+            Metrics().serve(server.port)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_impossible_port_is_refused(told: Metrics, port: int) -> None:
+    with pytest.raises(UserError, match=f"--metrics-port {port}: a port is a number from 0 to 65535"):
+        told.serve(port)

@@ -1,0 +1,468 @@
+"""History, status, log, table and plot: what a person or a script is shown of a swarm."""
+
+import io
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from spes_p2p.errors import UserError
+from spes_p2p.observe.console import HEARTBEAT_S, RoundLog
+from spes_p2p.observe.events import (
+    BEFORE_TRAINING,
+    BaseRestored,
+    BytesMoved,
+    DigestMismatch,
+    Evaluated,
+    Event,
+    Observers,
+    PeersSeen,
+    PhaseEntered,
+    PhaseTrained,
+    RoundCommitted,
+    RoundFailed,
+    TrainingProgress,
+    WorkDropped,
+)
+from spes_p2p.observe.history import HISTORY_FILE, Entry, History, read_history
+from spes_p2p.observe.log import setup_logging
+from spes_p2p.observe.plot import collect_curves, plot_loss
+from spes_p2p.observe.status import PeerStatus, StatusBoard, gather, swarm_status
+from spes_p2p.observe.table import SwarmView, render_status, round_line
+from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_seconds
+
+OWNERS = (("peer-aaaaaa",), ("peer-bbbbbb",), ("peer-aaaaaa", "peer-bbbbbb"))
+ROUNDS = 10
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def commit(number: int, loss: float = 4.5, **changes: object) -> RoundCommitted:
+    values: dict[str, object] = {
+        "round": number,
+        "campaign_step": 10 * (number + 1),
+        "total_steps": 10 * ROUNDS,
+        "tokens": 1000,
+        "total_tokens": 1000 * (number + 1),
+        "loss": loss,
+        "members": ("peer-aaaaaa", "peer-bbbbbb"),
+        "owners": OWNERS,
+        "base_digest": f"digest{number}",
+        "parts": 10,
+        "dropped_parts": 0,
+        "sent_bytes": 1_500_000,
+        "received_bytes": 2_000_000,
+        "seconds": {"announce": 0.5, "exchange": 1.5},
+        **changes,
+    }
+    return RoundCommitted(**values)  # type: ignore[arg-type]
+
+
+def new_board(clock: Clock, peer_id: str = "peer-aaaaaa", role: str = "trainer") -> StatusBoard:
+    return StatusBoard(PeerStatus(peer_id, role, "demo", "c" * 64, ROUNDS), clock)
+
+
+def status_after(*events: Event, peer_id: str = "peer-aaaaaa", role: str = "trainer") -> PeerStatus:
+    board = new_board(Clock(), peer_id, role)
+    for event in events:
+        board.tell(event)
+    return board.status
+
+
+def shown(statuses: list[PeerStatus], *notes: str, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render_status(statuses, notes))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+# --- history
+
+
+KEPT: tuple[Event, ...] = (
+    BaseRestored(0, 0, 100, 0, "d", "created", OWNERS),
+    PhaseTrained(0, 10, 500, math.inf, 0.1, 12.0, 0),
+    commit(0),
+    Evaluated(0, 4.25),
+    RoundFailed(1, 1, "timeout", "no plan\nin time"),
+    WorkDropped(1, 77, "old"),
+    DigestMismatch(0, "a", "b"),
+)
+
+
+def test_history_gives_back_what_was_kept_in_order(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", wall_time=lambda: 12.5)
+    for event in (PhaseEntered("training"), TrainingProgress(0, 1, 2, 3.0), BytesMoved("push", 1, 2), PeersSeen(1, 1), *KEPT):
+        history.tell(event)
+    entries = read_history(tmp_path / "run")
+    assert [entry.event for entry in entries if not isinstance(entry.event, PhaseTrained)] == [
+        event for event in KEPT if not isinstance(event, PhaseTrained)
+    ]
+    trained = entries[1].event
+    assert isinstance(trained, PhaseTrained)
+    assert math.isnan(trained.loss)
+    assert {entry.time for entry in entries} == {12.5}
+
+
+@given(cut=st.integers(min_value=1), total=st.integers(1, 5))
+def test_history_cut_anywhere_loses_at_most_the_torn_line_and_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, total: int
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    file = run_dir / HISTORY_FILE
+    history = History(run_dir)
+    for number in range(total):
+        history.tell(Evaluated(number, 1.0))
+    history.close()
+    content = file.read_bytes()
+    kept = content[: cut % len(content)]
+    file.write_bytes(kept)
+    whole = kept.count(b"\n")
+    assert len(read_history(file)) == whole
+    History(run_dir).tell(Evaluated(99, 2.0))
+    assert [entry.event for entry in read_history(file)] == [*(Evaluated(n, 1.0) for n in range(whole)), Evaluated(99, 2.0)]
+
+
+def test_every_line_is_on_disk_as_soon_as_it_was_told(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.tell(Evaluated(0, 1.0))
+    assert len(read_history(tmp_path)) == 1
+
+
+def test_event_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / HISTORY_FILE).write_text('{"time":1,"event":"Invented","x":1}\n{"time":1,"event":"Evaluated","round":1,"validation_loss":2.0,"y":0}\n')
+    assert read_history(tmp_path) == [Entry(1.0, Evaluated(1, 2.0))]
+
+
+@pytest.mark.parametrize("line", ["no json", "[]", "{}", '{"time":1,"event":"Evaluated"}'])
+def test_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / HISTORY_FILE).write_text(f'{{"time":1,"event":"Evaluated","round":1,"validation_loss":2.0}}\n{line}\n')
+    with pytest.raises(UserError, match=r"history\.jsonl, line 2: not a line of a history"):
+        read_history(tmp_path)
+
+
+def test_missing_history_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"history\.jsonl: cannot read the history"):
+        read_history(tmp_path)
+
+
+def test_run_dir_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="choose another --run-dir"):
+        History(tmp_path / "run")
+
+
+# --- status
+
+
+def test_status_survives_the_wire() -> None:
+    status = status_after(commit(3, loss=2.0), Evaluated(3, 2.5), RoundFailed(4, 1, "timeout", ""), PeersSeen(3, 1))
+    again = PeerStatus.from_bytes(status.to_bytes())
+    assert swarm_status([again]) == swarm_status([status])
+    assert again.owners == OWNERS
+
+
+def test_board_follows_the_events() -> None:
+    clock = Clock()
+    board = new_board(clock)
+    assert (board.status.phase, board.status.round, math.isnan(board.status.loss)) == ("joining", 0, True)
+    board.tell(PhaseEntered("training"))
+    board.tell(TrainingProgress(0, 3, 10, 1234.0))
+    assert (board.status.phase, board.status.steps_done, board.status.steps_planned) == ("training", 3, 10)
+    board.tell(PhaseTrained(0, 10, 500, 4.6, 0.1, 12.0, 0))
+    board.tell(commit(0))
+    clock.now = 30.0
+    status = board.status
+    assert (status.round, status.steps_done, status.loss, status.local_loss) == (1, 0, 4.5, 4.6)
+    assert (status.owned, status.members) == ((0, 2), ("peer-aaaaaa", "peer-bbbbbb"))
+    assert status.round_seconds == {"train": 12.0, "announce": 0.5, "exchange": 1.5}
+    assert status.uptime_s == 30.0
+    board.tell(commit(1))
+    assert (board.status.sent_bytes, board.status.round_sent_bytes) == (3_000_000, 1_500_000)
+    assert "train" not in board.status.round_seconds
+
+
+def test_time_left_is_the_pace_of_the_rounds_times_the_rounds_left() -> None:
+    clock = Clock()
+    board = new_board(clock)
+    assert math.isnan(board.status.seconds_left)
+    for number, at in ((0, 0.0), (1, 10.0), (2, 20.0), (3, 500.0), (4, 510.0)):
+        clock.now = at
+        board.tell(commit(number))
+    assert board.status.seconds_left == 50.0
+    clock.now = 514.0
+    assert board.status.seconds_left == 46.0
+    clock.now = 10_000.0
+    assert board.status.seconds_left == 40.0
+    board.tell(commit(ROUNDS - 1))
+    assert board.status.seconds_left == 0.0
+
+
+VALID = {"peer_id": "p", "role": "trainer", "campaign": "c", "campaign_hash": "h", "total_rounds": 1}
+
+
+def test_status_of_another_version_is_read() -> None:
+    assert PeerStatus.from_bytes(msgpack.packb({**VALID, "invented": [1]})).peer_id == "p"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"peer_id": "\x1b[2J"},
+        {"peer_id": "two\nlines"},
+        {"campaign": "x" * 1000},
+        {"round": -1},
+        {"round": "many"},
+        {"owners": [["\x07"]]},
+        {"owned": 3},
+        {"failures": {"\x1b": 1}},
+        {"total_rounds": None},
+    ],
+)
+def test_status_with_a_wrong_field_is_refused_and_named(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"^not a peer's status: {next(iter(wrong))}"):
+        PeerStatus.from_bytes(msgpack.packb({**VALID, **wrong}))
+
+
+@given(st.binary(max_size=64))
+def test_no_bytes_raise_anything_but_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match="^not a peer's status"):
+        PeerStatus.from_bytes(data)
+
+
+def test_swarm_is_told_by_its_newest_round() -> None:
+    behind = status_after(commit(3, loss=9.0), Evaluated(3, 8.0), peer_id="peer-zzzzzz")
+    ahead = [status_after(TrainingProgress(5, 1, 2, 100.0), commit(5), peer_id=peer) for peer in ("peer-bbbbbb", "peer-aaaaaa")]
+    helper = status_after(BaseRestored(6, 60, 100, 6000, "digest5", "download"), peer_id="helper", role="helper")
+    swarm = gather([helper, behind, *ahead])
+    assert (swarm.round, swarm.loss, swarm.validation_loss, swarm.base_digest) == (6, 4.5, 8.0, "digest5")
+    assert (swarm.tokens_per_second, swarm.round_sent_bytes, swarm.digests_equal) == (200.0, 3_000_000, True)
+    assert [peer.peer_id for peer in swarm.peers] == ["peer-aaaaaa", "peer-bbbbbb", "peer-zzzzzz", "helper"]
+
+
+def test_different_bases_of_one_round_are_seen() -> None:
+    odd = status_after(commit(5, base_digest="other"), peer_id="peer-bbbbbb")
+    assert not gather([status_after(commit(5)), odd]).digests_equal
+    assert gather([status_after(commit(5)), status_after(commit(4, base_digest="other"))]).digests_equal
+
+
+def test_unknown_numbers_are_null_in_json() -> None:
+    document = json.loads(json.dumps(swarm_status([status_after()]), allow_nan=False))
+    assert document["loss"] is None
+    assert document["peers"][0]["validation_loss"] is None
+
+
+# --- log
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="spes_p2p")
+    return caplog
+
+
+def observers(clock: Clock) -> Observers:
+    board = new_board(clock)
+    return Observers(board, RoundLog(board, clock))
+
+
+def test_a_round_is_one_line_with_what_a_person_wants(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    peer = observers(clock)
+    for number in (0, 1):
+        clock.now += 20
+        peer.tell(TrainingProgress(number, 10, 10, 1234.0))
+        peer.tell(PhaseTrained(number, 10, 500, 4.6, 0.1, 12.0, 0))
+        peer.tell(commit(number))
+    assert log.messages[1:] == [
+        "round 2/10 · loss 4.500 · 1.23k tokens/s · experts 0 2 · 2 peers · trained 12.0 s · "
+        "synced 2.00 s, 1.50 MB up, 2.00 MB down · 2m40s left"
+    ]
+
+
+def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    peer = observers(clock)
+    for step in range(1, 101):
+        clock.now += HEARTBEAT_S / 20
+        peer.tell(TrainingProgress(0, step, 100, 50.0))
+    assert len(log.messages) == 5
+    assert log.messages[0] == "round 1/10 · training, step 20/100 · 50 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("event", "level", "words"),
+    [
+        (RoundFailed(4, 2, "coordinator_lost", "silent"), logging.WARNING, ["round 5/10", "attempt 2", "coordinator_lost", "silent"]),
+        (WorkDropped(4, 12_345, "too old"), logging.WARNING, ["12.3k tokens", "too old"]),
+        (DigestMismatch(4, "a" * 64, "b" * 64), logging.ERROR, ["agreed bbbbbbbbbbbb", "mine aaaaaaaaaaaa"]),
+        (PhaseTrained(4, 10, 500, 4.6, 0.1, 12.0, 3), logging.WARNING, ["3 steps", "not finite"]),
+        (Evaluated(4, 4.25), logging.INFO, ["held-out loss 4.250"]),
+        (commit(4, dropped_parts=3), logging.INFO, ["3 of 10 parts left out"]),
+    ],
+)
+def test_trouble_is_said_with_its_level(log: pytest.LogCaptureFixture, event: Event, level: int, words: list[str]) -> None:
+    observers(Clock()).tell(event)
+    assert [record.levelno for record in log.records] == [level]
+    assert [word for word in words if word not in log.messages[0]] == []
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("spes_p2p")
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers, root.level = before[0], before[1]
+    ours.setLevel(before[2])
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_logging_twice_set_up_speaks_once(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    setup_logging("info")
+    logging.getLogger("spes_p2p.peer").info("hello")
+    logging.getLogger("spes_p2p.peer").warning("beware")
+    logging.getLogger("some.library").info("noise")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["hello", "warning: beware"]
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_json_log_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", as_json=True)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("spes_p2p.peer").exception("broken")
+    (line,) = capsys.readouterr().err.splitlines()
+    record = json.loads(line)
+    assert (record["level"], record["logger"], record["message"]) == ("error", "spes_p2p.peer", "broken")
+    assert "two\nlines" in record["exception"]
+
+
+def test_unknown_log_level_is_named() -> None:
+    with pytest.raises(UserError, match="log level 'loud': choose one of debug, info"):
+        setup_logging("loud")
+
+
+# --- table
+
+
+def test_table_fits_eighty_columns_and_has_a_row_a_peer() -> None:
+    training = (PhaseEntered("training"), TrainingProgress(5, 123, 200, 1234.0))
+    statuses = [status_after(commit(4), *training, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
+    text = shown(statuses, width=80)
+    rows = [line for line in text.splitlines() if "training 123/200" in line]
+    assert [row.split()[0] for row in rows] == ["aaaaaa", "bbbbbb"]
+    assert ["■·■" in rows[0], "·■■" in rows[1]] == [True, True]
+    assert "…" not in text
+    assert "round 5/10" in text
+
+
+def test_many_experts_are_shown_as_ranges() -> None:
+    owners = tuple(("peer-aaaaaa",) if expert < 40 or expert == 63 else ("peer-bbbbbb",) for expert in range(64))
+    assert "0-39 63" in shown([status_after(commit(1, owners=owners))])
+
+
+def test_what_is_wrong_is_said_under_the_table() -> None:
+    lonely = status_after(commit(5, owners=(("peer-aaaaaa",), ())), RoundFailed(6, 1, "timeout", ""))
+    odd = status_after(commit(5, base_digest="other"), peer_id="peer-bbbbbb")
+    text = shown([lonely, odd], "peer 3 ended with code 1")
+    for trouble in ("nobody trains expert 1", "hold different bases", "timeout 1", "peer 3 ended with code 1"):
+        assert f"! {trouble}" in text or trouble in text.split("!", 1)[1]
+
+
+def test_markup_in_a_peers_words_is_not_obeyed() -> None:
+    assert "[red]x" in shown([status_after(PhaseEntered("[red]x"))])
+
+
+def test_empty_swarm_is_no_error() -> None:
+    assert "no peer has answered yet" in shown([])
+
+
+def test_without_a_terminal_there_is_one_line_a_round() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    with SwarmView(console) as view:
+        view.update([])
+        for number in (0, 0, 1):
+            view.update([status_after(commit(number))], ["peer 3 ended"])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split(" · ")[0] for line in lines] == ["peer 3 ended", "round 1/10", "round 2/10"]
+
+
+def test_plain_line_says_trouble_too() -> None:
+    line = round_line([status_after(commit(5, owners=(("peer-aaaaaa",), ())))])
+    assert "loss 4.500" in line
+    assert "nobody trains expert 1" in line
+
+
+# --- plot
+
+
+def histories() -> dict[str, list[Entry]]:
+    def history(own: float) -> list[Entry]:
+        events: list[Event] = [Evaluated(BEFORE_TRAINING, 9.0)]
+        for number in range(3):
+            events += [PhaseTrained(number, 10, 500, own, 0.1, 1.0, 0), commit(number, 8.0 - number, merge_alpha=0.1 * (number == 0))]
+        return [Entry(0.0, event) for event in [*events, Evaluated(2, math.nan)]]
+
+    return {"a": history(5.0), "b": [*history(6.0)[:3], Entry(0.0, commit(3, math.nan))]}
+
+
+def test_curves_join_the_histories_by_round() -> None:
+    curves = collect_curves(histories())
+    assert curves.training == [(1000, 8.0), (2000, 7.0), (3000, 6.0)]
+    assert curves.held_out == [(0, 9.0)]
+    assert curves.by_peer == {"a": [(1000, 5.0), (2000, 5.0), (3000, 5.0)], "b": [(1000, 6.0)]}
+    assert curves.merges == [1000]
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    plot_loss(histories(), tmp_path / "loss.png", "demo")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_a_round_or_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no committed round"):
+        plot_loss({"a": []}, tmp_path / "loss.png", "demo")
+    with pytest.raises(UserError, match=r"loss\.png: cannot write the plot"):
+        plot_loss(histories(), tmp_path / "absent" / "loss.png", "demo")
+
+
+# --- units
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (human_count(0), "0"),
+        (human_count(999), "999"),
+        (human_count(999_999), "1.00M"),
+        (human_count(12_345), "12.3k"),
+        (human_count(math.nan), "-"),
+        (human_bytes(1_234_567), "1.23 MB"),
+        (human_bytes(999.9), "1.00 kB"),
+        (human_seconds(0.042), "0.04 s"),
+        (human_seconds(59.97), "1m00s"),
+        (human_seconds(3599.7), "1h00m"),
+        (human_seconds(200_000), "2d07h"),
+        (human_indices([7, 2, 0, 1]), "0-2 7"),
+        (human_indices([]), "-"),
+    ],
+)
+def test_numbers_as_people_read_them(text: str, expected: str) -> None:
+    assert text == expected
