@@ -34,7 +34,7 @@ def evaluate(
     Raises UserError for a missing or damaged checkpoint, an unknown task, or a task whose data cannot be loaded.
     """
     check_checkpoint(model_dir)
-    manager = _find_tasks(tasks, include_path)
+    manager = find_tasks(tasks, include_path)
     local = all(_reads_local_data(manager, task) for task in tasks)
     with _offline() if local else contextlib.nullcontext():
         loaded = _load_tasks(manager, tasks)
@@ -47,8 +47,11 @@ def evaluate(
     return _summary(model_dir, outcome)
 
 
-def _find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
-    """An lm-eval TaskManager that knows all tasks."""
+def find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
+    """An lm-eval TaskManager that knows all tasks; it knows lm-eval's own only if one of them is asked for.
+
+    Raises UserError for an unknown task, with the nearest known one.
+    """
     if not tasks:
         raise UserError("--tasks is empty; name at least one lm-eval task")
     if include_path is not None and not include_path.is_dir():

@@ -17,7 +17,8 @@ def write_test_campaign(folder: Path) -> Path:
     tokenizer.write_bytes((CONFIGS / raw["data"]["tokenizer"]).read_bytes())
     for part in ("train", "held_out"):
         tokenize([TEXT / part / "wordnet.jsonl"], tokenizer, folder, prefix=f"{part}_")
-    raw["data"] |= {"manifest": "train_manifest.json", "validation_manifest": "held_out_manifest.json", "tokenizer": tokenizer.name}
+    raw["data"] |= {"manifest": "train_manifest.json", "validation_manifest": "held_out_manifest.json"}
+    raw["data"]["tokenizer"] = tokenizer.name
     campaign = folder / "test.yaml"
     campaign.write_text(yaml.safe_dump(raw, sort_keys=False))
     return campaign

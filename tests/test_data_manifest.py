@@ -56,8 +56,9 @@ def test_the_corpus_is_what_the_manifest_names(tmp_path: Path, manifest: Manifes
 
 
 def test_progress_ends_at_all_bytes(tmp_path: Path, manifest: Manifest) -> None:
+    steps: list[tuple[int, int]] = []
     for _ in ("verifying", "remembering"):
-        steps: list[tuple[int, int]] = []
+        steps.clear()
         open_corpus(manifest, [tmp_path], tmp_path / "verified.json", lambda done, total: steps.append((done, total)))
         assert steps[-1] == (300 * 2 + 200 * 4,) * 2
 

@@ -209,11 +209,11 @@ def test_two_corpora_share_a_folder_by_prefix(tmp_path: Path, tokenizer_json: Pa
     assert {path.name for path in (tmp_path / "out").iterdir()} == {p + n for p in ("train_", "held_out_") for n in names}
 
 
-def test_a_dtype_that_does_not_hold_the_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dtype_that_does_not_hold_the_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(DOCUMENTS, 300)
     tokenizer.add_tokens([f"<{number}>" for number in range(2**16)])
     tokenizer.save(str(tmp_path / "big.json"))
-    (tmp_path / "a.jsonl").write_bytes(json_lines(["<65000>"]))
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["<65500>"]))
     with pytest.raises(UserError, match=r"big\.json.*uint16"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "big.json", tmp_path / "out", dtype="uint16")
     assert tokenize([tmp_path / "a.jsonl"], tmp_path / "big.json", tmp_path / "out").files[0].dtype == "uint32"

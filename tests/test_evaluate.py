@@ -1,10 +1,12 @@
 """lm-eval on a tiny random checkpoint, offline; and every way in which a checkpoint or a task can be wrong."""
 
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import yaml
 from tokenizers import Tokenizer
@@ -14,7 +16,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from spes_p2p.checkpoint_files import check_checkpoint
 from spes_p2p.errors import UserError
-from spes_p2p.evaluate import evaluate
+from spes_p2p.evaluate import evaluate, find_tasks
 
 ARC_EASY = Path(__file__).parents[2] / "shared/data/evals/ARC-Easy.validation.arrow"
 WORDS = ["<|endoftext|>", "<unk>", "the", "sky", "is", "grass", "blue", "green", "snow", "white"]
@@ -88,13 +90,18 @@ def test_limit_and_fewshot_reach_the_task(checkpoint: Path, tasks: Path) -> None
     assert (result["samples"], result["num_fewshot"]) == ({"colours": 2}, {"colours": 1})
 
 
-def test_evaluation_leaves_the_network_switches_as_they_were(checkpoint: Path, tasks: Path) -> None:
-    import huggingface_hub.constants
-
-    before = huggingface_hub.constants.HF_HUB_OFFLINE
+def test_evaluation_leaves_the_network_switches_as_they_were(
+    checkpoint: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(UserError):
         evaluate(checkpoint, ["lost"], include_path=tasks)
-    assert before == huggingface_hub.constants.HF_HUB_OFFLINE
+    assert (huggingface_hub.constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")) == (False, None)
+
+
+def test_own_tasks_are_found_without_a_scan_of_all_installed_ones(tasks: Path) -> None:
+    assert find_tasks(["colours"], tasks).all_tasks == ["colours", "lost"]
 
 
 def test_task_whose_data_is_missing_is_named(checkpoint: Path, tasks: Path) -> None:
@@ -137,6 +144,12 @@ def test_file_cut_short_is_named(damaged: Path, name: str, kept: float) -> None:
     with pytest.raises(UserError, match=f"{name}: ") as problem:
         check_checkpoint(damaged)
     assert "\n" not in str(problem.value)
+
+
+def test_absurd_header_length_is_not_read(damaged: Path) -> None:
+    (damaged / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(UserError, match=r"model\.safetensors: cut short in the header \(64 bytes\)"):
+        check_checkpoint(damaged)
 
 
 def test_missing_shard_is_named(damaged: Path) -> None:

@@ -63,7 +63,7 @@ def detect_dtype(path: Path, vocab_size: int) -> Dtype:
     second is (almost) 0 every time. Raises UserError when neither dtype gives ids below `vocab_size`.
     """
     if has_numpy_header(path):
-        found = str(np.load(path, mmap_mode="r", allow_pickle=False).dtype)
+        found = str(_load_numpy(path).dtype)
         if found not in ("uint16", "uint32"):
             raise UserError(f"{path}: holds {found}, token files hold uint16 or uint32; tokenize the text again")
         return cast(Dtype, found)
@@ -115,11 +115,16 @@ def has_numpy_header(path: Path) -> bool:
     return start == NPY_MAGIC
 
 
-def _open_numpy(path: Path, dtype: Dtype) -> TokenArray:
+def _load_numpy(path: Path) -> npt.NDArray[Any]:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: has a numpy header but cannot be read ({error}); copy it again") from None
+        return cast(npt.NDArray[Any], np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, OSError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: has a numpy header but cannot be read ({reason}); copy it again") from None
+
+
+def _open_numpy(path: Path, dtype: Dtype) -> TokenArray:
+    array = _load_numpy(path)
     if array.ndim != 1 or array.dtype != np.dtype(dtype).newbyteorder("<") or array.size == 0:
         raise UserError(f"{path}: its numpy header says {array.dtype} of shape {array.shape}, expected a list of {dtype} ids; "
                         f"name its dtype or tokenize the text again")

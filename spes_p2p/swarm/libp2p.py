@@ -137,7 +137,7 @@ class Libp2pTransport:
     """Channels over libp2p streams (`interfaces.Transport`)."""
 
     def __init__(self, daemon: Daemon, addresses: tuple[str, ...]):
-        self._daemon = daemon
+        self.daemon = daemon
         self._addresses = addresses
         self._known: dict[str, tuple[str, ...]] = {}
         self._dialled: set[str] = set()
@@ -145,7 +145,7 @@ class Libp2pTransport:
     @property
     def peer_id(self) -> str:
         """Base58 libp2p id."""
-        return str(self._daemon.peer_id)
+        return str(self.daemon.peer_id)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ class Libp2pTransport:
             finally:
                 channel.abort()
 
-        await self._daemon.serve_streams(PROTOCOL_PREFIX + method, serve_stream)
+        await self.daemon.serve_streams(PROTOCOL_PREFIX + method, serve_stream)
 
     async def open(self, peer: str, method: str) -> StreamChannel:
         """Open a stream within OPEN_TIMEOUT_S. Raises PeerUnreachable (at once when the connection is refused) or Refused."""
@@ -187,20 +187,20 @@ class Libp2pTransport:
 
     async def close(self) -> None:
         """End all streams and the daemon."""
-        await self._daemon.close()
+        await self.daemon.close()
 
     async def _open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         addresses = self._known.get(peer, ())
         if peer in self._dialled or not addresses:
             try:
-                return await self._daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
+                return await self.daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
             except PeerUnreachable:
                 self._dialled.discard(peer)
                 if not addresses:
                     raise
-        await self._daemon.connect(peer, addresses, OPEN_TIMEOUT_S)
+        await self.daemon.connect(peer, addresses, OPEN_TIMEOUT_S)
         self._dialled.add(peer)
-        return await self._daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
+        return await self.daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
 
 
 class StreamChannel:
@@ -313,8 +313,8 @@ class DHTRegistry:
     """
 
     def __init__(self, node: DHTNode, identity: RSAIdentity):
-        self._node = node
-        self._subkey = OwnedRecords(identity).local_public_key
+        self.node = node
+        self.subkey = OwnedRecords(identity).local_public_key
         self._last_expiry: dict[str, float] = {}
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
@@ -344,16 +344,16 @@ class DHTRegistry:
         dht_expiry = max(expires_at, self._last_expiry.get(key, 0.0) + _EXPIRY_STEP_S)
         self._last_expiry[key] = dht_expiry
         content = _EXPIRY.pack(expires_at) + value
-        return bool(await _answer(self._node.store(key, content, dht_expiry, subkey=self._subkey)))
+        return bool(await _answer(self.node.store(key, content, dht_expiry, subkey=self.subkey)))
 
     async def _learn_last_expiry(self, key: str) -> None:
         """A former life under this identity may have left a record that expires later than ours."""
-        mine = (await self._entries(key)).get(self._subkey)
+        mine = (await self._entries(key)).get(self.subkey)
         if mine is not None:
             self._last_expiry[key] = max(self._last_expiry[key], float(mine.expiration_time))
 
     async def _entries(self, key: str) -> dict[Any, Any]:
-        found = await _answer(self._node.get(key, latest=True))
+        found = await _answer(self.node.get(key, latest=True))
         return found.value if found is not None and isinstance(found.value, dict) else {}
 
 
@@ -395,7 +395,7 @@ def _peer_address_problem(address: str) -> str | None:
     try:
         peer = Multiaddr(address)["p2p"]
         PeerID.from_base58(peer)
-    except KeyError:
+    except LookupError:
         return "it does not end in /p2p/<peer id>"
     except Exception as error:
         return " ".join(str(error).split())

@@ -1,0 +1,289 @@
+"""The command line: one function a command, no logic. Bad input ends with one line and exit code 2."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spes_p2p import __version__
+from spes_p2p.errors import UserError
+
+if TYPE_CHECKING:
+    from spes_p2p.campaign import CampaignFiles
+
+app = typer.Typer(
+    help="Peer-to-peer training of mixture-of-experts language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="Campaign file (YAML).")]
+RunDir = Annotated[Path, typer.Option(help="Where the peer keeps its state; started on it again, the peer continues.")]
+Addresses = Annotated[list[str], typer.Argument(metavar="ADDRESS...", help="Of any peer of the campaign: /ip4/.../p2p/...")]
+Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; may be given several times.")]
+Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that others should dial, behind NAT.")]
+IdentityFile = Annotated[Path | None, typer.Option(help="Private key of the peer's id. Default: identity.key in the run-dir.")]
+MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of 127.0.0.1.")]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error))
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
+            _fail(f"{error.format_message()}; see spes-p2p --help")
+        raise
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def bootstrap(
+    config: ConfigFile,
+    run_dir: RunDir = Path("runs/bootstrap"),
+    listen: Listen = None,
+    announce: Announce = None,
+    identity: IdentityFile = None,
+    metrics_port: MetricsPort = None,
+    log_level: LogLevel = None,
+    log_json: LogJson = False,
+) -> None:
+    """Be the first node of a campaign: publish it, make its base 0, vote. Prints the line that volunteers copy."""
+    from spes_p2p.config import make_peer_config
+    from spes_p2p.session import run_bootstrap
+
+    settings = make_peer_config(
+        run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port, log_level=log_level
+    )
+    _log(settings.log_level, log_json)
+
+    def show(address: str) -> None:
+        (run_dir / "address").write_text(address + "\n")
+        print(f"spes-p2p join {address}", flush=True)
+
+    _run(run_bootstrap(config, settings, show))
+
+
+@app.command()
+def join(
+    addresses: Addresses,
+    run_dir: RunDir = Path("runs/peer"),
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    experts: Annotated[str | None, typer.Option(help="Most experts to train: auto or a number.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the campaign's token files lie on this machine.")] = None,
+    listen: Listen = None,
+    announce: Announce = None,
+    identity: IdentityFile = None,
+    metrics_port: MetricsPort = None,
+    log_level: LogLevel = None,
+    log_json: LogJson = False,
+) -> None:
+    """Train in a campaign. An address is all it needs. Ctrl-C leaves politely."""
+    from spes_p2p.config import make_peer_config
+    from spes_p2p.session import run_join
+
+    settings = make_peer_config(
+        run_dir=run_dir, device=device, experts=_number_or_word(experts), data_dir=data_dir, listen=listen, announce=announce,
+        identity=identity, metrics_port=metrics_port, log_level=log_level,
+    )
+    _log(settings.log_level, log_json)
+
+    def show(files: CampaignFiles, address: str) -> None:
+        print(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", flush=True)
+
+    _run(run_join(addresses, settings, show))
+
+
+@app.command()
+def swarm(
+    config: ConfigFile,
+    peers: Annotated[int, typer.Option(help="Trainer peers.")],
+    run_dir: RunDir = Path("runs/swarm"),
+    rounds: Annotated[int | None, typer.Option(help="Stop after so many rounds. Default: the whole campaign.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a bootstrap peer and trainers on this machine, watched. Exit code 1 if a peer failed or digests differ."""
+    from spes_p2p.local_swarm import is_good, run_swarm
+
+    _log("warning", False)
+    summary = _run(run_swarm(config, peers, run_dir, rounds))
+    if as_json:
+        print((run_dir / "summary.json").read_text(), end="")
+    else:
+        equal = "equal on all peers" if summary.digests_equal else "NOT EQUAL"
+        print(f"{summary.rounds} rounds, {summary.tokens} tokens in {summary.seconds:.0f} s; digests {equal}; {run_dir}/summary.json")
+        for name in summary.failed_peers:
+            print(f"{name} failed: see {run_dir / name / 'log.txt'}")
+    raise typer.Exit(0 if is_good(summary) else 1)
+
+
+@app.command()
+def status(addresses: Addresses, as_json: AsJson = False) -> None:
+    """Show a running swarm: round, peers, experts and owners, speed, loss, traffic."""
+    from spes_p2p.observe.status import swarm_status
+    from spes_p2p.observe.table import render_status
+    from spes_p2p.session import visiting
+
+    _log("warning", False)
+
+    async def look() -> Any:
+        with tempfile.TemporaryDirectory(prefix="spes-status-") as folder:
+            async with visiting(addresses, Path(folder) / "identity.key") as ask_all:
+                return await ask_all()
+
+    statuses = _run(look())
+    if not statuses:
+        raise UserError(f"{addresses[0]}: reached, but no peer of the campaign answers; try again in a moment")
+    if as_json:
+        print(json.dumps(swarm_status(statuses), indent=2))
+    else:
+        Console().print(render_status(statuses))
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[list[Path], typer.Argument(help=".jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt files.")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json")],
+    output: Annotated[Path, typer.Option(help="Folder of the token files and their manifest.")],
+    prefix: Annotated[str, typer.Option(help="Start of the files' names.")] = "",
+    eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
+    text_field: Annotated[str, typer.Option(help="Field of the text in JSON and Parquet.")] = "text",
+    shard_tokens: Annotated[int | None, typer.Option(help="Tokens in one file at most.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that are there.")] = False,
+) -> None:
+    """Turn text into token files and a manifest."""
+    from spes_p2p.data import tokenizing
+
+    if shard_tokens is not None and shard_tokens < 1:
+        raise UserError(f"--shard-tokens {shard_tokens}: a file holds at least one token; give a positive number")
+    with _ProgressBar("tokenizing") as update:
+        manifest = tokenizing.tokenize(
+            inputs, tokenizer, output, eos_token=eos_token, text_field=text_field, prefix=prefix, overwrite=overwrite,
+            shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS, on_progress=lambda p: update(p.bytes_done, p.bytes_total),
+        )
+    print(f"{manifest.tokens} tokens in {len(manifest.files)} files: {output / f'{prefix}{tokenizing.MANIFEST_NAME}'}")
+
+
+@app.command()
+def describe(
+    files: Annotated[list[Path], typer.Argument(help="Token files that exist already (SPES, OLMo).")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json they were made with.")],
+    manifest: Annotated[Path, typer.Option(help="Manifest to write.")],
+    eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
+    dtype: Annotated[str | None, typer.Option(help="uint16 or uint32. Default: detected.")] = None,
+) -> None:
+    """Write a manifest for token files that exist already."""
+    from spes_p2p.data.tokenizing import describe_token_files
+
+    if dtype not in (None, "uint16", "uint32"):
+        raise UserError(f"--dtype {dtype}: token files are uint16 or uint32; leave it out to have it detected")
+    with _ProgressBar("reading") as update:
+        made = describe_token_files(files, tokenizer, manifest, eos_token=eos_token, dtype=dtype, on_progress=update)  # type: ignore[arg-type]
+    print(f"{made.tokens} tokens in {len(made.files)} files: {manifest}")
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Option(help="Run-dir of any peer.")],
+    output: Annotated[Path, typer.Option(help="Folder of the checkpoint; must not exist.")],
+) -> None:
+    """Write the last committed base of a run-dir as a Hugging Face checkpoint."""
+    from spes_p2p.campaign import TOKENIZER_FILE
+    from spes_p2p.model.export import export_checkpoint
+    from spes_p2p.session import load_run_dir_base
+
+    files, base = load_run_dir_base(run_dir)
+    data = files.campaign.config.data
+    tokenizer = run_dir / TOKENIZER_FILE
+    export_checkpoint(files.campaign.config.model, base.values, tokenizer, data.eos_token, data.pad_token, output)
+    print(f"base of round {base.round} (digest {base.digest[:12]}): {output}")
+
+
+@app.command()
+def evaluate(
+    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint.")],
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas.")],
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt. Default: the task's own number.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder of task definitions of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples of each task at most.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Write the results to this file as JSON.")] = None,
+) -> None:
+    """Evaluate a checkpoint with lm-eval."""
+    from spes_p2p import evaluate as evaluation
+
+    results = evaluation.evaluate(
+        model_dir, [task for task in tasks.split(",") if task], num_fewshot, include_path, limit, device
+    )
+    text = json.dumps(results, indent=2)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n")
+    print(text)
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run on uvloop."""
+    import uvloop
+
+    uvloop.install()
+    return asyncio.run(work)
+
+
+class _ProgressBar:
+    """A progress bar for a person, nothing otherwise; gives `update(done, total)`."""
+
+    def __init__(self, what: str):
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task(what, total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._progress.start()
+        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+def _log(level: str, as_json: bool) -> None:
+    from spes_p2p.observe.log import setup_logging
+
+    setup_logging(level, as_json)
+
+
+def _number_or_word(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+def _fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

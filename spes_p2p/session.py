@@ -1,0 +1,273 @@
+"""Peers in the real world: libp2p, disk, clock, signals and observers put together around a life (`peer.py`, `helper.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spes_p2p.campaign import CampaignFiles, fetch_campaign, keep_campaign, read_campaign, read_run_dir
+from spes_p2p.config import PeerConfig
+from spes_p2p.data.manifest import Manifest, open_corpus
+from spes_p2p.data.samples import SampleReader
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.helper import Helper, make_genesis
+from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.observe.console import RoundLog
+from spes_p2p.observe.events import Observers
+from spes_p2p.observe.history import History
+from spes_p2p.observe.metrics import Metrics
+from spes_p2p.observe.status import PeerStatus, StatusBoard
+from spes_p2p.peer import Capacity, Peer
+from spes_p2p.swarm.interfaces import World
+from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, start_libp2p
+from spes_p2p.swarm.node import STATUS, Node, find_contacts
+from spes_p2p.swarm.records import Head
+from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.swarm.store import DirectoryStore
+from spes_p2p.sync.base import Base, load_base, save_base
+from spes_p2p.sync.digest import state_digest
+from spes_p2p.sync.plan import Rules
+from spes_p2p.training.trainer import TorchTrainer
+
+logger = logging.getLogger(__name__)
+
+VERIFIED_FILE = "verified_files.json"
+FIRST_CONTACT_SILENCE_S = 10.0
+STATUS_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """The observers of one peer."""
+
+    observers: Observers
+    board: StatusBoard
+
+
+async def run_bootstrap(config_path: Path, settings: PeerConfig, on_address: Callable[[str], None]) -> None:
+    """Be the first node of a campaign until a signal comes. `on_address` gets the address that volunteers join with."""
+    files = read_campaign(config_path)
+    async with _connected(settings, ()) as net:
+        store = DirectoryStore(settings.run_dir)
+        base0, genesis = await asyncio.to_thread(_base_0, files, settings.run_dir, store, net.identity.peer_id)
+        keep_campaign(files, genesis, settings.run_dir)
+        node_parts = _world(net, store), files, genesis
+        with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
+            node = _node(*node_parts, "helper", watchers)
+            layout = layout_of(files.campaign.config.model)
+            helper = Helper(node, layout, base0, watchers.observers, lambda: watchers.board.status.to_bytes())
+            _on_signals(helper.leave)
+            life = asyncio.ensure_future(helper.run())
+            on_address(net.transport.addresses[0])
+            await _with_daemon(life, net)
+
+
+async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Callable[[CampaignFiles, str], None]) -> None:
+    """Train in the campaign at these addresses until it is complete or a signal comes."""
+    async with _connected(settings, addresses) as net:
+        board = Switchboard(net.transport, FIRST_CONTACT_SILENCE_S)
+        files, genesis = await fetch_campaign(board, [_peer_of(address) for address in addresses], settings.data_dir)
+        readers = await asyncio.to_thread(_open_text, files, settings.run_dir)
+        keep_campaign(files, genesis, settings.run_dir)
+        on_joined(files, net.transport.addresses[0])
+        config = files.campaign.config
+        device = choose_device(settings.device)
+
+        def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
+            return TorchTrainer(config, base, owned, readers[0], readers[1], device)
+
+        store = DirectoryStore(settings.run_dir)
+        with _watching(files, settings, net.identity.peer_id, "trainer") as watchers:
+            node = _node(_world(net, store), files, genesis, "trainer", watchers)
+            peer = Peer(
+                node, layout_of(config.model), make_trainer, Capacity(_experts(settings, files)), watchers.observers,
+                lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
+            )
+            _on_signals(peer.leave)
+            await _with_daemon(asyncio.ensure_future(peer.run()), net)
+
+
+@contextlib.asynccontextmanager
+async def visiting(addresses: Sequence[str], identity: Path) -> Any:
+    """Look at a swarm without taking part: yields a function that asks all of its peers for their status.
+
+    Raises UserError when the addresses lead nowhere.
+    """
+    net = await start_libp2p(identity, ("/ip4/127.0.0.1/tcp/0",) if _all_loopback(addresses) else DEFAULT_LISTEN, (), addresses)
+    try:
+        board = Switchboard(net.transport, STATUS_TIMEOUT_S)
+        files, _ = await fetch_campaign(board, [_peer_of(address) for address in addresses], None)
+        world = _world(net, DirectoryStore(identity.parent))
+
+        async def ask_all() -> list[PeerStatus]:
+            contacts = await find_contacts(world, files.campaign.hash)
+            answers = await asyncio.gather(*(_ask_status(board, peer) for peer in contacts))
+            return [answer for answer in answers if answer is not None]
+
+        yield ask_all
+    finally:
+        await net.close()
+
+
+def choose_device(wanted: str) -> str:
+    """The device to compute on. Raises UserError when CUDA is asked for and not there."""
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu or auto")
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
+
+
+def load_run_dir_base(run_dir: Path) -> tuple[CampaignFiles, Base]:
+    """The campaign and the last committed base of a run-dir. Raises UserError when there is none or it is damaged."""
+    known = read_run_dir(run_dir)
+    if known is None:
+        raise UserError(f"{run_dir}: not a peer's run-dir (it holds no campaign); give the --run-dir that a peer was started with")
+    size = layout_of(known[0].campaign.config.model).size
+    base = load_base(DirectoryStore(run_dir), size, str(run_dir))
+    if base is None:
+        raise UserError(f"{run_dir}: holds no base yet; wait until the peer has downloaded one")
+    return known[0], base
+
+
+@contextlib.asynccontextmanager
+async def _connected(settings: PeerConfig, addresses: Sequence[str]) -> Any:
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    listen = settings.listen or (("/ip4/127.0.0.1/tcp/0",) if addresses and _all_loopback(addresses) else DEFAULT_LISTEN)
+    net = await start_libp2p(settings.identity_path, listen, settings.announce, addresses)
+    try:
+        yield net
+    finally:
+        await net.close()
+
+
+def _world(net: Libp2p, store: DirectoryStore) -> World:
+    return World(
+        transport=net.transport,
+        registry=net.registry,
+        identity=net.identity,
+        store=store,
+        wall_time=time.time,
+        rng=random.Random(),
+        run_blocking=asyncio.to_thread,
+    )
+
+
+def _node(world: World, files: CampaignFiles, genesis: Head, role: str, watchers: Watchers) -> Node:
+    rules = Rules(files.campaign.config, files.campaign.hash, files.num_samples)
+    folders = tuple(str(folder) for folder in files.folders)
+    return Node(world, files.campaign, genesis, rules, role, files.blobs, watchers.observers, folders)
+
+
+@contextlib.contextmanager
+def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: str) -> Iterator[Watchers]:
+    config, campaign_hash = files.campaign.config, files.campaign.hash
+    status = PeerStatus(
+        peer_id=peer_id, role=role, campaign=config.name, campaign_hash=campaign_hash, total_rounds=config.total_rounds
+    )
+    board = StatusBoard(status, time.monotonic)
+    metrics = Metrics(peer_id, config.name, campaign_hash)
+    history = History(settings.run_dir)
+    server = metrics.serve(settings.metrics_port) if settings.metrics_port is not None else None
+    if server is not None:
+        logger.info("metrics on http://127.0.0.1:%d/metrics", server.port)
+    try:
+        yield Watchers(Observers(board, metrics, history, RoundLog(board, time.monotonic)), board)
+    finally:
+        history.close()
+        if server is not None:
+            server.close()
+
+
+def _base_0(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstrap: str) -> tuple[np.ndarray, Head]:
+    """Base 0 and the genesis head: made once, kept in the run-dir."""
+    model = files.campaign.config.model
+    known = read_run_dir(run_dir)
+    base = load_base(store, layout_of(model).size, str(run_dir)) if known is not None else None
+    if known is not None and base is not None:
+        if known[0].campaign.hash != files.campaign.hash:
+            keep_campaign(files, known[1], run_dir)
+        return base.values, known[1]
+    values = initial_state(model)
+    genesis = make_genesis(files.campaign, bootstrap, values)
+    save_base(store, Base(genesis.id, -1, values, state_digest(values), None))
+    return values, genesis
+
+
+def _open_text(files: CampaignFiles, run_dir: Path) -> tuple[SampleReader, SampleReader | None]:
+    """Readers of the training and the held-out text; every file is verified once."""
+    training = files.campaign.config.training
+
+    def reader(manifest: Manifest) -> SampleReader:
+        tokens = open_corpus(manifest, files.folders, run_dir / VERIFIED_FILE)
+        return SampleReader(tokens, training.sequence_length, files.campaign.config.data.piece_samples, training.seed)
+
+    held_out = files.held_out_manifest
+    return reader(files.training_manifest), None if held_out is None else reader(held_out)
+
+
+def _experts(settings: PeerConfig, files: CampaignFiles) -> int:
+    """Most experts that this peer trains: its own wish, else the campaign's number, else all."""
+    experts = files.campaign.config.model.moe_num_experts
+    wanted = settings.experts
+    if wanted == "auto":
+        return files.campaign.config.experts.experts_per_peer or experts
+    if wanted > experts:
+        raise UserError(f"--experts {wanted}: the campaign's model has {experts} experts; give at most that, or auto")
+    return wanted
+
+
+def _on_signals(leave: Callable[[], None]) -> None:
+    """SIGINT and SIGTERM leave politely; the second one ends the process."""
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def handle() -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        logger.info("leaving after the current step; once more to stop at once")
+        leave()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle)
+
+
+async def _with_daemon(life: asyncio.Future[None], net: Libp2p) -> None:
+    """Run a life as long as its libp2p daemon lives."""
+    gone = asyncio.ensure_future(net.wait_daemon_exit())
+    await asyncio.wait({life, gone}, return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    if not life.done():
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        raise UserError("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
+    await life
+
+
+async def _ask_status(board: Switchboard, peer: str) -> PeerStatus | None:
+    try:
+        return PeerStatus.from_bytes(await board.ask(peer, STATUS, b"", STATUS_TIMEOUT_S))
+    except (PeerUnreachable, Refused, ValueError):
+        return None
+
+
+def _peer_of(address: str) -> str:
+    return address.rsplit("/p2p/", 1)[-1]
+
+
+def _all_loopback(addresses: Sequence[str]) -> bool:
+    return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in addresses)
