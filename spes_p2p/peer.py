@@ -89,6 +89,7 @@ class Peer:
         self._untrained: tuple[Interval, ...] = ()
         self._speed = 0.0
         self._validation_loss: float | None = None
+        self._evaluated_round = -1
         self._train_seconds = 0.0
         self._moved: Counter[tuple[str, bool]] = Counter()
 
@@ -160,7 +161,7 @@ class Peer:
         head = self.node.log.head_at(self.replica.base.round)
         total_steps = self.node.campaign.config.training.total_steps
         self._observer.tell(
-            BaseRestored(head.round + 1, head.step, total_steps, head.tokens, self.replica.base.digest, source, _owners(head))
+            BaseRestored(head.round, head.step, total_steps, head.tokens, self.replica.base.digest, source, _owners(head))
         )
 
     # Training ----------------------------------------------------------------------------------------------------------
@@ -349,6 +350,7 @@ class Peer:
         loss = await self.node.world.run_blocking(self.trainer.validation_loss)
         if np.isfinite(loss):
             self._validation_loss = float(loss)
+            self._evaluated_round = base.round
             self._observer.tell(Evaluated(base.round, self._validation_loss))
 
     # Telling -----------------------------------------------------------------------------------------------------------
@@ -357,7 +359,7 @@ class Peer:
         head, plan = applied.decided.head, applied.plan
         training = self.node.campaign.config.training
         sent, received = self._tell_bytes()
-        if plan.validation_loss is not None and self._validation_loss is None:
+        if plan.validation_loss is not None and self._evaluated_round != head.round - 1:
             self._observer.tell(Evaluated(head.round - 1, plan.validation_loss))
         self._observer.tell(
             RoundCommitted(

@@ -49,7 +49,7 @@ class RoundLog:
         match event:
             case BaseRestored():
                 what = _SOURCES.get(event.source, "loaded a base")
-                return f"{what} (digest {event.base_digest[:12]}); next: {self._nth(event.round)}"
+                return f"{what} (digest {event.base_digest[:12]}); next: {self._nth(event.round + 1)}"
             case TrainingProgress():
                 speed = human_rate(event.tokens_per_second)
                 return f"{self._nth(event.round)} · training, step {event.steps_done}/{event.steps_planned} · {speed}"
@@ -88,8 +88,8 @@ class RoundLog:
             parts.append(time_left(status.seconds_left))
         return " · ".join(part for part in parts if part)
 
-    def _nth(self, round_index: int) -> str:
-        return f"round {round_index + 1}/{self._board.status.total_rounds}"
+    def _nth(self, number: int) -> str:
+        return f"round {max(0, number)}/{self._board.status.total_rounds}"
 
 
 _LEVELS: dict[type, int] = {

@@ -23,7 +23,7 @@ class BaseRestored:
     """A base is in place without a round having run here: at every start of a peer, and after a repair."""
 
     round: int
-    """The round that comes next: as many are in this base."""
+    """The last round that is in this base; -1 for base 0."""
     campaign_step: int
     total_steps: int
     total_tokens: int
@@ -92,7 +92,7 @@ class RoundFailed:
     round: int
     attempt: int
     reason: str
-    """A short word for the metric: coordinator_lost, quorum_lost, refused, exchange, timeout."""
+    """A short word for the metric: coordinator_lost, quorum_lost, refused, malformed, exchange, timeout."""
     detail: str
 
 

@@ -41,7 +41,7 @@ from spes_p2p.observe.events import (
 )
 
 BYTE_KINDS = ("push", "pull", "download", "control")
-FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "exchange", "timeout")
+FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "malformed", "exchange", "timeout")
 """Series that exist from the start: an alert on an increase would miss a first one that comes from nowhere."""
 
 hide_created_series: Callable[[], None] = disable_created_metrics
@@ -170,7 +170,7 @@ class Metrics:
             case RoundCommitted():
                 self._round_committed(event)
             case BaseRestored():
-                self._base_is(event.round, event)
+                self._base_is(event)
             case RoundFailed():
                 self._failures.labels(event.reason).inc()
             case WorkDropped():
@@ -194,7 +194,7 @@ class Metrics:
         self._phase_seconds.labels("train").observe(event.seconds)
 
     def _round_committed(self, event: RoundCommitted) -> None:
-        self._base_is(event.round + 1, event)
+        self._base_is(event)
         self._rounds.inc()
         self._committed_at.set(self._wall_time())
         self._loss.set(event.loss)
@@ -205,8 +205,8 @@ class Metrics:
         for phase, seconds in event.seconds.items():
             self._phase_seconds.labels(phase).observe(seconds)
 
-    def _base_is(self, next_round: int, event: RoundCommitted | BaseRestored) -> None:
-        self._round.set(next_round)
+    def _base_is(self, event: RoundCommitted | BaseRestored) -> None:
+        self._round.set(max(0, event.round))
         self._step.set(event.campaign_step)
         self._planned_steps.set(event.total_steps)
         self._campaign_tokens.set(event.total_tokens)

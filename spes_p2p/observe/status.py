@@ -58,7 +58,7 @@ class PeerStatus:
     phase: Word = "joining"
     """See events.PhaseEntered."""
     round: Count = 0
-    """The round that this peer works towards: as many are in its base."""
+    """The last round that is in its base. Round 0 only assembles the swarm, so this counts the rounds that moved weights."""
     campaign_step: Count = 0
     total_steps: Count = 0
     total_tokens: Count = 0
@@ -144,7 +144,7 @@ class StatusBoard:
             case PhaseEntered():
                 self._set(phase=event.name)
             case BaseRestored():
-                self._base_is(event.round, event)
+                self._base_is(event)
             case TrainingProgress():
                 self._set(
                     round=event.round,
@@ -169,7 +169,7 @@ class StatusBoard:
 
     def _round_committed(self, event: RoundCommitted) -> None:
         self._commits.append((event.round, self._clock()))
-        self._base_is(event.round + 1, event)
+        self._base_is(event)
         trained = {"train": self._train_seconds} if self._train_seconds else {}
         self._set(
             members=event.members,
@@ -187,10 +187,10 @@ class StatusBoard:
         )
         self._train_seconds = 0.0
 
-    def _base_is(self, next_round: int, event: RoundCommitted | BaseRestored) -> None:
+    def _base_is(self, event: RoundCommitted | BaseRestored) -> None:
         peer_id = self._status.peer_id
         self._set(
-            round=next_round,
+            round=max(0, event.round),
             campaign_step=event.campaign_step,
             total_steps=event.total_steps,
             total_tokens=event.total_tokens,
@@ -209,7 +209,7 @@ class StatusBoard:
             seconds_a_round.append((committed_at - time_before) / max(1, committed_round - round_before))
             round_before, time_before = committed_round, committed_at
         pace = statistics.median(seconds_a_round)
-        rounds_left = max(0, self._status.total_rounds - round_before - 1)
+        rounds_left = max(0, self._status.total_rounds - round_before)
         under_way = min(self._clock() - time_before, pace) if rounds_left else 0.0
         return rounds_left * pace - under_way
 
