@@ -110,7 +110,7 @@ def keep_campaign(files: CampaignFiles, genesis: Head, run_dir: Path) -> None:
                 f"({theirs.hash[:12]}); give another --run-dir"
             )
         if known[1].id != genesis.id:
-            raise UserError(f"{run_dir}: belongs to another start of campaign {files.campaign.config.name}; give another --run-dir")
+            raise UserError(f"{run_dir}: belongs to another start of {files.campaign.config.name}; give another --run-dir")
         return
     for name, content in (
         (TOKENIZER_FILE, files.tokenizer),
@@ -154,7 +154,8 @@ async def _agreed_record(board: Switchboard, peers: Sequence[str]) -> tuple[Camp
         except (PeerUnreachable, Refused, WireError) as error:
             problems.append(f"{peer}: {error}")
     if len(found) > 1:
-        raise UserError(f"the addresses lead to different campaigns ({', '.join(p for _, p in found.values())}); give one campaign's")
+        named = ", ".join(peer for _, peer in found.values())
+        raise UserError(f"the addresses lead to different campaigns ({named}); give those of one campaign")
     if not found:
         raise UserError(f"no campaign at the address ({'; '.join(problems)}); check it with who runs the campaign")
     return next(iter(found.values()))

@@ -138,7 +138,8 @@ def swarm(
         print((run_dir / "summary.json").read_text(), end="")
     else:
         equal = "equal on all peers" if summary.digests_equal else "NOT EQUAL"
-        print(f"{summary.rounds} rounds, {summary.tokens} tokens in {summary.seconds:.0f} s; digests {equal}; {run_dir}/summary.json")
+        done = f"{summary.rounds} rounds, {summary.tokens} tokens in {summary.seconds:.0f} s"
+        print(f"{done}; digests {equal}; {run_dir}/summary.json")
         for name in summary.failed_peers:
             print(f"{name} failed: see {run_dir / name / 'log.txt'}")
     raise typer.Exit(0 if is_good(summary) else 1)
@@ -180,15 +181,17 @@ def tokenize(
 ) -> None:
     """Turn text into token files and a manifest."""
     from spes_p2p.data import tokenizing
+    from spes_p2p.data.manifest import MANIFEST_NAME
 
     if shard_tokens is not None and shard_tokens < 1:
         raise UserError(f"--shard-tokens {shard_tokens}: a file holds at least one token; give a positive number")
     with _ProgressBar("tokenizing") as update:
         manifest = tokenizing.tokenize(
             inputs, tokenizer, output, eos_token=eos_token, text_field=text_field, prefix=prefix, overwrite=overwrite,
-            shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS, on_progress=lambda p: update(p.bytes_done, p.bytes_total),
+            shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS,
+            on_progress=lambda p: update(p.bytes_done, p.bytes_total),
         )
-    print(f"{manifest.tokens} tokens in {len(manifest.files)} files: {output / f'{prefix}{tokenizing.MANIFEST_NAME}'}")
+    print(f"{manifest.tokens} tokens in {len(manifest.files)} files: {output / f'{prefix}{MANIFEST_NAME}'}")
 
 
 @app.command()
@@ -261,7 +264,8 @@ class _ProgressBar:
     """A progress bar for a person, nothing otherwise; gives `update(done, total)`."""
 
     def __init__(self, what: str):
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn())
+        percent = TextColumn("{task.percentage:>3.0f} %")
+        columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeRemainingColumn())
         console = Console(stderr=True)
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._progress.add_task(what, total=None)

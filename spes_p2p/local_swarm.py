@@ -53,7 +53,7 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
         raise UserError(f"--peers {peers}: a swarm needs at least one trainer")
     needed = read_campaign(config_path).campaign.config.sync.min_peers
     if peers < needed:
-        raise UserError(f"--peers {peers}: the campaign starts with sync.min_peers = {needed} trainers; give at least that many")
+        raise UserError(f"--peers {peers}: the campaign starts with sync.min_peers = {needed} trainers; give at least {needed}")
     run_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}

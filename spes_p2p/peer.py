@@ -404,8 +404,9 @@ class Peer:
         self._observer.tell(PhaseEntered(phase))
 
     def _log_download(self, done: int, total: int) -> None:
-        if done == total or done % max(1, total // 10) == 0:
-            logger.info("base: %d of %d requests served", done, total)
+        tenth = max(1, total // 10)
+        if done % tenth == 0 and total > 10:
+            logger.info("downloading the base: %d %%", 100 * done // total)
 
     # Leaving -----------------------------------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ def load_run_dir_base(run_dir: Path) -> tuple[CampaignFiles, Base]:
     """The campaign and the last committed base of a run-dir. Raises UserError when there is none or it is damaged."""
     known = read_run_dir(run_dir)
     if known is None:
-        raise UserError(f"{run_dir}: not a peer's run-dir (it holds no campaign); give the --run-dir that a peer was started with")
+        raise UserError(f"{run_dir}: not a peer's run-dir (it holds no campaign); give the --run-dir of a peer")
     size = layout_of(known[0].campaign.config.model).size
     base = load_base(DirectoryStore(run_dir), size, str(run_dir))
     if base is None:

@@ -1,9 +1,9 @@
 """What a peer needs of the world: transport, registry, identity, store, clock.
 
-Each has a real form (libp2p, the Hivemind DHT, an RSA key, a directory) and an in-memory form (`swarm/memory.py`) with delays and
-faults. The peer's code sees only these protocols, so the simulator runs the very same code.
-Time inside a peer is the running event loop's time (`loop.time()`, `asyncio.sleep`, `asyncio.timeout`): the simulator gives a loop
-whose time is virtual. Wall-clock time (for records that others read) comes from `World.wall_time`.
+Each has a real form (libp2p, the Hivemind DHT, an RSA key, a directory) and an in-memory form (`swarm/memory.py`) with delays
+and faults. The peer's code sees only these protocols, so the simulator runs the very same code.
+Time inside a peer is the running event loop's time (`loop.time()`, `asyncio.sleep`, `asyncio.wait_for`): the simulator gives a
+loop whose time is virtual. Wall-clock time (for records that others read) comes from `World.wall_time`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Channel(Protocol):
         """Send one frame; waits while the other end is slow. Raises PeerUnreachable when the stream is gone."""
 
     async def receive(self) -> bytes | None:
-        """The next frame; None after the other end called `finish`. Raises PeerUnreachable when the stream broke before that."""
+        """The next frame; None after the other end called `finish`. Raises PeerUnreachable when the stream broke."""
 
     async def finish(self) -> None:
         """Say that no more frames will come from this end; the other direction stays open."""

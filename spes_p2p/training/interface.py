@@ -34,7 +34,7 @@ class PhaseReport:
     steps: int
     tokens: int
     routed: tuple[int, ...]
-    """For each of the E experts: tokens routed to it by this peer's routers, summed over layers; 0 for experts it does not own."""
+    """For each of the E experts: tokens that this peer's routers sent there, summed over layers; 0 where it is no owner."""
     loss: float
     """Mean cross-entropy per token (nats), without auxiliary losses; NaN when no step was done."""
     aux_loss: float
@@ -60,13 +60,13 @@ class Trainer(Protocol):
         """Set all local weights to the base (flat float32 `[layout.size]`)."""
 
     def assign(self, owned: tuple[int, ...], base: np.ndarray) -> None:
-        """Train these experts from now on. A new one starts from its exact base rows with fresh moments; a lost one keeps neither."""
+        """Train these experts from now on. A new one starts from its exact base rows, with fresh moments."""
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Do the phase's steps; between two steps ask `should_stop`. `on_step(steps_done, tokens_per_second)` follows each step."""
+        """Do the phase's steps. `should_stop` is asked between two; `on_step(steps_done, tokens_per_second)` follows each."""
 
     def read(self, group: Group) -> np.ndarray:
-        """A float32 copy `[group.size]` of the local weights of a group that is trained here (shared, router, owned experts)."""
+        """A float32 copy `[group.size]` of the local weights of a group that is trained here."""
 
     def add(self, group: Group, delta: np.ndarray) -> None:
         """local += delta (float32 `[group.size]`) on a group that is trained here."""

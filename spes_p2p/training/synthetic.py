@@ -49,7 +49,8 @@ class SyntheticTrainer:
             steps += 1
             on_step(step + 1, self._tokens_per_step / self._seconds_per_step)
         tokens = steps * self._tokens_per_step
-        routed = [tokens // self.layout.num_experts + 1 if steps and e in self.owned else 0 for e in range(self.layout.num_experts)]
+        experts = self.layout.num_experts
+        routed = [tokens // experts + 1 if steps and expert in self.owned else 0 for expert in range(experts)]
         trained, untrained = _split(phase.slices, steps * sum(map(len, phase.slices)) // max(1, phase.steps))
         self.trained_samples += trained
         return PhaseReport(
