@@ -11,15 +11,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import uvloop
 from hivemind.dht.routing import get_dht_time
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.swarm import die_with_parent
 from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Channel
 from spes_p2p.swarm.libp2p import PROTOCOL_PREFIX, Libp2p, start_libp2p
 
@@ -27,6 +29,11 @@ pytestmark = pytest.mark.network
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 PEER_PROGRAM = Path(__file__).with_name("libp2p_peer.py")
 MEGABYTE = 2**20
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    return uvloop.run(asyncio.wait_for(main, 30))
 
 
 class Swarm:
@@ -111,7 +118,7 @@ def test_channels_between_peers_that_know_only_each_others_addresses(tmp_path: P
             with pytest.raises(ValueError, match="itself"):
                 await a.transport.open(a.transport.peer_id, "echo")
 
-    uvloop.run(main())
+    run(main())
 
 
 def test_handlers_refuse_fail_and_answer_early_without_harm_to_others(tmp_path: Path):
@@ -150,7 +157,7 @@ def test_handlers_refuse_fail_and_answer_early_without_harm_to_others(tmp_path: 
             assert await early.receive() is None
             early.abort()
 
-    uvloop.run(main())
+    run(main())
 
 
 def test_a_frame_longer_than_allowed_is_refused_before_it_is_read(tmp_path: Path):
@@ -173,7 +180,7 @@ def test_a_frame_longer_than_allowed_is_refused_before_it_is_read(tmp_path: Path
             writer.close()
         assert "does not keep to the protocol" in str(outcome[-1])
 
-    uvloop.run(main())
+    run(main())
 
 
 def test_a_sender_waits_for_a_reader_that_does_not_read(tmp_path: Path):
@@ -202,7 +209,7 @@ def test_a_sender_waits_for_a_reader_that_does_not_read(tmp_path: Path):
             await flooding
             channel.abort()
 
-    uvloop.run(main())
+    run(main())
 
 
 def test_a_receive_that_timed_out_loses_nothing(tmp_path: Path):
@@ -228,7 +235,7 @@ def test_a_receive_that_timed_out_loses_nothing(tmp_path: Path):
             assert received == [b"abcd"]
             writer.close()
 
-    uvloop.run(main())
+    run(main())
 
 
 def test_the_registry_keeps_the_last_put_of_each_peer_until_it_expires(tmp_path: Path):
@@ -248,7 +255,7 @@ def test_the_registry_keeps_the_last_put_of_each_peer_until_it_expires(tmp_path:
             with pytest.raises(ValueError, match="at most"):
                 await a.registry.put("peers", bytes(MAX_RECORD_BYTES + 1), ttl_s=30)
 
-    uvloop.run(main())
+    run(main())
 
 
 def test_a_restarted_peer_can_replace_the_longer_lived_record_of_its_former_life(tmp_path: Path):
@@ -262,7 +269,7 @@ def test_a_restarted_peer_can_replace_the_longer_lived_record_of_its_former_life
             await latter.registry.put("peers", b"latter", ttl_s=30)
             assert await a.registry.get("peers") == {latter.identity.peer_id: b"latter"}
 
-    uvloop.run(main())
+    run(main())
 
 
 def test_nobody_can_write_under_the_id_of_another_peer(tmp_path: Path):
@@ -277,7 +284,7 @@ def test_nobody_can_write_under_the_id_of_another_peer(tmp_path: Path):
             assert not await b.registry.node.store("peers", **forged)
             assert await a.registry.get("peers") == {a.identity.peer_id: b"mine"}
 
-    uvloop.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
@@ -294,7 +301,7 @@ def test_nobody_can_write_under_the_id_of_another_peer(tmp_path: Path):
 )
 def test_a_wrong_address_is_named_with_a_right_one(tmp_path: Path, options: dict[str, list[str]], says: str):
     with pytest.raises(UserError, match=says) as error:
-        uvloop.run(start_libp2p(tmp_path / "identity", **{"listen": LOOPBACK, **options}))
+        run(start_libp2p(tmp_path / "identity", **{"listen": LOOPBACK, **options}))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "identity").exists()
 
@@ -305,7 +312,7 @@ def test_a_port_in_use_is_named(tmp_path: Path):
         busy.listen()
         port = busy.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} "):
-            uvloop.run(start_libp2p(tmp_path / "identity", [f"/ip4/127.0.0.1/tcp/{port}"]))
+            run(start_libp2p(tmp_path / "identity", [f"/ip4/127.0.0.1/tcp/{port}"]))
 
 
 def test_unreachable_initial_peers_and_identities_in_use_are_said(tmp_path: Path):
@@ -322,7 +329,7 @@ def test_unreachable_initial_peers_and_identities_in_use_are_said(tmp_path: Path
                 await swarm.start("c", b.transport.addresses)
             await swarm.start("c", [*b.transport.addresses, *a.transport.addresses])
 
-    uvloop.run(main())
+    run(main())
     assert not sockets_of(os.getpid())
 
 
@@ -341,6 +348,23 @@ def peer_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+def test_a_program_that_shall_die_with_its_parent_does():
+    """p2pd itself often ends when its standard output breaks; this program does not care about anything."""
+    start = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", start, str(die_with_parent.__file__)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        with open_pid(child) as ended:
+            parent.kill()
+            assert select.select([ended], [], [], 5.0)[0]
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_no_daemon_outlives_its_peer(peer_process: subprocess.Popen[str], tmp_path: Path, how: signal.Signals):
     daemon, _ = started(peer_process)
@@ -348,12 +372,13 @@ def test_no_daemon_outlives_its_peer(peer_process: subprocess.Popen[str], tmp_pa
         peer_process.send_signal(how)
         assert select.select([ended], [], [], 5.0)[0]
     peer_process.wait()
-    uvloop.run(start_and_close(tmp_path / "next"))
+    run(start_and_close(tmp_path / "next"))
     assert not sockets_of(peer_process.pid)
 
 
 def test_a_peer_interrupted_at_its_terminal_can_still_say_goodbye(peer_process: subprocess.Popen[str]):
     daemon, _ = started(peer_process)
+    assert os.getsid(daemon) == daemon
     with open_pid(daemon) as ended:
         os.killpg(peer_process.pid, signal.SIGINT)
         assert peer_process.stdout is not None
@@ -387,7 +412,7 @@ def test_a_killed_peer_is_noticed_at_once_and_found_again_when_it_is_back(
             await back.transport.serve("echo", echo)
             assert await ask(a, introduce(a, back), b"hello again") == b"hello again"
 
-    uvloop.run(main())
+    run(main())
 
 
 async def start_and_close(identity_file: Path) -> None:

@@ -180,8 +180,7 @@ def test_killing_a_peer_stops_its_tasks_where_they_are_and_breaks_its_channels()
     async def peer(network: MemoryNetwork) -> None:
         world = in_memory_world(network, "b", store=store)
         await world.transport.serve("talk", handle)
-        child = asyncio.create_task(tick(world))
-        await child
+        await asyncio.gather(tick(world), asyncio.Event().wait())
 
     async def handle(channel: Channel) -> None:
         await channel.receive()
@@ -217,6 +216,8 @@ def test_killing_a_peer_stops_its_tasks_where_they_are_and_breaks_its_channels()
         assert task.cancelled()
         assert not network.is_alive("b")
         assert len(asyncio.all_tasks()) == 1
+        with pytest.raises(asyncio.CancelledError):
+            store.write("tick", [b"from beyond"])
         assert bytes(store.reopen().read("tick") or b"") == b"2.0"
 
     run_virtual(main())

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from spes_p2p.observe.events import (
+    BEFORE_TRAINING,
     BaseRestored,
     DigestMismatch,
     Evaluated,
@@ -17,18 +18,27 @@ from spes_p2p.observe.events import (
     WorkDropped,
 )
 from spes_p2p.observe.status import StatusBoard, sync_seconds
-from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_loss, human_rate, human_seconds, time_left
+from spes_p2p.observe.units import (
+    human_bytes,
+    human_count,
+    human_indices,
+    human_loss,
+    human_rate,
+    human_seconds,
+    short_peer,
+    time_left,
+)
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 60.0
 """In a phase longer than this, a line says how far it is."""
 
-_SOURCES = {"created": "made base 0", "disk": "loaded the base from the run-dir", "download": "downloaded the base"}
+_SOURCES = {"created": "made base {}", "disk": "loaded base {} from the run-dir", "download": "downloaded base {}"}
 
 
 class RoundLog:
-    """Observer that logs one line a round. Rounds are counted from 1 for people: 'round 12/60' is the twelfth."""
+    """Observer that logs one line a round. Round 0 assembles the swarm; rounds 1 to 60 of 60 move weights."""
 
     def __init__(self, board: StatusBoard, clock: Callable[[], float]):
         """`board` must hear of an event before this does; `clock` gives seconds that never go back."""
@@ -48,17 +58,17 @@ class RoundLog:
     def _line(self, event: Event) -> str | None:
         match event:
             case BaseRestored():
-                what = _SOURCES.get(event.source, "loaded a base")
-                return f"{what} (digest {event.base_digest[:12]}); next: {self._nth(event.round + 1)}"
+                return self._restored(event)
             case TrainingProgress():
                 speed = human_rate(event.tokens_per_second)
                 return f"{self._nth(event.round)} · training, step {event.steps_done}/{event.steps_planned} · {speed}"
             case PhaseTrained() if event.skipped_steps:
                 return f"{self._nth(event.round)}: {event.skipped_steps} steps left out, their loss or gradient was not finite"
             case RoundCommitted():
-                return self._round(event)
+                return self._round(event) if event.round > 0 else self._assembled(event)
             case Evaluated():
-                return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}"
+                when = "" if event.round > 0 else " before training"
+                return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"
             case RoundFailed():
                 why = f"{event.reason}: {event.detail}" if event.detail else event.reason
                 return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
@@ -68,6 +78,28 @@ class RoundLog:
                 theirs = f"agreed {event.agreed[:12]}, mine {event.mine[:12]}"
                 return f"{self._nth(event.round)}: my base differs from the agreed one ({theirs}); downloading it again"
         return None
+
+    def _restored(self, event: BaseRestored) -> str:
+        what = _SOURCES.get(event.source, "loaded base {}").format(max(0, event.round))
+        if event.round == BEFORE_TRAINING:
+            upcoming = "next: the swarm assembles"
+        elif event.round < self._board.status.total_rounds:
+            upcoming = f"next: {self._nth(event.round + 1)}"
+        else:
+            upcoming = "the campaign is done"
+        return f"{what} (digest {event.base_digest[:12]}); {upcoming}"
+
+    def _assembled(self, event: RoundCommitted) -> str:
+        status = self._board.status
+        others = [peer for peer in event.members if peer != status.peer_id]
+        owned = [(peer, [expert for expert, owners in enumerate(event.owners) if peer in owners]) for peer in others]
+        parts = [
+            self._nth(event.round),
+            f"swarm assembled: {len(event.members)} trainers",
+            f"I train experts {human_indices(status.owned)}",
+            ", ".join(f"{short_peer(peer)} {human_indices(experts)}" for peer, experts in owned),
+        ]
+        return " · ".join(part for part in parts if part)
 
     def _round(self, event: RoundCommitted) -> str:
         status = self._board.status

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 BEFORE_TRAINING = -1
-"""The round that base 0 comes from."""
+"""`round` of base 0. Round 0 assembles the swarm and leaves base 0 as it is; rounds 1 to total_rounds move weights."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class TrainingProgress:
     """After a local step."""
 
     round: int
+    """The round that it works towards, from 1."""
     steps_done: int
     steps_planned: int
     tokens_per_second: float
@@ -50,6 +51,7 @@ class PhaseTrained:
     """The local steps between two rounds are done."""
 
     round: int
+    """The round that they work towards, from 1."""
     steps: int
     tokens: int
     loss: float
@@ -63,6 +65,7 @@ class RoundCommitted:
     """A new base is in place."""
 
     round: int
+    """0 for the round that assembled the swarm: it gives duties and moves no weights."""
     campaign_step: int
     total_steps: int
     tokens: int
@@ -90,6 +93,7 @@ class RoundFailed:
     """An attempt that did not commit. Nothing was applied."""
 
     round: int
+    """The round that was attempted."""
     attempt: int
     reason: str
     """A short word for the metric: coordinator_lost, quorum_lost, refused, malformed, exchange, timeout."""
@@ -101,6 +105,7 @@ class WorkDropped:
     """Pending work that was given up, in tokens."""
 
     round: int
+    """The last round in this peer's base."""
     tokens: int
     reason: str
 
@@ -110,6 +115,7 @@ class DigestMismatch:
     """My base differs from what the members agreed on; it is downloaded again."""
 
     round: int
+    """The last round in the base."""
     mine: str
     agreed: str
 
@@ -119,7 +125,7 @@ class Evaluated:
     """Held-out loss of the base after a round."""
 
     round: int
-    """BEFORE_TRAINING for base 0."""
+    """The last round in that base; up to 0, nothing was trained yet."""
     validation_loss: float
 
 
@@ -139,6 +145,11 @@ class BytesMoved:
     """push, pull, download, control."""
     sent: int
     received: int
+
+
+def sync_phases(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Of a round's seconds by phase, those without training (PhaseTrained tells that)."""
+    return {phase: spent for phase, spent in seconds.items() if phase != "train"}
 
 
 Event = (

@@ -38,6 +38,7 @@ from spes_p2p.observe.events import (
     RoundFailed,
     TrainingProgress,
     WorkDropped,
+    sync_phases,
 )
 
 BYTE_KINDS = ("push", "pull", "download", "control")
@@ -90,7 +91,7 @@ class Metrics:
 
     def _make_campaign_metrics(self) -> None:
         make = self._make
-        self._round = make(Gauge, "spes_round", "Round that this peer works towards, from 0: as many rounds are committed.")
+        self._round = make(Gauge, "spes_round", "Last round in the base; round 0 only assembles the swarm.")
         self._step = make(Gauge, "spes_campaign_step", "Campaign steps that the base contains.")
         self._planned_steps = make(Gauge, "spes_campaign_planned_steps", "Campaign steps until the end of the campaign.")
         self._campaign_tokens = make(Gauge, "spes_campaign_tokens", "Tokens in the base: trained by anybody and committed.")
@@ -117,7 +118,7 @@ class Metrics:
         )
         self._speed = make(Gauge, "spes_tokens_per_second", "Training speed of this peer at its last local step.")
         self._aux_loss = make(Gauge, "spes_auxiliary_loss", "Auxiliary losses of this peer in its last phase.")
-        self._rounds = make(Counter, "spes_rounds_total", "Rounds committed while this peer ran.")
+        self._rounds = make(Counter, "spes_rounds_total", "Rounds committed while this peer ran, round 0 included.")
         self._bytes = make(
             Counter,
             "spes_bytes_total",
@@ -202,7 +203,7 @@ class Metrics:
         self._merge_alpha.set(event.merge_alpha)
         self._members.set(len(event.members))
         self._dropped_parts.inc(event.dropped_parts)
-        for phase, seconds in event.seconds.items():
+        for phase, seconds in sync_phases(event.seconds).items():
             self._phase_seconds.labels(phase).observe(seconds)
 
     def _base_is(self, event: RoundCommitted | BaseRestored) -> None:

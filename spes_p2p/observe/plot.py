@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from spes_p2p.errors import UserError
-from spes_p2p.observe.events import BEFORE_TRAINING, Evaluated, PhaseTrained, RoundCommitted
+from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Evaluated, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import Entry
 from spes_p2p.observe.units import human_count, human_loss
 
@@ -30,34 +30,39 @@ class Curves:
     """What the plot shows."""
 
     training: Points
-    """All members' loss, a point a round."""
+    """All members' loss, a point a round in which somebody trained."""
     held_out: Points
     by_peer: Mapping[str, Points]
     """Each peer's own training loss."""
     merges: Sequence[int]
     """Tokens at the rounds after which experts were merged."""
+    rounds: int
+    """The last committed round."""
 
 
 def collect_curves(histories: Mapping[str, Sequence[Entry]]) -> Curves:
     """Join the histories by round; what several peers noted of one round is the same. Keys of `histories` name the peers.
 
-    Raises UserError when no round was committed.
+    Raises UserError when no round with training was committed.
     """
     events = {peer: [entry.event for entry in history] for peer, history in histories.items()}
     everything = list(itertools.chain.from_iterable(events.values()))
     commits = {event.round: event for event in everything if isinstance(event, RoundCommitted)}
-    if not commits:
-        raise UserError("no loss to plot: the history holds no committed round; train for at least one round")
+    if not any(math.isfinite(commit.loss) for commit in commits.values()):
+        raise UserError("no loss to plot: the history holds no round with training; train for at least one round")
+    bases = (event for event in everything if isinstance(event, (BaseRestored, RoundCommitted)))
+    tokens = {BEFORE_TRAINING: 0, **{event.round: event.total_tokens for event in bases}}
     held_out = {event.round: event.validation_loss for event in everything if isinstance(event, Evaluated)}
     by_peer = {
         peer: {event.round: event.loss for event in of_peer if isinstance(event, PhaseTrained)}
         for peer, of_peer in events.items()
     }
     return Curves(
-        training=_by_tokens({number: commit.loss for number, commit in commits.items()}, commits),
-        held_out=_by_tokens(held_out, commits),
-        by_peer={peer: _by_tokens(losses, commits) for peer, losses in by_peer.items()},
+        training=_by_tokens({number: commit.loss for number, commit in commits.items()}, tokens),
+        held_out=_by_tokens(held_out, tokens),
+        by_peer={peer: _by_tokens(losses, tokens) for peer, losses in by_peer.items()},
         merges=sorted(commit.total_tokens for commit in commits.values() if commit.merge_alpha > 0),
+        rounds=max(commits),
     )
 
 
@@ -86,13 +91,14 @@ def _draw(axes: Axes, points: Points, color: str, name: str, marker: str) -> Non
 
 
 def _finish(axes: Axes, curves: Curves, title: str) -> None:
-    if any(curves.by_peer.values()):
-        axes.plot([], [], color=PEER, linewidth=0.8, label=f"each of {len(curves.by_peer)} peers")
+    trained = sum(map(bool, curves.by_peer.values()))
+    if trained > 1:
+        axes.plot([], [], color=PEER, linewidth=0.8, label=f"each of {trained} peers")
     if curves.merges:
         axes.plot(curves.merges, [0.015] * len(curves.merges), "|", color=MERGE, markersize=9, label="experts merged",
                   transform=axes.get_xaxis_transform())
     axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_title(f"{len(curves.training)} rounds, {human_count(curves.training[-1][0])} tokens", loc="right", color="#666666")
+    axes.set_title(f"{curves.rounds} rounds, {human_count(curves.training[-1][0])} tokens", loc="right", color="#666666")
     axes.set_xlabel("tokens trained by all peers")
     axes.set_ylabel("loss (nats a token)")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -102,8 +108,7 @@ def _finish(axes: Axes, curves: Curves, title: str) -> None:
     axes.legend(frameon=False, loc="upper right")
 
 
-def _by_tokens(loss_by_round: Mapping[int, float], commits: Mapping[int, RoundCommitted]) -> Points:
-    tokens = {BEFORE_TRAINING: 0, **{number: commit.total_tokens for number, commit in commits.items()}}
+def _by_tokens(loss_by_round: Mapping[int, float], tokens: Mapping[int, int]) -> Points:
     known = ((tokens[number], loss) for number, loss in loss_by_round.items() if number in tokens)
     return sorted(point for point in known if math.isfinite(point[1]))
 

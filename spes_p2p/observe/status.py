@@ -25,6 +25,7 @@ from spes_p2p.observe.events import (
     RoundCommitted,
     RoundFailed,
     TrainingProgress,
+    sync_phases,
 )
 from spes_p2p.observe.plain import plain
 
@@ -54,11 +55,12 @@ class PeerStatus:
     campaign: Word
     campaign_hash: Word
     total_rounds: Count
+    """Rounds of the campaign that move weights: 1 to total_rounds."""
     protocol: Count = PROTOCOL_VERSION
     phase: Word = "joining"
     """See events.PhaseEntered."""
     round: Count = 0
-    """The last round that is in its base. Round 0 only assembles the swarm, so this counts the rounds that moved weights."""
+    """The last round in its base, 0 also before any. Round 0 only assembles the swarm: so many rounds have moved weights."""
     campaign_step: Count = 0
     total_steps: Count = 0
     total_tokens: Count = 0
@@ -144,10 +146,9 @@ class StatusBoard:
             case PhaseEntered():
                 self._set(phase=event.name)
             case BaseRestored():
-                self._base_is(event)
+                self._base_restored(event)
             case TrainingProgress():
                 self._set(
-                    round=event.round,
                     steps_done=event.steps_done,
                     steps_planned=event.steps_planned,
                     tokens_per_second=event.tokens_per_second,
@@ -167,6 +168,14 @@ class StatusBoard:
             case PeersSeen():
                 self._set(trainers_alive=event.trainers, helpers_alive=event.helpers)
 
+    def _base_restored(self, event: BaseRestored) -> None:
+        """This peer took no part in the last round of such a base, unless it is a repair of the base that it had."""
+        if event.round != self._status.round:
+            self._set(
+                members=(), loss=math.nan, round_tokens=0, round_sent_bytes=0, round_received_bytes=0, round_seconds={}
+            )
+        self._base_is(event)
+
     def _round_committed(self, event: RoundCommitted) -> None:
         self._commits.append((event.round, self._clock()))
         self._base_is(event)
@@ -179,7 +188,7 @@ class StatusBoard:
             round_tokens=event.tokens,
             round_sent_bytes=event.sent_bytes,
             round_received_bytes=event.received_bytes,
-            round_seconds={**trained, **event.seconds},
+            round_seconds={**trained, **sync_phases(event.seconds)},
             sent_bytes=self._status.sent_bytes + event.sent_bytes,
             received_bytes=self._status.received_bytes + event.received_bytes,
             steps_done=0,
@@ -225,7 +234,9 @@ class SwarmStatus:
     campaign_hash: str
     protocol: int
     round: int
+    """The last committed round; round 0 only assembles the swarm."""
     total_rounds: int
+    """Rounds of the campaign that move weights; it is done when `round` is this."""
     campaign_step: int
     total_steps: int
     total_tokens: int
@@ -247,11 +258,21 @@ class SwarmStatus:
     """Of the last round by phase: the slowest leading peer's."""
     owners: tuple[tuple[str, ...], ...]
     ownerless: tuple[int, ...]
-    """Experts that nobody trains."""
+    """Experts that nobody trains, once the swarm is assembled."""
     failures: Mapping[str, int]
     """The most that any peer counted, by reason (one failed attempt is seen by all of its members)."""
     peers: tuple[PeerStatus, ...]
     """Trainers first, then by id."""
+
+    @property
+    def assembled(self) -> bool:
+        """Has round 0 given out the experts?"""
+        return any(self.owners)
+
+    @property
+    def done(self) -> bool:
+        """Is the campaign's last round committed?"""
+        return self.assembled and self.round >= self.total_rounds
 
 
 def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
@@ -285,7 +306,7 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         round_received_bytes=sum(status.round_received_bytes for status in leading),
         round_seconds=_largest([status.round_seconds for status in leading]),
         owners=best.owners,
-        ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners),
+        ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners) if any(best.owners) else (),
         failures={reason: int(count) for reason, count in _largest([status.failures for status in peers]).items()},
         peers=peers,
     )
@@ -299,7 +320,7 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
 
 def sync_seconds(round_seconds: Mapping[str, float]) -> float:
     """Seconds of a round without its training, from seconds by phase."""
-    return sum(seconds for phase, seconds in round_seconds.items() if phase != "train")
+    return sum(sync_phases(round_seconds).values())
 
 
 def _first_known(peers: Sequence[PeerStatus], name: str) -> float:

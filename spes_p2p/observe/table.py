@@ -35,7 +35,7 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
     if not statuses:
         return Group(Text("no peer has answered yet", "dim"), *_warnings(notes))
     swarm = gather(statuses)
-    last_round = [_last_round(swarm)] if swarm.round_seconds else []
+    last_round = [_last_round(swarm)] if swarm.round > 0 and swarm.round_seconds else []
     return Group(
         _headline(swarm),
         _progress(swarm),
@@ -50,17 +50,30 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
 def round_line(statuses: Sequence[PeerStatus]) -> str:
     """The same in one plain line; `statuses` must not be empty."""
     swarm = gather(statuses)
-    trainers = sum(status.role == "trainer" for status in swarm.peers)
-    left = [time_left(swarm.seconds_left)] if swarm.round < swarm.total_rounds else []
-    parts = [
-        f"round {swarm.round}/{swarm.total_rounds}",
+    parts = _assembled(swarm) if swarm.round == 0 else _trained(swarm)
+    return " · ".join(part for part in (f"round {swarm.round}/{swarm.total_rounds}", *parts, *_troubles(swarm)) if part)
+
+
+def _assembled(swarm: SwarmStatus) -> list[str]:
+    if not swarm.assembled:
+        return [f"the swarm assembles: {_trainers(swarm)} so far"]
+    return [f"swarm assembled: {_trainers(swarm)}", f"{len(swarm.owners)} experts a layer"]
+
+
+def _trained(swarm: SwarmStatus) -> list[str]:
+    return [
         f"loss {human_loss(swarm.loss)}",
         f"held-out {human_loss(swarm.validation_loss)}",
         human_rate(swarm.tokens_per_second),
-        f"{trainers} trainers",
+        _trainers(swarm),
         f"{human_bytes(swarm.round_sent_bytes)} up in {human_seconds(sync_seconds(swarm.round_seconds))}",
+        "done" if swarm.done else time_left(swarm.seconds_left),
     ]
-    return " · ".join(part for part in (*parts, *left, *_troubles(swarm)) if part)
+
+
+def _trainers(swarm: SwarmStatus) -> str:
+    count = sum(status.role == "trainer" for status in swarm.peers)
+    return "1 trainer" if count == 1 else f"{count} trainers"
 
 
 class SwarmView:
@@ -70,7 +83,7 @@ class SwarmView:
         """On a terminal a live table; otherwise one plain line whenever a round was committed."""
         self._console = console or Console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._printed_round = 0
+        self._printed_round = -1
         self._printed_notes: set[str] = set()
 
     def __enter__(self) -> SwarmView:
@@ -94,7 +107,8 @@ class SwarmView:
             if note not in self._printed_notes:
                 self._printed_notes.add(note)
                 self._console.out(note, highlight=False)
-        committed = max((status.round for status in statuses), default=0)
+        # A peer that only holds a base names no members: it cannot tell of the round.
+        committed = max((status.round for status in statuses if status.members), default=-1)
         if committed > self._printed_round:
             self._printed_round = committed
             self._console.out(round_line(statuses), highlight=False)
@@ -110,7 +124,7 @@ def _headline(swarm: SwarmStatus) -> Text:
     line.append(f" {swarm.campaign_hash[:8]}   ", "dim")
     line.append(f"round {swarm.round}/{swarm.total_rounds}", "bold")
     line.append(f"   step {swarm.campaign_step}/{swarm.total_steps}   {human_count(swarm.total_tokens)} tokens   ")
-    line.append("done" if swarm.round >= swarm.total_rounds else time_left(swarm.seconds_left), "bold")
+    line.append("done" if swarm.done else time_left(swarm.seconds_left) if swarm.assembled else "assembling", "bold")
     return line
 
 
@@ -164,7 +178,7 @@ def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:
     now = f"{status.phase} {status.steps_done}/{status.steps_planned}" if status.phase == "training" else status.phase
     return (
         Text(short_peer(status.peer_id), "" if trains else "dim"),
-        Text(str(status.round)),
+        Text(str(status.round) if status.base_digest else UNKNOWN),
         Text(now if trains else status.role, _PHASE_STYLES.get(status.phase, "") if trains else "dim"),
         Text(human_loss(status.local_loss)),
         Text(human_count(status.tokens_per_second) if trains else UNKNOWN),

@@ -1,0 +1,83 @@
+"""8- and 4-bit codecs: each block of an update has one float32 scale, its values are whole multiples of it.
+
+Decoding is one multiplication an element, so it gives the same bits on every machine. Rounding is to nearest; what it drops
+stays with the sender (error feedback). Ratio to float32: (bits / 8 + 4 / BLOCK) / 4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 128
+"""Elements that share a scale."""
+
+
+class Blockwise:
+    """Symmetric quantisation of float32 vectors to `bits` bits: codes of all blocks first, then their scales."""
+
+    def __init__(self, name: str, bits: int):
+        """`bits`: 8 or 4."""
+        self.name = name
+        self._bits = bits
+        self._levels = np.float32(2 ** (bits - 1) - 1)
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Codes, then four bytes a block."""
+        blocks = -(-elements // BLOCK)
+        codes = elements if self._bits == 8 else blocks * BLOCK // 2
+        return codes + 4 * blocks
+
+    def elements(self, encoded_bytes: int) -> int:
+        """Whole blocks only, at least one."""
+        return max(1, encoded_bytes // (BLOCK * self._bits // 8 + 4)) * BLOCK
+
+    def encode(self, values: np.ndarray) -> bytes:
+        """Round each block to multiples of max|x| / levels. Values must be finite."""
+        blocks = _in_blocks(values)
+        largest = np.maximum(blocks.max(axis=1), -blocks.min(axis=1))
+        scales = largest / self._levels
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = np.where(scales > np.float32(1e-38), np.float32(1.0) / scales, np.float32(0.0)).astype(np.float32)
+        scaled = blocks * inverse[:, None]
+        np.rint(scaled, out=scaled)
+        np.clip(scaled, -self._levels, self._levels, out=scaled)
+        codes = scaled.astype(np.int8)
+        if self._bits == 4:
+            codes = _pack(codes)
+            return codes.tobytes() + scales.astype("<f4").tobytes()
+        return codes.tobytes()[: values.size] + scales.astype("<f4").tobytes()
+
+    def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
+        """float32 `[elements]`. Raises ValueError when `data` has another length than `encoded_bytes(elements)`."""
+        if len(data) != self.encoded_bytes(elements):
+            raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")
+        blocks = -(-elements // BLOCK)
+        scales = np.frombuffer(data, "<f4", blocks, len(data) - 4 * blocks).astype(np.float32)
+        if self._bits == 4:
+            codes = _unpack(np.frombuffer(data, np.uint8, blocks * BLOCK // 2).reshape(blocks, BLOCK // 2))
+        else:
+            codes = np.zeros(blocks * BLOCK, np.int8)
+            codes[:elements] = np.frombuffer(data, np.int8, elements)
+            codes = codes.reshape(blocks, BLOCK)
+        return (codes * scales[:, None]).reshape(-1)[:elements]
+
+
+def _in_blocks(values: np.ndarray) -> np.ndarray:
+    """`[blocks, BLOCK]`, zeros at the end."""
+    missing = -values.size % BLOCK
+    whole = np.concatenate([values, np.zeros(missing, np.float32)]) if missing else np.ascontiguousarray(values, np.float32)
+    return whole.reshape(-1, BLOCK)
+
+
+def _pack(codes: np.ndarray) -> np.ndarray:
+    """int8 in -7..7 `[blocks, BLOCK]` to bytes `[blocks, BLOCK / 2]`: a block's first half in the low nibbles."""
+    nibbles = (codes + np.int8(8)).view(np.uint8)
+    return nibbles[:, : BLOCK // 2] | (nibbles[:, BLOCK // 2 :] << np.uint8(4))
+
+
+def _unpack(packed: np.ndarray) -> np.ndarray:
+    """The inverse of `_pack`."""
+    codes = np.empty((packed.shape[0], BLOCK), np.uint8)
+    np.bitwise_and(packed, np.uint8(15), out=codes[:, : BLOCK // 2])
+    np.right_shift(packed, np.uint8(4), out=codes[:, BLOCK // 2 :])
+    return codes.view(np.int8) - np.int8(8)
