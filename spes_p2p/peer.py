@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,6 +42,8 @@ from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.optimizer import learning_rate
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
 """Builds the trainer on a base (flat float32) with these owned experts."""
@@ -179,7 +182,6 @@ class Peer:
             self.trainer.train, phase, self._should_stop, self._progress_teller(phase)
         )
         if self._leaving.is_set():
-            self._untrained = duty.slices
             return
         self._untrained = report.untrained
         self._train_seconds = report.seconds
@@ -248,8 +250,7 @@ class Peer:
                 reply = await talk.message()
                 seconds["commit"] = clock() - started
             decided = unpack(Decided, reply[4:])
-        if self.node.log.append(decided):
-            self.node.hooks.decided(decided)
+        self.node.learn(decided)
 
     def _announcement(self, attempt: int) -> Announcement:
         base, ledger = self.replica.base, self.replica.ledger
@@ -264,7 +265,7 @@ class Peer:
             routed=tuple(ledger.routed),
             capacity=self._capacity.experts,
             tokens_per_second=self._speed,
-            bandwidth=self._capacity.bandwidth,
+            bandwidth=float(self._capacity.bandwidth),
             loss=ledger.loss,
             validation_loss=self._validation_loss,
             untrained=self._untrained,
@@ -300,8 +301,11 @@ class Peer:
             await self._catch_up(coordinator)
             return 0 if self.replica.base.round >= target else 1
         if kind == "digest":
-            with contextlib.suppress(PeerUnreachable):
+            try:
                 await self.replica.repair()
+            except PeerUnreachable as error:
+                self._failed(target, attempt, "refused", f"{reason} ({error})")
+                await asyncio.sleep(BACKOFF_S)
             return 0
         self._failed(target, attempt, "refused", reason)
         await asyncio.sleep(BACKOFF_S)
@@ -415,7 +419,8 @@ class Peer:
         if self.finished_or_never_began():
             await self._linger()
         else:
-            await self.node.leave(self._untrained)
+            duty = self.replica.base.duty(self.node.peer_id) if hasattr(self.replica, "base") else None
+            await self.node.leave(duty.slices if duty is not None else ())
 
     def finished_or_never_began(self) -> bool:
         """Nothing of mine is expected by others any more."""
@@ -433,12 +438,13 @@ class Peer:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), BACKOFF_S)
 
-    async def _or_leave(self, awaited):  # type: ignore[no-untyped-def]
+    async def _or_leave(self, awaited: Awaitable[T]) -> T | None:
         """Wait for something unless this peer is asked to leave; None then."""
         task = asyncio.ensure_future(awaited)
         leaving = asyncio.ensure_future(self._leaving.wait())
+        either: set[asyncio.Future[Any]] = {task, leaving}
         try:
-            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return await task if task.done() else None
         finally:
             task.cancel()
@@ -448,7 +454,10 @@ class Peer:
         merge = self.node.campaign.config.merge
         if self.replica.base.round != self.node.log.round:
             raise Refused("the coordinator is still catching up")
-        return await self.node.world.run_blocking(nearest_experts, self.replica.base.values, self.layout, merge.merge_top_k)
+        donors: Donors = await self.node.world.run_blocking(
+            nearest_experts, self.replica.base.values, self.layout, merge.merge_top_k
+        )
+        return donors
 
 
 def _owners(head: Head) -> tuple[tuple[str, ...], ...]:

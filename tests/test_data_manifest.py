@@ -71,6 +71,14 @@ def test_a_malformed_manifest_is_refused(manifest: Manifest, change: dict[str, o
         Manifest.from_json(json.dumps(asdict(manifest) | change), "m.json")
 
 
+@pytest.mark.parametrize("change", [{"surprise": 1}, {"tokens": "300"}, {"dtype": "int64"}, {"path": ""}, {"sha256": "short"}])
+def test_a_malformed_file_entry_is_refused(manifest: Manifest, change: dict[str, object]) -> None:
+    raw = asdict(manifest)
+    raw["files"] = [raw["files"][0] | change, raw["files"][1]]
+    with pytest.raises(UserError, match=r"^m\.json: .*files\.0"):
+        Manifest.from_json(json.dumps(raw), "m.json")
+
+
 def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("{")
     for name in ("text.json", "missing.json"):

@@ -67,6 +67,13 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(orders) == 9
 
 
+def test_a_reader_shuffles_by_its_seed() -> None:
+    epoch = Interval(1, 0, 100)
+    for seed in (0, 1):
+        indices = reader_of_lengths([400], piece_samples=1, seed=seed).indices(epoch)
+        assert np.array_equal(indices, epoch_order(100, 1, seed, 1).pieces)
+
+
 def test_many_pieces_are_shuffled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_p2p.data.samples.KEYS_A_BLOCK", 8)
     pieces = epoch_order(100, 1, 0, 0).pieces

@@ -1,11 +1,12 @@
 """Token files as SPES and OLMo write them are read right, and what is wrong with one is said with its name."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spes_p2p.data.token_files import detect_dtype, open_tokens, scan, smallest_dtype
+from spes_p2p.data.token_files import Scan, detect_dtype, open_tokens, scan, smallest_dtype
 from spes_p2p.errors import UserError
 
 VOCAB = 50280
@@ -68,7 +69,7 @@ def test_a_real_npy_file_is_read_as_what_it_says(tmp_path: Path, ids: np.ndarray
     np.save(path, ids.astype("uint16"))
     assert detect_dtype(path, VOCAB) == "uint16"
     assert np.array_equal(open_tokens(path, "uint16"), ids)
-    assert scan(path, "uint16", VOCAB).tokens == len(ids)
+    assert scan(path, "uint16", VOCAB) == Scan(hashlib.sha256(path.read_bytes()).hexdigest(), len(ids), int(ids.max()))
     with pytest.raises(UserError, match=r"real\.npy.*uint16"):
         open_tokens(path, "uint32")
 

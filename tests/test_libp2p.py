@@ -129,7 +129,7 @@ def test_handlers_refuse_fail_and_answer_early_without_harm_to_others(tmp_path: 
         raise Refused("another campaign")
 
     async def answer_early(channel: Channel) -> None:
-        await channel.send(bytes(MEGABYTE))
+        await channel.send(bytes(100_000))
         await channel.finish()
 
     async def break_off(channel: Channel) -> None:
@@ -153,7 +153,7 @@ def test_handlers_refuse_fail_and_answer_early_without_harm_to_others(tmp_path: 
             early = await a.transport.open(peer, "answer_early")
             for _ in range(16):
                 await early.send(bytes(100_000))
-            assert await early.receive() == bytes(MEGABYTE)
+            assert await early.receive() == bytes(100_000)
             assert await early.receive() is None
             early.abort()
 
@@ -208,6 +208,28 @@ def test_a_sender_waits_for_a_reader_that_does_not_read(tmp_path: Path):
                 assert len(await channel.receive() or b"") == MEGABYTE
             await flooding
             channel.abort()
+
+    run(main())
+
+
+def test_an_abort_is_seen_at_the_other_end(tmp_path: Path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            a, b = await swarm.start("a"), await swarm.start("b")
+            broken = asyncio.Event()
+
+            async def watch(channel: Channel) -> None:
+                assert await channel.receive() == b"x"
+                with pytest.raises(PeerUnreachable):
+                    await channel.receive()
+                broken.set()
+
+            await b.transport.serve("watch", watch)
+            channel = await a.transport.open(introduce(a, b), "watch")
+            await channel.send(b"x")
+            channel.abort()
+            await asyncio.wait_for(broken.wait(), 5)
+            assert channel.remote == b.identity.peer_id
 
     run(main())
 

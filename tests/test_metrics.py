@@ -12,10 +12,12 @@ from prometheus_client import generate_latest
 from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import (
+    BEFORE_TRAINING,
     BaseRestored,
     BytesMoved,
     DigestMismatch,
     Evaluated,
+    Event,
     PeersSeen,
     PhaseTrained,
     RoundCommitted,
@@ -29,7 +31,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 
 COMMIT = RoundCommitted(
     round=7,
-    campaign_step=80,
+    campaign_step=70,
     total_steps=600,
     tokens=1000,
     total_tokens=8000,
@@ -41,11 +43,11 @@ COMMIT = RoundCommitted(
     dropped_parts=2,
     sent_bytes=100,
     received_bytes=200,
-    seconds={"announce": 0.5, "exchange": 2.0},
+    seconds={"train": 12.0, "announce": 0.5, "exchange": 2.0},
     merge_alpha=0.05,
     learning_rate=3e-4,
 )
-EVENTS = (
+EVENTS: tuple[Event, ...] = (
     TrainingProgress(7, 1, 10, 1234.5),
     PhaseTrained(7, 10, 500, 4.6, 0.1, 12.0, 3),
     COMMIT,
@@ -71,8 +73,8 @@ def told() -> Metrics:
 @pytest.mark.parametrize(
     ("name", "labels", "expected"),
     [
-        ("spes_round", {}, 8),
-        ("spes_campaign_step", {}, 80),
+        ("spes_round", {}, 7),
+        ("spes_campaign_step", {}, 70),
         ("spes_campaign_planned_steps", {}, 600),
         ("spes_campaign_tokens", {}, 8000),
         ("spes_last_commit_timestamp_seconds", {}, 1000.5),
@@ -128,8 +130,14 @@ def test_restart_shows_the_round_before_the_next_commit() -> None:
     assert metrics.registry.get_sample_value("spes_owned_experts") == 1
 
 
+def test_base_0_shows_round_0() -> None:
+    metrics = Metrics("me")
+    metrics.tell(BaseRestored(BEFORE_TRAINING, 0, 600, 0, "d", "download", ((),)))
+    assert metrics.registry.get_sample_value("spes_round") == 0
+
+
 def test_repair_that_knows_no_owners_keeps_the_known_ones(told: Metrics) -> None:
-    told.tell(BaseRestored(8, 80, 600, 8000, "d", "download"))
+    told.tell(BaseRestored(7, 70, 600, 8000, "d", "download"))
     assert told.registry.get_sample_value("spes_owned_experts") == 2
 
 
@@ -148,7 +156,7 @@ def test_table_in_the_docs_is_current() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian package prometheus)")
 @pytest.mark.parametrize("events", [(), EVENTS], ids=["fresh", "told"])
-def test_promtool_accepts_the_metrics(events: tuple[object, ...]) -> None:
+def test_promtool_accepts_the_metrics(events: tuple[Event, ...]) -> None:
     metrics = Metrics("me", "demo", "abc")
     for event in events:
         metrics.tell(event)
@@ -161,7 +169,7 @@ def test_metrics_are_served_over_http_until_closed(told: Metrics) -> None:
     server = told.serve(0)
     address = f"http://127.0.0.1:{server.port}/metrics"
     with urllib.request.urlopen(address, timeout=10) as answer:
-        assert b"\nspes_round 8.0\n" in answer.read()
+        assert b"\nspes_round 7.0\n" in answer.read()
     server.close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(address, timeout=10)

@@ -55,7 +55,7 @@ class Clock:
 
 
 FIRST_COMMIT = RoundCommitted(
-    round=0,
+    round=1,
     campaign_step=10,
     total_steps=10 * ROUNDS,
     tokens=1000,
@@ -73,9 +73,14 @@ FIRST_COMMIT = RoundCommitted(
 
 
 def commit(number: int, loss: float = 4.5, **changes: Any) -> RoundCommitted:
-    done = number + 1
-    nth = replace(FIRST_COMMIT, round=number, campaign_step=10 * done, total_tokens=1000 * done, base_digest=f"digest{number}")
+    steps, tokens = 10 * number, 1000 * number
+    nth = replace(FIRST_COMMIT, round=number, campaign_step=steps, total_tokens=tokens, base_digest=f"digest{number}")
     return replace(nth, loss=loss, **changes)
+
+
+def assembly(**changes: Any) -> RoundCommitted:
+    """Round 0."""
+    return commit(0, math.nan, **{"tokens": 0, "parts": 0, **changes})
 
 
 def new_board(clock: Clock, peer_id: str = "peer-aaaaaa", role: str = "trainer") -> StatusBoard:
@@ -96,13 +101,13 @@ def shown(statuses: list[PeerStatus], *notes: str, width: int = 100) -> str:
 
 
 KEPT: tuple[Event, ...] = (
-    BaseRestored(0, 0, 100, 0, "d", "created", OWNERS),
-    PhaseTrained(0, 10, 500, math.inf, 0.1, 12.0, 0),
-    commit(0),
-    Evaluated(0, 4.25),
-    RoundFailed(1, 1, "timeout", "no plan\nin time"),
+    BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "created", OWNERS),
+    PhaseTrained(1, 10, 500, math.inf, 0.1, 12.0, 0),
+    commit(1),
+    Evaluated(1, 4.25),
+    RoundFailed(2, 1, "timeout", "no plan\nin time"),
     WorkDropped(1, 77, "old"),
-    DigestMismatch(0, "a", "b"),
+    DigestMismatch(1, "a", "b"),
 )
 
 
@@ -180,20 +185,38 @@ def test_board_follows_the_events() -> None:
     clock = Clock()
     board = new_board(clock)
     assert (board.status.phase, board.status.round, math.isnan(board.status.loss)) == ("joining", 0, True)
+    board.tell(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest0", "download", ((), (), ())))
+    board.tell(assembly())
+    assert (board.status.round, board.status.owned, math.isnan(board.status.loss)) == (0, (0, 2), True)
     board.tell(PhaseEntered("training"))
-    board.tell(TrainingProgress(0, 3, 10, 1234.0))
+    board.tell(TrainingProgress(1, 3, 10, 1234.0))
     assert (board.status.phase, board.status.steps_done, board.status.steps_planned) == ("training", 3, 10)
-    board.tell(PhaseTrained(0, 10, 500, 4.6, 0.1, 12.0, 0))
-    board.tell(commit(0))
+    assert board.status.round == 0
+    board.tell(PhaseTrained(1, 10, 500, 4.6, 0.1, 12.0, 0))
+    board.tell(commit(1))
     clock.now = 30.0
     status = board.status
     assert (status.round, status.steps_done, status.loss, status.local_loss) == (1, 0, 4.5, 4.6)
     assert (status.owned, status.members) == ((0, 2), ("peer-aaaaaa", "peer-bbbbbb"))
     assert status.round_seconds == {"train": 12.0, "announce": 0.5, "exchange": 1.5}
     assert status.uptime_s == 30.0
-    board.tell(commit(1))
-    assert (board.status.sent_bytes, board.status.round_sent_bytes) == (3_000_000, 1_500_000)
+    board.tell(commit(2))
+    assert (board.status.sent_bytes, board.status.round_sent_bytes) == (4_500_000, 1_500_000)
     assert "train" not in board.status.round_seconds
+
+
+def test_base_of_a_round_without_me_tells_nothing_of_that_round() -> None:
+    jumped = status_after(commit(3), BaseRestored(6, 60, 100, 6000, "digest6", "download", OWNERS))
+    assert (jumped.round, jumped.members, jumped.round_tokens, math.isnan(jumped.loss)) == (6, (), 0, True)
+    repaired = status_after(commit(3), BaseRestored(3, 30, 100, 3000, "digest3", "download", OWNERS))
+    assert (repaired.members, repaired.loss) == (FIRST_COMMIT.members, 4.5)
+
+
+def test_seconds_of_training_are_told_by_the_phase_alone() -> None:
+    seconds = {"train": 7.0, "exchange": 1.5}
+    assert status_after(commit(1, seconds=seconds)).round_seconds == {"exchange": 1.5}
+    trained = status_after(PhaseTrained(1, 10, 500, 4.6, 0.1, 12.0, 0), commit(1, seconds=seconds))
+    assert trained.round_seconds == {"train": 12.0, "exchange": 1.5}
 
 
 def test_time_left_is_the_pace_of_the_rounds_times_the_rounds_left() -> None:
@@ -203,12 +226,14 @@ def test_time_left_is_the_pace_of_the_rounds_times_the_rounds_left() -> None:
     for number, at in ((0, 0.0), (1, 10.0), (2, 20.0), (3, 500.0), (4, 510.0)):
         clock.now = at
         board.tell(commit(number))
-    assert board.status.seconds_left == 50.0
+    assert board.status.seconds_left == 60.0
     clock.now = 514.0
-    assert board.status.seconds_left == 46.0
+    assert board.status.seconds_left == 56.0
     clock.now = 10_000.0
-    assert board.status.seconds_left == 40.0
+    assert board.status.seconds_left == 50.0
     board.tell(commit(ROUNDS - 1))
+    assert board.status.seconds_left > 0.0
+    board.tell(commit(ROUNDS))
     assert board.status.seconds_left == 0.0
 
 
@@ -247,9 +272,9 @@ def test_no_bytes_raise_anything_but_value_error(data: bytes) -> None:
 def test_swarm_is_told_by_its_newest_round() -> None:
     behind = status_after(commit(3, loss=9.0), Evaluated(3, 8.0), peer_id="peer-zzzzzz")
     ahead = [status_after(TrainingProgress(5, 1, 2, 100.0), commit(5), peer_id=peer) for peer in ("peer-bbbbbb", "peer-aaaaaa")]
-    helper = status_after(BaseRestored(6, 60, 100, 6000, "digest5", "download"), peer_id="helper", role="helper")
+    helper = status_after(BaseRestored(5, 50, 100, 5000, "digest5", "download"), peer_id="helper", role="helper")
     swarm = gather([helper, behind, *ahead])
-    assert (swarm.round, swarm.loss, swarm.validation_loss, swarm.base_digest) == (6, 4.5, 8.0, "digest5")
+    assert (swarm.round, swarm.loss, swarm.validation_loss, swarm.base_digest) == (5, 4.5, 8.0, "digest5")
     assert (swarm.tokens_per_second, swarm.round_sent_bytes, swarm.digests_equal) == (200.0, 3_000_000, True)
     assert [peer.peer_id for peer in swarm.peers] == ["peer-aaaaaa", "peer-bbbbbb", "peer-zzzzzz", "helper"]
 
@@ -261,11 +286,18 @@ def test_different_bases_of_one_round_are_seen() -> None:
 
 
 def test_peer_that_is_still_joining_holds_no_different_base() -> None:
-    assert gather([status_after(), status_after(BaseRestored(0, 0, 100, 0, "digest", "created"))]).digests_equal
+    assert gather([status_after(), status_after(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest", "created"))]).digests_equal
+
+
+def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
+    waiting = gather([status_after(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "download", ((), (), ())))])
+    assert (waiting.assembled, waiting.ownerless) == (False, ())
+    assert gather([status_after(assembly())]).assembled
+    assert [gather([status_after(commit(number))]).done for number in (0, ROUNDS - 1, ROUNDS)] == [False, False, True]
 
 
 def test_last_round_is_told_by_a_peer_that_took_part() -> None:
-    downloaded = status_after(BaseRestored(6, 60, 100, 6000, "digest5", "download", OWNERS), peer_id="peer-000000")
+    downloaded = status_after(BaseRestored(5, 50, 100, 5000, "digest5", "download", OWNERS), peer_id="peer-000000")
     swarm = gather([downloaded, status_after(commit(5))])
     assert (swarm.round_tokens, swarm.loss) == (1000, 4.5)
 
@@ -290,7 +322,7 @@ def observers(clock: Clock) -> Observers:
 def test_a_round_is_one_line_with_what_a_person_wants(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     peer = observers(clock)
-    for number in (0, 1):
+    for number in (1, 2):
         clock.now += 20
         peer.tell(TrainingProgress(number, 10, 10, 1234.0))
         peer.tell(PhaseTrained(number, 10, 500, 4.6, 0.1, 12.0, 0))
@@ -306,7 +338,7 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
     peer = observers(clock)
     for step in range(1, 101):
         clock.now += HEARTBEAT_S / 20
-        peer.tell(TrainingProgress(0, step, 100, 50.0))
+        peer.tell(TrainingProgress(1, step, 100, 50.0))
     assert len(log.messages) == 5
     assert log.messages[0] == "round 1/10 · training, step 20/100 · 50 tokens/s"
 
@@ -314,11 +346,12 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     ("event", "level", "words"),
     [
-        (RoundFailed(4, 2, "refused", "no"), logging.WARNING, ["round 5/10", "attempt 2", "refused: no"]),
+        (RoundFailed(4, 2, "refused", "no"), logging.WARNING, ["round 4/10", "attempt 2", "refused: no"]),
         (WorkDropped(4, 12_345, "too old"), logging.WARNING, ["12.3k tokens", "too old"]),
         (DigestMismatch(4, "a" * 64, "b" * 64), logging.ERROR, ["agreed bbbbbbbbbbbb", "mine aaaaaaaaaaaa"]),
         (PhaseTrained(4, 10, 500, 4.6, 0.1, 12.0, 3), logging.WARNING, ["3 steps", "not finite"]),
-        (Evaluated(4, 4.25), logging.INFO, ["held-out loss 4.250"]),
+        (Evaluated(4, 4.25), logging.INFO, ["round 4/10", "held-out loss 4.250"]),
+        (Evaluated(0, 8.25), logging.INFO, ["round 0/10", "held-out loss 8.250 before training"]),
         (commit(4, dropped_parts=3), logging.INFO, ["3 of 10 parts left out"]),
     ],
 )
@@ -326,6 +359,27 @@ def test_trouble_is_said_with_its_level(log: pytest.LogCaptureFixture, event: Ev
     observers(Clock()).tell(event)
     assert [record.levelno for record in log.records] == [level]
     assert [word for word in words if word not in log.messages[0]] == []
+
+
+def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytest.LogCaptureFixture) -> None:
+    observers(Clock()).tell(assembly())
+    assert log.messages == ["round 0/10 · swarm assembled: 2 trainers · I train experts 0 2 · bbbbbb 1-2"]
+
+
+@pytest.mark.parametrize(
+    ("number", "source", "expected"),
+    [
+        (BEFORE_TRAINING, "download", "downloaded base 0 (digest 0123456789ab); next: the swarm assembles"),
+        (0, "disk", "loaded base 0 from the run-dir (digest 0123456789ab); next: round 1/10"),
+        (6, "disk", "loaded base 6 from the run-dir (digest 0123456789ab); next: round 7/10"),
+        (ROUNDS, "download", "downloaded base 10 (digest 0123456789ab); the campaign is done"),
+    ],
+)
+def test_restored_base_is_named_by_its_last_round(
+    log: pytest.LogCaptureFixture, number: int, source: str, expected: str
+) -> None:
+    observers(Clock()).tell(BaseRestored(number, 0, 100, 0, "0123456789abcdef", source))
+    assert log.messages == [expected]
 
 
 @pytest.fixture
@@ -367,8 +421,8 @@ def test_unknown_log_level_is_named() -> None:
 
 
 def test_table_fits_eighty_columns_and_has_a_row_a_peer() -> None:
-    training = (PhaseEntered("training"), TrainingProgress(5, 123, 200, 1234.0))
-    statuses = [status_after(commit(4), *training, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
+    training = (PhaseEntered("training"), TrainingProgress(6, 123, 200, 1234.0))
+    statuses = [status_after(commit(5), *training, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
     text = shown(statuses, width=80)
     rows = [line for line in text.splitlines() if "training 123/200" in line]
     assert [row.split()[0] for row in rows] == ["aaaaaa", "bbbbbb"]
@@ -388,7 +442,7 @@ def test_what_is_wrong_is_said_under_the_table() -> None:
     text = shown([lonely, odd], "peer 3 ended with code 1")
     assert [line.rstrip() for line in text.splitlines() if line.startswith("!")] == [
         "! nobody trains expert 1",
-        "! peers at round 6 hold different bases",
+        "! peers at round 5 hold different bases",
         "! failed attempts: timeout 1",
         "! peer 3 ended with code 1",
     ]
@@ -406,9 +460,32 @@ def test_without_a_terminal_there_is_one_line_a_round() -> None:
     output = io.StringIO()
     with SwarmView(Console(file=output, width=40)) as view:
         view.update([])
-        for number in (0, 0, 1):
-            view.update([status_after(commit(number))], ["peer 3 ended"])
+        for event in (commit(1), commit(1), commit(2)):
+            view.update([status_after(event)], ["peer 3 ended"])
     assert [line.split(" · ")[0] for line in output.getvalue().splitlines()] == ["peer 3 ended", "round 1/10", "round 2/10"]
+
+
+def test_first_plain_line_says_that_the_swarm_is_assembled() -> None:
+    output = io.StringIO()
+    restored = BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest0", "download", ((), (), ()))
+    with SwarmView(Console(file=output, width=40)) as view:
+        view.update([status_after(restored)])
+        for _ in range(2):
+            view.update([status_after(restored, assembly()), status_after(restored, peer_id="peer-bbbbbb")])
+    assert output.getvalue() == "round 0/10 · swarm assembled: 2 trainers · 3 experts a layer\n"
+
+
+def test_restarted_swarm_shows_no_line_before_its_next_round() -> None:
+    output = io.StringIO()
+    with SwarmView(Console(file=output, width=40)) as view:
+        view.update([status_after(BaseRestored(5, 50, 100, 5000, "digest5", "disk", OWNERS))])
+    assert output.getvalue() == ""
+
+
+@pytest.mark.parametrize(("number", "done"), [(ROUNDS - 1, False), (ROUNDS, True)])
+def test_swarm_is_shown_as_done_with_the_last_round(number: int, done: bool) -> None:
+    assert ("done" in shown([status_after(commit(number))])) is done
+    assert round_line([status_after(commit(number))]).endswith(" · done") is done
 
 
 def test_plain_line_says_trouble_too() -> None:
@@ -420,12 +497,13 @@ def test_plain_line_says_trouble_too() -> None:
 def histories() -> dict[str, list[Entry]]:
     def history(own: float) -> list[Entry]:
         events: list[Event] = [Evaluated(BEFORE_TRAINING, 9.0)]
-        for number in range(3):
-            merge_alpha = 0.1 if number == 0 else 0.0
-            events += [PhaseTrained(number, 10, 500, own, 0.1, 1.0, 0), commit(number, 8.0 - number, merge_alpha=merge_alpha)]
-        return [Entry(0.0, event) for event in [*events, Evaluated(2, math.nan)]]
+        events.append(assembly())
+        for number in (1, 2, 3):
+            merge_alpha = 0.1 if number == 1 else 0.0
+            events += [PhaseTrained(number, 10, 500, own, 0.1, 1.0, 0), commit(number, 9.0 - number, merge_alpha=merge_alpha)]
+        return [Entry(0.0, event) for event in [*events, Evaluated(3, math.nan)]]
 
-    return {"a": history(5.0), "b": [*history(6.0)[:3], Entry(0.0, commit(3, math.nan))]}
+    return {"a": history(5.0), "b": [*history(6.0)[:4], Entry(0.0, commit(4, math.nan))]}
 
 
 def test_curves_join_the_histories_by_round() -> None:
@@ -433,7 +511,12 @@ def test_curves_join_the_histories_by_round() -> None:
     assert curves.training == [(1000, 8.0), (2000, 7.0), (3000, 6.0)]
     assert curves.held_out == [(0, 9.0)]
     assert curves.by_peer == {"a": [(1000, 5.0), (2000, 5.0), (3000, 5.0)], "b": [(1000, 6.0)]}
-    assert curves.merges == [1000]
+    assert (curves.merges, curves.rounds) == ([1000], 4)
+
+
+def test_late_peers_history_alone_gives_the_held_out_loss_of_its_first_base() -> None:
+    late: list[Event] = [BaseRestored(5, 50, 100, 5000, "d", "download", OWNERS), Evaluated(5, 3.0), commit(6)]
+    assert collect_curves({"late": [Entry(0.0, event) for event in late]}).held_out == [(5000, 3.0)]
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:
@@ -442,8 +525,9 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
 
 
 def test_plot_without_a_round_or_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no committed round"):
-        plot_loss({"a": []}, tmp_path / "loss.png", "demo")
+    for entries in ([], [Entry(0.0, assembly())]):
+        with pytest.raises(UserError, match="holds no round with training"):
+            plot_loss({"a": entries}, tmp_path / "loss.png", "demo")
     with pytest.raises(UserError, match=r"loss\.png: cannot write the plot"):
         plot_loss(histories(), tmp_path / "absent" / "loss.png", "demo")
 

@@ -161,7 +161,7 @@ def _locate_file(file: TokenFile, folders: Sequence[Path]) -> Path:
     for path, tokens in lengths.items():
         raise UserError(f"{path}: has {tokens} {file.dtype} ids, the manifest says {file.tokens}; "
                         f"it is cut short or another file: copy it again")
-    searched = ", ".join(str(folder) for folder in folders)
+    searched = ", ".join(str(folder) for folder in folders) or "any folder that is known here"
     raise UserError(f"{file.path}: this token file of the campaign is not in {searched}; copy it there or give --data-dir")
 
 

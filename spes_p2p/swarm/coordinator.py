@@ -11,17 +11,17 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum
+from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, bound_head, quorum
 from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Pong, Staged, Vote
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
-from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, make_head, make_plan
+from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, make_head, make_plan
 from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,14 @@ class Coordination:
         results_of: Callable[[Plan], Results],
         donors: Callable[[], Awaitable[Donors]],
         expected: set[str],
-        returned: dict[str, tuple[Interval, ...]],
+        returned: Callable[[], Mapping[str, tuple[Interval, ...]]],
         decided: Callable[[Decided], None],
+        phase_began: float,
     ):
-        """`expected`: peers that have a duty in this phase. `returned`: those of them who left, with what they gave back."""
+        """`expected`: peers that have a duty in this phase. `returned`: who of them has left by now, with what they gave back.
+
+        `phase_began`: loop time.
+        """
         self.head = log.head
         self._board = board
         self._log = log
@@ -85,10 +89,10 @@ class Coordination:
         self._expected = expected
         self._returned = returned
         self._on_decided = decided
+        self._phase_began = phase_began
         loop = asyncio.get_running_loop()
-        self._opened = loop.time()
         self._announced: dict[str, Announcement] = {}
-        self._alive: set[str] = set()
+        self._alive: dict[str, Talk] = {}
         self._dead: set[str] = set()
         self._staged: dict[int, Staged] = {}
         self._plan: asyncio.Future[Plan | Decided] = loop.create_future()
@@ -105,12 +109,18 @@ class Coordination:
             self._on_decided(decided)
             self._decided.set_result(decided)
             await self._tell_electors(decided)
-        except (AttemptFailed, Refused) as error:
-            self.failed = True
-            for future in (self._plan, self._decided):
-                if not future.done():
-                    future.set_exception(Refused(f"attempt failed: {error}"))
-                    future.exception()
+        except (AttemptFailed, Refused, WireError) as error:
+            self._fail(str(error))
+        except Exception:
+            logger.exception("coordinating round %d failed", self.head.round + 1)
+            self._fail("an error at the coordinator")
+
+    def _fail(self, reason: str) -> None:
+        self.failed = True
+        for future in (self._plan, self._decided):
+            if not future.done():
+                future.set_exception(Refused(f"attempt failed: {reason}"))
+                future.exception()
 
     async def serve(self, talk: Talk, announcement: Announcement) -> None:
         """One member's talk, from its announcement to the decided head."""
@@ -119,22 +129,27 @@ class Coordination:
             raise Refused("closed: the plan of this attempt is made")
         peer = talk.remote
         self._announced[peer] = announcement
-        self._alive.add(peer)
+        self._alive[peer] = talk
         self._dead.discard(peer)
         self._changed.set()
         try:
             plan = await talk.alive(asyncio.shield(self._plan))
             if isinstance(plan, Plan):
                 index = plan.index(peer)
-                if index is None:
+                if announcement.base_digest != plan.base_digest:
                     raise Refused("digest: your base differs from what most members have")
+                if index is None:
+                    raise Refused("closed: the plan of this attempt was being made")
                 await talk.send(b"plan" + pack(plan))
-                self._staged[index] = unpack(Staged, await talk.message())
+                staged = unpack(Staged, await talk.message())
+                check_staged(staged, index, plan, self._results_of(plan))
+                self._staged[index] = staged
                 self._changed.set()
             decided = await talk.alive(asyncio.shield(self._decided))
             await talk.send(b"head" + pack(decided))
         finally:
-            self._alive.discard(peer)
+            if self._alive.get(peer) is talk:
+                del self._alive[peer]
             self._changed.set()
 
     # Gathering ---------------------------------------------------------------------------------------------------------
@@ -148,9 +163,10 @@ class Coordination:
             self._changed.clear()
             now = loop.time()
             there = len(self._alive)
-            missing = self._expected - set(self._announced) - self._dead - set(self._returned)
+            missing = self._expected - set(self._announced) - self._dead - set(self._returned())
             first = self.head.round < 0
-            if there >= (sync.min_peers if first else max(1, (len(self._expected) + 1) // 2)) and half_at is None:
+            is_half = 2 * len(self._expected & set(self._alive)) >= max(1, len(self._expected))
+            if half_at is None and (there >= sync.min_peers if first else is_half):
                 half_at = now
             if not first and not missing and there:
                 return
@@ -165,7 +181,7 @@ class Coordination:
                 await asyncio.wait_for(self._changed.wait(), PING_EVERY_S)
 
     def _patience(self, half_at: float) -> float:
-        return max(self._rules.config.sync.silence_s, STRAGGLER_SHARE * (half_at - self._opened))
+        return max(self._rules.config.sync.silence_s, STRAGGLER_SHARE * (half_at - self._phase_began))
 
     async def _ping(self, peer: str, stop: bool) -> None:
         request = pack(Ping(self.head.round if stop else -1))
@@ -201,8 +217,7 @@ class Coordination:
             promises = [answer for answer in answers if answer is not None]
             granted = [promise for promise in promises if promise.granted]
             if len(granted) >= quorum(self.head.electorate):
-                bound = [(p.accepted_ballot, p.accepted) for p in granted if p.accepted_ballot is not None]
-                return ballot, max(bound, key=lambda pair: pair[0])[1] if bound else None
+                return ballot, bound_head(granted)
             if any(promise.round > self.head.round for promise in promises):
                 raise AttemptFailed("this round is decided already")
             higher = [promise.promised.number for promise in promises if promise.promised is not None]
@@ -230,7 +245,7 @@ class Coordination:
         agreeing = {peer: announcement for peer, announcement in there.items() if announcement.base_digest == digest}
         tokens = sum(announcement.tokens for announcement in agreeing.values())
         donors = await self._donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
-        returned = tuple(interval for peer, back in self._returned.items() if peer not in there for interval in back)
+        returned = tuple(interval for peer, back in self._returned().items() if peer not in there for interval in back)
         return make_plan(self.head, ballot, agreeing, returned, digest, donors, self._rules)
 
     async def _collect(self, plan: Plan) -> None:

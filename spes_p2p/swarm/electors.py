@@ -33,7 +33,7 @@ class Promise:
     """An elector's answer to Prepare."""
 
     round: int
-    """Last round that the elector knows as decided; a coordinator that sees it behind sends the missing heads and asks again."""
+    """Last round that the elector knows as decided; to one that is behind, the coordinator sends the missing heads first."""
     granted: bool
     promised: Ballot | None
     """The highest ballot that it has promised in this round."""
@@ -67,12 +67,18 @@ def quorum(electorate: tuple[str, ...]) -> int:
 def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
     """Electors of the next round: the helpers and the members, those that were electors before first, at most seven, sorted.
 
-    A lone member decides alone: it holds the only base, and nothing is safer for a second vote.
+    `members`: those that can be dialled. A lone one decides alone: nothing is safer for a second vote.
     """
     if len(set(members := tuple(members))) == 1:
         return members[:1]
     ranked = sorted(set(members) - set(helpers), key=lambda peer: (peer not in last, peer))
     return tuple(sorted((*helpers, *ranked)[:MAX_ELECTORS]))
+
+
+def bound_head(granted: Iterable[Promise]) -> Head | None:
+    """The head that these promises bind their coordinator to: the one accepted in the highest ballot; None leaves it free."""
+    bound = [(p.accepted_ballot, p.accepted) for p in granted if p.accepted_ballot is not None]
+    return max(bound, key=lambda pair: pair[0])[1] if bound else None
 
 
 def vote_message(ballot: Ballot, head_id: str) -> bytes:
@@ -160,13 +166,16 @@ class Elector:
         self._identity = identity
 
     def prepare(self, request: Prepare) -> Promise:
-        """Promise not to accept lower ballots, and say what was accepted."""
+        """Promise not to accept lower ballots, and say what was accepted. Each ballot is promised once.
+
+        A coordinator that starts over, after a crash too, thus finds a new number, and no ballot ever carries two heads.
+        """
         head = self._log.head
         if request.round != head.round + 1 or request.parent != head.id:
             return Promise(head.round, False, None, None, None)
         self._require_elector()
         state = self._state()
-        if state.promised is not None and request.ballot < state.promised:
+        if state.promised is not None and request.ballot <= state.promised:
             return Promise(head.round, False, state.promised, None, None)
         self._remember(VoteState(head.id, request.ballot, state.accepted_ballot, state.accepted))
         return Promise(head.round, True, request.ballot, state.accepted_ballot, state.accepted)

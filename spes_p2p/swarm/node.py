@@ -109,7 +109,8 @@ class Node:
         self._folders = folders
         self._observer = observer
         self._elector = Elector(self.log, world.store, world.identity)
-        self._coordinations: dict[int, Coordination] = {}
+        self._coordination: Coordination | None = None
+        self._phase_began = 0.0
         self._failed_to_coordinate = -1
         self._returned: dict[str, Leave] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,9 +123,11 @@ class Node:
     async def start(self, hooks: Hooks) -> None:
         """Serve, and appear in the registry."""
         self.hooks = hooks
+        self._phase_began = asyncio.get_running_loop().time()
         handlers = {
-            PING: self._on_ping, STATUS: self._on_status, CAMPAIGN: self._on_campaign, BLOB: self._on_blob, HEADS: self._on_heads,
-            PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide, LEAVE: self._on_leave, ROUND: self._on_round,
+            PING: self._on_ping, STATUS: self._on_status, CAMPAIGN: self._on_campaign, BLOB: self._on_blob,
+            HEADS: self._on_heads, PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide,
+            LEAVE: self._on_leave, ROUND: self._on_round,
         }
         for method, handler in handlers.items():
             await self.board.serve(method, handler)
@@ -166,7 +169,7 @@ class Node:
             before = self.log.round
             reply = await self.board.ask(peer, HEADS, pack(HeadsRequest(before)), self.board.silence_s)
             for decided in unpack(Decide, reply).decided:
-                self._learn(decided)
+                self.learn(decided)
             if self.log.round == before:
                 return
 
@@ -215,7 +218,7 @@ class Node:
 
     async def _on_decide(self, talk: Talk) -> None:
         for decided in unpack(Decide, await talk.message()).decided:
-            self._learn(decided)
+            self.learn(decided)
         await talk.send(b"")
 
     async def _on_leave(self, talk: Talk) -> None:
@@ -237,7 +240,7 @@ class Node:
         if order[rank] != self.peer_id:
             raise Refused("not the coordinator of this attempt")
         await self._only_if_others_cannot(order[:rank])
-        await self._coordination(announcement.attempt).serve(talk, announcement)
+        await self._current_coordination().serve(talk, announcement)
 
     # Rounds ------------------------------------------------------------------------------------------------------------
 
@@ -257,17 +260,20 @@ class Node:
             if pong.failed_to_coordinate != self.log.round + 1:
                 raise Refused(f"{peer[-6:]} is alive and coordinates this round")
 
-    def _coordination(self, attempt: int) -> Coordination:
-        known = self._coordinations.get(attempt)
-        if known is not None and known.head.id == self.log.head.id and not known.failed:
+    def _current_coordination(self) -> Coordination:
+        """The attempt that is open here, one at a time; a new one when the last has failed or its round is over."""
+        known, head = self._coordination, self.log.head
+        if known is not None and known.head.id == head.id and not known.failed:
             return known
-        head = self.log.head
-        returned = {p: leave.untrained for p, leave in self._returned.items() if leave.round == head.round + 1}
+
+        def returned() -> dict[str, tuple[Interval, ...]]:
+            return {peer: leave.untrained for peer, leave in self._returned.items() if leave.round == head.round + 1}
+
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
-            set(head.members), returned, self._learn,
+            set(head.members), returned, self.learn, self._phase_began,
         )
-        self._coordinations = {attempt: made}
+        self._coordination = made
         self._spawn(self._coordinate(made))
         return made
 
@@ -276,8 +282,10 @@ class Node:
         if coordination.failed:
             self._failed_to_coordinate = coordination.head.round + 1
 
-    def _learn(self, decided: Decided) -> None:
+    def learn(self, decided: Decided) -> None:
+        """Take up a decided head, if it is news. Raises Refused when it does not follow mine or is not proven."""
         if self.log.append(decided):
+            self._phase_began = asyncio.get_running_loop().time()
             self._returned = {p: leave for p, leave in self._returned.items() if leave.round > decided.head.round}
             self.hooks.decided(decided)
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.interfaces import Channel, Transport
@@ -67,8 +67,9 @@ class Talk:
     async def alive(self, awaited: Awaitable[T]) -> T:
         """Wait for anything as long as the other end lives. Raises PeerUnreachable or Refused when the talk breaks first."""
         task = asyncio.ensure_future(awaited)
+        either: set[asyncio.Future[Any]] = {task, self._broken}
         try:
-            await asyncio.wait({task, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self._broken.result()
             return await task
@@ -267,8 +268,9 @@ class _PipeEnd:
 
     async def _or_aborted(self, task: asyncio.Future[T]) -> T:
         stop = asyncio.ensure_future(self._aborted.wait())
+        either: set[asyncio.Future[Any]] = {task, stop}
         try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise PeerUnreachable("closed")
             return task.result()

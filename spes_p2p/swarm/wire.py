@@ -1,11 +1,13 @@
 """Records as bytes: msgpack of a dataclass's fields in order, checked against their types when read.
 
-The same record always gives the same bytes, so a record's id is the sha256 of its bytes. Nothing executable is ever decoded.
+The same record always gives the same bytes and no others are read, so a record's id is the sha256 of its bytes. Nothing
+executable is ever decoded.
 """
 
 from __future__ import annotations
 
 import hashlib
+import typing
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -27,14 +29,19 @@ def pack(record: Any) -> bytes:
 
 
 def unpack(cls: type[Record], data: bytes | memoryview) -> Record:
-    """Read a record of type `cls`. Raises WireError when the bytes are anything else."""
+    """Read a record of type `cls`. Raises WireError when the bytes are anything else than `pack` makes of one."""
+    kind: Any = cls
     try:
-        return _adapter(cls).validate_python(_named(cls, msgpack.unpackb(data, raw=False, strict_map_key=False)))
+        fields_by_name = _named(kind, msgpack.unpackb(data, raw=False, strict_map_key=False))
+        record: Record = _adapter(kind).validate_python(fields_by_name)
+        if pack(record) != data:
+            raise WireError("not its canonical bytes")
+        return record
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         raise WireError(f"not a {cls.__name__}: {where}: {problem['msg']}") from None
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise WireError(f"not a {cls.__name__}: {error}") from None
 
 
@@ -73,8 +80,6 @@ def _nest(cls: Any, name: str, item: Any) -> Any:
 @cache
 def _nested(cls: Any) -> dict[str, tuple[str, Any]]:
     """Fields of `cls` that hold a record ("one") or a tuple of records ("many")."""
-    import typing
-
     found: dict[str, tuple[str, Any]] = {}
     for name, hint in typing.get_type_hints(cls).items():
         options = [hint, *typing.get_args(hint)]

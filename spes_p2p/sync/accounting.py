@@ -1,13 +1,14 @@
 """What this peer trained and has not yet seen in a base: the accounting rule.
 
-`pending = local - base`, always. `sent` is what was pushed, as the others decoded it. On commit, part by part: where the push was
-included, `local += (base' - base) - sent`, otherwise `local += base' - base`. So a codec's rounding error stays pending (error
-feedback), a part that was dropped stays pending, and nothing is counted twice.
+`pending = local - base`, always. `sent` is what was pushed, as the others decoded it. On commit, part by part: where the push
+was included, `local += (base' - base) - sent`, otherwise `local += base' - base`. So a codec's rounding error stays pending
+(error feedback), a part that was dropped stays pending, and nothing is counted twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Ledger:
         """Add a phase's work."""
         self.tokens += report.tokens
         self.routed = [a + b for a, b in zip(self.routed, report.routed, strict=True)]
-        if report.tokens:
+        if report.tokens and math.isfinite(report.loss):
             self.loss_sum += report.loss * report.tokens
             self.loss_tokens += report.tokens
 
@@ -50,21 +51,27 @@ class Ledger:
             if self._weight(group) == 0:
                 continue
             if group.expert in self._handed_over:
-                found[group.name] = self._handed_over[group.expert]
+                found[group.name] = self._handed_over[group.expert].copy()
             elif group.expert is None or group.expert in trainer.owned:
                 values = trainer.read(group)
                 found[group.name] = np.subtract(values, base[group.start : group.stop], out=values)
         return found
 
-    def hand_over(self, trainer: Trainer, owned: Iterable[int], base: np.ndarray) -> None:
-        """Before ownership changes: an expert that is lost with pending work contributes that once more, then none."""
+    def change_owned(self, trainer: Trainer, owned: tuple[int, ...], base: np.ndarray) -> None:
+        """Train these experts from now on.
+
+        An expert that is lost with pending work contributes that once more, then none; one that comes back before it did so
+        goes on with that work.
+        """
         for expert in set(trainer.owned) - set(owned):
             group = self._layout.expert(expert)
             if self.routed[expert] > 0:
                 self._handed_over[expert] = trainer.read(group) - base[group.start : group.stop]
+        trainer.assign(owned, base)
         for expert in owned:
-            if self._handed_over.pop(expert, None) is not None:
-                self.routed[expert] = 0
+            pending = self._handed_over.pop(expert, None)
+            if pending is not None:
+                trainer.add(self._layout.expert(expert), pending)
 
     def settle(
         self,
@@ -89,7 +96,7 @@ class Ledger:
         return self._forget_settled(trainer, new, set(my_parts))
 
     def rebase(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_pending: bool) -> int:
-        """The base jumped (a snapshot, a repaired digest); returns the tokens of work that was given up when nothing is kept."""
+        """The base jumped (a snapshot, a repaired digest); returns the tokens of work that was given up if nothing is kept."""
         if keep_pending:
             for group in self._layout.groups:
                 self._settle_group(trainer, group, old, new, [])
@@ -115,7 +122,7 @@ class Ledger:
         trainer.add(group, delta)
 
     def _forget_settled(self, trainer: Trainer, base: np.ndarray, included: set[str]) -> int:
-        """Work that was included is no longer pending; work that was left out twice is given up."""
+        """Work that was included is no longer pending; work that more than two rounds left out is given up."""
         dropped = 0
         for group in self._layout.groups:
             if group.name in included:

@@ -48,7 +48,7 @@ def save_base(store: Store, base: Base) -> None:
     header = pack(_Header(base.head, base.round, base.values.size, base.digest, base.plan))
     prefix = len(header).to_bytes(8, "little") + header
     padding = bytes(-len(prefix) % ALIGNMENT)
-    store.write(BASE, [prefix + padding, memoryview(np.ascontiguousarray(base.values, "<f4")).cast("B")])
+    store.write(BASE, [prefix + padding, np.ascontiguousarray(base.values, "<f4").data.cast("B")])
 
 
 def load_base(store: Store, elements: int, where: str) -> Base | None:
@@ -68,7 +68,9 @@ def load_base(store: Store, elements: int, where: str) -> Base | None:
     except (WireError, ValueError):
         raise damaged from None
     if header.elements != elements:
-        raise UserError(f"{where}/{BASE}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir")
+        raise UserError(
+            f"{where}/{BASE}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
+        )
     if values.size != elements or state_digest(values) != header.digest:
         raise damaged
     values.flags.writeable = False

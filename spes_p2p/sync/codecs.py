@@ -26,7 +26,7 @@ class Codec(Protocol):
         """Encode float32 `[n]`."""
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """float32 `[elements]`, a new array. Raises ValueError when `data` has another length than `encoded_bytes(elements)`."""
+        """float32 `[elements]`, a new array. Raises ValueError for a length other than `encoded_bytes(elements)`."""
 
 
 class Uncompressed:
@@ -67,7 +67,8 @@ class Float16:
 
     def encode(self, values: np.ndarray) -> bytes:
         """Clip to +-65504, then round."""
-        return np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype("<f2").tobytes()
+        halves: np.ndarray = np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype("<f2")
+        return halves.tobytes()
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Exact: every half-precision number is a float32."""

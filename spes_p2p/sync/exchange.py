@@ -1,9 +1,10 @@
 """One member's side of a round's exchange: push updates to reducers, reduce, pull everybody's results.
 
-A contributor pushes its encoded update of each part to the part's reducer. A reducer sums with the plan's weights, closes a part
-when every contributor has sent or is lost, encodes the mean once, and serves it; its manifest says what it made and who is in it.
-A part's only contributor is its own reducer where possible: its codes are passed on unchanged. Every member pulls every part.
-Nothing is decoded that the plan does not allow: sender, part and size are checked first.
+A contributor pushes its encoded update of each part to the part's reducer. A reducer sums with the plan's weights, closes a
+part when every contributor has sent, is lost or is too late, encodes the mean once, and serves it; its manifest says what it
+made and who is in it. A part's only contributor is its own reducer where possible: its codes are passed on unchanged. Every
+member pulls every part. Nothing is decoded that the plan does not allow: sender, part and size are checked first; values that
+are not finite are nobody's update.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from spes_p2p.sync.results import ABSENT, Results
 logger = logging.getLogger(__name__)
 
 PUSH, PULL = "push", "pull"
+PUSH_SHARE = 0.5
+"""Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
 BREATHE_EVERY = 8
 """Parts that are encoded in a row before other tasks get their turn."""
 
@@ -140,12 +143,12 @@ class Exchange:
             return
         if len(body) != self._codec.encoded_bytes(part.size):
             raise Refused(f"part {index}: {len(body)} bytes, the plan says {self._codec.encoded_bytes(part.size)}")
+        update = self._codec.decode(body, part.size)
+        if not np.isfinite(update).all():
+            raise Refused(f"part {index} has values that are not finite")
         if len(part.contributors) == 1:
             self._codes[index] = body
         else:
-            update = self._codec.decode(body, part.size)
-            if not np.isfinite(update).all():
-                raise Refused(f"part {index} has values that are not finite")
             self._add(part, sender, update)
         arrived.add(sender)
         if self._complete(part):
@@ -163,8 +166,11 @@ class Exchange:
             self._someone_left.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._someone_left.wait(), self._board.silence_s / 4)
-            if asyncio.get_running_loop().time() - started >= self._board.silence_s:
+            waited_s = asyncio.get_running_loop().time() - started
+            if waited_s >= self._board.silence_s:
                 self._lost |= set(range(len(self._names))) - self._pushing - {self.me}
+            if waited_s >= PUSH_SHARE * self._timeout_s:
+                self._lost |= set(range(len(self._names))) - {self.me}
             await self._close_complete()
         self._sign_off()
 
@@ -192,22 +198,24 @@ class Exchange:
 
     def _close(self, part: Part) -> None:
         contributors = set(self._arrived.get(part.index, ()))
-        if len(part.contributors) == 1:
-            if self.me in part.contributors:
-                self._codes[part.index] = self._encode_own(part)
-                contributors.add(self.me)
-        else:
-            if self.me in part.contributors:
-                update = self._own(part)
-                self._add(part, self.me, update)
-                self.sent[part.index] = (part, update)
-                contributors.add(self.me)
-            if contributors:
-                self._codes[part.index] = self._encode_mean(part, contributors)
+        if self.me in part.contributors and np.isfinite(self._own(part)).all():
+            contributors.add(self.me)
+            self._contribute(part)
         if contributors:
+            if len(part.contributors) > 1:
+                self._codes[part.index] = self._encode_mean(part, contributors)
             self.results.put(part.index, self._codes.pop(part.index))
             self._masks[part.index] = to_mask(contributors, len(self._names))
         self._closed[part.index].set()
+
+    def _contribute(self, part: Part) -> None:
+        """My own update of a part that I reduce: a sole one is encoded as the result, any other one is summed as it is."""
+        if len(part.contributors) == 1:
+            self._codes[part.index] = self._encode_own(part)
+        else:
+            update = self._own(part)
+            self._add(part, self.me, update)
+            self.sent[part.index] = (part, update)
 
     def _add(self, part: Part, sender: int, update: np.ndarray) -> None:
         total = sum(weight(self.plan.members[i], part.group) for i in part.contributors)
@@ -281,11 +289,15 @@ def store_part(results: Results, codec: Codec, message: bytes, wanted: set[int])
     if body:
         if len(body) != codec.encoded_bytes(results.parts[index].size):
             raise WireError(f"part {index} has {len(body)} bytes")
+        if not np.isfinite(codec.decode(body, results.parts[index].size)).all():
+            raise WireError(f"part {index} has values that are not finite")
         results.put(index, body)
 
 
 async def serve_parts(talk: Talk, results: Results, indices: tuple[int, ...]) -> None:
     """Send the parts that were asked for; an empty body for one that is not here."""
+    if not all(0 <= index < len(results.parts) for index in indices):
+        raise Refused("no such part in that plan")
     for index in indices:
         await talk.send(_frame(index, results.encoded.get(index, b"")))
 

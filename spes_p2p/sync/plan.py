@@ -13,6 +13,7 @@ from spes_p2p.errors import Refused
 from spes_p2p.swarm.electors import choose_electorate
 from spes_p2p.swarm.ownership import assign_experts
 from spes_p2p.swarm.records import Announcement, Ballot, Duty, Head, Member, Merge, Plan, Staged
+from spes_p2p.swarm.wire import WireError
 from spes_p2p.sync.merge import Donors, merge_alpha
 from spes_p2p.sync.parts import Part, mask_bytes
 from spes_p2p.sync.results import ABSENT, Results
@@ -71,7 +72,7 @@ def make_plan(
     donors: Donors | None,
     rules: Rules,
 ) -> Plan:
-    """The plan of the round after `head`. `returned`: samples that members who left gave back. `donors`: when a merge is due."""
+    """The plan of the round after `head`. `returned`: samples that members who left gave back. `donors`: if a merge is due."""
     config = rules.config
     peers = sorted(announcements)
     members = tuple(
@@ -141,6 +142,8 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
     if results.parts and not included:
         raise Refused("no part is held by enough members")
     peers = tuple(member.peer for member in plan.members)
+    dialable = tuple(member.peer for member in plan.members if member.bandwidth > 0)
+    heard = {i for part in included if part.group.expert is None for i in results.contributors(part)}
     experts = len(head.owners)
     owners = tuple(tuple(duty.member for duty in plan.duties if expert in duty.owned) for expert in range(experts))
     return Head(
@@ -153,13 +156,25 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
         dropped=dropped,
         base_digest=plan.base_digest,
         step=plan.step,
-        tokens=head.tokens + plan.tokens,
+        tokens=head.tokens + sum(plan.members[i].tokens for i in heard),
         members=peers,
         owners=owners,
         cursor=plan.cursor,
         helpers=helpers,
-        electorate=choose_electorate(helpers, peers, head.electorate),
+        electorate=choose_electorate(helpers, dialable, head.electorate),
     )
+
+
+def check_staged(staged: Staged, member: int, plan: Plan, empty: Results) -> None:
+    """Raises WireError when a member's report cannot be about this plan. `empty`: the plan's results, nothing in them."""
+    if staged.plan != plan.id or len(staged.roots) != len(plan.members):
+        raise WireError("a report about another plan")
+    if len(staged.parts) != mask_bytes(len(empty.parts)):
+        raise WireError("a report about other parts")
+    if staged.manifest is not None:
+        if staged.manifest.reducer != member:
+            raise WireError("a manifest of another reducer")
+        Results(plan, empty.parts).add_manifest(staged.manifest)
 
 
 def held_bits(results: Results) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,12 +23,15 @@ from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.base import Base, load_base, save_base
 from spes_p2p.sync.codecs import Codec, codec_named
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
+from spes_p2p.sync.parts import Part
 from spes_p2p.sync.results import Results, load_results, results_name, save_results
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, Offer, Snapshots, collect_offers, download
 from spes_p2p.training.checkpoint import save_checkpoint
 from spes_p2p.training.interface import Trainer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RESULTS = "results"
 KEPT_ROUNDS = 4
@@ -124,12 +128,13 @@ class Replica:
                 await self.node.learn_heads(peer)
         donors, head = self.node.others(), self.node.log.head
         offers = await collect_offers(self.node.board, donors, head.id, self.layout.size)
+        offers = [offer for offer in offers if offer.info.round == head.round]
         if head.round < 0:
             offers = [offer for offer in offers if offer.info.digest == head.base_digest]
         return offers
 
     def _downloaded(self, offer: Offer, values: np.ndarray) -> Base:
-        return Base(offer.info.head, self.node.log.round, _frozen(values), offer.info.digest, None)
+        return Base(offer.info.head, offer.info.round, _frozen(values), offer.info.digest, None)
 
     # Following the heads -----------------------------------------------------------------------------------------------
 
@@ -173,11 +178,16 @@ class Replica:
         if self.trainer is not None:
             await run(self._settle, base, results, {part.index for part in parts}, exchange)
         if exchange is not None:
-            mine = {part.start for part in parts if part.reducer == exchange.me}
-            self._carried = {start: dropped for start, dropped in exchange.rounding.items() if start in mine}
+            self._carry(exchange, {part.start for part in parts})
         self.base = base
         await self._save()
         self._forget_old()
+
+    def _carry(self, exchange: Exchange, committed: set[int]) -> None:
+        """Keep what my encoding dropped, until the part is committed again; a part with another reducer starts anew there."""
+        others = {part.start for part in exchange.results.parts if part.reducer != exchange.me}
+        kept = {start: dropped for start, dropped in self._carried.items() if start not in others}
+        self._carried = {**kept, **{a: dropped for a, dropped in exchange.rounding.items() if a in committed}}
 
     def _settle(self, base: Base, results: Results, committed: set[int], exchange: Exchange | None) -> None:
         assert self.trainer is not None
@@ -186,19 +196,28 @@ class Replica:
         def included(index: int) -> bool:
             return index in committed and me in results.contributors(results.parts[index])
 
-        sent = exchange.sent if exchange is not None else {}
+        sent = exchange.sent if exchange is not None else self._sent_before_restart(results, included)
         dropped = self.ledger.settle(self.trainer, self.base.values, base.values, sent, included)
         if dropped:
-            self._observer.tell(WorkDropped(base.round, dropped, "left out of two rounds"))
+            self._observer.tell(WorkDropped(base.round, dropped, "left out of more than two rounds"))
         self._take_duty(base)
+
+    def _sent_before_restart(self, results: Results, included: Callable[[int], bool]) -> dict[int, tuple[Part, np.ndarray]]:
+        """A push is in the result, but its codes were lost in a crash: what is pending there counts as sent, or it goes twice."""
+        trainer, sent = self.trainer, {}
+        assert trainer is not None
+        for part in results.parts:
+            if included(part.index) and (part.group.expert is None or part.group.expert in trainer.owned):
+                local = trainer.read(part.group)[part.start - part.group.start : part.stop - part.group.start]
+                sent[part.index] = (part, local - self.base.values[part.start : part.stop])
+        return sent
 
     def _take_duty(self, base: Base) -> None:
         assert self.trainer is not None
         duty = base.duty(self.node.peer_id)
         owned = duty.owned if duty is not None else ()
         if owned != self.trainer.owned:
-            self.ledger.hand_over(self.trainer, owned, base.values)
-            self.trainer.assign(owned, base.values)
+            self.ledger.change_owned(self.trainer, owned, base.values)
 
     async def _complete_results(self, decided: Decided) -> Results | None:
         """The head's results with every committed part, fetched where they are missing; None when nobody has them any more."""
@@ -240,11 +259,15 @@ class Replica:
     async def _jump_to_newest(self) -> None:
         """Too far behind to replay: take a snapshot. Pending work stays unless a push of mine may be in the rounds I skip."""
         offers = await self._offers_of_newest()
-        if not offers:
+        try:
+            if not offers:
+                raise PeerUnreachable("nobody offers the newest base")
+            values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
+        except PeerUnreachable as error:
+            logger.info("snapshot: %s", error)
             await asyncio.sleep(RETRY_S)
             await self.node.meet()
             return
-        values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
         skipped = {decided.head.plan for decided in self.node.log.since(self.base.round)}
         await self._jump(self._downloaded(offers[0], values), not skipped & set(self._exchanges))
 
@@ -301,7 +324,7 @@ class Replica:
             await talk.send(pack(manifest))
         await talk.send(b"")
 
-    async def _known(self, table: Mapping[str, Exchange] | Mapping[str, Results], plan_id: str):  # type: ignore[no-untyped-def]
+    async def _known(self, table: Mapping[str, T], plan_id: str) -> T:
         """The entry of a plan; a plan that reaches me a moment later than its other members is waited for."""
         deadline = asyncio.get_running_loop().time() + self.node.board.silence_s
         while plan_id not in table:

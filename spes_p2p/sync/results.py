@@ -46,11 +46,16 @@ class Results:
         return [part for part in self.parts if part.reducer == reducer]
 
     def add_manifest(self, manifest: Manifest) -> None:
-        """Take a manifest of this plan. Raises WireError when its form is wrong."""
+        """Take a manifest of this plan. Raises WireError when it says what no reducer of this plan could."""
         own = self.reduced_by(manifest.reducer)
         width = mask_bytes(len(self.plan.members))
         if manifest.plan != self.plan.id or len(manifest.digests) != 32 * len(own) or len(manifest.masks) != width * len(own):
             raise WireError("the manifest does not fit the plan")
+        for place, part in enumerate(own):
+            included = from_mask(manifest.masks[width * place : width * (place + 1)])
+            absent = manifest.digests[32 * place : 32 * (place + 1)] == ABSENT
+            if not set(included) <= set(part.contributors) or absent != (not included):
+                raise WireError(f"part {part.index} cannot be made of what the manifest says")
         self.manifests[manifest.reducer] = manifest
 
     def digest_of(self, part: Part) -> bytes | None:

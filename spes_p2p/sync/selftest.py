@@ -8,8 +8,8 @@ import numpy as np
 
 from spes_p2p.errors import UserError
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.sync.apply import next_base
 from spes_p2p.swarm.records import Member, Merge
+from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.codecs import CODECS
 from spes_p2p.sync.parts import part_table
 
@@ -21,7 +21,7 @@ def check_arithmetic() -> None:
     found = _answer()
     if found != KNOWN_ANSWER:
         raise UserError(
-            f"this machine's float32 arithmetic differs from the swarm's (self-test {found[:12]} instead of {KNOWN_ANSWER[:12]}); "
+            f"this machine's float32 arithmetic differs from the swarm's (self-test {found[:12]}, not {KNOWN_ANSWER[:12]}); "
             "a library may have switched denormals off: this machine cannot train with others"
         )
 

@@ -111,7 +111,10 @@ async def collect_offers(board: Switchboard, donors: Sequence[str], head: str, e
                     raise WireError(f"a base of {info.elements} elements, this campaign's has {elements}")
                 digests = b""
                 while len(digests) < 32 * -(-elements // PIECE_ELEMENTS):
-                    digests += await talk.message()
+                    message = await talk.message()
+                    if not message:
+                        raise WireError("too few piece digests")
+                    digests += message
                 if root_digest(digests) != info.digest:
                     raise WireError("piece digests that do not fit the digest")
                 return Offer(donor, info, digests)
@@ -142,6 +145,7 @@ async def download(
     missing = [i for i in range(count) if have is None or piece_digest(_piece(state, i)) != digests[32 * i : 32 * i + 32]]
     queue = [missing[a : a + PIECES_A_REQUEST] for a in range(0, len(missing), PIECES_A_REQUEST)]
     total, done = len(queue), 0
+    living = [offer.donor for offer in offers]
 
     async def serve_from(donor: str) -> None:
         nonlocal done
@@ -154,11 +158,13 @@ async def download(
             except (PeerUnreachable, Refused, WireError) as error:
                 logger.warning("donor %s dropped: %s", donor[-6:], error)
                 queue.insert(0, batch)
+                living.remove(donor)
                 return
 
-    await asyncio.gather(*(serve_from(offer.donor) for offer in offers))
-    if queue:
-        raise PeerUnreachable("all donors are gone before the base was complete")
+    while queue:
+        if not living:
+            raise PeerUnreachable("all donors are gone before the base was complete")
+        await asyncio.gather(*map(serve_from, tuple(living)))
     return state
 
 

@@ -1,0 +1,238 @@
+"""A bootstrap and trainers as processes on loopback: they learn, and go on through kills, joins, leaves and restarts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from network_swarm import ENVIRONMENT, ROOT, LocalPeer, LocalPeers, write_variant
+from sample_text import write_test_campaign
+
+from spes_p2p.observe.events import BaseRestored, RoundCommitted
+
+pytestmark = pytest.mark.network
+
+START_S = 90.0
+"""Longest time from starting peers to their first common round, on two busy cores."""
+TRAINERS = ("peer-0", "peer-1", "peer-2", "peer-3")
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_test_campaign(tmp_path_factory.mktemp("campaign"))
+
+
+@pytest.fixture(scope="module")
+def completed(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+    """A swarm of four whose campaign is complete."""
+    with LocalPeers(tmp_path_factory.mktemp("completed")) as swarm:
+        start(swarm, campaign)
+        swarm.wait(lambda: not swarm.trainers, START_S + 60, "the campaign completes")
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def endless(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+    """A swarm whose campaign lasts longer than these tests; each test leaves four trainers or more."""
+    config = write_variant(
+        campaign, "endless.yaml", training={"total_steps": 400_000, "sync_steps": 20}, merge={"merge_interval": 40}
+    )
+    with LocalPeers(tmp_path_factory.mktemp("endless")) as swarm:
+        start(swarm, config, "--metrics-port", "0")
+        swarm.wait_for_round(1, START_S)
+        yield swarm
+
+
+def start(swarm: LocalPeers, config: Path, *options: str) -> None:
+    address = swarm.bootstrap(config, "/ip4/127.0.0.1/tcp/0", *options).address
+    for name in TRAINERS:
+        swarm.join(name, address, *options)
+
+
+def assert_owned(commit: RoundCommitted) -> None:
+    """Every expert has one owner, a member."""
+    assert [len(owners) for owners in commit.owners] == [1] * 4
+    assert {owner for owners in commit.owners for owner in owners} <= set(commit.members)
+
+
+def assert_equal_digests(swarm: LocalPeers) -> None:
+    digests = swarm.digests()
+    assert sorted(digests) == list(range(max(digests) + 1))
+    assert {number: found for number, found in digests.items() if len(found) > 1} == {}
+
+
+def owned_experts(commit: RoundCommitted, peer: LocalPeer) -> list[int]:
+    return [expert for expert, owners in enumerate(commit.owners) if peer.peer_id in owners]
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spes_p2p", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+
+
+# A campaign from its first round to its checkpoint ----------------------------------------------------------------------
+
+
+def test_four_trainers_complete_a_campaign_with_equal_bits(completed: LocalPeers) -> None:
+    peers = [completed[name] for name in TRAINERS]
+    assert [peer.process.returncode for peer in peers] == [0] * 4
+    assert completed["bootstrap"].is_running
+    ids = {peer.peer_id for peer in peers}
+    for peer in peers:
+        assert sorted(peer.commits) == list(range(9)), peer.log
+        assert_owned(peer.commits[8])
+        assert all(set(commit.members) == ids for commit in peer.commits.values())
+    assert_equal_digests(completed)
+    assert len(set(peers[0].commits[8].owners)) == 4
+    assert peers[0].commits[8].campaign_step == 40
+
+
+def test_the_swarm_learns(completed: LocalPeers) -> None:
+    losses = completed.held_out_losses()
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_its_checkpoint_gives_the_same_logits_in_plain_transformers(completed: LocalPeers, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from spes_p2p.model.build import plain_model
+    from spes_p2p.session import load_run_dir_base
+
+    output = tmp_path / "checkpoint"
+    result = run_command("export", "--run-dir", str(completed["peer-1"].run_dir), "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    files, base = load_run_dir_base(completed["peer-2"].run_dir)
+    assert base.digest == completed["peer-0"].commits[8].base_digest
+    loaded = AutoModelForCausalLM.from_pretrained(output).eval()
+    ids = torch.arange(512).view(8, 64)
+    with torch.no_grad():
+        difference = loaded(input_ids=ids).logits - plain_model(files.campaign.config.model, base.values).eval()(ids).logits
+    assert float(difference.abs().max()) == 0.0
+
+
+# Looking at a running swarm ---------------------------------------------------------------------------------------------
+
+
+def test_status_shows_the_swarm_as_it_is(endless: LocalPeers) -> None:
+    endless.wait_for_round(2)
+    before = endless.newest_round()
+    result = run_command("status", endless["peer-1"].address, "--json")
+    assert result.returncode == 0, result.stderr
+    after = endless.newest_round()
+    status = json.loads(result.stdout)
+    assert before <= status["round"] <= after + 1
+    assert status["digests_equal"]
+    assert status["base_digest"] == endless.commit(status["round"]).base_digest
+    assert status["owners"] == [list(owners) for owners in endless.commit(status["round"]).owners]
+    assert status["ownerless"] == []
+    trainers = {peer["peer_id"] for peer in status["peers"] if peer["role"] == "trainer"}
+    assert trainers == {peer.peer_id for peer in endless.trainers}
+    assert [peer["peer_id"] for peer in status["peers"] if peer["role"] == "helper"] == [endless["bootstrap"].peer_id]
+    assert status["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("name", ["bootstrap", "peer-0"])
+def test_metrics_are_served_and_promtool_takes_them(endless: LocalPeers, name: str) -> None:
+    with urllib.request.urlopen(endless[name].metrics_url, timeout=10) as response:
+        body = response.read()
+    assert b"spes_" in body
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    check = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, check=False)
+    assert (check.returncode, check.stdout + check.stderr) == (0, b"")
+
+
+# Churn ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_others_go_on_when_a_trainer_is_killed_and_it_continues_on_its_run_dir(endless: LocalPeers) -> None:
+    victim = endless["peer-2"]
+    victim_id = victim.peer_id
+    others = [endless[name] for name in TRAINERS if name != "peer-2"]
+    endless.wait_for_round(endless.newest_round() + 1)
+    endless.kill("peer-2")
+    last = endless.newest_round()
+    endless.wait_for_round(last + 3, 45, others)
+    commit = others[0].commits[last + 3]
+    assert set(commit.members) == {peer.peer_id for peer in others}
+    assert_owned(commit)
+    assert_equal_digests(endless)
+
+    again = endless.join("peer-2", endless["bootstrap"].address)
+    endless.wait(lambda: victim_id in endless.commit(endless.newest_round()).members, START_S, "the killed trainer is back")
+    assert again.peer_id == victim_id
+    assert again.events(BaseRestored)[-1].source == "disk"
+    endless.wait_for_round(endless.newest_round() + 2)
+    assert owned_experts(again.commits[again.round], again)
+    assert_equal_digests(endless)
+
+
+def test_a_peer_joins_by_a_trainers_address_from_another_folder(endless: LocalPeers, tmp_path: Path) -> None:
+    fifth = endless.join("peer-4", endless["peer-0"].address, "--experts", "2", cwd=tmp_path)
+    endless.wait(lambda: fifth.round >= 0 and fifth.peer_id in endless.commit(fifth.round).members, START_S, "it is a member")
+    first = min(fifth.commits)
+    endless.wait_for_round(first + 3)
+    assert first > 0
+    assert fifth.events(BaseRestored)[0].source == "download"
+    assert list(tmp_path.iterdir()) == []
+    assert_owned(fifth.commits[first + 3])
+    assert_equal_digests(endless)
+
+
+def test_sigterm_leaves_politely(endless: LocalPeers) -> None:
+    leaver = max(endless.trainers, key=lambda peer: len(owned_experts(endless.commit(endless.newest_round()), peer)))
+    leaver_id = leaver.peer_id
+    assert endless.terminate(leaver.name) == 0, leaver.log
+    last = endless.newest_round()
+    endless.wait_for_round(last + 2)
+    commit = endless.commit(last + 2)
+    assert leaver_id not in commit.members
+    assert_owned(commit)
+    assert_equal_digests(endless)
+
+
+# A whole swarm ends -----------------------------------------------------------------------------------------------------
+
+
+def test_a_swarm_killed_as_a_whole_continues_from_its_last_round(campaign: Path, tmp_path: Path) -> None:
+    config = write_variant(campaign, "restarted.yaml", training={"total_steps": 120, "sync_steps": 10}, merge={"merge_interval": 10})
+    listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    with LocalPeers(tmp_path) as swarm:
+        address = swarm.bootstrap(config, listen).address
+        for name in TRAINERS:
+            swarm.join(name, address)
+        swarm.wait_for_round(3, START_S)
+        swarm.kill("bootstrap", *TRAINERS)
+        last = swarm.newest_round()
+        assert last < 12, "the campaign was over before the kill"
+        before = {name: swarm[name].round for name in TRAINERS}
+
+        assert swarm.bootstrap(config, listen).address == address
+        for name in TRAINERS:
+            swarm.join(name, address)
+        swarm.wait(lambda: not swarm.trainers, START_S + 60, "the campaign completes")
+        peers = [swarm[name] for name in TRAINERS]
+        assert [peer.process.returncode for peer in peers] == [0] * 4
+        assert all(peer.round == 12 for peer in peers)
+        assert peers[0].commits[12].campaign_step == 120
+        assert_equal_digests(swarm)
+        for peer in peers:
+            assert peer.events(BaseRestored)[-1].round in (before[peer.name], before[peer.name] + 1)
+            rounds = [event.round for event in peer.events(RoundCommitted)]
+            assert rounds == sorted(set(rounds))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
