@@ -199,7 +199,7 @@ class CampaignConfig(Section):
 
     @property
     def total_rounds(self) -> int:
-        """Rounds of the whole campaign."""
+        """Rounds that move weights: 1 to this number. Round 0 only assembles the swarm."""
         return self.training.total_steps // self.training.sync_steps
 
 

@@ -128,6 +128,7 @@ async def _watch(
 ) -> None:
     """Show the swarm until it is done."""
     async with visiting([address], run_dir / "viewer.key") as ask_all:
+        last_seen: list[PeerStatus] = []
         with SwarmView() as view:
             while not stopped.is_set():
                 statuses: list[PeerStatus] = await ask_all()
@@ -136,8 +137,10 @@ async def _watch(
                     for name, process in processes.items()
                     if process.poll() not in (None, 0)
                 ]
-                if statuses:
-                    view.update(statuses, notes)
+                if any(status.role == "trainer" for status in statuses):
+                    last_seen = statuses
+                if last_seen:
+                    view.update(last_seen, notes)
                 trainers = [process for name, process in processes.items() if name != BOOTSTRAP]
                 if all(process.poll() is not None for process in trainers) or processes[BOOTSTRAP].poll() is not None:
                     return
@@ -165,7 +168,8 @@ async def _end(processes: dict[str, subprocess.Popen[bytes]]) -> tuple[str, ...]
 
 
 def _plot(histories: dict[str, list[Entry]], run_dir: Path) -> None:
-    if any(isinstance(entry.event, RoundCommitted) for history in histories.values() for entry in history):
+    events = [entry.event for history in histories.values() for entry in history]
+    if any(isinstance(event, RoundCommitted) and math.isfinite(event.loss) for event in events):
         plot_loss(histories, run_dir / "loss.png", f"{run_dir.name}: loss against tokens")
 
 

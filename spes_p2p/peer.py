@@ -52,6 +52,7 @@ BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot
 LINGER_S = 20.0
 """After the last round a peer stays so long for those that still need its results."""
 BACKOFF_S = 1.0
+DOWNLOAD_LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Peer:
         self._speed = 0.0
         self._validation_loss: float | None = None
         self._evaluated_round = -1
-        self._train_seconds = 0.0
+        self._download_logged_at: float | None = None
         self._moved: Counter[tuple[str, bool]] = Counter()
 
     @property
@@ -184,7 +185,6 @@ class Peer:
         if self._leaving.is_set():
             return
         self._untrained = report.untrained
-        self._train_seconds = report.seconds
         self._speed = report.tokens / report.seconds if report.seconds > 0 else 0.0
         self.replica.ledger.trained(report)
         self._observer.tell(
@@ -216,7 +216,7 @@ class Peer:
         target = self.replica.base.round + 1
         attempt = 0
         while self.replica.base.round < target and not self._leaving.is_set():
-            seconds: dict[str, float] = {"train": self._train_seconds}
+            seconds: dict[str, float] = {}
             order = self.node.coordinators()
             try:
                 await self._attempt(order[attempt % len(order)], attempt, seconds)
@@ -303,6 +303,7 @@ class Peer:
         if kind == "digest":
             try:
                 await self.replica.repair()
+                self._tell_restored("download")
             except PeerUnreachable as error:
                 self._failed(target, attempt, "refused", f"{reason} ({error})")
                 await asyncio.sleep(BACKOFF_S)
@@ -408,8 +409,11 @@ class Peer:
         self._observer.tell(PhaseEntered(phase))
 
     def _log_download(self, done: int, total: int) -> None:
-        tenth = max(1, total // 10)
-        if done % tenth == 0 and total > 10:
+        now = asyncio.get_running_loop().time()
+        if self._download_logged_at is None:
+            self._download_logged_at = now
+        elif now - self._download_logged_at >= DOWNLOAD_LOG_EVERY_S:
+            self._download_logged_at = now
             logger.info("downloading the base: %d %%", 100 * done // total)
 
     # Leaving -----------------------------------------------------------------------------------------------------------

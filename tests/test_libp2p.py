@@ -372,13 +372,9 @@ def peer_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_program_that_shall_die_with_its_parent_does():
     """p2pd itself often ends when its standard output breaks; this program does not care about anything."""
-    start = """
-import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), sys.executable, "-c", "import time; time.sleep(60)"])
-print(child.pid, flush=True)
-time.sleep(60)
-"""
-    command = [sys.executable, "-c", start, str(die_with_parent.__file__)]
+    stubborn = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    start = "import os, subprocess, sys; subprocess.run([sys.executable, sys.argv[1], str(os.getpid()), *sys.argv[2:]])"
+    command = [sys.executable, "-c", start, str(die_with_parent.__file__), sys.executable, "-c", stubborn]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

@@ -293,6 +293,7 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
     waiting = gather([status_after(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "download", ((), (), ())))])
     assert (waiting.assembled, waiting.ownerless) == (False, ())
     assert gather([status_after(assembly())]).assembled
+    assert "assembling, 1 trainer so far" in shown(list(waiting.peers))
     assert [gather([status_after(commit(number))]).done for number in (0, ROUNDS - 1, ROUNDS)] == [False, False, True]
 
 
@@ -300,6 +301,21 @@ def test_last_round_is_told_by_a_peer_that_took_part() -> None:
     downloaded = status_after(BaseRestored(5, 50, 100, 5000, "digest5", "download", OWNERS), peer_id="peer-000000")
     swarm = gather([downloaded, status_after(commit(5))])
     assert (swarm.round_tokens, swarm.loss) == (1000, 4.5)
+
+
+def test_held_out_loss_is_the_newest_that_anybody_knows_and_named_by_its_round() -> None:
+    first = status_after(Evaluated(3, 8.0), commit(5))
+    evaluator = status_after(Evaluated(3, 8.0), commit(5), Evaluated(4, 7.0), peer_id="peer-bbbbbb")
+    assert gather([first, evaluator]).validation_loss == 7.0
+    assert "held-out 7.000 (round 4) ·" in round_line([first, evaluator])
+    assert "held-out 6.000 ·" in round_line([status_after(commit(5), Evaluated(5, 6.0))])
+
+
+def test_plain_line_says_the_bytes_of_one_peer_however_many_have_committed() -> None:
+    peers = [status_after(commit(5), peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
+    late = status_after(commit(4), peer_id="peer-cccccc")
+    for statuses in (peers, [*peers, late], [peers[0], late]):
+        assert "1.50 MB up a peer in 2.00 s" in round_line(statuses)
 
 
 def test_unknown_numbers_are_null_in_json() -> None:
@@ -422,6 +438,9 @@ def test_unknown_log_level_is_named() -> None:
 
 def test_table_fits_eighty_columns_and_has_a_row_a_peer() -> None:
     training = (PhaseEntered("training"), TrainingProgress(6, 123, 200, 1234.0))
+    long = (Evaluated(100, 4.25), commit(105, merge_alpha=0.1))
+    lines = shown([status_after(*long, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")], width=80).splitlines()
+    assert any("held-out 4.250 (round 100)" in line and line.rstrip().endswith("merge 0.100") for line in lines)
     statuses = [status_after(commit(5), *training, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
     text = shown(statuses, width=80)
     rows = [line for line in text.splitlines() if "training 123/200" in line]

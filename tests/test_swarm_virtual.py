@@ -2,23 +2,435 @@
 
 from __future__ import annotations
 
-from virtual_swarm import VirtualSwarm, campaign
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
 
-from spes_p2p.swarm.memory import run_virtual
+import pytest
+from virtual_swarm import NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
+
+from spes_p2p.observe.events import BaseRestored, DigestMismatch, PhaseTrained
+from spes_p2p.swarm.electors import VOTES, VoteState
+from spes_p2p.swarm.wire import unpack
+from spes_p2p.sync.codecs import CODECS
+from spes_p2p.sync.digest import state_digest
+
+SILENCE_S = 5.0
 
 
-def test_peers_agree_bit_for_bit_after_every_round():
-    async def main():
+def test_peers_agree_bit_for_bit_after_every_round() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        commits = swarm.recorders["A"].commits()
+        assert sorted(commits) == list(range(7))
+        assert commits[6].campaign_step == 60
+        assert commits[6].total_tokens == sum(commit.tokens for commit in commits.values())
+        assert all(commit.dropped_parts == 0 for commit in commits.values())
+
+    simulate(main)
+
+
+def test_every_codec_gives_equal_bits_on_all_peers() -> None:
+    for codec in CODECS:
+
+        async def main(codec: str = codec) -> None:
+            swarm = VirtualSwarm(campaign(total_steps=20, codec=codec))
+            swarm.start_all()
+            await swarm.until_finished()
+            swarm.assert_replicas_agree()
+
+        simulate(main)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def final_digest(seed: int) -> str:
+        async def main() -> str:
+            swarm = VirtualSwarm(campaign(total_steps=30), seed)
+            swarm.start_all()
+            await swarm.until_round(1)
+            swarm.kill("C")
+            await swarm.until_finished()
+            return swarm.final_digests().pop()
+
+        return simulate(main)
+
+    assert final_digest(1) == final_digest(1)
+    assert final_digest(1) != final_digest(2)
+
+
+def test_a_peer_killed_while_it_trains_is_out_of_the_next_round_and_its_experts_find_owners() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        await asyncio.sleep(3)
+        swarm.kill("B")
+        died = now()
+        await swarm.until_round(3)
+        assert now() - died < 10 + 3 * SILENCE_S
+        commit = swarm.recorders["A"].commits()[3]
+        assert commit.members == ("A", "C")
+        assert all(owners and "B" not in owners for owners in commit.owners)
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("method", ["push", "pull"])
+@pytest.mark.parametrize("frame", [1, 2])
+def test_a_peer_killed_in_the_middle_of_the_exchange_costs_its_parts_and_nothing_else(method: str, frame: int) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        kill_at_frame(swarm, method, frame, lambda peer: peer != next_coordinator(swarm))
+        await swarm.until_finished()
+        assert len(swarm.peers) == 2
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+PHASES = {
+    "while it gathers": ("round", 0, "member"),
+    "when it asks for promises": ("prepare", 0, "coordinator"),
+    "when it sends the plan": ("round", 0, "coordinator"),
+    "while parts are pushed": ("push", 1, "coordinator"),
+    "while parts are pulled": ("pull", 1, "coordinator"),
+    "when it asks for the first vote": ("accept", 0, "coordinator"),
+    "before the first vote comes back": ("accept", 0, "elector"),
+    "when it tells who did not take part": ("decide", 0, "coordinator"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_coordinator_killed_in_any_phase_stops_nobody_and_forks_nothing(phase: str) -> None:
+    method, frame, sender = PHASES[phase]
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        victim = next_coordinator(swarm)
+        swarm.network.hook = frame_hook(swarm, method, frame, victim, sender == "coordinator")
+        await swarm.until(lambda: victim not in swarm.peers, 200)
+        died = now()
+        await swarm.until_round(4)
+        assert now() - died < 2 * 15 + 6 * SILENCE_S
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        commits = swarm.recorders[min(swarm.peers)].commits()
+        assert commits[6].total_tokens == sum(commit.tokens for commit in commits.values())
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("voters", [1, 2])
+def test_a_head_that_was_accepted_before_its_coordinator_died_is_the_one_decided(voters: int) -> None:
+    """With a majority of votes it was decided; with one vote the next coordinator, which sees that vote, must propose it too."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        victim = next_coordinator(swarm)
+        votes: list[str] = []
+
+        def kill_after_votes(peer: str, method: str, index: int) -> None:
+            if method == "accept" and peer != victim and victim in swarm.peers:
+                votes.append(peer)
+                if len(votes) == voters:
+                    swarm.kill(victim)
+
+        swarm.network.hook = kill_after_votes
+        await swarm.until(lambda: victim not in swarm.peers, 200)
+        voted = unpack(VoteState, bytes(swarm.stores[votes[0]].read(VOTES) or b"")).accepted
+        await swarm.until_round(3)
+        survivor = swarm.peers[min(swarm.peers)]
+        assert voted is not None
+        assert survivor.node.log.head_at(3).id == voted.id
+        assert victim in voted.members
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_joiner_downloads_the_base_and_trains_from_the_next_round() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=80))
+        swarm.start_all()
+        await swarm.until_round(2)
+        await asyncio.sleep(4)
+        swarm.start("D")
+        await swarm.until_round(4)
+        commit = swarm.recorders["A"].commits()[4]
+        assert commit.members == ("A", "B", "C", "D")
+        assert {owner for owners in commit.owners for owner in owners} == set("ABCD")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert swarm.recorders["D"].told(BaseRestored)[0].source == "download"
+        assert swarm.trainers["D"].trained_samples
+        assert not any(swarm.recorders[name].told(DigestMismatch) for name in "ABCD")
+
+    simulate(main)
+
+
+def test_a_joiner_cuts_nobodys_phase_short() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=40, sync={"min_peers": 1, "join_grace_s": 0.0}), seconds_per_step=3.0)
+        swarm.start_all("A")
+        await swarm.until_round(1)
+        swarm.start("D")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert [phase.steps for phase in swarm.recorders["A"].told(PhaseTrained)][:2] == [10, 10]
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("delay_s", [0.5, 4.0, 10.6])
+def test_a_peer_restarted_on_its_disk_continues(delay_s: float) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        await asyncio.sleep(delay_s)
+        swarm.restart("B")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert swarm.recorders["B"].told(BaseRestored)[-1].source == "disk"
+        assert "B" in swarm.recorders["A"].commits()[6].members
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 4.0, 10.2, 10.4, 10.6, 10.8])
+def test_a_whole_swarm_killed_at_once_continues_from_the_last_committed_round(delay_s: float) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        await asyncio.sleep(delay_s)
+        before = {name: swarm.peers[name].node.log.round for name in "ABC"}
+        for name in "WABC":
+            swarm.kill(name)
+        await asyncio.sleep(60)
+        for name in "CBAW":
+            swarm.restart(name)
+        await swarm.until(lambda: all(swarm.round_of(name) >= before[name] for name in "ABC"), 60)
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert all(swarm.recorders[name].told(BaseRestored)[-1].source == "disk" for name in "ABC")
+        assert [c.campaign_step for c in swarm.recorders["A"].commits().values()] == list(range(0, 70, 10))
+
+    simulate(main)
+
+
+def test_the_bootstrap_peer_may_be_away_while_the_others_train() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(1)
+        swarm.kill("W")
+        await swarm.until_round(3)
+        swarm.restart("W")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("pause_s", [7.0, 40.0, 200.0])
+def test_a_peer_that_was_silent_too_long_catches_up_and_its_work_is_not_lost(pause_s: float) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=300))
+        swarm.start_all()
+        await swarm.until_round(2)
+        swarm.network.pause("B")
+        await asyncio.sleep(pause_s)
+        swarm.network.resume("B")
+        resumed = swarm.round_of("A")
+        await swarm.until(lambda: swarm.round_of("B") >= resumed, 60)
+        await swarm.until(lambda: "B" in swarm.recorders["A"].commits()[swarm.round_of("A")].members, 60)
+        await swarm.until_round(resumed + 4)
+        swarm.assert_same_heads()
+        commits = swarm.recorders["A"].commits()
+        trained, announced = swarm.trained_tokens(), commits[max(commits)].total_tokens
+        assert announced <= trained
+
+    simulate(main)
+
+
+def test_a_peer_that_is_cut_off_comes_back_and_nothing_was_forked() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=150))
+        swarm.start_all()
+        await swarm.until_round(2)
+        swarm.network.partition(["A"], ["B", "C", "W"])
+        cut = swarm.round_of("B")
+        await asyncio.sleep(100)
+        assert swarm.round_of("A") <= cut + 1
+        assert swarm.round_of("B") > cut + 4
+        swarm.network.heal()
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert "A" in swarm.recorders["B"].commits()[15].members
+
+    simulate(main)
+
+
+def test_a_peer_that_cannot_be_dialled_trains_and_is_heard_but_reduces_nothing() -> None:
+    async def main() -> None:
         swarm = VirtualSwarm(campaign())
         swarm.start_bootstrap()
-        for name in "ABC":
-            swarm.start(name)
-        await swarm.until(lambda: all(swarm.peers[n].finished for n in "ABC"))
-        assert sorted(swarm.digests()) == list(range(7))
-        assert all(len(digests) == 1 for digests in swarm.digests().values())
-        final = swarm.recorders["A"].commits()[6]
-        assert final.campaign_step == 60
-        assert final.total_tokens == sum(swarm.recorders["A"].commits()[r].tokens for r in range(7))
-        assert final.dropped_parts == 0
+        swarm.start("A")
+        swarm.start("B")
+        swarm.start("C", bandwidth=0.0)
+        served: list[str] = []
+        swarm.network.hook = lambda peer, method, index: served.append(method) if peer == "C" else None
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        commits = swarm.recorders["A"].commits()
+        assert all("C" in commit.members for commit in commits.values())
+        assert commits[6].total_tokens == swarm.trained_tokens()
+        head = swarm.peers["A"].node.log.head
+        assert "C" not in head.electorate
+        assert head.roots[head.members.index("C")] == b""
 
-    run_virtual(main())
+    simulate(main)
+
+
+def test_a_slow_peer_gets_fewer_steps_and_is_waited_for() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=80))
+        swarm.start_bootstrap()
+        for name, speed in (("A", 1.0), ("B", 1.0), ("C", 0.25)):
+            swarm.start(name, speed)
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        steps = {name: [phase.steps for phase in swarm.recorders[name].told(PhaseTrained)] for name in "ABC"}
+        assert steps["A"][2:] == [10] * 6
+        assert all(2 <= count <= 3 for count in steps["C"][2:])
+        assert all(commit.members == ("A", "B", "C") for commit in swarm.recorders["A"].commits().values())
+        assert_no_sample_twice(swarm, "ABC")
+
+    simulate(main)
+
+
+def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200))
+        swarm.start_all()
+        await swarm.until_finished()
+        assert_no_sample_twice(swarm, "ABC")
+        trained = [sample for name in "ABC" for sample in samples(swarm.trainers[name].trained_samples)]
+        assert sorted(trained) == [(i // NUM_SAMPLES, i % NUM_SAMPLES) for i in range(len(trained))]
+        assert len(trained) == 3 * 200 * 2
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("delay_s", [3.0, 10.1, 10.3])
+def test_who_leaves_politely_gives_its_samples_back_and_the_others_train_them(delay_s: float) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=150))
+        swarm.start_all()
+        await swarm.until_round(3)
+        await asyncio.sleep(delay_s)
+        leaver = swarm.peers.pop("B")
+        round_then = leaver.replica.base.round
+        leaver.leave()
+        left_at = now()
+        await swarm.until(swarm.tasks["B"].done)
+        assert now() - left_at < SILENCE_S
+        swarm.network.kill("B")
+        await swarm.until_round(round_then + 1)
+        commit = swarm.recorders["A"].commits()[round_then + 1]
+        assert now() - left_at < 15
+        assert "B" not in commit.members
+        assert all(commit.owners)
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        included = [i for number, its in swarm.samples["B"].items() if number <= round_then for i in its]
+        rest = [interval for name in "AC" for interval in swarm.trainers[name].trained_samples]
+        counts = Counter(samples(included + rest))
+        assert max(counts.values()) == 1
+        epoch = [position for epoch, position in counts if epoch == 0]
+        assert sorted(epoch) == list(range(len(epoch)))
+
+    simulate(main)
+
+
+def test_a_lone_trainer_goes_on_by_itself() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        swarm.kill("B")
+        await swarm.until_round(3)
+        swarm.kill("C")
+        await swarm.until_finished(300)
+        commit = swarm.recorders["A"].commits()[6]
+        assert commit.members == ("A",)
+        assert commit.owners == (("A",),) * 4
+
+    simulate(main)
+
+
+def test_who_has_other_bits_than_most_repairs_them() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        replica = swarm.peers["B"].replica
+        wrong = replica.base.values.copy()
+        wrong[7] += 1.0
+        replica._install(dataclasses.replace(replica.base, values=wrong, digest=state_digest(wrong)))
+        await swarm.until_finished()
+        assert [event.round for event in swarm.recorders["B"].told(DigestMismatch)] == [2]
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+# What the tests need of a swarm ------------------------------------------------------------------------------------------
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def next_coordinator(swarm: VirtualSwarm) -> str:
+    return max(swarm.peers.values(), key=lambda peer: peer.node.log.round).node.coordinators()[0]
+
+
+def kill_at_frame(swarm: VirtualSwarm, method: str, frame: int, eligible: Callable[[str], bool]) -> None:
+    """The first eligible peer that sends this frame of this method dies before it does."""
+
+    def hook(peer: str, its_method: str, index: int) -> None:
+        if (its_method, index) == (method, frame) and peer in swarm.peers and eligible(peer):
+            swarm.network.hook = None
+            swarm.kill(peer)
+
+    swarm.network.hook = hook
+
+
+def frame_hook(swarm: VirtualSwarm, method: str, frame: int, victim: str, its_own: bool) -> Callable[[str, str, int], None]:
+    """The victim dies when it, or somebody else, sends this frame of this method."""
+
+    def hook(peer: str, its_method: str, index: int) -> None:
+        if (its_method, index) == (method, frame) and victim in swarm.peers and (peer == victim) == its_own:
+            swarm.kill(victim)
+
+    return hook
+
+
+def assert_no_sample_twice(swarm: VirtualSwarm, names: str) -> None:
+    counts = Counter(sample for name in names for sample in samples(swarm.trainers[name].trained_samples))
+    assert max(counts.values()) == 1

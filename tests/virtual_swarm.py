@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import zlib
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from spes_p2p.config import Campaign, parse_campaign_config
+from spes_p2p.data.slices import Interval
 from spes_p2p.helper import Helper, make_genesis
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.observe.events import Event, RoundCommitted
+from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted
 from spes_p2p.peer import Capacity, Peer
-from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world
+from spes_p2p.swarm.interfaces import World
+from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.sync.plan import Rules
+from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.synthetic import SyntheticTrainer
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Event)
 
 EXPERTS, NUM_SAMPLES = 4, 1000
 LAYOUT = Layout(
@@ -29,20 +39,27 @@ LAYOUT = Layout(
 )
 
 
-def campaign(total_steps=60, codec="float16", **sections) -> Campaign:
-    raw = {
+def campaign(total_steps: int = 60, codec: str = "float16", **sections: dict[str, Any]) -> Campaign:
+    raw: dict[str, Any] = {
         "name": "virtual",
-        "model": dict(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-                      num_key_value_heads=1, max_position_embeddings=16, moe_num_experts=EXPERTS, moe_top_k=2),
-        "training": dict(sequence_length=16, batch_size=2, total_steps=total_steps, sync_steps=10, learning_rate=1e-3),
-        "merge": dict(merge_interval=20, merge_alpha_start=0.1, merge_decay_steps=100),
-        "sync": dict(codec=codec, part_bytes=1024, min_peers=3, silence_s=5.0),
-        "data": dict(manifest="m", tokenizer="t"),
+        "model": {
+            "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "num_key_value_heads": 1, "max_position_embeddings": 16, "moe_num_experts": EXPERTS, "moe_top_k": 2,
+        },
+        "training": {
+            "sequence_length": 16, "batch_size": 2, "total_steps": total_steps, "sync_steps": 10, "learning_rate": 1e-3,
+        },
+        "merge": {"merge_interval": 20, "merge_alpha_start": 0.1, "merge_decay_steps": 100},
+        "sync": {"codec": codec, "part_bytes": 1024, "min_peers": 3, "silence_s": 5.0, "exchange_timeout_s": 60.0},
+        "data": {"manifest": "m", "tokenizer": "t"},
     }
     for section, values in sections.items():
         raw[section] = {**raw.get(section, {}), **values}
     return Campaign(
-        config=parse_campaign_config(raw, "test"), manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="1" * 64
+        config=parse_campaign_config(raw, "test"),
+        manifest_sha256="0" * 64,
+        validation_manifest_sha256=None,
+        tokenizer_sha256="1" * 64,
     )
 
 
@@ -58,20 +75,39 @@ class Recorder:
     def commits(self) -> dict[int, RoundCommitted]:
         return {e.round: e for e in self.events if isinstance(e, RoundCommitted)}
 
+    def told(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class RecordingTrainer(SyntheticTrainer):
+    """Remembers which samples it trained for which round."""
+
+    samples_by_round: dict[int, list[Interval]]
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        before = len(self.trained_samples)
+        report = super().train(phase, should_stop, on_step)
+        self.samples_by_round[phase.round] = self.trained_samples[before:]
+        return report
+
 
 class VirtualSwarm:
-    """A bootstrap and trainers by name, on one in-memory network."""
+    """A bootstrap `W` and trainers by name, on one in-memory network."""
 
     def __init__(self, the_campaign: Campaign, seed: int = 0, seconds_per_step: float = 1.0):
         self.campaign = the_campaign
         self.network = MemoryNetwork(seed, latency_s=0.05)
         self.rules = Rules(the_campaign.config, the_campaign.hash, NUM_SAMPLES)
-        self.base0 = np.random.default_rng(0).standard_normal(LAYOUT.size, np.float32)
+        self.base0 = np.random.default_rng(seed).standard_normal(LAYOUT.size, np.float32)
         self.genesis = make_genesis(the_campaign, "W", self.base0)
         self.peers: dict[str, Peer] = {}
-        self.tasks: dict[str, asyncio.Task] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
         self.recorders: dict[str, Recorder] = {}
         self.stores: dict[str, MemoryStore] = {}
+        self.trainers: dict[str, RecordingTrainer] = {}
+        """The last one of each peer."""
+        self.samples: dict[str, dict[int, list[Interval]]] = {}
+        """What each peer trained for each round; the last time, where it was restarted."""
         self._seconds_per_step = seconds_per_step
 
     def start_bootstrap(self) -> None:
@@ -85,48 +121,68 @@ class VirtualSwarm:
     def start(self, name: str, speed: float = 1.0, experts: int = EXPERTS, bandwidth: float = 1.0) -> None:
         store = self.stores.setdefault(name, MemoryStore())
         step_s = self._seconds_per_step / speed
-
-        def seconds(function, args):
-            is_training = getattr(function, "__name__", "") == "train"
-            return args[0].steps * step_s if is_training else 0.01
-
-        world = in_memory_world(self.network, name, store=store, seconds=seconds)
+        world = _at_training_speed(in_memory_world(self.network, name, store=store, seconds=lambda f, args: 0.01), step_s)
         recorder = self.recorders.setdefault(name, Recorder())
         node = Node(world, self.campaign, self.genesis, self.rules, "trainer", {}, recorder)
         training = self.campaign.config.training
         tokens_per_step = training.batch_size * training.sequence_length
 
-        def make_trainer(base, owned):
-            return SyntheticTrainer(LAYOUT, base, owned, tokens_per_step, step_s, seed=hash(name) % 1000)
+        def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> SyntheticTrainer:
+            seed = zlib.crc32(f"{self.network.seed}/{name}".encode())
+            trainer = RecordingTrainer(LAYOUT, base, owned, tokens_per_step, step_s, seed)
+            trainer.samples_by_round = self.samples.setdefault(name, {})
+            self.trainers[name] = trainer
+            return trainer
 
         peer = Peer(node, LAYOUT, make_trainer, Capacity(experts, bandwidth), recorder, lambda: b"", name)
         self.peers[name] = peer
         self.tasks[name] = self.network.run_peer(name, peer.run())
 
-    def restart(self, name: str) -> None:
-        """Kill -9, then start again on the same disk."""
-        self.kill(name)
-        self.stores[name] = self.stores[name].reopen()
-        self.start(name)
+    def start_all(self, names: str = "ABC") -> None:
+        self.start_bootstrap()
+        for name in names:
+            self.start(name)
 
     def kill(self, name: str) -> None:
         self.network.kill(name)
         self.peers.pop(name, None)
         self.tasks.pop(name, None)
 
-    async def until(self, condition, timeout_s: float = 2000.0) -> None:
+    def restart(self, name: str) -> None:
+        """Kill -9, then start again on the same disk."""
+        self.kill(name)
+        self.stores[name] = self.stores[name].reopen()
+        if name == "W":
+            self.start_bootstrap()
+        else:
+            self.start(name)
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 2000.0) -> None:
+        """Wait for a condition, looking twice a second; a peer that failed or waited in vain fails the test."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
-                raise AssertionError("the condition did not come true in time")
+                raise AssertionError(f"the condition did not come true in time; rounds: {self.rounds()}")
             for name, task in self.tasks.items():
-                if task.done() and task.exception() is not None:
+                if task.done() and not task.cancelled() and task.exception() is not None:
                     raise AssertionError(f"{name} failed") from task.exception()
             await asyncio.sleep(0.5)
+
+    async def until_round(self, number: int, timeout_s: float = 2000.0) -> None:
+        await self.until(lambda: all(self.round_of(name) >= number for name in self.peers), timeout_s)
+
+    async def until_finished(self, timeout_s: float = 2000.0) -> None:
+        await self.until(lambda: all(self.has_finished(name) for name in self.peers), timeout_s)
+
+    def has_finished(self, name: str) -> bool:
+        return self.round_of(name) >= -1 and self.peers[name].finished
 
     def round_of(self, name: str) -> int:
         replica = self.peers[name].replica
         return replica.base.round if hasattr(replica, "base") else -2
+
+    def rounds(self) -> dict[str, int]:
+        return {name: self.round_of(name) for name in self.peers}
 
     def digests(self) -> dict[int, set[str]]:
         """Digests of each round, over all peers that ever committed it."""
@@ -135,3 +191,57 @@ class VirtualSwarm:
             for number, event in recorder.commits().items():
                 found.setdefault(number, set()).add(event.base_digest)
         return found
+
+    def final_digests(self) -> set[str]:
+        return {peer.replica.base.digest for peer in self.peers.values()}
+
+    def trained_tokens(self) -> int:
+        """Tokens of all phases that were trained to their end."""
+        return sum(event.tokens for recorder in self.recorders.values() for event in recorder.told(PhaseTrained))
+
+    def assert_same_heads(self) -> None:
+        """Any two peers' logs agree as far as both go."""
+        for number in range(min(peer.node.log.round for peer in self.peers.values()) + 1):
+            assert len({peer.node.log.head_at(number).id for peer in self.peers.values()}) == 1
+
+    def assert_replicas_agree(self) -> None:
+        """One digest a round among all who committed it, one last digest, and no trainer left on other bits than its base."""
+        differing = {number: digests for number, digests in self.digests().items() if len(digests) != 1}
+        assert not differing
+        assert len(self.final_digests()) == 1
+
+
+def _at_training_speed(world: World, step_s: float) -> World:
+    """Training takes time step by step, so that a peer can be stopped, paused or killed between two steps."""
+
+    async def run_blocking(function: Callable[..., T], *args: Any) -> T:
+        if getattr(function, "__name__", "") != "train":
+            return await world.run_blocking(function, *args)  # type: ignore[no-any-return]
+        phase, should_stop, on_step = args
+        steps = await _steps_in_time(phase, should_stop, step_s)
+        done = iter(range(steps))
+        return function(phase, lambda: next(done, None) is None, on_step)
+
+    return dataclasses.replace(world, run_blocking=run_blocking)
+
+
+async def _steps_in_time(phase: Phase, should_stop: Callable[[], bool], step_s: float) -> int:
+    for step in range(phase.steps):
+        if should_stop():
+            return step
+        await asyncio.sleep(step_s)
+    return phase.steps
+
+
+def samples(intervals: list[Interval]) -> list[tuple[int, int]]:
+    """(epoch, position) of each sample."""
+    return [(i.epoch, position) for i in intervals for position in range(i.start, i.stop)]
+
+
+def simulate(main: Callable[[], Coroutine[Any, Any, T]], limit_s: float = 5000.0) -> T:
+    """Run a test under virtual time; one that hangs fails after `limit_s` virtual seconds."""
+
+    async def bounded() -> T:
+        return await asyncio.wait_for(main(), limit_s)
+
+    return run_virtual(bounded())

@@ -74,6 +74,8 @@ class PeerStatus:
     """Training loss of the last committed round, all members, nats a token."""
     validation_loss: float = math.nan
     """Held-out loss of the last evaluated base, nats a token."""
+    validation_round: Count = 0
+    """The last round in that base."""
     local_loss: float = math.nan
     """Training loss of this peer alone in the last phase that it finished."""
     learning_rate: float = math.nan
@@ -164,7 +166,7 @@ class StatusBoard:
             case DigestMismatch():
                 self._set(digest_mismatches=self._status.digest_mismatches + 1)
             case Evaluated():
-                self._set(validation_loss=event.validation_loss)
+                self._set(validation_loss=event.validation_loss, validation_round=max(0, event.round))
             case PeersSeen():
                 self._set(trainers_alive=event.trainers, helpers_alive=event.helpers)
 
@@ -242,6 +244,8 @@ class SwarmStatus:
     total_tokens: int
     loss: float
     validation_loss: float
+    validation_round: int
+    """The last round in the base with that held-out loss, the newest that any peer knows."""
     learning_rate: float
     merge_alpha: float
     tokens_per_second: float
@@ -284,6 +288,8 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
     leading = [status for status in peers if status.round == newest]
     # A helper that only serves the base knows no loss or pace: prefer a peer that took part in the last round.
     best = max(leading, key=lambda status: (status.peer_id in status.members, math.isfinite(status.loss)))
+    lefts = (status.seconds_left for status in (best, *leading, *peers))
+    judged = max([best, *peers], key=lambda status: (math.isfinite(status.validation_loss), status.validation_round))
     return SwarmStatus(
         campaign=best.campaign,
         campaign_hash=best.campaign_hash,
@@ -294,11 +300,12 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         total_steps=best.total_steps,
         total_tokens=best.total_tokens,
         loss=best.loss,
-        validation_loss=_first_known([best, *leading, *peers], "validation_loss"),
+        validation_loss=judged.validation_loss,
+        validation_round=judged.validation_round,
         learning_rate=best.learning_rate,
         merge_alpha=best.merge_alpha,
         tokens_per_second=sum(status.tokens_per_second for status in peers if status.role == "trainer"),
-        seconds_left=_first_known([best, *leading, *peers], "seconds_left"),
+        seconds_left=next((left for left in lefts if math.isfinite(left)), math.nan),
         base_digest=best.base_digest,
         digests_equal=len({status.base_digest for status in leading if status.base_digest}) <= 1,
         round_tokens=best.round_tokens,
@@ -321,11 +328,6 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
 def sync_seconds(round_seconds: Mapping[str, float]) -> float:
     """Seconds of a round without its training, from seconds by phase."""
     return sum(sync_phases(round_seconds).values())
-
-
-def _first_known(peers: Sequence[PeerStatus], name: str) -> float:
-    values = (float(getattr(status, name)) for status in peers)
-    return next((value for value in values if math.isfinite(value)), math.nan)
 
 
 def _largest(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:

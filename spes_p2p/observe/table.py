@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -61,14 +62,22 @@ def _assembled(swarm: SwarmStatus) -> list[str]:
 
 
 def _trained(swarm: SwarmStatus) -> list[str]:
+    sent = [status.round_sent_bytes for status in swarm.peers if status.round == swarm.round and status.members]
+    seconds = human_seconds(sync_seconds(swarm.round_seconds))
     return [
         f"loss {human_loss(swarm.loss)}",
-        f"held-out {human_loss(swarm.validation_loss)}",
+        f"held-out {_held_out(swarm)}",
         human_rate(swarm.tokens_per_second),
         _trainers(swarm),
-        f"{human_bytes(swarm.round_sent_bytes)} up in {human_seconds(sync_seconds(swarm.round_seconds))}",
+        f"{human_bytes(sum(sent) / len(sent))} up a peer in {seconds}" if sent else "",
         "done" if swarm.done else time_left(swarm.seconds_left),
     ]
+
+
+def _held_out(swarm: SwarmStatus) -> str:
+    of_round = swarm.validation_round
+    stale = math.isfinite(swarm.validation_loss) and of_round != swarm.round
+    return human_loss(swarm.validation_loss) + (f" (round {of_round})" if stale else "")
 
 
 def _trainers(swarm: SwarmStatus) -> str:
@@ -123,8 +132,13 @@ def _headline(swarm: SwarmStatus) -> Text:
     line.append(swarm.campaign, "bold")
     line.append(f" {swarm.campaign_hash[:8]}   ", "dim")
     line.append(f"round {swarm.round}/{swarm.total_rounds}", "bold")
-    line.append(f"   step {swarm.campaign_step}/{swarm.total_steps}   {human_count(swarm.total_tokens)} tokens   ")
-    line.append("done" if swarm.done else time_left(swarm.seconds_left) if swarm.assembled else "assembling", "bold")
+    if swarm.total_steps:
+        line.append(f"   step {swarm.campaign_step}/{swarm.total_steps}   {human_count(swarm.total_tokens)} tokens")
+    line.append("   ")
+    if swarm.assembled:
+        line.append("done" if swarm.done else time_left(swarm.seconds_left), "bold")
+    else:
+        line.append(f"assembling, {_trainers(swarm)} so far", "bold")
     return line
 
 
@@ -137,13 +151,13 @@ def _progress(swarm: SwarmStatus) -> RenderableType:
 def _losses(swarm: SwarmStatus) -> Text:
     line = Text("loss ")
     line.append(human_loss(swarm.loss), "bold green")
-    line.append("   held-out ")
-    line.append(human_loss(swarm.validation_loss), "bold green")
-    line.append(f"   {human_rate(swarm.tokens_per_second)}", "bold")
+    line.append("  held-out ")
+    line.append(_held_out(swarm), "bold green")
+    line.append(f"  {human_count(swarm.tokens_per_second)} tok/s", "bold")
     if swarm.base_digest:
-        line.append(f"   base {swarm.base_digest[:8]}", "dim")
+        line.append(f"  base {swarm.base_digest[:8]}", "dim")
     if swarm.merge_alpha:
-        line.append(f"   merge {swarm.merge_alpha:.3f}", "dim")
+        line.append(f"  merge {swarm.merge_alpha:.3f}", "dim")
     return line
 
 

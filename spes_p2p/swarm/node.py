@@ -246,7 +246,8 @@ class Node:
 
     def _check_same_campaign(self, announcement: Announcement) -> None:
         if announcement.protocol != PROTOCOL_VERSION:
-            raise Refused(f"version: you speak protocol {announcement.protocol}, this swarm {PROTOCOL_VERSION}; update spes-p2p")
+            theirs = announcement.protocol
+            raise Refused(f"version: you speak protocol {theirs}, this swarm {PROTOCOL_VERSION}; update spes-p2p")
         if announcement.campaign != self.campaign_hash:
             raise Refused(f"campaign: you train {announcement.campaign[:12]}, this swarm {self.campaign_hash[:12]}")
 
@@ -305,7 +306,10 @@ class Node:
 
 
 async def find_contacts(world: World, campaign_hash: str) -> dict[str, Contact]:
-    """The living peers of a campaign; what is malformed or of another campaign is left out. Addresses are taught to the transport."""
+    """The living peers of a campaign; what is malformed or of another campaign is left out.
+
+    Their addresses are taught to the transport.
+    """
     found = {}
     for peer, value in (await world.registry.get(registry_key(campaign_hash))).items():
         with contextlib.suppress(WireError):

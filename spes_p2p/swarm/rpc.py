@@ -50,10 +50,14 @@ class Talk:
         await self._send(REFUSAL + reason.encode()[:500])
 
     async def receive(self) -> bytes | None:
-        """The next message, None when the other end has finished. Raises PeerUnreachable or Refused."""
+        """The next message, None when the other end has finished. Raises PeerUnreachable or Refused.
+
+        What came before the talk broke is still delivered.
+        """
         if self._ended:
             return None
-        received = await self.alive(self._incoming.get())
+        waits = self._incoming.empty()
+        received = await self.alive(self._incoming.get()) if waits else self._incoming.get_nowait()
         self._ended = received is None
         return received
 
@@ -111,13 +115,7 @@ class Talk:
         except asyncio.TimeoutError:
             self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {self._silence_s:g} s"))
         except (PeerUnreachable, Refused) as error:
-            await self._drain()
             self._break(error)
-
-    async def _drain(self) -> None:
-        """Messages that came before the end are still delivered."""
-        while not self._incoming.empty():
-            await asyncio.sleep(0.01)
 
     async def _beat(self) -> None:
         with contextlib.suppress(PeerUnreachable):

@@ -64,7 +64,7 @@ def _named(cls: Any, value: Any) -> Any:
     names = [field.name for field in fields(cls)]
     if len(value) != len(names):
         raise WireError(f"{len(value)} fields instead of {len(names)}")
-    return dict(zip(names, (_nest(cls, name, item) for name, item in zip(names, value)), strict=True))
+    return dict(zip(names, (_nest(cls, name, item) for name, item in zip(names, value, strict=True)), strict=True))
 
 
 def _nest(cls: Any, name: str, item: Any) -> Any:

@@ -203,7 +203,7 @@ class Replica:
         self._take_duty(base)
 
     def _sent_before_restart(self, results: Results, included: Callable[[int], bool]) -> dict[int, tuple[Part, np.ndarray]]:
-        """A push is in the result, but its codes were lost in a crash: what is pending there counts as sent, or it goes twice."""
+        """My push is in the result, but its codes were lost in a crash: what is pending there counts as sent, or goes twice."""
         trainer, sent = self.trainer, {}
         assert trainer is not None
         for part in results.parts:
