@@ -20,6 +20,7 @@ CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
 MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
 GENESIS_FILE = "genesis"
 MAX_BLOB_BYTES = 2**28
+UPDATE = "install the version of spes_p2p that the bootstrap peer has"
 
 
 @dataclass(frozen=True)
@@ -99,18 +100,25 @@ async def fetch_campaign(board: Switchboard, peers: Sequence[str], data_dir: Pat
     return CampaignFiles(campaign, manifest, validation, tokenizer, folders), record.genesis
 
 
+def check_run_dir(files: CampaignFiles, genesis: Head, run_dir: Path) -> bool:
+    """Does the run-dir hold this campaign? False when it holds none; UserError when it belongs to another one."""
+    known = read_run_dir(run_dir)
+    if known is None:
+        return False
+    ours, theirs = known[0].campaign, files.campaign
+    if ours.hash != theirs.hash:
+        raise UserError(
+            f"{run_dir}: belongs to campaign {ours.config.name} ({ours.hash[:12]}), not to {theirs.config.name} "
+            f"({theirs.hash[:12]}); give another --run-dir"
+        )
+    if known[1].id != genesis.id:
+        raise UserError(f"{run_dir}: belongs to another start of campaign {ours.config.name}; give another --run-dir")
+    return True
+
+
 def keep_campaign(files: CampaignFiles, genesis: Head, run_dir: Path) -> None:
     """Write the campaign into the run-dir. Raises UserError when that belongs to another campaign."""
-    known = read_run_dir(run_dir)
-    if known is not None:
-        if known[0].campaign.hash != files.campaign.hash:
-            ours, theirs = known[0].campaign, files.campaign
-            raise UserError(
-                f"{run_dir}: belongs to campaign {ours.config.name} ({ours.hash[:12]}), not to {theirs.config.name} "
-                f"({theirs.hash[:12]}); give another --run-dir"
-            )
-        if known[1].id != genesis.id:
-            raise UserError(f"{run_dir}: belongs to another start of {files.campaign.config.name}; give another --run-dir")
+    if check_run_dir(files, genesis, run_dir):
         return
     for name, content in (
         (TOKENIZER_FILE, files.tokenizer),
@@ -151,7 +159,11 @@ async def _agreed_record(board: Switchboard, peers: Sequence[str]) -> tuple[Camp
             reply = await board.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * board.silence_s)
             record = unpack(CampaignRecord, reply)
             found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, peer))
-        except (PeerUnreachable, Refused, WireError) as error:
+        except Refused as error:
+            if str(error).startswith("version: "):
+                raise UserError(f"refused by {peer}: {str(error).removeprefix('version: ')}; {UPDATE}") from None
+            problems.append(f"{peer}: {error}")
+        except (PeerUnreachable, WireError) as error:
             problems.append(f"{peer}: {error}")
     if len(found) > 1:
         named = ", ".join(peer for _, peer in found.values())

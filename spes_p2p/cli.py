@@ -54,7 +54,7 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
-            _fail(f"{error.format_message()}; see spes-p2p --help")
+            _fail(f"{error.format_message().rstrip('.')}; see spes-p2p --help")
         raise
 
 
@@ -97,6 +97,14 @@ def join(
     run_dir: RunDir = Path("runs/peer"),
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     experts: Annotated[str | None, typer.Option(help="Most experts to train: auto or a number.")] = None,
+    stored: Annotated[str | None, typer.Option(help="How foreign experts are kept: auto, fp32, bf16 or int8.")] = None,
+    stored_on: Annotated[str | None, typer.Option(help="Where they are kept: device or host.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, grouped_mm, eager or megablocks.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, or adamw8bit (needs torchao).")] = None,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Compute activations twice: less memory, more time.")
+    ] = False,
+    micro_batch_size: Annotated[int | None, typer.Option(help="Samples in one forward pass.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the campaign's token files lie on this machine.")] = None,
     listen: Listen = None,
     announce: Announce = None,
@@ -110,8 +118,9 @@ def join(
     from spes_p2p.session import run_join
 
     settings = make_peer_config(
-        run_dir=run_dir, device=device, experts=_number_or_word(experts), data_dir=data_dir, listen=listen, announce=announce,
-        identity=identity, metrics_port=metrics_port, log_level=log_level,
+        run_dir=run_dir, device=device, experts=_number_or_word(experts), stored=stored, stored_on=stored_on, backend=backend,
+        optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
+        data_dir=data_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port, log_level=log_level,
     )
     _log(settings.log_level, log_json)
 
@@ -166,6 +175,28 @@ def status(addresses: Addresses, as_json: AsJson = False) -> None:
         print(json.dumps(swarm_status(statuses), indent=2))
     else:
         Console().print(render_status(statuses))
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    memory: Annotated[str, typer.Option(help="Memory of the GPU: 24GiB, 24GB.")],
+    bandwidth: Annotated[str, typer.Option(help="Of the internet link, each way: 100mbit, 1gbit.")] = "100mbit",
+    peers: Annotated[int | None, typer.Option(help="Peers alike in the swarm. Default: enough to train all experts.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what fits on a GPU, and what a peer needs of host memory, disk and link. Allocates nothing."""
+    from spes_p2p.config import load_campaign_config
+    from spes_p2p.plan_table import plan_json, render_plan
+    from spes_p2p.planner import Device, plan_peer
+    from spes_p2p.quantities import parse_bits_per_second, parse_bytes
+
+    target = Device("cuda", parse_bytes(memory, "--memory"))
+    made = plan_peer(load_campaign_config(config), target, parse_bits_per_second(bandwidth, "--bandwidth"), peers, "--memory")
+    if as_json:
+        print(json.dumps(plan_json(made), indent=2))
+    else:
+        Console().print(render_plan(made))
 
 
 @app.command()

@@ -229,6 +229,18 @@ class PeerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="What computes: auto takes CUDA where there is one.")
     experts: ExpertCapacity = Field(
         "auto", description="Most experts this peer trains: a number, or auto for what fits in memory.")
+    stored: Literal["auto", "fp32", "bf16", "int8"] = Field(
+        "auto", description="How foreign experts are kept. Default: fp32 on a CPU, bf16 on CUDA, or what fits.")
+    stored_on: Literal["device", "host"] = Field(
+        "device", description="Where foreign experts are kept: host memory costs a copy of each layer twice a step.")
+    backend: Literal["auto", "grouped_mm", "eager", "megablocks"] = Field(
+        "auto", description="What computes the experts: auto is grouped_mm where the sizes allow it, else eager.")
+    optimizer: Literal["adamw", "adamw8bit"] = Field(
+        "adamw", description="Moments in float32, or in 8 bits (needs torchao).")
+    activation_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, about a third more time.")
+    micro_batch_size: Positive | None = Field(
+        None, description="Samples in one forward pass on this machine. Default: the campaign's.")
     metrics_port: Port | None = Field(None, description="Port of the Prometheus metrics; 0: any free one. Default: no metrics.")
     listen: tuple[Multiaddr, ...] = Field(
         (), description="Addresses to listen on. Default: any free TCP port of every interface.")

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spes_p2p.campaign import read_campaign
+from spes_p2p.data.manifest import open_corpus
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
@@ -51,9 +52,14 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
     """Run until the campaign is complete, or `rounds` are committed, or every trainer has ended. Raises UserError."""
     if peers < 1:
         raise UserError(f"--peers {peers}: a swarm needs at least one trainer")
-    needed = read_campaign(config_path).campaign.config.sync.min_peers
+    if rounds is not None and rounds < 1:
+        raise UserError(f"--rounds {rounds}: give at least 1, or leave it out for the whole campaign")
+    files = read_campaign(config_path)
+    needed = files.campaign.config.sync.min_peers
     if peers < needed:
         raise UserError(f"--peers {peers}: the campaign starts with sync.min_peers = {needed} trainers; give at least {needed}")
+    for manifest in filter(None, (files.training_manifest, files.held_out_manifest)):
+        open_corpus(manifest, files.folders)
     run_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}

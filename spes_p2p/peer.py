@@ -239,7 +239,7 @@ class Peer:
         started = clock()
         async with self.node.board.talk(coordinator, ROUND) as talk:
             await talk.send(pack(self._announcement(attempt)))
-            reply = await self._or_leave(talk.message())
+            reply = await self._plan_or_head(talk)
             if reply is None:
                 return
             seconds["announce"] = clock() - started
@@ -251,6 +251,16 @@ class Peer:
                 seconds["commit"] = clock() - started
             decided = unpack(Decided, reply[4:])
         self.node.learn(decided)
+
+    async def _plan_or_head(self, talk: Talk) -> bytes | None:
+        """The coordinator's answer; None when I leave before there is a plan. One that was just made is served to its end."""
+        answer = asyncio.ensure_future(talk.message())
+        try:
+            if await self._or_leave(asyncio.shield(answer)) is None:
+                await self._tell_leave()
+            return await answer if answer.done() else None
+        finally:
+            answer.cancel()
 
     def _announcement(self, attempt: int) -> Announcement:
         base, ledger = self.replica.base, self.replica.ledger
@@ -423,8 +433,12 @@ class Peer:
         if self.finished_or_never_began():
             await self._linger()
         else:
-            duty = self.replica.base.duty(self.node.peer_id) if hasattr(self.replica, "base") else None
-            await self.node.leave(duty.slices if duty is not None else ())
+            await self._tell_leave()
+
+    async def _tell_leave(self) -> None:
+        """Say that I go; the samples of this phase come back, since nothing of it will be included."""
+        duty = self.replica.base.duty(self.node.peer_id) if hasattr(self.replica, "base") else None
+        await self.node.leave(duty.slices if duty is not None else ())
 
     def finished_or_never_began(self) -> bool:
         """Nothing of mine is expected by others any more."""

@@ -9,25 +9,37 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spes_p2p.campaign import CampaignFiles, fetch_campaign, keep_campaign, read_campaign, read_run_dir
+from spes_p2p.campaign import (
+    CAMPAIGN_FILE,
+    CampaignFiles,
+    check_run_dir,
+    fetch_campaign,
+    keep_campaign,
+    read_campaign,
+    read_run_dir,
+)
 from spes_p2p.config import PeerConfig
 from spes_p2p.data.manifest import Manifest, open_corpus
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.free_memory import measured
 from spes_p2p.helper import Helper, make_genesis
 from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.model.stored import StoredFormat
 from spes_p2p.observe.console import RoundLog
 from spes_p2p.observe.events import Observers
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.observe.status import PeerStatus, StatusBoard
 from spes_p2p.peer import Capacity, Peer
+from spes_p2p.plan_table import describe_setup
+from spes_p2p.planner import join_options, most_experts
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, start_libp2p
 from spes_p2p.swarm.node import STATUS, Node, find_contacts
@@ -37,6 +49,7 @@ from spes_p2p.swarm.store import DirectoryStore
 from spes_p2p.sync.base import Base, load_base, save_base
 from spes_p2p.sync.digest import state_digest
 from spes_p2p.sync.plan import Rules
+from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
 
 logger = logging.getLogger(__name__)
@@ -77,20 +90,24 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
     async with _connected(settings, addresses) as net:
         board = Switchboard(net.transport, FIRST_CONTACT_SILENCE_S)
         files, genesis = await fetch_campaign(board, [_peer_of(address) for address in addresses], settings.data_dir)
+        check_run_dir(files, genesis, settings.run_dir)
+        device = choose_device(settings.device)
+        experts, stored = _experts(settings, files, device)
+        options = _training_options(settings, stored)
+        check_options(files.campaign.config.model, options, device)
         readers = await asyncio.to_thread(_open_text, files, settings.run_dir)
         keep_campaign(files, genesis, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
         config = files.campaign.config
-        device = choose_device(settings.device)
 
         def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
-            return TorchTrainer(config, base, owned, readers[0], readers[1], device)
+            return TorchTrainer(config, base, owned, readers[0], readers[1], device, options)
 
         store = DirectoryStore(settings.run_dir)
         with _watching(files, settings, net.identity.peer_id, "trainer") as watchers:
             node = _node(_world(net, store), files, genesis, "trainer", watchers)
             peer = Peer(
-                node, layout_of(config.model), make_trainer, Capacity(_experts(settings, files)), watchers.observers,
+                node, layout_of(config.model), make_trainer, Capacity(experts), watchers.observers,
                 lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
             )
             _on_signals(peer.leave)
@@ -144,13 +161,38 @@ def load_run_dir_base(run_dir: Path) -> tuple[CampaignFiles, Base]:
 
 @contextlib.asynccontextmanager
 async def _connected(settings: PeerConfig, addresses: Sequence[str]) -> Any:
-    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    """In the swarm's DHT, as the identity of the run-dir."""
+    if settings.metrics_port:
+        Metrics().serve(settings.metrics_port).close()
     listen = settings.listen or (("/ip4/127.0.0.1/tcp/0",) if addresses and _all_loopback(addresses) else DEFAULT_LISTEN)
-    net = await start_libp2p(settings.identity_path, listen, settings.announce, addresses)
+    with _no_trace_of_a_failed_start(settings.run_dir):
+        net = await start_libp2p(settings.identity_path, listen, settings.announce, addresses)
+        try:
+            yield net
+        finally:
+            await net.close()
+
+
+@contextlib.contextmanager
+def _no_trace_of_a_failed_start(run_dir: Path) -> Iterator[None]:
+    """Make the run-dir. After a UserError, while it holds no campaign yet, what was written since is removed again.
+
+    Raises UserError when it cannot be made.
+    """
+    before = set(run_dir.iterdir()) if run_dir.is_dir() else None
     try:
-        yield net
-    finally:
-        await net.close()
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
+    try:
+        yield
+    except UserError:
+        if not (run_dir / CAMPAIGN_FILE).exists():
+            for path in set(run_dir.iterdir()) - (before or set()):
+                path.unlink()
+            if before is None:
+                run_dir.rmdir()
+        raise
 
 
 def _world(net: Libp2p, store: DirectoryStore) -> World:
@@ -195,11 +237,11 @@ def _base_0(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstra
     """Base 0 and the genesis head: made once, kept in the run-dir."""
     model = files.campaign.config.model
     known = read_run_dir(run_dir)
-    base = load_base(store, layout_of(model).size, str(run_dir)) if known is not None else None
-    if known is not None and base is not None:
-        if known[0].campaign.hash != files.campaign.hash:
-            keep_campaign(files, known[1], run_dir)
-        return base.values, known[1]
+    if known is not None:
+        check_run_dir(files, known[1], run_dir)
+        base = load_base(store, layout_of(model).size, str(run_dir))
+        if base is not None:
+            return base.values, known[1]
     values = initial_state(model)
     genesis = make_genesis(files.campaign, bootstrap, values)
     save_base(store, Base(genesis.id, -1, values, state_digest(values), None))
@@ -218,15 +260,43 @@ def _open_text(files: CampaignFiles, run_dir: Path) -> tuple[SampleReader, Sampl
     return reader(files.training_manifest), None if held_out is None else reader(held_out)
 
 
-def _experts(settings: PeerConfig, files: CampaignFiles) -> int:
-    """Most experts that this peer trains: its own wish, else the campaign's number, else all."""
-    experts = files.campaign.config.model.moe_num_experts
-    wanted = settings.experts
+def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[int, StoredFormat | None]:
+    """Most experts that this peer trains: its own wish, else what fits in free memory; and how the others are stored then.
+
+    Raises UserError when the wish is for more than there are, or when not even the shared weights fit.
+    """
+    config = files.campaign.config
+    wanted, experts = settings.experts, config.model.moe_num_experts
     if wanted == "auto":
-        return files.campaign.config.experts.experts_per_peer or experts
+        free = measured(device)
+        possible = replace(
+            join_options(config, free.kind),
+            optimizer=(settings.optimizer,),
+            stored_on=(settings.stored_on,),
+            checkpointing=(settings.activation_checkpointing,),
+        )
+        if settings.stored != "auto":
+            possible = replace(possible, stored=(settings.stored,))
+        if settings.micro_batch_size is not None:
+            possible = replace(possible, micro_batch=(settings.micro_batch_size,))
+        setup = most_experts(config, free, possible, f"free memory ({device})").setup
+        logger.info("%s", describe_setup(setup, experts))
+        return setup.owned, setup.stored
     if wanted > experts:
         raise UserError(f"--experts {wanted}: the campaign's model has {experts} experts; give at most that, or auto")
-    return wanted
+    return wanted, None
+
+
+def _training_options(settings: PeerConfig, stored: StoredFormat | None) -> TrainingOptions:
+    """What the settings say; `stored` is the format that fits where they leave it open."""
+    return TrainingOptions(
+        stored=stored if settings.stored == "auto" else settings.stored,
+        stored_on=settings.stored_on,
+        backend=settings.backend,
+        optimizer=settings.optimizer,
+        activation_checkpointing=settings.activation_checkpointing,
+        micro_batch_size=settings.micro_batch_size,
+    )
 
 
 def _on_signals(leave: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
-"""Real peers, started as a user starts them, for the tests that kill them. Every process is ended, by pid, when a test is over."""
+"""Real peers, started as a user starts them, for the tests that kill them. Each process is ended, by pid, after its test."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -53,6 +54,7 @@ class Ended:
 
 def call(*arguments: str) -> Ended:
     """Run a command in this process: the same entry point, without seconds of imports."""
+    importlib.import_module("spes_p2p.session")  # what libraries print while they load is not the command's
     root = logging.getLogger()
     handlers, level, argv = root.handlers[:], root.level, sys.argv
     out, err = io.StringIO(), io.StringIO()
@@ -174,7 +176,8 @@ class LocalPeers:
         run_dir, log = self.folder / name, self.folder / f"{name}.log"
         log_start = log.stat().st_size if log.exists() else 0
         guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
-        command = ["nice", "-n", str(self.niceness), *guard, sys.executable, "-m", "spes_p2p", *arguments, "--run-dir", str(run_dir)]
+        program = ["nice", "-n", str(self.niceness), *guard, sys.executable, "-m", "spes_p2p"]
+        command = [*program, *arguments, "--run-dir", str(run_dir)]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=cwd
@@ -207,7 +210,8 @@ class LocalPeers:
         """Until all running trainers (or those given) have committed it."""
         peers = self.trainers if among is None else list(among)
         assert peers, "no trainer runs"
-        self.wait(lambda: all(peer.round >= number for peer in peers), timeout_s, f"round {number} at {[p.name for p in peers]}")
+        names = [peer.name for peer in peers]
+        self.wait(lambda: all(peer.round >= number for peer in peers), timeout_s, f"round {number} at {names}")
 
     def newest_round(self) -> int:
         return max(peer.round for peer in self.peers.values())

@@ -10,8 +10,10 @@ from model_shapes import tiny_model
 from torch import Tensor, nn
 
 from spes_p2p.config import ModelConfig
+from spes_p2p.model.backends import GroupedMM
 from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.training.trainer import checkpoint_activations
 
 OWNED = [(), (2,), (0, 3), (0, 1, 2, 3)]
 
@@ -60,17 +62,15 @@ def test_equals_transformers_eager_block(architecture: str, owned: tuple[int, ..
 
 
 def test_foreign_experts_have_neither_parameters_nor_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spes_p2p.model import partitioned
-
     config = tiny_model()
     groups: list[int] = []
-    outer = partitioned.grouped_outer
+    outer = GroupedMM.weight_gradients
 
-    def counted(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    def counted(backend: GroupedMM, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         groups.append(len(ends))
-        return outer(y, x, ends)
+        return outer(backend, grad, x, ends)
 
-    monkeypatch.setattr(partitioned, "grouped_outer", counted)
+    monkeypatch.setattr(GroupedMM, "weight_gradients", counted)
     model = build_model(config, initial_state(config), (1,))
     tokens = ids(config)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -150,7 +150,7 @@ def test_checkpointing_keeps_the_routers_auxiliary_gradient_and_the_counts() -> 
     config = tiny_model()
     base = initial_state(config)
     plain, checkpointed = build_model(config, base, (0, 3)), build_model(config, base, (0, 3))
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(checkpointed)
     tokens = ids(config)
     for model in (plain, checkpointed):
         model.train()

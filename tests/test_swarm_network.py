@@ -115,6 +115,38 @@ def test_its_checkpoint_gives_the_same_logits_in_plain_transformers(completed: L
     assert float(difference.abs().max()) == 0.0
 
 
+# A whole swarm ends -----------------------------------------------------------------------------------------------------
+
+
+def test_a_swarm_killed_as_a_whole_continues_from_its_last_round(campaign: Path, tmp_path: Path) -> None:
+    training = {"total_steps": 120, "sync_steps": 10}
+    config = write_variant(campaign, "restarted.yaml", training=training, merge={"merge_interval": 10})
+    listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    with LocalPeers(tmp_path) as swarm:
+        address = swarm.bootstrap(config, listen).address
+        for name in TRAINERS:
+            swarm.join(name, address)
+        swarm.wait_for_round(3, START_S)
+        swarm.kill("bootstrap", *TRAINERS)
+        last = swarm.newest_round()
+        assert last < 12, "the campaign was over before the kill"
+        before = {name: swarm[name].round for name in TRAINERS}
+
+        assert swarm.bootstrap(config, listen).address == address
+        for name in TRAINERS:
+            swarm.join(name, address)
+        swarm.wait(lambda: not swarm.trainers, START_S + 60, "the campaign completes")
+        peers = [swarm[name] for name in TRAINERS]
+        assert [peer.process.returncode for peer in peers] == [0] * 4
+        assert all(peer.round == 12 for peer in peers)
+        assert peers[0].commits[12].campaign_step == 120
+        assert_equal_digests(swarm)
+        for peer in peers:
+            assert peer.events(BaseRestored)[-1].round in (before[peer.name], before[peer.name] + 1)
+            rounds = [event.round for event in peer.events(RoundCommitted)]
+            assert rounds == sorted(set(rounds))
+
+
 # Looking at a running swarm ---------------------------------------------------------------------------------------------
 
 
@@ -196,37 +228,6 @@ def test_sigterm_leaves_politely(endless: LocalPeers) -> None:
     assert leaver_id not in commit.members
     assert_owned(commit)
     assert_equal_digests(endless)
-
-
-# A whole swarm ends -----------------------------------------------------------------------------------------------------
-
-
-def test_a_swarm_killed_as_a_whole_continues_from_its_last_round(campaign: Path, tmp_path: Path) -> None:
-    config = write_variant(campaign, "restarted.yaml", training={"total_steps": 120, "sync_steps": 10}, merge={"merge_interval": 10})
-    listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
-    with LocalPeers(tmp_path) as swarm:
-        address = swarm.bootstrap(config, listen).address
-        for name in TRAINERS:
-            swarm.join(name, address)
-        swarm.wait_for_round(3, START_S)
-        swarm.kill("bootstrap", *TRAINERS)
-        last = swarm.newest_round()
-        assert last < 12, "the campaign was over before the kill"
-        before = {name: swarm[name].round for name in TRAINERS}
-
-        assert swarm.bootstrap(config, listen).address == address
-        for name in TRAINERS:
-            swarm.join(name, address)
-        swarm.wait(lambda: not swarm.trainers, START_S + 60, "the campaign completes")
-        peers = [swarm[name] for name in TRAINERS]
-        assert [peer.process.returncode for peer in peers] == [0] * 4
-        assert all(peer.round == 12 for peer in peers)
-        assert peers[0].commits[12].campaign_step == 120
-        assert_equal_digests(swarm)
-        for peer in peers:
-            assert peer.events(BaseRestored)[-1].round in (before[peer.name], before[peer.name] + 1)
-            rounds = [event.round for event in peer.events(RoundCommitted)]
-            assert rounds == sorted(set(rounds))
 
 
 def free_port() -> int:

@@ -12,9 +12,11 @@ from model_shapes import tiny_campaign, tiny_model, tiny_training
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.model.build import initial_state, layout_of, plain_model
+from spes_p2p.model.stored import StoredFormat
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.losses import next_token_loss
+from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import TorchTrainer
 
 MODEL = tiny_model()
@@ -43,10 +45,13 @@ class CountingText:
 
 
 def trainer_of(
-    owned: tuple[int, ...] = (0, 3), text: CountingText | None = None, stored: Any = None, **settings: Any
+    owned: tuple[int, ...] = (0, 3),
+    text: CountingText | None = None,
+    options: TrainingOptions | None = None,
+    **settings: Any,
 ) -> TorchTrainer:
     config = tiny_campaign(MODEL, tiny_training(**settings))
-    return TorchTrainer(config, BASE, owned, text or CountingText(), CountingText(), stored=stored)
+    return TorchTrainer(config, BASE, owned, text or CountingText(), CountingText(), options=options)
 
 
 def phase_of(steps: int, first_step: int = 0, slices: tuple[Interval, ...] | None = None) -> Phase:
@@ -233,8 +238,8 @@ def test_a_restarted_trainer_continues_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
-def test_training_goes_on_through_changes_of_owners(stored: str) -> None:
-    trainer = trainer_of(stored=stored)
+def test_training_goes_on_through_changes_of_owners(stored: StoredFormat) -> None:
+    trainer = trainer_of(options=TrainingOptions(stored=stored))
     for number, owned in enumerate([(0, 3), (1, 3), (), (0, 1, 2, 3), (2,)]):
         trainer.assign(owned, BASE)
         before = [trainer.read(LAYOUT.expert(e)) for e in owned]

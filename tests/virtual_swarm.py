@@ -172,10 +172,8 @@ class VirtualSwarm:
         await self.until(lambda: all(self.round_of(name) >= number for name in self.peers), timeout_s)
 
     async def until_finished(self, timeout_s: float = 2000.0) -> None:
-        await self.until(lambda: all(self.has_finished(name) for name in self.peers), timeout_s)
-
-    def has_finished(self, name: str) -> bool:
-        return self.round_of(name) >= -1 and self.peers[name].finished
+        """Until every trainer has come to the end of its life."""
+        await self.until(lambda: all(self.tasks[name].done() for name in self.peers), timeout_s)
 
     def round_of(self, name: str) -> int:
         replica = self.peers[name].replica

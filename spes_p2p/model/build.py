@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from spes_p2p.config import ModelConfig
+from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
-from spes_p2p.model.stored import StoredFormat
+from spes_p2p.model.staging import Staging
+from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 State = npt.NDArray[np.float32]
 
@@ -121,12 +123,20 @@ def build_model(
     owned: Sequence[int],
     stored: StoredFormat = "fp32",
     device: str | torch.device = "cpu",
+    stored_on: StoredPlace = "device",
+    backend: BackendName = "auto",
 ) -> PreTrainedModel:
-    """The model a peer trains: the base's values, its own experts trainable, foreign ones stored. Never twice in memory."""
+    """The model a peer trains: the base's values, its own experts trainable, foreign ones stored. Never twice in memory.
+
+    Raises UserError, naming what is possible, for a stored format or a backend that cannot be on this device.
+    """
     model, layout, device = empty_model(config), layout_of(config), torch.device(device)
+    chosen = choose_backend(backend, device, config.hidden_size, config.intermediate_size)
+    # On a CPU, host memory is the device's own.
+    staging = Staging(device) if stored_on == "host" and device.type != "cpu" else None
     for name, block in list(expert_blocks(model)):
         exact = partial(exact_expert, base, layout, name)
-        model.set_submodule(name, PartitionedExperts(block, owned, stored, device, exact))
+        model.set_submodule(name, PartitionedExperts(block, owned, stored, device, exact, chosen, staging))
     _materialise(model, lambda name, _: exact_tensor(base, layout, name), device)
     return model
 

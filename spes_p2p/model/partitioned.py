@@ -8,19 +8,25 @@ gradient is computed for them. Time of forward + backward against all experts tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spes_p2p.errors import UserError
-from spes_p2p.model.stored import StoredFormat, StoredMatrices
+from spes_p2p.model.backends import Backend, choose_backend
+from spes_p2p.model.staging import BACKWARD, FORWARD, Staging
+from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
 
 MATRICES = ("gate_up_proj", "down_proj")
 """Names of an expert's matrices: `[2F, H]` and `[H, F]`."""
 
 ExactRows = Callable[[int, str], Tensor]
 """(expert, name of the matrix) -> its exact float32 values."""
+
+Fetch = Callable[[int], Matrices]
+"""Direction of the pass (FORWARD, BACKWARD) -> the matrices, on the device."""
 
 _REFUSED = {
     "is_transposed": (True, "its matrices are stored transposed"),
@@ -73,8 +79,20 @@ class PartitionedExperts(nn.Module):
     slot: Tensor
     """`[E]`: an expert's place in the order owned, then foreign."""
 
-    def __init__(self, block: nn.Module, owned: Iterable[int], stored: StoredFormat, device: torch.device, exact: ExactRows):
-        """`block` is the transformers block that is replaced; only its shapes and its gate are used, so it may be on meta."""
+    def __init__(
+        self,
+        block: nn.Module,
+        owned: Iterable[int],
+        stored: StoredFormat,
+        device: torch.device,
+        exact: ExactRows,
+        backend: Backend | None = None,
+        staging: Staging | None = None,
+    ):
+        """`block` is the transformers block that is replaced; only its shapes and its gate are used, so it may be on meta.
+
+        Foreign experts are kept on `device`, or with `staging` in host memory. The default backend is what `auto` chooses.
+        """
         super().__init__()
         self.num_experts: int = int(block.get_parameter("gate_up_proj").shape[0])
         self.stored = stored
@@ -85,6 +103,10 @@ class PartitionedExperts(nn.Module):
         self._shapes = {name: block.get_parameter(name).shape[1:] for name in MATRICES}
         # Bound to the replaced block: some classes' gates read settings from it.
         self._gate: Callable[[Tensor], Tensor] = block._apply_gate  # type: ignore[assignment]
+        _, hidden_size, intermediate_size = block.get_parameter("down_proj").shape
+        self._backend = backend or choose_backend("auto", device, hidden_size, intermediate_size)
+        self._staging = staging
+        self._layer = staging.add() if staging is not None else 0
         self._slabs: dict[str, Tensor] = {}
         self._stores = nn.ModuleDict()
         self.register_buffer("slot", torch.empty(self.num_experts, dtype=torch.int64, device=device), persistent=False)
@@ -103,13 +125,22 @@ class PartitionedExperts(nn.Module):
             self.add_module(str(expert), _Expert({name: slabs[name][owned.index(expert)] for name in MATRICES}))
         self.owned, self.foreign, self._slabs, self._stores = owned, foreign, slabs, nn.ModuleDict(stores)
         self._link()
+        if self._staging is not None:
+            self._staging.replace(self._layer, {name: store.matrices for name, store in stores.items()})
         order = torch.tensor(owned + foreign, device=self.slot.device)
         self.slot[order] = torch.arange(self.num_experts, device=self.slot.device)
 
     @torch.no_grad()
     def write_foreign(self, expert: int, name: str, values: Tensor) -> None:
         """Store new values (float32) of one matrix of an expert that is not owned here; ValueError when it is owned."""
-        self._store(name).write(self.foreign.index(expert), values)
+        place = self.foreign.index(expert)
+        if self._staging is not None:
+            self._staging.forget(self._layer)
+        self._store(name).write(place, values)
+
+    def stored_tensors(self) -> list[Tensor]:
+        """What the foreign experts' memory is made of."""
+        return [tensor for name in MATRICES for tensor in self._store(name).matrices.tensors]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs: hidden `[T, H]`, index and weights `[T, k]` -> `[T, H]`."""
@@ -140,13 +171,23 @@ class PartitionedExperts(nn.Module):
     def _owned_experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
         for name in MATRICES:
             parameters = [self.get_parameter(f"{expert}.{name}") for expert in self.owned]
-            hidden = _apply_grouped(hidden, ends, self._slabs[name].to, *parameters)
+            hidden = self._product(hidden, ends, partial(self._fetch_owned, name), *parameters)
             hidden = self._gate(hidden) if name == MATRICES[0] else hidden
         return hidden
 
     def _foreign_experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
-        gated = self._gate(_apply_grouped(hidden, ends, self._store(MATRICES[0]).decode))
-        return _apply_grouped(gated, ends, self._store(MATRICES[1]).decode)
+        gated = self._gate(self._product(hidden, ends, partial(self._fetch_foreign, MATRICES[0])))
+        return self._product(gated, ends, partial(self._fetch_foreign, MATRICES[1]))
+
+    def _product(self, hidden: Tensor, ends: Tensor, fetch: Fetch, *parameters: Tensor) -> Tensor:
+        result: Tensor = _ExpertLinear.apply(hidden, ends, self._backend, fetch, *parameters)  # type: ignore[no-untyped-call]
+        return result
+
+    def _fetch_owned(self, name: str, direction: int) -> Matrices:
+        return Matrices(self._slabs[name])
+
+    def _fetch_foreign(self, name: str, direction: int) -> Matrices:
+        return self._store(name).matrices if self._staging is None else self._staging.use(self._layer, direction)[name]
 
     def _store(self, name: str) -> StoredMatrices:
         store = self._stores[name]
@@ -154,7 +195,8 @@ class PartitionedExperts(nn.Module):
         return store
 
     def _new_store(self, name: str, foreign: tuple[int, ...], exact: ExactRows) -> StoredMatrices:
-        store = StoredMatrices(len(foreign), self._shapes[name], self.stored, self.slot.device)
+        place: StoredPlace = "device" if self._staging is None else "host"
+        store = StoredMatrices(len(foreign), self._shapes[name], self.stored, self.slot.device, place)
         for index, expert in enumerate(foreign):
             if expert in self.foreign:
                 store.copy(index, self._store(name), self.foreign.index(expert))
@@ -188,44 +230,25 @@ class PartitionedExperts(nn.Module):
         raise RuntimeError("this model holds exact values of its owned experts only; export the base instead (model/export.py)")
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _ExpertLinear(torch.autograd.Function):
     """y = x W^T for rows sorted by expert, of which those up to `ends[i]` belong to matrix i or one before.
 
-    Keeps where the matrices are stored, not the decoded matrices. Weight gradients only for the Parameters given: all or none.
+    Keeps how to fetch the stored matrices, not the decoded ones. Weight gradients only for the Parameters given: all or none.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, decode: Callable[[torch.dtype], Tensor], *parameters: Tensor) -> Tensor:
-        ctx.decode = decode
+    def forward(ctx: Any, x: Tensor, ends: Tensor, backend: Backend, fetch: Fetch, *parameters: Tensor) -> Tensor:
+        ctx.backend, ctx.fetch = backend, fetch
         ctx.save_for_backward(ends, *([x] if parameters else []))
         ctx.num_parameters = len(parameters)
-        return grouped_linear(x, decode(x.dtype), ends)
+        return backend.outputs(x, fetch(FORWARD), ends)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ends, *saved = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = grouped_linear(grad, ctx.decode(grad.dtype).transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        backend, grad = ctx.backend, grad.contiguous()
+        grad_x = backend.input_gradient(grad, ctx.fetch(BACKWARD), ends) if ctx.needs_input_grad[0] else None
         if not ctx.num_parameters:
-            return grad_x, None, None
-        return grad_x, None, None, *grouped_outer(grad, saved[0], ends).unbind(0)
-
-
-def _apply_grouped(x: Tensor, ends: Tensor, decode: Callable[[torch.dtype], Tensor], *parameters: Tensor) -> Tensor:
-    result: Tensor = _GroupedLinear.apply(x, ends, decode, *parameters)  # type: ignore[no-untyped-call]
-    return result
-
-
-def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Rows `[S, in]` sorted by group, weights `[G, out, in]`, end row of each group int32 `[G]` -> `[S, out]`."""
-    if x.shape[0] == 0:
-        return x.new_empty(0, weights.shape[1])
-    return nn.functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-
-
-def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Sum over each group's rows of y x^T: `[S, out]`, `[S, in]`, int32 `[G]` -> `[G, out, in]`; 0 for a group without rows."""
-    if x.shape[0] == 0:
-        return x.new_zeros(len(ends), y.shape[1], x.shape[1])
-    return nn.functional.grouped_mm(y.t(), x, offs=ends)
+            return grad_x, None, None, None
+        return grad_x, None, None, None, *backend.weight_gradients(grad, saved[0], ends).unbind(0)

@@ -12,6 +12,11 @@ from spes_p2p.errors import UserError
 LEVELS = ("debug", "info", "warning", "error")
 
 
+def _level(record: logging.LogRecord) -> str:
+    """The level's word; libraries rename the levels of `logging` (hivemind says WARN)."""
+    return next((name for name in LEVELS if getattr(logging, name.upper()) == record.levelno), record.levelname.lower())
+
+
 class LineFormatter(logging.Formatter):
     """`12:03:44 round 3/60 ...`; when it is more or less than information, the level stands before the message."""
 
@@ -21,7 +26,7 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without a traceback."""
         if record.levelno != logging.INFO:
-            record.message = f"{record.levelname.lower()}: {record.message}"
+            record.message = f"{_level(record)}: {record.message}"
         return super().formatMessage(record)
 
 
@@ -32,7 +37,7 @@ class JsonFormatter(logging.Formatter):
         """One JSON object; a traceback, if any, is its `exception`."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
+            "level": _level(record),
             "logger": record.name,
             "message": record.getMessage(),
         }

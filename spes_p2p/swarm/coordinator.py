@@ -238,7 +238,7 @@ class Coordination:
             return None
 
     async def _make_plan(self, ballot: Ballot) -> Plan:
-        there = {peer: self._announced[peer] for peer in self._alive}
+        there = {peer: self._announced[peer] for peer in self._alive if peer not in self._returned()}
         if not there:
             raise AttemptFailed("everybody left")
         digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]

@@ -28,6 +28,7 @@ class Ledger:
         self.routed = [0] * layout.num_experts
         self.loss_sum = 0.0
         self.loss_tokens = 0
+        self._left_behind = 0
         self._handed_over: dict[int, np.ndarray] = {}
         self._age: dict[str, int] = {}
 
@@ -93,7 +94,16 @@ class Ledger:
         for group in self._layout.groups:
             accepted = my_parts.get(group.name, [])
             self._settle_group(trainer, group, old, new, accepted)
-        return self._forget_settled(trainer, new, set(my_parts))
+        left_out = {part.group for part, _ in sent.values() if not included(part.index)}
+        self._note_left_behind(set(my_parts), left_out)
+        return self._forget_settled(trainer, new, set(my_parts) - {g.name for g in left_out if g.expert is not None})
+
+    def _note_left_behind(self, included: set[str], left_out: set[Group]) -> None:
+        """Remember the tokens behind what stayed pending of shared weights and routers that otherwise count as settled."""
+        if any(group.expert is None for group in left_out):
+            self._left_behind = max(self._left_behind, self.tokens)
+        elif included:
+            self._left_behind = 0
 
     def rebase(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_pending: bool) -> int:
         """The base jumped (a snapshot, a repaired digest); returns the tokens of work that was given up if nothing is kept."""
@@ -101,7 +111,7 @@ class Ledger:
             for group in self._layout.groups:
                 self._settle_group(trainer, group, old, new, [])
             return 0
-        lost = self.tokens
+        lost = max(self.tokens, self._left_behind, *self.routed)
         trainer.load_base(new)
         self._reset()
         return lost
@@ -122,15 +132,19 @@ class Ledger:
         trainer.add(group, delta)
 
     def _forget_settled(self, trainer: Trainer, base: np.ndarray, included: set[str]) -> int:
-        """Work that was included is no longer pending; work that more than two rounds left out is given up."""
+        """Work that was included is no longer pending; work that more than two rounds left out is given up.
+
+        An expert of which a part was left out stays pending as a whole: it may be handed over before that part goes again.
+        """
         dropped = 0
+        weights = {group.name: self._weight(group) for group in self._layout.groups}
         for group in self._layout.groups:
             if group.name in included:
                 self._clear(group)
-            elif self._weight(group) > 0:
+            elif weights[group.name] > 0:
                 self._age[group.name] = self._age.get(group.name, 0) + 1
                 if self._age[group.name] > MAX_PENDING_ROUNDS:
-                    dropped = max(dropped, self._weight(group))
+                    dropped = max(dropped, weights[group.name])
                     self._drop(trainer, group, base)
         if self.tokens == 0:
             self.loss_sum, self.loss_tokens = 0.0, 0
@@ -153,7 +167,7 @@ class Ledger:
         return self.tokens if group.expert is None else self.routed[group.expert]
 
     def _reset(self) -> None:
-        self.tokens, self.loss_sum, self.loss_tokens = 0, 0.0, 0
+        self.tokens, self.loss_sum, self.loss_tokens, self._left_behind = 0, 0.0, 0, 0
         self.routed = [0] * self._layout.num_experts
         self._handed_over.clear()
         self._age.clear()

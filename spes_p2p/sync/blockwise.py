@@ -42,10 +42,9 @@ class Blockwise:
         np.rint(scaled, out=scaled)
         np.clip(scaled, -self._levels, self._levels, out=scaled)
         codes = scaled.astype(np.int8)
-        if self._bits == 4:
-            codes = _pack(codes)
-            return codes.tobytes() + scales.astype("<f4").tobytes()
-        return codes.tobytes()[: values.size] + scales.astype("<f4").tobytes()
+        body: bytes = _pack(codes).tobytes() if self._bits == 4 else codes.tobytes()[: values.size]
+        tail: bytes = scales.astype("<f4").tobytes()
+        return body + tail
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """float32 `[elements]`. Raises ValueError when `data` has another length than `encoded_bytes(elements)`."""

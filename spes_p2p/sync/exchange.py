@@ -251,6 +251,7 @@ class Exchange:
 
     async def _push_to(self, reducer: int) -> None:
         mine = [part for part in self.results.reduced_by(reducer) if self.me in part.contributors]
+        mine = [part for part in mine if np.isfinite(self._own(part)).all()]
         if not mine:
             return
         try:

@@ -56,9 +56,8 @@ def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> 
         raise Refused("malformed announcement: speeds")
     for interval in announcement.untrained:
         inside = 0 <= interval.start < interval.stop <= rules.num_samples
-        handed_out = (interval.epoch, interval.stop) <= (head.cursor.epoch, head.cursor.position) or (
-            0 <= interval.epoch < head.cursor.epoch
-        )
+        before_cursor = (interval.epoch, interval.stop) <= (head.cursor.epoch, head.cursor.position)
+        handed_out = interval.epoch >= 0 and before_cursor
         if not inside or not handed_out:
             raise Refused("malformed announcement: untrained samples that were not handed out")
 

@@ -43,6 +43,8 @@ class PhaseReport:
     """What of the slices was not trained."""
     skipped_steps: int
     """Steps whose loss or gradient was not finite: nothing was applied."""
+    flops_per_second: float = 0.0
+    """Floating-point operations that the steps needed, by formula (model/flops.py), a second; 0 when it is not known."""
 
 
 class Trainer(Protocol):
@@ -63,7 +65,10 @@ class Trainer(Protocol):
         """Train these experts from now on. A new one starts from its exact base rows, with fresh moments."""
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Do the phase's steps. `should_stop` is asked between two; `on_step(steps_done, tokens_per_second)` follows each."""
+        """Do the phase's steps. `should_stop` is asked between two; `on_step(steps_done, tokens_per_second)` follows each.
+
+        Raises UserError when this peer cannot go on; what it trained is not to be sent then.
+        """
 
     def read(self, group: Group) -> np.ndarray:
         """A float32 copy `[group.size]` of the local weights of a group that is trained here."""

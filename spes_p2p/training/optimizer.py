@@ -11,15 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spes_p2p.config import TrainingConfig
 from spes_p2p.model.layout import Layout
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from spes_p2p.model.memory import OptimizerKind
+from spes_p2p.training.adamw import Arrays, make_adamw, state_tensors
 
 
 def learning_rate(step: float, config: TrainingConfig) -> float:
@@ -38,12 +37,14 @@ def ramp(age: int, config: TrainingConfig) -> float:
 
 
 class OwnedAdamW:
-    """AdamW (float32 moments) for the trainable parameters of a partitioned model.
+    """AdamW (float32 or 8-bit moments) for the trainable parameters of a partitioned model.
 
     Parameters are known by their layout name. What `regroup` keeps, keeps its moments; what is new starts with none and a ramp.
     """
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, config: TrainingConfig):
+    def __init__(
+        self, model: PreTrainedModel, layout: Layout, config: TrainingConfig, kind: OptimizerKind = "adamw"
+    ):
         self._layout, self._config = layout, config
         embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
         self._parameters = dict(model.named_parameters())
@@ -53,8 +54,8 @@ class OwnedAdamW:
             if (p.ndim < 2 and not config.decay_norm_and_bias) or (id(p) in embeddings and not config.decay_embeddings)
         }
         groups = [self._group(name, names) for name, names in self._wanted().items()]
-        betas = (config.beta1, config.beta2)
-        self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
+        self._kind = make_adamw(kind, groups, (config.beta1, config.beta2), config.eps)
+        self._adamw = self._kind.torch_optimizer
 
     def regroup(self, model: PreTrainedModel) -> None:
         """Follow a change of owners: forget what is no longer trained, take up what is new."""
@@ -81,10 +82,9 @@ class OwnedAdamW:
         norm = nn.utils.clip_grad_norm_(self._all_parameters(), self._config.max_grad_norm)
         finite = bool(torch.isfinite(norm + loss.sum()))
         if finite:
+            self._kind.step([rate * ramp(group["age"], self._config) for group in self._adamw.param_groups])
             for group in self._adamw.param_groups:
-                group["lr"] = rate * ramp(group["age"], self._config)
                 group["age"] += 1
-            self._adamw.step()
         self.zero_grad()
         return finite
 
@@ -92,27 +92,34 @@ class OwnedAdamW:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of each parameter's moments (`exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`) and each group's `age/GROUP`."""
-        arrays: dict[str, npt.NDArray[Any]] = {}
+    def state_bytes(self) -> int:
+        """Bytes of the moments, as tensors."""
+        return sum(t.nbytes for state in self._adamw.state.values() for t in state_tensors(state))
+
+    def state(self) -> Arrays:
+        """Copies of each parameter's state (`exp_avg/NAME`, `step/NAME`, ...) and each group's `age/GROUP`."""
+        arrays: Arrays = {}
         for group in self._adamw.param_groups:
             arrays[f"age/{group['name']}"] = np.array(group["age"], np.int64)
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                for key, value in self._adamw.state.get(parameter, {}).items():
-                    arrays[f"{key}/{name}"] = value.detach().cpu().numpy().copy()
+                arrays.update({f"{key}/{name}": value for key, value in self._kind.state_of(parameter).items()})
         return arrays
 
-    def load_state(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Undo of `state`. A parameter whose entries are missing or of another shape is left as it is."""
+    def load_state(self, arrays: Arrays) -> None:
+        """Undo of `state`. A parameter whose entries are missing or do not fit is left as it is; its group then ramps up."""
+        by_parameter: dict[str, Arrays] = {}
+        for key, value in arrays.items():
+            kind, _, name = key.partition("/")
+            by_parameter.setdefault(name, {})[kind] = value
         for group in self._adamw.param_groups:
-            group["age"] = int(arrays.get(f"age/{group['name']}", group["age"]))
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                moments = [arrays.get(f"{key}/{name}") for key in MOMENTS]
-                step = arrays.get(f"step/{name}")
-                if step is None or any(m is None or m.shape != tuple(parameter.shape) for m in moments):
-                    continue
-                tensors = {k: torch.tensor(m, device=parameter.device) for k, m in zip(MOMENTS, moments, strict=True)}
-                self._adamw.state[parameter] = {"step": torch.tensor(float(step)), **tensors}
+            found = [
+                (parameter, by_parameter[name])
+                for name, parameter in zip(group["names"], group["params"], strict=True)
+                if name in by_parameter
+            ]
+            fits = [self._kind.load_state_of(parameter, entries) for parameter, entries in found]
+            if all(fits):
+                group["age"] = int(arrays.get(f"age/{group['name']}", group["age"]))
 
     def _wanted(self) -> dict[str, list[str]]:
         """Names of the parameters in each group that there must be now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,20 +12,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spes_p2p.config import CampaignConfig
 from spes_p2p.data.slices import Interval
+from spes_p2p.errors import UserError
 from spes_p2p.model.build import State, build_model, exact_expert, layout_of
+from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.layout import Group, Layout, Placed
 from spes_p2p.model.partitioned import PartitionedExperts
-from spes_p2p.model.stored import StoredFormat
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import forward_losses, next_token_loss
 from spes_p2p.training.optimizer import OwnedAdamW, learning_rate
+from spes_p2p.training.options import TrainingOptions
+
+logger = logging.getLogger(__name__)
 
 Samples = npt.NDArray[np.int64]
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""So many steps in a row that are not finite stop the peer."""
 
 
 class Reader(Protocol):
@@ -45,7 +54,7 @@ class TorchTrainer:
     """Trains shared weights, routers and owned experts on one device; one thread at a time.
 
     A step whose loss or gradient is not finite changes neither weights nor moments; its samples count as trained, so that they
-    are not handed out again, but its tokens, routing and loss do not.
+    are not handed out again, but its tokens, routing and loss do not. Many such steps in a row end `train` with a UserError.
     """
 
     def __init__(
@@ -56,18 +65,27 @@ class TorchTrainer:
         samples: Reader,
         validation: Reader | None = None,
         device: str | torch.device = "cpu",
-        stored: StoredFormat | None = None,
+        options: TrainingOptions | None = None,
     ):
-        """`stored`: how foreign experts are kept; default float32 on the CPU, bfloat16 elsewhere."""
+        """Raises UserError, naming what is possible, for options that this device or this installation cannot do."""
+        options = options or TrainingOptions()
         self._config, self._samples, self._validation = config, samples, validation
         self._device = torch.device(device)
         self._layout = layout_of(config.model)
         self._owned = tuple(sorted(owned))
-        stored = stored or ("fp32" if self._device.type == "cpu" else "bf16")
-        self._model = build_model(config.model, base, self._owned, stored, self._device)
+        stored = options.stored or ("fp32" if self._device.type == "cpu" else "bf16")
+        self._model = build_model(
+            config.model, base, self._owned, stored, self._device, options.stored_on, options.backend
+        )
+        if options.activation_checkpointing:
+            checkpoint_activations(self._model)
         named = self._model.named_modules()
         self._blocks = {name: module for name, module in named if isinstance(module, PartitionedExperts)}
-        self._optimizer = OwnedAdamW(self._model, self._layout, config.training)
+        self._optimizer = OwnedAdamW(self._model, self._layout, config.training, options.optimizer)
+        self._micro_batch_size = (
+            options.micro_batch_size or config.training.micro_batch_size or config.training.batch_size
+        )
+        self._skipped_in_a_row = 0
         self._parameters = dict(self._model.named_parameters())
 
     @property
@@ -97,7 +115,10 @@ class TorchTrainer:
         self._parameters = dict(self._model.named_parameters())
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Do the phase's steps, or fewer when `should_stop` or when the slices have no more whole batch."""
+        """Do the phase's steps, or fewer when `should_stop` or when the slices have no more whole batch.
+
+        Raises UserError after many steps in a row, over phases too, whose loss or gradient was not finite.
+        """
         started = time.perf_counter()
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
@@ -111,11 +132,18 @@ class TorchTrainer:
                 campaign_step = phase.first_step + phase.campaign_steps * done / phase.steps
                 self._step(next(batches), learning_rate(campaign_step, self._config.training), totals)
                 done += 1
+                self._stop_if_broken()
                 on_step(done, totals.tokens / (time.perf_counter() - started))
         finally:
             batches.close()
         _, untrained = split_samples(phase.slices, done * self._config.training.batch_size)
-        return totals.report(done, self._owned, time.perf_counter() - started, untrained)
+        seconds = time.perf_counter() - started
+        flops = totals.tokens * training_flops_per_token(
+            self._config.model, self._config.training.sequence_length, self._owned
+        )
+        report = totals.report(done, self._owned, seconds, untrained, flops / seconds)
+        self._log(report)
+        return report
 
     def read(self, group: Group) -> State:
         """A float32 copy `[group.size]` of the local weights of a group that is trained here."""
@@ -168,8 +196,28 @@ class TorchTrainer:
             return
         if self._optimizer.step(rate, step.losses):
             totals.add(step)
+            self._skipped_in_a_row = 0
         else:
             totals.skipped += 1
+            self._skipped_in_a_row += 1
+
+    def _stop_if_broken(self) -> None:
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"training on {self._device}: loss or gradients were not finite in {self._skipped_in_a_row} steps in a row; this "
+                "peer stops and sends nothing of this phase. Start it again on its run-dir; if that repeats and other peers "
+                "train well, check this machine's memory and device, else lower training.learning_rate"
+            )
+
+    def _log(self, report: PhaseReport) -> None:
+        """One line a phase: steps, speed, and what share of the device's peak that is, where the device is known."""
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        peak = peak_flops(name)
+        utilisation = f", {100 * report.flops_per_second / peak:.1f} % MFU" if peak else ""
+        logger.info(
+            "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
+            report.steps, report.tokens / report.seconds, report.flops_per_second / 1e12, utilisation,
+        )
 
     def _batch_slices(self, phase: Phase, steps: int) -> Iterator[tuple[Interval, ...]]:
         rest = phase.slices
@@ -186,9 +234,11 @@ class TorchTrainer:
         return samples
 
     def _micro_batches(self, samples: Samples) -> Iterator[Tensor]:
-        size = self._config.training.micro_batch_size or self._config.training.batch_size
-        for start in range(0, len(samples), size):
-            yield torch.from_numpy(samples[start : start + size]).to(self._device, non_blocking=True)
+        for start in range(0, len(samples), self._micro_batch_size):
+            chunk = torch.from_numpy(samples[start : start + self._micro_batch_size])
+            if self._device.type == "cuda":
+                chunk = chunk.pin_memory()
+            yield chunk.to(self._device, non_blocking=True)
 
     def _autocast(self) -> torch.autocast:
         enabled = self._config.training.autocast_bf16 and self._device.type == "cuda"
@@ -231,10 +281,23 @@ class _Totals:
         self.losses += other.losses
         self.routed += other.routed
 
-    def report(self, steps: int, owned: tuple[int, ...], seconds: float, untrained: tuple[Interval, ...]) -> PhaseReport:
+    def report(
+        self, steps: int, owned: tuple[int, ...], seconds: float, untrained: tuple[Interval, ...], flops_per_second: float
+    ) -> PhaseReport:
         cross_entropy, auxiliary = (self.losses / self.tokens).tolist() if self.tokens else (float("nan"), float("nan"))
         routed = tuple(count if expert in owned else 0 for expert, count in enumerate(self.routed.tolist()))
-        return PhaseReport(steps, self.tokens, routed, cross_entropy, auxiliary, seconds, untrained, self.skipped)
+        return PhaseReport(
+            steps, self.tokens, routed, cross_entropy, auxiliary, seconds, untrained, self.skipped, flops_per_second
+        )
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Make layers compute their activations again in the backward pass instead of keeping them.
+
+    Non-reentrant, because the reentrant form drops the gradient of the router's auxiliary losses.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _tensor(values: State, group: Group, placed: Placed) -> Tensor:

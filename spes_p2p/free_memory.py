@@ -1,0 +1,25 @@
+"""How much memory is free on this machine, now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from spes_p2p.planner import Device
+
+MEMINFO = Path("/proc/meminfo")
+
+
+def measured(device: str) -> Device:
+    """The free memory of a CUDA device, or what Linux could give a new process without swapping."""
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return Device("cuda", free)
+    return Device("cpu", available_bytes(MEMINFO.read_text()))
+
+
+def available_bytes(meminfo: str) -> int:
+    """MemAvailable of the text of /proc/meminfo, which counts in KiB."""
+    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    return 1024 * int(line.split()[1])

@@ -1,0 +1,153 @@
+"""The three products of experts with rows sorted by expert, behind one interface.
+
+`grouped_mm` is torch's grouped GEMM, `eager` a loop of plain products (the reference), `megablocks` the optional Triton kernels
+of megablocks and stk (`megablocks.py`). Which one computes changes rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.errors import UserError
+from spes_p2p.model.stored import Matrices
+
+BackendName = Literal["auto", "grouped_mm", "eager", "megablocks"]
+
+ALIGNMENT = 8
+"""grouped_mm wants rows of a multiple of 16 bytes; 8 elements are that in bfloat16."""
+
+
+class Backend(Protocol):
+    """Products of rows `[S, in]` or `[S, out]`, sorted by expert, with matrices `[G, out, in]`.
+
+    `ends` is int32 `[G]`: the row after each expert's last; an expert may have none. `ends[-1]` is S.
+    """
+
+    name: str
+
+    def outputs(self, x: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
+        """x W^T, `[S, in]` -> `[S, out]`, in the dtype of x."""
+
+    def input_gradient(self, grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
+        """g W, `[S, out]` -> `[S, in]`, in the dtype of g."""
+
+    def weight_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """Sum over each expert's rows of g x^T: `[G, out, in]`; 0 for an expert without rows."""
+
+
+class Eager:
+    """One product an expert; stored matrices are decoded one at a time."""
+
+    name = "eager"
+
+    def outputs(self, x: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
+        """See Backend."""
+        y = x.new_empty(x.shape[0], weights.codes.shape[1])
+        for rows, matrix in _decoded(weights, ends, x.dtype):
+            torch.mm(x[rows], matrix.t(), out=y[rows])
+        return y
+
+    def input_gradient(self, grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
+        """See Backend."""
+        grad_x = grad.new_empty(grad.shape[0], weights.codes.shape[2])
+        for rows, matrix in _decoded(weights, ends, grad.dtype):
+            torch.mm(grad[rows], matrix, out=grad_x[rows])
+        return grad_x
+
+    def weight_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """See Backend."""
+        result = grad.new_zeros(len(ends), grad.shape[1], x.shape[1])
+        for group, rows in _rows(ends):
+            torch.mm(grad[rows].t(), x[rows], out=result[group])
+        return result
+
+
+class GroupedMM:
+    """torch's grouped GEMM. On a CPU, matrices that need decoding go one at a time, so that they stay in the cache."""
+
+    name = "grouped_mm"
+
+    def __init__(self) -> None:
+        self._loop = Eager()
+
+    def outputs(self, x: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
+        """See Backend."""
+        if x.shape[0] == 0 or _better_in_a_loop(weights, x):
+            return self._loop.outputs(x, weights, ends)
+        return nn.functional.grouped_mm(x, weights.decode(x.dtype).transpose(1, 2), offs=ends)
+
+    def input_gradient(self, grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
+        """See Backend."""
+        if grad.shape[0] == 0 or _better_in_a_loop(weights, grad):
+            return self._loop.input_gradient(grad, weights, ends)
+        return nn.functional.grouped_mm(grad, weights.decode(grad.dtype), offs=ends)
+
+    def weight_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """See Backend."""
+        if x.shape[0] == 0:
+            return grad.new_zeros(len(ends), grad.shape[1], x.shape[1])
+        return nn.functional.grouped_mm(grad.t(), x, offs=ends)
+
+
+def choose_backend(wanted: BackendName, device: torch.device, hidden_size: int, intermediate_size: int) -> Backend:
+    """The backend of that name; `auto` is grouped_mm where the sizes allow it, else eager.
+
+    Raises UserError, naming what is possible, when it cannot compute these sizes on this device.
+    """
+    if wanted not in get_args(BackendName):
+        raise UserError(f"backend '{wanted}': experts can be computed by {', '.join(get_args(BackendName))}")
+    problems = {name: find(device, hidden_size, intermediate_size) for name, find in _PROBLEMS.items()}
+    if wanted == "auto":
+        wanted = "eager" if problems["grouped_mm"] else "grouped_mm"
+    if problems[wanted]:
+        possible = [name for name, problem in problems.items() if not problem]
+        raise UserError(f"backend {wanted}: {problems[wanted]}; possible here: {', '.join(possible)}")
+    if wanted == "megablocks":
+        from spes_p2p.model.megablocks import Megablocks
+
+        return Megablocks()
+    return GroupedMM() if wanted == "grouped_mm" else Eager()
+
+
+def _grouped_mm_problem(device: torch.device, hidden_size: int, intermediate_size: int) -> str | None:
+    if hidden_size % ALIGNMENT or intermediate_size % ALIGNMENT:
+        return f"needs hidden_size = {hidden_size} and intermediate_size = {intermediate_size} to be multiples of {ALIGNMENT}"
+    return None
+
+
+def _megablocks_problem(device: torch.device, hidden_size: int, intermediate_size: int) -> str | None:
+    from spes_p2p.model import megablocks
+
+    return megablocks.problem(device, hidden_size, intermediate_size)
+
+
+_PROBLEMS: dict[str, Callable[[torch.device, int, int], str | None]] = {
+    "grouped_mm": _grouped_mm_problem,
+    "eager": lambda device, hidden_size, intermediate_size: None,
+    "megablocks": _megablocks_problem,
+}
+
+
+def _better_in_a_loop(weights: Matrices, x: Tensor) -> bool:
+    return x.device.type == "cpu" and weights.is_encoded(x.dtype)
+
+
+def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """(group, its rows) of the groups that have any."""
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = end
+
+
+def _decoded(weights: Matrices, ends: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, matrix) of the groups that have rows; a matrix is valid until the next one is asked for."""
+    encoded = weights.is_encoded(dtype)
+    scratch = torch.empty(weights.codes.shape[1:] if encoded else 0, dtype=dtype, device=weights.codes.device)
+    for group, rows in _rows(ends):
+        yield rows, weights.decode_one(group, scratch)

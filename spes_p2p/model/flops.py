@@ -1,0 +1,34 @@
+"""Floating-point operations of training, by formula: what a peer's step needs, without what is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spes_p2p.config import ModelConfig
+from spes_p2p.model.build import layout_of
+
+PEAK_BF16_FLOPS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A6000": 155e12,
+    "A10G": 70e12, "A10": 125e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}
+"""Dense matrix operations a second of well-known cards (data sheets; accumulation in float32), by part of their name."""
+
+
+def training_flops_per_token(model: ModelConfig, sequence_length: int, owned: Sequence[int]) -> float:
+    """2 N + 2 N + 2 N_trained a token, N active weights in matrix products, plus attention's 6 L S d.
+
+    That is the usual 6 N + 6 L S d (PaLM, arXiv 2204.02311, appendix B; attention halved for the causal mask) less the weight
+    gradients of foreign experts. Of N, a token uses top_k experts a layer; the share `owned / E` of them is trained.
+    """
+    layout = layout_of(model)
+    looked_up = next(t.spec.size for t in layout.tensors if "embed_tokens" in t.spec.name)
+    matrices = sum(t.spec.size for t in layout.tensors if t.spec.expert is None and len(t.spec.shape) > 1)
+    shared = matrices - (0 if model.tie_word_embeddings else looked_up)
+    routed = model.moe_top_k * layout.expert(0).size
+    attention = 6 * model.num_hidden_layers * sequence_length * model.hidden_size
+    return 6 * shared + (4 + 2 * len(owned) / model.moe_num_experts) * routed + attention
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 operations a second of a card by its name; None when it is not known."""
+    return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)

@@ -1,0 +1,206 @@
+"""Bytes of device memory that a peer's training takes, by formula: nothing is allocated.
+
+Weights, gradients, moments and stored experts are exact sums over the layout's tensors. Activations are what autograd saves in
+one forward pass: T tokens of width H through L layers; Q and K: width of all query heads, of all key heads; F: width of one
+expert; k experts a token; E experts, o of them owned; V: vocabulary; w = 4 bytes, in bf16 autocast 2. A layer saves, a token:
+
+    float32   4 (6 H + 4 Q + 4 K)
+    bf16      4 (4 H + Q + K) + 2 (4 H + 3 Q + 3 K)
+    both      w k (2 H + 3 F + F o / E) + 12 E + 36 k + 4 heads       (1 H instead of 2 when nothing is owned)
+
+the norms' inputs and outputs, attention's operands and result, then the experts' input, output, gated halves, the owned ones'
+product, the router's probabilities and the indices. The head saves 4 (2 H + V) + w H, the z-loss on logits 4 V more; in bf16
+the cast copies of all matrices but the experts stay too. With checkpointing a layer keeps its input, 4 H, and one layer is
+whole. With the loss in chunks only LOSS_CHUNK tokens have logits at a time.
+
+Working memory is what is there for a moment: in the loss, several copies of the logits; in a layer, decoded experts, their
+gradient, and gradients of its activations; in AdamW's step, a square root of the largest parameter group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Literal
+
+from spes_p2p.config import ModelConfig
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.layout import Layout
+from spes_p2p.model.staging import SLOTS
+from spes_p2p.model.stored import StoredFormat, StoredPlace
+
+DeviceKind = Literal["cuda", "cpu"]
+OptimizerKind = Literal["adamw", "adamw8bit"]
+
+LOSS_CHUNK = 1024
+
+STORED_BYTES: dict[StoredFormat, int] = {"fp32": 4, "bf16": 2, "int8": 1}
+SCALE_BYTES = 4
+BLOCK_8BIT = 256
+SMALLEST_8BIT = 4096
+"""torchao keeps the moments of smaller tensors, and of those that are no whole number of blocks, in float32."""
+MAP_8BIT_BYTES = 1024
+"""Each 8-bit moment has its own table of 256 float32 values."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How one peer trains on its device."""
+
+    owned: int
+    """Experts that it trains."""
+    stored: StoredFormat
+    optimizer: OptimizerKind
+    micro_batch: int
+    """Samples in one forward pass."""
+    device: DeviceKind = "cuda"
+    bf16: bool = True
+    """Autocast; otherwise everything is computed in float32."""
+    stored_on: StoredPlace = "device"
+    checkpointing: bool = False
+    """Layers' activations are computed again in the backward pass."""
+    chunked_loss: bool = False
+    """Logits are made for LOSS_CHUNK tokens at a time, and again in the backward pass."""
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes at the highest moment of a step, by kind."""
+
+    weights: int
+    """Float32 weights that are trained: shared, router, owned experts."""
+    gradients: int
+    moments: int
+    stored: int
+    """Foreign experts."""
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def device_bytes(model: ModelConfig, sequence_length: int, logits_z_loss: bool, setup: Setup) -> DeviceBytes:
+    """What training in this setup takes; which experts are owned does not matter."""
+    layout = layout_of(model)
+    shared, expert = shared_elements(layout), layout.expert(0).size
+    trained = shared + setup.owned * expert
+    activations, working = _Pass(model, sequence_length, logits_z_loss, setup).highest()
+    optimizer_working = 4 * max(shared, expert)
+    layers_there = min(SLOTS, model.num_hidden_layers) if setup.stored_on == "host" else model.num_hidden_layers
+    return DeviceBytes(
+        weights=4 * trained,
+        gradients=4 * trained,
+        moments=2 * (_moment_bytes(layout, None, setup.optimizer) + setup.owned * _moment_bytes(layout, 0, setup.optimizer)),
+        stored=stored_bytes(model, setup) * layers_there // model.num_hidden_layers,
+        activations=activations,
+        working=max(working, optimizer_working - activations),
+    )
+
+
+def shared_elements(layout: Layout) -> int:
+    """Parameters that every peer trains: the shared weights and the router."""
+    return sum(group.size for group in layout.groups if group.expert is None)
+
+
+@lru_cache(maxsize=64)
+def _moment_bytes(layout: Layout, expert: int | None, optimizer: OptimizerKind) -> int:
+    """One of AdamW's two moments for one expert, or for everything that is no expert."""
+    return sum(tensor_moment_bytes(t.spec.size, optimizer) for t in layout.tensors if t.spec.expert == expert)
+
+
+def tensor_moment_bytes(elements: int, optimizer: OptimizerKind) -> int:
+    """One of AdamW's two moments of a tensor."""
+    if optimizer == "adamw" or elements < SMALLEST_8BIT or elements % BLOCK_8BIT:
+        return 4 * elements
+    return elements + SCALE_BYTES * (elements // BLOCK_8BIT) + MAP_8BIT_BYTES
+
+
+def stored_bytes(model: ModelConfig, setup: Setup) -> int:
+    """All foreign experts, wherever they are kept."""
+    return (model.moe_num_experts - setup.owned) * stored_expert_bytes(layout_of(model), setup.stored)
+
+
+@lru_cache(maxsize=16)
+def stored_expert_bytes(layout: Layout, stored: StoredFormat) -> int:
+    """One foreign expert in all layers; int8 has a float32 scale an output channel."""
+    tensors = [t.spec for t in layout.tensors_of(layout.expert(0))]
+    scales = sum(SCALE_BYTES * spec.shape[0] for spec in tensors) if stored == "int8" else 0
+    return STORED_BYTES[stored] * sum(spec.size for spec in tensors) + scales
+
+
+def saved_activation_bytes(model: ModelConfig, sequence_length: int, logits_z_loss: bool, setup: Setup) -> int:
+    """What autograd keeps at the end of one forward pass (module docstring)."""
+    return _Pass(model, sequence_length, logits_z_loss, setup).saved()
+
+
+class _Pass:
+    """Activations and working memory of one forward and backward pass."""
+
+    def __init__(self, model: ModelConfig, sequence_length: int, logits_z_loss: bool, setup: Setup):
+        self._model, self._setup, self._z_loss = model, setup, logits_z_loss
+        self._tokens = setup.micro_batch * sequence_length
+        self._width = 2 if setup.bf16 else 4
+        self._cast_copies = 2 * _multiplied_elements(layout_of(model)) if setup.bf16 else 0
+
+    def saved(self) -> int:
+        """At the end of the forward pass."""
+        return self.layers_saved() + self.head_saved() + self._cast_copies
+
+    def highest(self) -> tuple[int, int]:
+        """(activations, working) bytes at the higher of two moments: the loss, or the last layer's backward pass."""
+        loss = (self.saved(), self._loss_working())
+        layer = self.layer_saved() if self._setup.checkpointing else 0
+        backward = (self.layers_saved() + self._cast_copies + layer, self._layer_working())
+        return max(loss, backward, key=sum)
+
+    def layers_saved(self) -> int:
+        """What all layers keep at the end of the forward pass."""
+        layer = 4 * self._model.hidden_size * self._tokens if self._setup.checkpointing else self.layer_saved()
+        return self._model.num_hidden_layers * layer
+
+    def layer_saved(self) -> int:
+        """What one layer keeps that is not checkpointed."""
+        m, w = self._model, self._width
+        hidden, queries, keys = m.hidden_size, m.hidden_size, m.hidden_size // m.num_attention_heads * m.num_key_value_heads
+        if self._setup.bf16:
+            attention = 4 * (4 * hidden + queries + keys) + 2 * (4 * hidden + 3 * queries + 3 * keys)
+        else:
+            attention = 4 * (6 * hidden + 4 * queries + 4 * keys)
+        kept_input = hidden if self._setup.owned else 0
+        share = self._setup.owned / m.moe_num_experts
+        experts = w * m.moe_top_k * (hidden + kept_input + 3 * m.intermediate_size + share * m.intermediate_size)
+        router = 12 * m.moe_num_experts + 36 * m.moe_top_k + 4 * m.num_attention_heads
+        return round(self._tokens * (attention + experts + router))
+
+    def head_saved(self) -> int:
+        """What the last norm, the output head and the loss keep."""
+        logits = 4 * (2 if self._z_loss else 1) * self._logits()
+        return self._tokens * (8 + self._width) * self._model.hidden_size + logits
+
+    def _loss_working(self) -> int:
+        """Backward makes two float32 gradients of the logits for the cross-entropy, and with the z-loss one more."""
+        return 4 * (3 if self._z_loss else 2) * self._logits()
+
+    def _logits(self) -> int:
+        """Elements of the logits that are there at once."""
+        return (min(LOSS_CHUNK, self._tokens) if self._setup.chunked_loss else self._tokens) * self._model.vocab_size
+
+    def _layer_working(self) -> int:
+        """Decoded foreign experts, or the owned ones' gradient (in bf16, then in float32), and rows of the experts' inputs."""
+        m, w, setup = self._model, self._width, self._setup
+        matrix = w * 2 * m.intermediate_size * m.hidden_size
+        # A CPU decodes one at a time (model/backends.py).
+        foreign = min(1, m.moe_num_experts - setup.owned) if setup.device == "cpu" else m.moe_num_experts - setup.owned
+        decoded = 0 if STORED_BYTES[setup.stored] == w else foreign
+        rows = w * m.moe_top_k * self._tokens * (m.intermediate_size + m.hidden_size)
+        return matrix * max(decoded, (3 if setup.bf16 else 1) * setup.owned) + rows
+
+
+@lru_cache(maxsize=8)
+def _multiplied_elements(layout: Layout) -> int:
+    """Elements of the matrices but the experts' that autocast makes a bf16 copy of; the embedding is looked up only."""
+    specs = (t.spec for t in layout.tensors)
+    return sum(s.size for s in specs if s.expert is None and len(s.shape) == 2 and "embed_tokens" not in s.name)

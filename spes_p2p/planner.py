@@ -1,0 +1,321 @@
+"""What one peer needs, before anything is allocated: what fits on a device, host memory, disk, and a round's traffic.
+
+As many experts as fit, up to the campaign's limit; for that number the first of each option, in the order of `Options`. Device
+bytes: `model/memory.py`. Host memory and disk follow from what `sync` holds and writes, traffic from the parts of a round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+from spes_p2p.config import CampaignConfig
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.layout import Layout
+from spes_p2p.model.memory import DeviceBytes, DeviceKind, OptimizerKind, Setup, device_bytes, shared_elements, stored_bytes
+from spes_p2p.model.stored import StoredFormat, StoredPlace
+from spes_p2p.observe.units import human_bytes, human_count
+from spes_p2p.swarm.ownership import assign_experts
+from spes_p2p.swarm.records import Member
+from spes_p2p.sync.codecs import Codec, codec_named
+from spes_p2p.sync.parts import part_table
+from spes_p2p.sync.replica import KEPT_ROUNDS
+from spes_p2p.sync.snapshot import KEPT_SNAPSHOTS
+
+RESERVED_BYTES = 2**29
+RESERVED_SHARE = 0.05
+"""Left free on the device beside the tensors: the driver's own memory, libraries' work space, gaps between tensors."""
+COARSE_PARTS = 2048
+"""Traffic is computed with about so many parts: balance is as good, and the time short."""
+
+
+MAX_PEERS = 1024
+"""Beyond that the traffic of a round is not computed in seconds."""
+
+@dataclass(frozen=True)
+class Device:
+    """Where a peer trains, and what is free there."""
+
+    kind: DeviceKind
+    memory: int
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that are not planned with."""
+        return RESERVED_BYTES + round(RESERVED_SHARE * self.memory) if self.kind == "cuda" else round(0.1 * self.memory)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be chosen, better ones first; what costs most time comes first and is given up last."""
+
+    stored_on: tuple[StoredPlace, ...]
+    checkpointing: tuple[bool, ...]
+    chunked_loss: tuple[bool, ...]
+    optimizer: tuple[OptimizerKind, ...]
+    stored: tuple[StoredFormat, ...]
+    micro_batch: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setup and the device memory that it takes."""
+
+    setup: Setup
+    device: DeviceBytes
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What fits with some of the means to save memory, each added to those before it."""
+
+    means: str
+    in_the_trainer: bool
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Main memory at the highest moment, when a round is applied and saved."""
+
+    base: int
+    """The bases that are served, and the next one."""
+    results: int
+    """Encoded results of the rounds that are kept, and of the one under way."""
+    updates: int
+    """Pending updates and what was sent of them, decoded."""
+    checkpoint: int
+    """Moments and pending work on their way to the disk."""
+    stored: int
+    """Foreign experts that are kept here."""
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.base + self.results + self.updates + self.checkpoint + self.stored
+
+
+@dataclass(frozen=True)
+class DiskBytes:
+    """The run-dir at the highest moment; a file is written aside while the old one is there. Without token files."""
+
+    base: int
+    results: int
+    checkpoint: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.base + self.results + self.checkpoint
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One round of a swarm of such peers."""
+
+    peers: int
+    owned: int
+    """Experts that each trains then."""
+    owned_by_anyone: int
+    up_bytes: int
+    down_bytes: int
+    bits_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """At this speed up and down at once, without latency."""
+        return 8 * max(self.up_bytes, self.down_bytes) / self.bits_per_second
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """The answer."""
+
+    campaign: str
+    parameters: int
+    shared_parameters: int
+    expert_parameters: int
+    num_experts: int
+    target: Device
+    choice: Choice
+    alternatives: tuple[Alternative, ...]
+    host: HostBytes
+    disk: DiskBytes
+    traffic: Traffic
+
+
+def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, peers: int | None, memory_name: str) -> PeerPlan:
+    """What one peer does and needs on this device. `memory_name` is what messages call its memory.
+
+    `peers`: in the swarm; default as many such peers as own all experts. Raises UserError for more than MAX_PEERS, and when not
+    even the shared weights fit.
+    """
+    if peers is not None and not 1 <= peers <= MAX_PEERS:
+        raise UserError(f"--peers {peers}: must be 1 to {MAX_PEERS}")
+    layout = layout_of(config.model)
+    choice = most_experts(config, target, plan_options(config, target.kind), memory_name)
+    return PeerPlan(
+        campaign=config.name,
+        parameters=layout.size,
+        shared_parameters=shared_elements(layout),
+        expert_parameters=layout.expert(0).size,
+        num_experts=config.model.moe_num_experts,
+        target=target,
+        choice=choice,
+        alternatives=alternatives(config, target),
+        host=host_bytes(config, choice),
+        disk=disk_bytes(config, choice),
+        traffic=round_traffic(config, choice.setup.owned, peers or _enough_peers(config, choice.setup.owned), bits_per_second),
+    )
+
+
+def most_experts(config: CampaignConfig, target: Device, options: Options, memory_name: str) -> Choice:
+    """The best setup that fits, by the order in the module docstring. Raises UserError when none does."""
+    limit = config.experts.experts_per_peer or config.model.moe_num_experts
+    for owned in range(limit, -1, -1):
+        for choice in _choices(config, target.kind, owned, options):
+            if needed_bytes(config, target, choice) <= target.memory:
+                return choice
+    least = min(_choices(config, target.kind, 0, options), key=lambda choice: needed_bytes(config, target, choice))
+    raise UserError(_too_small(config, target, least, memory_name))
+
+
+def needed_bytes(config: CampaignConfig, target: Device, choice: Choice) -> int:
+    """Memory that the device must have free: on a CPU what the host needs comes on top."""
+    host = host_bytes(config, choice).total if target.kind == "cpu" else 0
+    return choice.device.total + host + target.reserved
+
+
+def plan_options(config: CampaignConfig, kind: DeviceKind) -> Options:
+    """All that the trainer can do, with the campaign's micro-batch or a smaller one."""
+    batch, largest = config.training.batch_size, config.training.micro_batch_size or config.training.batch_size
+    return Options(
+        stored_on=("device", "host") if kind == "cuda" else ("device",),
+        checkpointing=(False, True),
+        chunked_loss=(False,),
+        optimizer=("adamw", "adamw8bit"),
+        stored=_stored_formats(config, kind),
+        micro_batch=tuple(size for size in range(largest, 0, -1) if batch % size == 0),
+    )
+
+
+def join_options(config: CampaignConfig, kind: DeviceKind) -> Options:
+    """What a joining peer does without settings of its own: only the stored format is open."""
+    micro_batch = config.training.micro_batch_size or config.training.batch_size
+    return replace(
+        plan_options(config, kind),
+        optimizer=("adamw",), stored_on=("device",), checkpointing=(False,), micro_batch=(micro_batch,),
+    )
+
+
+def host_bytes(config: CampaignConfig, choice: Choice) -> HostBytes:
+    """Main memory, beside the program itself (about 1 GB with torch)."""
+    model, trained = layout_of(config.model).size, choice.device.weights
+    return HostBytes(
+        base=4 * (KEPT_SNAPSHOTS + 1) * model,
+        results=(KEPT_ROUNDS + 1) * codec_named(config.sync.codec).encoded_bytes(model),
+        updates=2 * trained,
+        checkpoint=2 * (choice.device.moments + trained),
+        stored=stored_bytes(config.model, choice.setup) if choice.setup.stored_on == "host" else 0,
+    )
+
+
+def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
+    """The run-dir, without token files."""
+    model = layout_of(config.model).size
+    return DiskBytes(
+        base=2 * 4 * model,
+        results=(KEPT_ROUNDS + 1) * codec_named(config.sync.codec).encoded_bytes(model),
+        checkpoint=2 * (choice.device.moments + choice.device.weights),
+    )
+
+
+def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_second: float) -> Traffic:
+    """Bytes of updates that one of `peers` alike sends and receives in a round: the one that trains most experts.
+
+    Shared weights: S encoded bytes, pushed to and pulled from each reducer, 2 S (N - 1) / N up and down. An expert with one
+    owner: up once to each other peer. Heads, plans and digests (about 0.1 % of it) are left out.
+    """
+    experts, codec = config.model.moe_num_experts, codec_named(config.sync.codec)
+    names = [f"{index:05d}" for index in range(peers)]
+    owners = assign_experts(experts, dict.fromkeys(names, capacity), (), config.experts.redundancy, config.name)
+    members = tuple(Member(name, 1, tuple(int(name in expert) for expert in owners), 1.0) for name in names)
+    owned = [sum(member.routed) for member in members]
+    up, down = _busiest(layout_of(config.model), members, owned.index(max(owned)), codec, config.sync.part_bytes)
+    return Traffic(peers, max(owned), sum(map(bool, owners)), up, down, bits_per_second)
+
+
+def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codec: Codec, part_bytes: int) -> tuple[int, int]:
+    """Bytes (up, down) of one member, from the round's parts."""
+    coarse = max(part_bytes, codec.encoded_bytes(layout.size) // COARSE_PARTS)
+    up = down = 0
+    for part in part_table(layout, members, codec, coarse):
+        encoded = codec.encoded_bytes(part.size)
+        if part.reducer == me:
+            up += (len(members) - 1) * encoded
+            down += (len(part.contributors) - (me in part.contributors)) * encoded
+        else:
+            up += (me in part.contributors) * encoded
+            down += encoded
+    return up, down
+
+
+def _choices(config: CampaignConfig, kind: DeviceKind, owned: int, options: Options) -> Iterator[Choice]:
+    training = config.training
+    bf16 = kind == "cuda" and training.autocast_bf16
+    names = [field.name for field in fields(options)]
+    for values in product(*(getattr(options, name) for name in names)):
+        setup = Setup(owned=owned, device=kind, bf16=bf16, **dict(zip(names, values, strict=True)))
+        yield Choice(setup, device_bytes(config.model, training.sequence_length, training.lm_head_zloss_weight > 0, setup))
+
+
+def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, ...]:
+    """What fits with one means after the other; those that change nothing are left out."""
+    every = plan_options(config, target.kind)
+    options = replace(every, optimizer=("adamw",), stored_on=("device",), checkpointing=(False,))
+    found: list[Alternative] = []
+    means: list[tuple[str, dict[str, Any]]] = [
+        ("small micro-batches", {}),
+        ("+ 8-bit AdamW", {"optimizer": every.optimizer}),
+        ("+ checkpointing", {"checkpointing": every.checkpointing}),
+        ("+ host storage", {"stored_on": every.stored_on}),
+        ("+ loss in chunks", {"chunked_loss": (False, True)}),
+    ]
+    for name, added in means:
+        options = replace(options, **added)
+        with contextlib.suppress(UserError):
+            choice = most_experts(config, target, options, "")
+            if not found or choice != found[-1].choice:
+                found.append(Alternative(name, "chunked_loss" not in added, choice))
+    return tuple(found)
+
+
+def _stored_formats(config: CampaignConfig, kind: DeviceKind) -> tuple[StoredFormat, ...]:
+    """Where computation is in bf16, float32 copies of what is not trained would be rounded at each use."""
+    return ("bf16", "int8") if kind == "cuda" and config.training.autocast_bf16 else ("fp32", "bf16", "int8")
+
+
+def _enough_peers(config: CampaignConfig, owned: int) -> int:
+    places = config.model.moe_num_experts * config.experts.redundancy
+    return max(2, config.sync.min_peers, math.ceil(places / owned) if owned else 0)
+
+
+def _too_small(config: CampaignConfig, target: Device, least: Choice, memory_name: str) -> str:
+    layout, device = layout_of(config.model), least.device
+    parts = {
+        f"{human_count(shared_elements(layout))} parameters with gradients and moments":
+            device.weights + device.gradients + device.moments,
+        f"foreign experts in {least.setup.stored}": device.stored,
+        f"a pass of micro-batch {least.setup.micro_batch}": device.activations + device.working,
+        "host data": host_bytes(config, least).total if target.kind == "cpu" else 0,
+        "kept free": target.reserved,
+    }
+    listed = ", ".join(f"{what} {human_bytes(size)}" for what, size in parts.items() if size)
+    needed = needed_bytes(config, target, least)
+    return (f"{memory_name} = {human_bytes(target.memory)}: too small for even the shared weights of {config.name}, which take "
+            f"{human_bytes(needed)} ({listed}); use a device with more memory")

@@ -1,0 +1,135 @@
+"""The two AdamWs whose state can be taken out and put back by parameter: torch's in float32, torchao's with 8-bit moments."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.errors import UserError
+from spes_p2p.model.memory import OptimizerKind
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CODES, SCALES = ".codes", ".scales"
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class AdamW:
+    """float32 moments."""
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float):
+        self.torch_optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
+
+    def step(self, rates: list[float]) -> None:
+        """Apply the gradients with one learning rate a parameter group."""
+        for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
+            group["lr"] = self._rate(rate)
+        with self._mode():
+            self.torch_optimizer.step()
+
+    def state_of(self, parameter: nn.Parameter) -> Arrays:
+        """Copies of a parameter's moments and step count by name; empty before its first step."""
+        arrays: Arrays = {}
+        for key, value in self.torch_optimizer.state.get(parameter, {}).items():
+            arrays.update(self._arrays(key, value))
+        return arrays
+
+    def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
+        """Undo of `state_of`; False and nothing changed where the arrays are not this parameter's."""
+        if "step" not in arrays:
+            return False
+        state: dict[str, Tensor] = {"step": torch.tensor(float(arrays["step"]))}
+        for key in MOMENTS:
+            moment = self._moment(parameter, key, arrays)
+            if moment is None:
+                return False
+            state[key] = moment
+        self.torch_optimizer.state[parameter] = state
+        return True
+
+    def _rate(self, rate: float) -> float | Tensor:
+        return rate
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _arrays(self, key: str, value: Any) -> Arrays:
+        return {key: _copy(value)}
+
+    def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays) -> Tensor | None:
+        values = arrays.get(key)
+        if values is None or values.shape != tuple(parameter.shape):
+            return None
+        return torch.tensor(values, device=parameter.device)
+
+
+class AdamW8bit(AdamW):
+    """torchao's AdamW: moments in 8 bits, a scale every 256 values (arXiv 2110.02861); those of small tensors in float32.
+
+    It compiles its step, which keeps temporary memory small; on a CPU the step is run as written, which needs no compiler.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float):
+        check_optimizer("adamw8bit")
+        self.torch_optimizer = importlib.import_module("torchao.optim").AdamW8bit(groups, lr=0.0, betas=betas, eps=eps)
+        self._on_cpu = groups[0]["params"][0].device.type == "cpu"
+
+    def _rate(self, rate: float) -> float | Tensor:
+        return torch.tensor(rate)
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager" if self._on_cpu else "default")
+        return stance
+
+    def _arrays(self, key: str, value: Any) -> Arrays:
+        if hasattr(value, "codes"):
+            return {key + CODES: _copy(value.codes), key + SCALES: _copy(value.scale)}
+        return {key: _copy(value)}
+
+    def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays) -> Tensor | None:
+        codes, scales = arrays.get(key + CODES), arrays.get(key + SCALES)
+        if codes is None or scales is None:
+            return super()._moment(parameter, key, arrays)
+        if codes.shape != tuple(parameter.shape) or codes.size % max(1, scales.size):
+            return None
+        states = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+        moment: Any = states.zeros(
+            codes.shape, key == "exp_avg", codes.size // scales.size, parameter.device, parameter.dtype
+        )
+        moment.codes.copy_(torch.from_numpy(np.array(codes)))
+        moment.scale.copy_(torch.from_numpy(np.array(scales)))
+        restored: Tensor = moment
+        return restored
+
+
+def check_optimizer(kind: OptimizerKind) -> None:
+    """Raises UserError when the optimizer's package is missing."""
+    if kind == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        raise UserError("optimizer adamw8bit: torchao is not installed; pip install --no-deps torchao; possible here: adamw")
+
+
+def make_adamw(kind: OptimizerKind, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> AdamW:
+    """The optimizer of that kind. Raises UserError when its package is missing."""
+    return {"adamw": AdamW, "adamw8bit": AdamW8bit}[kind](groups, betas, eps)
+
+
+def state_tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that take the memory of one parameter's state."""
+    return [
+        part
+        for value in state.values()
+        for part in ((value.codes, value.scale, value.qmap) if hasattr(value, "codes") else (value,))
+    ]
+
+
+def _copy(value: Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = value.detach().cpu().numpy().copy()
+    return array

@@ -1,0 +1,149 @@
+"""One round's exchange among real `Exchange` objects on an in-memory network, and what follows from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_p2p.data.slices import Cursor
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.swarm.memory import MemoryNetwork
+from spes_p2p.swarm.records import Ballot, Head, Member, Plan, Staged
+from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.wire import unpack
+from spes_p2p.sync.apply import next_base
+from spes_p2p.sync.codecs import Codec, codec_named
+from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, serve_parts
+from spes_p2p.sync.parts import weight
+from spes_p2p.sync.plan import held_bits, make_head
+from spes_p2p.sync.results import Results
+
+LAYOUT = Layout(
+    [TensorSpec("embed", (40, 8), "shared"), TensorSpec("gate", (4, 8), "router", 0)]
+    + [
+        TensorSpec(f"experts.{e}.{name}", shape, "expert", 0, e)
+        for e in range(4)
+        for name, shape in (("gate_up_proj", (12, 8)), ("down_proj", (8, 6)))
+    ]
+)
+PART_BYTES = 256
+SILENCE_S = 2.0
+
+Updates = dict[str, np.ndarray]
+
+
+def member(peer: str, tokens: int, routed: tuple[int, ...], bandwidth: float = 1.0) -> Member:
+    return Member(peer, tokens, routed, bandwidth)
+
+
+def make_plan_of(members: Iterable[Member]) -> Plan:
+    members = tuple(members)
+    return Plan(
+        campaign="c", epoch=0, round=1, parent="parent", ballot=Ballot(1, members[0].peer), base_digest="digest",
+        members=members, tokens=sum(m.tokens for m in members), loss=0.0, validation_loss=None, step=10, merge=None,
+        duties=(), cursor=Cursor(),
+    )
+
+
+def head_before(plan: Plan) -> Head:
+    return Head(
+        campaign="c", epoch=0, round=0, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=1000,
+        members=tuple(m.peer for m in plan.members), owners=((),) * LAYOUT.num_experts, cursor=Cursor(), helpers=(),
+        electorate=tuple(m.peer for m in plan.members),
+    )
+
+
+def random_updates(plan: Plan, seed: int = 0, layout: Layout = LAYOUT) -> dict[str, Updates]:
+    """By peer, an update of every group that it has a weight for."""
+    rng = np.random.default_rng(seed)
+    return {
+        m.peer: {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g) > 0}
+        for m in plan.members
+    }
+
+
+@dataclass
+class Round:
+    """A plan and its members' exchanges; call `run`, then `commit`."""
+
+    plan: Plan
+    codec: Codec
+    network: MemoryNetwork
+    boards: dict[str, Switchboard]
+    exchanges: dict[str, Exchange]
+    layout: Layout
+    part_bytes: int
+
+    @classmethod
+    async def open(
+        cls,
+        plan: Plan,
+        updates: Mapping[str, Updates],
+        codec: str = "none",
+        network: MemoryNetwork | None = None,
+        carried: Mapping[str, Mapping[int, np.ndarray]] | None = None,
+        timeout_s: float = 60.0,
+        layout: Layout = LAYOUT,
+        part_bytes: int = PART_BYTES,
+    ) -> Round:
+        network = MemoryNetwork(latency_s=0.05) if network is None else network
+        opened = cls(plan, codec_named(codec), network, {}, {}, layout, part_bytes)
+        for m in plan.members:
+            board = Switchboard(network.transport(m.peer), SILENCE_S)
+            own_carried = (carried or {}).get(m.peer, {})
+            exchange = Exchange(board, opened.empty(), opened.codec, updates[m.peer], own_carried, timeout_s)
+            opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
+            await _serve(board, exchange)
+        return opened
+
+    def empty(self) -> Results:
+        return Results.empty(self.plan, self.layout, self.codec, self.part_bytes)
+
+    async def run(self, peers: Iterable[str] | None = None) -> None:
+        """Let these members (default: all) do their exchange; the others do not move."""
+        await asyncio.gather(*(self.network.run_peer(peer, self.exchanges[peer].run()) for peer in peers or self.exchanges))
+
+    def staged(self, peers: Iterable[str] | None = None) -> dict[int, Staged]:
+        reports = {}
+        for peer in peers or self.exchanges:
+            results, me = self.exchanges[peer].results, self.exchanges[peer].me
+            roots = tuple(m.root if (m := results.manifests.get(i)) else b"" for i in range(len(self.plan.members)))
+            reports[me] = Staged(self.plan.id, results.manifests.get(me), roots, held_bits(results))
+        return reports
+
+    def commit(self, peers: Iterable[str] | None = None) -> Head:
+        return make_head(head_before(self.plan), self.plan, self.empty(), self.staged(peers), ())
+
+    def new_base(self, peer: str, head: Head, base: np.ndarray) -> np.ndarray:
+        results = self.exchanges[peer].results
+        committed = [(part, results.encoded[part.index]) for part in results.committed(head)]
+        return next_base(base, self.layout, self.codec, committed, None)
+
+
+async def _serve(board: Switchboard, exchange: Exchange) -> None:
+    async def on_push(talk: Talk) -> None:
+        unpack(PushHeader, await talk.message())
+        await exchange.on_push(talk)
+
+    async def on_pull(talk: Talk) -> None:
+        request = unpack(PullRequest, await talk.message())
+        if request.parts:
+            await serve_parts(talk, exchange.results, request.parts)
+        else:
+            await exchange.on_pull(talk, request)
+
+    await board.serve(PUSH, on_push)
+    await board.serve(PULL, on_pull)
+
+
+def reference(plan: Plan, updates: Mapping[str, Updates], base: np.ndarray) -> np.ndarray:
+    """The new base in float64: each group moves by the weighted mean of its contributors' updates."""
+    new = base.astype(np.float64)
+    for group in LAYOUT.groups:
+        weights = {m.peer: weight(m, group) for m in plan.members if group.name in updates[m.peer] and weight(m, group) > 0}
+        for peer, own in weights.items():
+            new[group.start : group.stop] += updates[peer][group.name].astype(np.float64) * own / sum(weights.values())
+    return new

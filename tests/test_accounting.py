@@ -1,0 +1,194 @@
+"""The accounting rule: nothing that was trained is counted twice, nothing is lost without being said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exchange_round import LAYOUT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_p2p.swarm.records import Member
+from spes_p2p.sync.accounting import Ledger
+from spes_p2p.sync.codecs import codec_named
+from spes_p2p.sync.parts import Part, part_table
+from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.synthetic import SyntheticTrainer
+
+TOKENS_A_STEP = 100
+
+
+class Account:
+    """One peer's ledger beside a bookkeeping in float64 of where each value that it trained has gone."""
+
+    def __init__(self, seed: int, owned: tuple[int, ...], codec: str):
+        self.rng = np.random.default_rng(seed)
+        self.base = self.rng.standard_normal(LAYOUT.size, np.float32)
+        self.trainer = SyntheticTrainer(LAYOUT, self.base, owned, TOKENS_A_STEP, 1.0, seed)
+        self.ledger = Ledger(LAYOUT)
+        self.codec = codec_named(codec)
+        self.trained = np.zeros(LAYOUT.size)
+        self.entered = np.zeros(LAYOUT.size)
+        self.given_up = np.zeros(LAYOUT.size)
+        self.sent: dict[int, tuple[Part, np.ndarray]] = {}
+
+    def train(self, steps: int) -> None:
+        before = self.trainer._local.astype(np.float64)
+        report = self.trainer.train(Phase(1, 0, steps, steps, ()), lambda: False, lambda done, speed: None)
+        self.trained += self.trainer._local - before
+        self.ledger.trained(report)
+
+    def push(self) -> None:
+        """What an exchange would send: every part of what is pending, encoded."""
+        me = Member("me", self.ledger.tokens, tuple(self.ledger.routed), 1.0)
+        other = Member("other", 1, (1,) * LAYOUT.num_experts, 1.0)
+        pending = self.ledger.pending(self.trainer, self.base)
+        self.sent = {}
+        for part in part_table(LAYOUT, (me, other), self.codec, 512):
+            if 0 in part.contributors:
+                update = pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
+                self.sent[part.index] = (part, self.codec.decode(self.codec.encode(update), part.size))
+
+    def commit(self, included: set[int]) -> int:
+        """The base moves by others' work and by what of mine is included."""
+        new = self.base + np.float32(0.01) * self.rng.standard_normal(LAYOUT.size, np.float32)
+        before = self.pending()
+        for index in included:
+            part, values = self.sent[index]
+            self.entered[part.start : part.stop] += values
+            before[part.start : part.stop] -= values
+        dropped = self.ledger.settle(self.trainer, self.base, new, self.sent, included.__contains__)
+        self.base, self.sent = new, {}
+        self.note_given_up(before, dropped)
+        return dropped
+
+    def jump(self, keep: bool) -> None:
+        new = self.rng.standard_normal(LAYOUT.size, np.float32)
+        before = self.pending()
+        dropped = self.ledger.rebase(self.trainer, self.base, new, keep)
+        self.base, self.sent = new, {}
+        self.note_given_up(before, dropped)
+
+    def own(self, owned: tuple[int, ...]) -> None:
+        self.ledger.change_owned(self.trainer, owned, self.base)
+
+    def note_given_up(self, before: np.ndarray, dropped_tokens: int) -> None:
+        """Pending work may only disappear when that is counted."""
+        gone = before - self.pending()
+        if dropped_tokens == 0:
+            np.testing.assert_allclose(gone, 0, atol=2e-5)
+        self.given_up += gone
+
+    def pending(self) -> np.ndarray:
+        pending = np.zeros(LAYOUT.size)
+        for group in LAYOUT.groups:
+            place = slice(group.start, group.stop)
+            if group.expert is None or group.expert in self.trainer.owned:
+                pending[place] = self.trainer.read(group).astype(np.float64) - self.base[place]
+            elif group.expert in self.ledger._handed_over:
+                pending[place] = self.ledger._handed_over[group.expert]
+        return pending
+
+    def check(self) -> None:
+        np.testing.assert_allclose(self.entered + self.given_up + self.pending(), self.trained, atol=1e-4)
+        for group in LAYOUT.groups:
+            if group.expert is not None and group.expert not in self.trainer.owned:
+                np.testing.assert_array_equal(self.trainer.read(group), self.base[group.start : group.stop])
+
+
+EVENTS = ["round", "round", "partial", "dropped", "aborted", "not in it", "own", "jump", "lost"]
+OWNED = st.sets(st.integers(0, LAYOUT.num_experts - 1)).map(lambda experts: tuple(sorted(experts)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(data: st.DataObject, seed: int) -> None:
+    account = Account(seed, data.draw(OWNED), "none")
+    for _ in range(data.draw(st.integers(1, 12))):
+        event = data.draw(st.sampled_from(EVENTS))
+        if event in ("round", "partial", "dropped", "aborted", "not in it"):
+            account.train(data.draw(st.integers(0, 3)))
+        if event == "own":
+            account.own(data.draw(OWNED))
+        elif event in ("jump", "lost"):
+            account.jump(keep=event == "jump")
+        elif event == "not in it":
+            account.commit(set())
+        else:
+            account.push()
+            share = {"round": 1.0, "partial": 0.5, "dropped": 0.0}.get(event)
+            if share is not None:
+                chosen = account.rng.random(len(account.sent)) < share
+                account.commit({index for index, is_in in zip(account.sent, chosen, strict=True) if is_in})
+        account.check()
+
+
+def test_a_late_commit_of_an_aborted_looking_round_subtracts_what_was_sent_then() -> None:
+    account = Account(1, (0, 1), "none")
+    account.train(2)
+    account.push()
+    sent, account.sent = account.sent, {}
+    account.train(3)
+    account.sent = sent
+    account.commit(set(sent))
+    account.check()
+    assert np.abs(account.pending()).max() > 1e-4
+
+
+@pytest.mark.parametrize("codec", ["float16"])
+def test_what_the_codec_drops_stays_pending(codec: str) -> None:
+    account = Account(3, (0,), codec)
+    account.train(1)
+    account.push()
+    account.commit(set(account.sent))
+    account.check()
+    residue = np.abs(account.pending()[: LAYOUT.group("shared").stop])
+    assert 0 < residue.max() < 5e-6
+
+
+def test_work_that_is_left_out_of_more_than_two_rounds_is_given_up_and_counted_in_tokens() -> None:
+    account = Account(0, (2,), "none")
+    account.train(3)
+    assert [account.commit(set()) for _ in range(4)] == [0, 0, 3 * TOKENS_A_STEP, 0]
+    np.testing.assert_allclose(account.pending(), 0, atol=1e-6)
+    assert account.ledger.tokens == 0
+
+
+def test_an_owner_that_lost_an_expert_contributes_it_once_more_then_none() -> None:
+    account = Account(0, (2,), "none")
+    account.train(3)
+    account.own(())
+    assert set(account.ledger.pending(account.trainer, account.base)) == {"shared", "router", "expert.2"}
+    account.push()
+    account.commit(set(account.sent))
+    account.check()
+    assert account.ledger.pending(account.trainer, account.base) == {}
+    assert account.ledger.routed == [0] * LAYOUT.num_experts
+
+
+def test_an_expert_that_comes_back_before_it_was_sent_brings_its_work_along() -> None:
+    account = Account(0, (2,), "none")
+    account.train(3)
+    work = account.pending()
+    account.own(())
+    account.own((2,))
+    np.testing.assert_allclose(account.pending(), work, atol=1e-6)
+    account.check()
+
+
+def test_weights_are_what_was_trained_since_the_last_inclusion() -> None:
+    account = Account(0, (0, 3), "none")
+    for _ in range(2):
+        account.train(2)
+        account.push()
+    assert account.ledger.tokens == 4 * TOKENS_A_STEP
+    assert [count > 0 for count in account.ledger.routed] == [True, False, False, True]
+    account.commit(set(account.sent))
+    assert (account.ledger.tokens, account.ledger.routed) == (0, [0] * LAYOUT.num_experts)
+
+
+def test_a_phase_whose_loss_was_never_finite_spoils_no_mean() -> None:
+    ledger = Ledger(LAYOUT)
+    ledger.trained(PhaseReport(2, 100, (0,) * 4, 2.0, 0.0, 1.0, (), 0))
+    ledger.trained(PhaseReport(2, 100, (0,) * 4, float("nan"), 0.0, 1.0, (), 2))
+    assert ledger.loss == 2.0

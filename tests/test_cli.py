@@ -1,0 +1,340 @@
+"""The command line: what a user can get wrong ends with one line that says so, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from network_swarm import ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
+from sample_text import TEXT, write_test_campaign
+
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+TOKENS = "train_000_000000.npy"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one wrong command runs."""
+
+    folder: Path
+    """Empty but for what the case puts there; must not change."""
+    campaign: Path
+    """A campaign file that is right."""
+    address: str = NOBODY
+
+    @property
+    def output(self) -> str:
+        return str(self.folder / "output")
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_test_campaign(tmp_path_factory.mktemp("campaign"))
+
+
+@pytest.fixture(scope="module")
+def running(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+    """A bootstrap peer and nobody else."""
+    with LocalPeers(tmp_path_factory.mktemp("running")) as peers:
+        peers.bootstrap(campaign)
+        yield peers
+
+
+@pytest.fixture(scope="module")
+def other_run_dir(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the bootstrap peer of another campaign; it does not run any more."""
+    other = write_variant(campaign, "other.yaml", training={"total_steps": 80})
+    with LocalPeers(tmp_path_factory.mktemp("other")) as peers:
+        return peers.bootstrap(other).run_dir
+
+
+@pytest.fixture
+def place(campaign: Path, tmp_path: Path) -> Place:
+    return Place(tmp_path, campaign)
+
+
+@pytest.fixture
+def swarm_place(campaign: Path, tmp_path: Path, running: LocalPeers) -> Place:
+    return Place(tmp_path, campaign, running["bootstrap"].address)
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def assert_refused(folder: Path, arguments: list[str], *expected: str) -> None:
+    """One line with all of `expected`, exit code 2, no file changed."""
+    before = contents(folder)
+    ended = call(*arguments)
+    assert ended.code == 2, ended
+    assert ended.stderr.startswith("error: "), ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert [text for text in expected if text not in ended.stderr] == [], ended.stderr
+    assert ended.stdout == ""
+    assert contents(folder) == before
+
+
+# Campaign files ---------------------------------------------------------------------------------------------------------
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, dict[str, object]], tuple[str, ...]]] = {
+    "misspelt field": ({"training": {"sync_step": 5}}, ("unknown field 'training.sync_step'", "did you mean 'sync_steps'?")),
+    "unknown section": ({"trainning": {"a": 1}}, ("unknown field 'trainning'", "did you mean 'training'?")),
+    "too many experts a peer": ({"experts": {"experts_per_peer": 9}}, ("experts.experts_per_peer = 9", "moe_num_experts = 4")),
+    "top_k beyond the experts": ({"model": {"moe_top_k": 5}}, ("model.moe_top_k = 5", "at most moe_num_experts = 4")),
+    "sequence beyond the model": ({"training": {"sequence_length": 65}}, ("training.sequence_length = 65", "64")),
+    "merge between rounds": ({"merge": {"merge_interval": 7}}, ("merge.merge_interval = 7", "multiple of", "sync_steps = 5")),
+    "vocabulary too small": ({"model": {"vocab_size": 500}}, ("500", "512")),
+    "no such manifest": ({"data": {"manifest": "nowhere.json"}}, ("nowhere.json",)),
+    "another tokenizer": ({"data": {"tokenizer": str(TEXT / "tokenizer.json")}}, ("tokenizer",)),
+    "no such end token": ({"data": {"eos_token": "</s>"}}, ("</s>",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+@pytest.mark.parametrize("command", ["bootstrap", "swarm"])
+def test_a_wrong_campaign_file_is_refused(case: str, command: str, place: Place) -> None:
+    sections, expected = BAD_CONFIGS[case]
+    config = write_variant(place.campaign, f"{case.replace(' ', '_')}.yaml", **sections)
+    peers = ["--peers", "4"] if command == "swarm" else []
+    assert_refused(place.folder, [command, "--config", str(config), *peers, "--run-dir", place.output], *expected)
+
+
+def test_text_shorter_than_one_sample_is_refused(place: Place) -> None:
+    text, data = place.folder / "short.txt", place.folder / "data"
+    text.write_text("Too short.")
+    tokenizer = str(place.campaign.with_name("tokenizer.json"))
+    assert call("tokenize", str(text), "--tokenizer", tokenizer, "--output", str(data)).code == 0
+    config = write_variant(place.campaign, "short.yaml", data={"manifest": str(data / "manifest.json")})
+    arguments = ["bootstrap", "--config", str(config), "--run-dir", place.output]
+    assert_refused(place.folder, arguments, "no token file holds a whole sample of 64 tokens")
+
+
+def test_a_swarm_checks_its_token_files_before_it_starts(place: Place) -> None:
+    copy = place.folder / "campaign"
+    shutil.copytree(place.campaign.parent, copy)
+    tokens = copy / TOKENS
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    arguments = ["swarm", "--config", str(copy / "test.yaml"), "--peers", "2", "--run-dir", place.output]
+    assert_refused(place.folder, arguments, str(tokens), "cut short")
+
+
+# Commands that need no swarm --------------------------------------------------------------------------------------------
+
+
+def bootstrap(place: Place, *options: str) -> list[str]:
+    return ["bootstrap", "--config", str(place.campaign), "--run-dir", place.output, *options]
+
+
+def join(place: Place, *options: str) -> list[str]:
+    return ["join", place.address, "--run-dir", place.output, "--listen", LOOPBACK, *options]
+
+
+def tokenize(place: Place, name: str, content: str | None, *options: str) -> list[str]:
+    path = place.folder / name
+    if content is not None:
+        path.write_text(content)
+    tokenizer = str(place.campaign.with_name("tokenizer.json"))
+    return ["tokenize", str(path), "--tokenizer", tokenizer, "--output", place.output, *options]
+
+
+def describe(place: Place, content: bytes, *options: str) -> list[str]:
+    path = place.folder / "tokens.npy"
+    path.write_bytes(content)
+    tokenizer = str(place.campaign.with_name("tokenizer.json"))
+    return ["describe", str(path), "--tokenizer", tokenizer, "--manifest", place.output, *options]
+
+
+def a_file(place: Place) -> str:
+    path = place.folder / "file"
+    path.touch()
+    return str(path)
+
+
+TOO_LARGE = np.array([1, 2, 600], np.uint16).tobytes()
+
+BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = {
+    "no such command": (lambda p: ["trian"], ("No such command 'trian'; see spes-p2p --help",)),
+    "no such option": (lambda p: bootstrap(p, "--metric-port", "1"), ("--metric-port",)),
+    "no campaign file": (lambda p: ["bootstrap", "--config", str(p.folder / "no.yaml"), "--run-dir", p.output], ("no.yaml",)),
+    "malformed listen": (lambda p: bootstrap(p, "--listen", "127.0.0.1:9"), ("--listen = '127.0.0.1:9'", "multiaddress")),
+    "malformed announce": (lambda p: bootstrap(p, "--announce", "example.org"), ("--announce", "example.org")),
+    "run-dir is a file": (lambda p: ["bootstrap", "--config", str(p.campaign), "--run-dir", a_file(p)], ("run-dir",)),
+    "metrics port beyond": (lambda p: bootstrap(p, "--metrics-port", "70000"), ("--metrics-port", "70000")),
+    "log level": (lambda p: bootstrap(p, "--log-level", "loud"), ("--log-level", "loud")),
+    "no peers": (lambda p: ["swarm", "--config", str(p.campaign), "--peers", "0", "--run-dir", p.output], ("--peers 0",)),
+    "too few peers": (
+        lambda p: ["swarm", "--config", str(p.campaign), "--peers", "1", "--run-dir", p.output],
+        ("--peers 1", "sync.min_peers = 2"),
+    ),
+    "no rounds": (
+        lambda p: ["swarm", "--config", str(p.campaign), "--peers", "2", "--rounds", "0", "--run-dir", p.output],
+        ("--rounds 0",),
+    ),
+    "join nothing": (lambda p: ["join", "--run-dir", p.output], ("ADDRESS",)),
+    "join malformed": (lambda p: ["join", "203.0.113.7:31337", "--run-dir", p.output], ("'203.0.113.7:31337'", "/p2p/")),
+    "join no peer id": (lambda p: ["join", "/ip4/127.0.0.1/tcp/9", "--run-dir", p.output], ("does not end in /p2p/<peer id>",)),
+    "join nobody": (join, ("no peer answers at", NOBODY)),
+    "join device": (lambda p: join(p, "--device", "tpu"), ("--device", "tpu")),
+    "join experts word": (lambda p: join(p, "--experts", "many"), ("--experts", "many")),
+    "join no experts": (lambda p: join(p, "--experts", "0"), ("--experts", "0")),
+    "status malformed": (lambda p: ["status", "localhost"], ("'localhost'",)),
+    "status nobody": (lambda p: ["status", NOBODY, "--json"], ("no peer answers at", NOBODY)),
+    "tokenize nothing there": (lambda p: tokenize(p, "no.txt", None), ("no.txt: no such file",)),
+    "tokenize another kind": (lambda p: tokenize(p, "text.pdf", "a"), ("text.pdf",)),
+    "tokenize no documents": (lambda p: tokenize(p, "empty.jsonl", ""), ("no documents",)),
+    "tokenize no text": (lambda p: tokenize(p, "a.jsonl", '{"txt": "a"}\n'), ("a.jsonl", "text")),
+    "tokenize end token": (lambda p: tokenize(p, "a.txt", "a", "--eos-token", "</s>"), ("</s>",)),
+    "tokenize shard size": (lambda p: tokenize(p, "a.txt", "a", "--shard-tokens", "0"), ("--shard-tokens 0",)),
+    "describe ids beyond": (lambda p: describe(p, TOO_LARGE), ("tokens.npy", "vocabulary of 512")),
+    "describe wrong dtype": (lambda p: describe(p, TOO_LARGE[:4], "--dtype", "int8"), ("--dtype int8",)),
+    "describe other dtype": (lambda p: describe(p, TOO_LARGE[:2] * 6, "--dtype", "uint32"), ("tokens.npy",)),
+    "describe cut short": (lambda p: describe(p, TOO_LARGE[:3]), ("tokens.npy",)),
+    "export no run-dir": (lambda p: ["export", "--run-dir", str(p.folder), "--output", p.output], ("not a peer's run-dir",)),
+    "evaluate no model": (lambda p: ["evaluate", str(p.folder), "--tasks", "arc_easy"], ("config.json",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COMMANDS)
+def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
+    make, expected = BAD_COMMANDS[case]
+    assert_refused(place.folder, make(place), *expected)
+
+
+@pytest.mark.parametrize("option", ["--listen", "--metrics-port"])
+@pytest.mark.parametrize("command", [bootstrap, join])
+def test_a_port_in_use_is_refused(option: str, command: Callable[..., list[str]], place: Place) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        value = f"/ip4/127.0.0.1/tcp/{port}" if option == "--listen" else str(port)
+        assert_refused(place.folder, command(place, option, value), str(port), "choose another port")
+
+
+# Commands that meet a swarm ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("command", ["bootstrap", "join"])
+def test_a_run_dir_of_another_campaign_is_refused(command: str, other_run_dir: Path, swarm_place: Place) -> None:
+    run_dir = swarm_place.folder / "output"
+    shutil.copytree(other_run_dir, run_dir)
+    arguments = bootstrap(swarm_place, "--listen", LOOPBACK) if command == "bootstrap" else join(swarm_place)
+    assert_refused(swarm_place.folder, arguments, f"{run_dir}: belongs to campaign test", "not to test", "--run-dir")
+
+
+def cut_short(data: Path) -> None:
+    (data / TOKENS).write_bytes((data / TOKENS).read_bytes()[:-2])
+
+
+def half_an_id_more(data: Path) -> None:
+    (data / TOKENS).write_bytes((data / TOKENS).read_bytes() + b"\0")
+
+
+def other_dtype(data: Path) -> None:
+    np.fromfile(data / TOKENS, np.uint16).astype(np.uint32).tofile(data / TOKENS)
+
+
+def ids_beyond(data: Path) -> None:
+    tokens = np.fromfile(data / TOKENS, np.uint16)
+    tokens[7] = 512
+    tokens.tofile(data / TOKENS)
+
+
+def other_text(data: Path) -> None:
+    np.fromfile(data / TOKENS, np.uint16)[::-1].copy().tofile(data / TOKENS)
+
+
+def absent(data: Path) -> None:
+    (data / TOKENS).unlink()
+
+
+BAD_TOKENS: list[tuple[Callable[[Path], None], str]] = [
+    (cut_short, "cut short"),
+    (half_an_id_more, "not a whole number of uint16 ids"),
+    (other_dtype, "uint16 ids, the manifest says"),
+    (ids_beyond, "has id 512, the vocabulary ends at 511"),
+    (other_text, "differs from the campaign's token file"),
+    (absent, "give --data-dir"),
+]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(("spoil", "expected"), BAD_TOKENS)
+def test_wrong_token_files_are_refused(spoil: Callable[[Path], None], expected: str, swarm_place: Place) -> None:
+    data = swarm_place.folder / "data"
+    shutil.copytree(swarm_place.campaign.parent, data)
+    spoil(data)
+    assert_refused(swarm_place.folder, join(swarm_place, "--data-dir", str(data)), TOKENS, expected)
+
+
+@pytest.mark.network
+def test_more_experts_than_the_model_has_are_refused(swarm_place: Place) -> None:
+    assert_refused(swarm_place.folder, join(swarm_place, "--experts", "5"), "--experts 5", "4 experts")
+
+
+@pytest.mark.network
+def test_an_identity_in_use_is_refused(swarm_place: Place, running: LocalPeers) -> None:
+    key = running["bootstrap"].run_dir / "identity.key"
+    assert_refused(swarm_place.folder, join(swarm_place, "--identity", str(key)), str(key), "uses this identity")
+
+
+@pytest.mark.network
+def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -> None:
+    run_dir, output = swarm_place.folder / "run", swarm_place.folder / "exported"
+    shutil.copytree(running["bootstrap"].run_dir, run_dir)
+    whole = (run_dir / "base").read_bytes()
+    damaged = bytes([*whole[:-1], whole[-1] ^ 1])
+    for content in (whole[:-100], whole[:50], whole[:5], b"", damaged):
+        (run_dir / "base").write_bytes(content)
+        arguments = ["export", "--run-dir", str(run_dir), "--output", str(output)]
+        assert_refused(swarm_place.folder, arguments, str(run_dir / "base"), "cut short or damaged")
+    (run_dir / "base").unlink()
+    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "holds no base yet")
+    (run_dir / "genesis").unlink()
+    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "incomplete run-dir")
+
+
+@pytest.mark.network
+def test_an_existing_output_is_refused(swarm_place: Place, running: LocalPeers) -> None:
+    arguments = ["export", "--run-dir", str(running["bootstrap"].run_dir), "--output", str(swarm_place.folder)]
+    assert_refused(swarm_place.folder, arguments, str(swarm_place.folder), "exists")
+
+
+@pytest.mark.network
+def test_another_protocol_version_is_refused_with_the_reason_on_both_sides(swarm_place: Place, running: LocalPeers) -> None:
+    program = "import spes_p2p.config as c; c.PROTOCOL_VERSION = 99; from spes_p2p.cli import main; main()"
+    command = [sys.executable, "-c", program, *join(swarm_place)]
+    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == 2, ended
+    assert "you speak protocol 99, this swarm 1; install the version of spes_p2p" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: refused by ")
+    assert "speaks protocol 99, this peer 1: refused" in running["bootstrap"].log
+    assert contents(swarm_place.folder) == {}
+
+
+@pytest.mark.network
+def test_one_line_is_all_that_a_user_sees(swarm_place: Place) -> None:
+    command = [sys.executable, "-m", "spes_p2p", *join(swarm_place, "--experts", "5")]
+    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=90, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert [line for line in ended.stderr.splitlines() if "torchao" not in line and "pytree" not in line] == [
+        "error: --experts 5: the campaign's model has 4 experts; give at most that, or auto"
+    ]
+
+
+@pytest.mark.network
+def test_status_of_a_swarm_without_trainers(running: LocalPeers) -> None:
+    ended = call("status", running["bootstrap"].address, "--json")
+    assert ended.code == 0, ended.stderr
+    status = json.loads(ended.stdout)
+    assert [peer["role"] for peer in status["peers"]] == ["helper"]

@@ -1,0 +1,360 @@
+"""A round's exchange: the mean that it makes, the bits that it shares, the bytes that it costs, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from exchange_round import LAYOUT, PART_BYTES, SILENCE_S, Round, make_plan_of, member, random_updates, reference
+from virtual_swarm import simulate
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.swarm.memory import MemoryNetwork
+from spes_p2p.swarm.records import Manifest, Plan
+from spes_p2p.swarm.wire import WireError, pack
+from spes_p2p.sync.codecs import CODECS
+from spes_p2p.sync.exchange import PULL, PUSH, PushHeader, fetch_parts
+from spes_p2p.sync.parts import Part, to_mask
+from spes_p2p.sync.results import ABSENT
+
+SHARED_ONLY = (0, 0, 0, 0)
+MEMBERS = {
+    "two, each expert one owner": [member("A", 100, (5, 7, 0, 0)), member("B", 300, (0, 0, 3, 1))],
+    "two, an expert with several owners": [member("A", 100, (5, 7, 0, 0)), member("B", 50, (50, 0, 3, 0))],
+    "three, an expert with three owners": [
+        member("A", 10, (1, 0, 0, 0)), member("B", 20, (2, 4, 0, 0)), member("C", 1, (997, 0, 9, 0)),
+    ],
+    "four, one did not train": [
+        member("A", 64, (9, 0, 0, 0)), member("B", 64, (0, 9, 0, 0)), member("C", 0, SHARED_ONLY), member("D", 7, (0, 3, 2, 8)),
+    ],
+    "three, one cannot be dialled and owns an expert alone": [
+        member("A", 10, (1, 0, 0, 0)), member("B", 20, (0, 4, 0, 0)), member("C", 5, (0, 0, 9, 9), bandwidth=0.0),
+    ],
+}
+
+
+def base() -> np.ndarray:
+    return np.random.default_rng(99).standard_normal(LAYOUT.size, np.float32)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("case", MEMBERS)
+def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(case: str, codec: str) -> None:
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS[case])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates, codec)
+        await played.run()
+        head = played.commit()
+        assert head.dropped == ()
+        bases = [played.new_base(m.peer, head, base()) for m in plan.members]
+        assert len({new.tobytes() for new in bases}) == 1
+        tolerance = 1e-6 if codec == "none" else 4e-3
+        np.testing.assert_allclose(bases[0], reference(plan, updates, base()), rtol=0, atol=tolerance)
+
+    simulate(main)
+
+
+def test_an_expert_that_nobody_trained_is_not_sent_and_keeps_its_bits() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, (3, 0, 0, 0)), member("B", 10, (0, 2, 0, 0))])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        new = played.new_base("A", played.commit(), base())
+        for expert in (2, 3):
+            group = LAYOUT.expert(expert)
+            assert not any(part.group == group for part in played.exchanges["A"].results.parts)
+            np.testing.assert_array_equal(new[group.start : group.stop], base()[group.start : group.stop])
+
+    simulate(main)
+
+
+def test_what_each_member_sent_is_what_the_result_holds_of_it() -> None:
+    """The accounting rule subtracts `sent`: it must be the values that were summed, after encoding."""
+
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["three, an expert with three owners"])
+        played = await Round.open(plan, random_updates(plan), "float16")
+        await played.run()
+        results = played.exchanges["A"].results
+        for part in results.parts:
+            sent = {i: played.exchanges[plan.members[i].peer].sent[part.index][1] for i in part.contributors}
+            weights = {i: plan.members[i].tokens if part.group.expert is None else plan.members[i].routed[part.group.expert]
+                       for i in part.contributors}
+            mean = sum(sent[i].astype(np.float64) * weights[i] for i in sent) / sum(weights.values())
+            np.testing.assert_allclose(played.codec.decode(results.encoded[part.index], part.size), mean, rtol=1e-3, atol=1e-5)
+            assert results.contributors(part) == part.contributors
+
+    simulate(main)
+
+
+def test_what_the_reducers_encoding_drops_is_in_the_next_result() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 1, SHARED_ONLY), member("B", 1, SHARED_ONLY)])
+        updates = {peer: {g.name: np.full(g.size, v, np.float32) for g in LAYOUT.groups[:2]}
+                   for peer, v in (("A", 1.0), ("B", 1.0 + 2.0**-10))}
+        first = await Round.open(plan, updates, "float16")
+        await first.run()
+        part = first.exchanges["A"].results.parts[0]
+        reducer = plan.members[part.reducer].peer
+        dropped = first.exchanges[reducer].rounding[part.start]
+        assert np.abs(dropped).max() == 2.0**-11
+        again = await Round.open(plan, updates, "float16", carried={reducer: {part.start: dropped}})
+        await again.run()
+        decoded = [r.codec.decode(r.exchanges["A"].results.encoded[0], part.size).astype(np.float64) for r in (first, again)]
+        np.testing.assert_array_equal(decoded[0] + decoded[1], np.full(part.size, 2 * (1.0 + 2.0**-11)))
+
+    simulate(main)
+
+
+def test_traffic_is_at_the_floor() -> None:
+    """Each of N members sends 2 S (N-1)/N + E (N-1)/N bytes when every expert has one owner."""
+
+    async def main() -> None:
+        count = 4
+        experts = [TensorSpec(f"experts.{e}.gate_up_proj", (100, 200), "expert", 0, e) for e in range(count)]
+        layout = Layout([TensorSpec("embed", (320, 128), "shared"), *experts])
+        plan = make_plan_of(member(name, 100, tuple(9 * (e == i) for e in range(count))) for i, name in enumerate("ABCD"))
+        played = await Round.open(plan, random_updates(plan, layout=layout), layout=layout, part_bytes=4096)
+        await played.run()
+        shared_bytes, expert_bytes = 4 * 320 * 128, 4 * count * 100 * 200
+        floor = (2 * shared_bytes + expert_bytes) * (count - 1) / count
+        for board in played.boards.values():
+            assert floor <= board.sent[PUSH] + board.sent[PULL] < 1.02 * floor
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("victim", ["A", "B", "C"])
+def test_a_member_that_never_comes_costs_its_own_contribution_and_the_parts_it_reduces(victim: str) -> None:
+    async def main() -> None:
+        plan = make_plan_of([member(peer, 10 * (i + 1), (i + 1, 0, 0, 0)) for i, peer in enumerate("ABC")])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates)
+        played.network.kill(victim)
+        living = [peer for peer in "ABC" if peer != victim]
+        await played.run(living)
+        head = played.commit(living)
+        bases = [played.new_base(peer, head, base()) for peer in living]
+        assert bases[0].tobytes() == bases[1].tobytes()
+        expected = reference(plan, {**updates, victim: {}}, base())
+        for part in played.exchanges[living[0]].results.parts:
+            dead = plan.members[part.reducer].peer == victim
+            place = slice(part.start, part.stop)
+            np.testing.assert_allclose(bases[0][place], base()[place] if dead else expected[place], rtol=0, atol=1e-6)
+        assert head.tokens == 1000 + sum(m.tokens for m in plan.members if m.peer != victim)
+
+    simulate(main)
+
+
+def test_a_member_that_is_too_slow_is_left_out_and_the_others_work_is_in() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, SHARED_ONLY), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY, 1e-9)])
+        updates = random_updates(plan)
+        network = MemoryNetwork(latency_s=0.05)
+        network.set_bandwidth("C", 400.0, 1e9)
+        played = await Round.open(plan, updates, network=network, timeout_s=4.0)
+        await played.run()
+        head = played.commit()
+        new = played.new_base("A", head, base())
+        assert new.tobytes() == played.new_base("B", head, base()).tobytes()
+        results = played.exchanges["A"].results
+        late = [part for part in results.parts if results.contributors(part) == (0, 1)]
+        assert late
+        assert head.dropped == ()
+        expected = reference(plan, {**updates, "C": {}}, base())
+        for part in late:
+            np.testing.assert_allclose(new[part.start : part.stop], expected[part.start : part.stop], rtol=0, atol=1e-6)
+
+    simulate(main)
+
+
+def test_a_part_that_only_one_of_several_members_holds_is_dropped() -> None:
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["two, each expert one owner"])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        lacking = next(part for part in played.exchanges["A"].results.parts if part.reducer == 0)
+        del played.exchanges["B"].results.encoded[lacking.index], played.exchanges["B"].results.digests[lacking.index]
+        head = played.commit()
+        assert head.dropped == (lacking.index,)
+        new = played.new_base("A", head, base())
+        assert new.tobytes() == played.new_base("B", head, base()).tobytes()
+        np.testing.assert_array_equal(new[lacking.start : lacking.stop], base()[lacking.start : lacking.stop])
+
+    simulate(main)
+
+
+# What is refused ----------------------------------------------------------------------------------------------------------
+
+
+async def push_by_hand(played: Round, peer: str, reducer: str, *frames: bytes) -> None:
+    """As `peer`, push these frames; raises what the reducer answers."""
+    async with played.boards[peer].talk(reducer, PUSH) as talk:
+        await talk.send(pack(PushHeader(played.plan.id)))
+        for frame in frames:
+            await talk.send(frame)
+        await talk.send(b"")
+        await talk.message()
+
+
+def frame(part: Part, body: bytes) -> bytes:
+    return part.index.to_bytes(4, "little") + body
+
+
+def shared_parts_of(played: Round, reducer: int) -> list[Part]:
+    return [part for part in played.empty().parts if part.reducer == reducer and len(part.contributors) > 1]
+
+
+REFUSED_PUSHES: dict[str, Callable[[Round, Part], bytes]] = {
+    "a part that is not in the plan": lambda played, part: (10**6).to_bytes(4, "little") + bytes(PART_BYTES),
+    "a part of another reducer": lambda played, part: frame(shared_parts_of(played, 1)[0], bytes(4 * part.size)),
+    "a part that the sender does not train": lambda played, part: frame(
+        next(p for p in played.empty().parts if p.contributors == (0,)), bytes(4 * part.size)),
+    "too few bytes": lambda played, part: frame(part, bytes(4 * part.size - 4)),
+    "too many bytes": lambda played, part: frame(part, bytes(4 * part.size + 4)),
+    "no index": lambda played, part: b"\x00\x00",
+    "values that are not finite": lambda played, part: frame(part, np.full(part.size, np.nan, "<f4").tobytes()),
+    "infinite values": lambda played, part: frame(part, np.full(part.size, np.inf, "<f4").tobytes()),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_PUSHES)
+def test_a_reducer_refuses_and_goes_on_with_the_others(what: str) -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates)
+        part = shared_parts_of(played, 0)[0]
+        with pytest.raises(Refused):
+            await push_by_hand(played, "B", "A", REFUSED_PUSHES[what](played, part))
+        await played.run(["A", "C"])
+        assert played.exchanges["A"].results.contributors(part) == (0, 2)
+        mean = played.codec.decode(played.exchanges["A"].results.encoded[part.index], part.size)
+        expected = (updates["A"]["shared"] + updates["C"]["shared"]) / 2
+        np.testing.assert_allclose(mean, expected[part.start : part.stop], rtol=0, atol=1e-6)
+
+    simulate(main)
+
+
+def test_a_sole_owner_that_cannot_be_dialled_cannot_slip_in_values_that_are_not_finite() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, SHARED_ONLY), member("B", 10, (0, 0, 5, 0), bandwidth=0.0)])
+        played = await Round.open(plan, random_updates(plan))
+        part = next(p for p in played.empty().parts if p.contributors == (1,))
+        with pytest.raises(Refused, match="finite"):
+            await push_by_hand(played, "B", "A", frame(part, np.full(part.size, np.nan, "<f4").tobytes()))
+
+    simulate(main)
+
+
+def test_a_stranger_can_neither_push_nor_pull_a_running_exchange() -> None:
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["two, each expert one owner"])
+        played = await Round.open(plan, random_updates(plan))
+        part = shared_parts_of(played, 0)[0]
+        stranger = type(played.boards["A"])(played.network.transport("X"), SILENCE_S)
+        played.boards["X"] = stranger
+        with pytest.raises(Refused, match="not a contributor"):
+            await push_by_hand(played, "X", "A", frame(part, bytes(4 * part.size)))
+
+    simulate(main)
+
+
+def test_an_update_that_comes_twice_counts_once() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, SHARED_ONLY), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates)
+        part = shared_parts_of(played, 0)[0]
+        own = updates["B"]["shared"][part.start : part.stop].tobytes()
+        await push_by_hand(played, "B", "A", frame(part, own), frame(part, own))
+        await played.run()
+        new = played.new_base("C", played.commit(), base())
+        expected = reference(plan, updates, base())
+        np.testing.assert_allclose(new[part.start : part.stop], expected[part.start : part.stop], rtol=0, atol=1e-6)
+
+    simulate(main)
+
+
+LIES: dict[str, Callable[[Plan, list[Part], Manifest], Manifest]] = {
+    "a digest of other bytes": lambda plan, own, m: Manifest(m.plan, m.reducer, b"\x01" * 32 + m.digests[32:], m.masks),
+    "somebody who has nothing there": lambda plan, own, m: Manifest(
+        m.plan, m.reducer, m.digests, to_mask((0, 1, 2), 3) * len(own)),
+    "a result of nobody": lambda plan, own, m: Manifest(m.plan, m.reducer, m.digests, bytes(len(own))),
+    "no result of somebody": lambda plan, own, m: Manifest(m.plan, m.reducer, ABSENT * len(own), m.masks),
+    "too few parts": lambda plan, own, m: Manifest(m.plan, m.reducer, m.digests[32:], m.masks[1:]),
+    "another plan": lambda plan, own, m: Manifest("other", m.reducer, m.digests, m.masks),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_reducers_manifest_lies_about_is_not_taken(lie: str) -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        results, own = played.empty(), played.empty().reduced_by(0)
+        honest = played.exchanges["A"].results.manifests[0]
+        for part in own:
+            results.put(part.index, played.exchanges["A"].results.encoded[part.index])
+        manifest = LIES[lie](plan, own, honest)
+        if lie == "a digest of other bytes":
+            results.add_manifest(manifest)
+        else:
+            with pytest.raises(WireError):
+                results.add_manifest(manifest)
+        results.discard_unverified()
+        assert own[0].index not in results.encoded
+
+    simulate(main)
+
+
+def test_a_holder_serves_only_what_was_asked_for_of_the_right_size_and_kind() -> None:
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["two, each expert one owner"])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        index = next(part.index for part in played.empty().parts if part.reducer == 0)
+        size = played.empty().parts[index].size
+        for body in (b"\x00" * (4 * size - 4), np.full(size, np.nan, "<f4").tobytes()):
+            played.exchanges["A"].results.encoded[index] = body
+            with pytest.raises(WireError):
+                await fetch_parts(played.boards["B"], "A", played.empty(), played.codec, [index])
+        with pytest.raises(Refused):
+            await fetch_parts(played.boards["B"], "A", played.empty(), played.codec, [10**6])
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_of_mine_that_are_not_finite_go_nowhere(codec: str) -> None:
+    """float16 would clip an infinite value to a finite one: it must be found before it is encoded."""
+
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, (3, 0, 0, 0)), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        updates = random_updates(plan)
+        updates["A"]["shared"][:] = np.inf
+        updates["A"]["expert.0"][:] = np.nan
+        played = await Round.open(plan, updates, codec)
+        await played.run()
+        new = played.new_base("B", played.commit(), base())
+        mine = {"router": updates["A"]["router"]}
+        np.testing.assert_allclose(new, reference(plan, {**updates, "A": mine}, base()), rtol=0, atol=4e-3)
+
+    simulate(main)
+
+
+def test_an_exchange_ends_soon_after_the_last_member_is_gone() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, SHARED_ONLY), member("B", 10, SHARED_ONLY)])
+        played = await Round.open(plan, random_updates(plan))
+        played.network.pause("B")
+        await asyncio.wait_for(played.run(["A"]), 4 * SILENCE_S)
+        with pytest.raises((PeerUnreachable, Refused)):
+            await push_by_hand(played, "A", "B")
+
+    simulate(main)

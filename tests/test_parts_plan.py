@@ -1,0 +1,197 @@
+"""Parts and plans are pure functions of what the members announced, and malformed announcements and reports are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_round import LAYOUT, PART_BYTES, Round, make_plan_of, member, random_updates
+from hypothesis import given
+from hypothesis import strategies as st
+from virtual_swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
+
+from spes_p2p.data.slices import Cursor, Interval
+from spes_p2p.errors import Refused
+from spes_p2p.helper import make_genesis
+from spes_p2p.swarm.records import Announcement, Ballot, Head, Member
+from spes_p2p.swarm.wire import WireError
+from spes_p2p.sync.codecs import CODECS, codec_named
+from spes_p2p.sync.parts import from_mask, mask_bytes, part_table, to_mask, weight
+from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, local_steps, make_plan
+
+CAMPAIGN = campaign()
+RULES = Rules(CAMPAIGN.config, CAMPAIGN.hash, NUM_SAMPLES)
+
+MEMBER_LISTS = st.lists(
+    st.tuples(st.integers(0, 9), st.tuples(*[st.integers(0, 5)] * 4), st.sampled_from([0.0, 0.5, 1.0, 4.0])),
+    min_size=1,
+    max_size=6,
+).map(lambda rows: tuple(Member("ABCDEF"[i], *row) for i, row in enumerate(rows)))
+
+
+@given(MEMBER_LISTS, st.sampled_from(sorted(CODECS)))
+def test_parts_cover_exactly_what_was_trained_once(members: tuple[Member, ...], codec: str) -> None:
+    parts = part_table(LAYOUT, members, codec_named(codec), PART_BYTES)
+    assert [part.index for part in parts] == list(range(len(parts)))
+    assert all(members[part.reducer].bandwidth > 0 for part in parts)
+    assert all(0 < codec_named(codec).encoded_bytes(part.size) <= PART_BYTES for part in parts)
+    for group in LAYOUT.groups:
+        contributors = tuple(i for i, m in enumerate(members) if weight(m, group) > 0)
+        its = [part for part in parts if part.group == group]
+        assert all(part.contributors == contributors for part in its)
+        places = [group.start, *(part.stop for part in its)]
+        assert [part.start for part in its] == places[:-1]
+        expected = bool(contributors) and any(m.bandwidth > 0 for m in members)
+        assert places[-1] == (group.stop if expected else group.start)
+
+
+def test_a_sole_contributor_reduces_its_parts_unless_it_cannot_be_dialled() -> None:
+    members = (member("A", 5, (3, 0, 0, 0)), member("B", 5, (0, 3, 0, 0), bandwidth=0.0))
+    for part in part_table(LAYOUT, members, codec_named("none"), PART_BYTES):
+        assert part.reducer == 0
+
+
+def test_reducing_is_shared_by_bandwidth() -> None:
+    members = tuple(member(name, 5, (0,) * 4, bandwidth) for name, bandwidth in (("A", 1.0), ("B", 3.0)))
+    parts = part_table(LAYOUT, members, codec_named("none"), 16)
+    sizes = [sum(part.size for part in parts if part.reducer == i) for i in range(2)]
+    assert sizes[1] == pytest.approx(3 * sizes[0], rel=0.1)
+
+
+@given(st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_masks_round_trip(case: tuple[int, set[int]]) -> None:
+    count, contributors = case
+    mask = to_mask(contributors, count)
+    assert len(mask) == mask_bytes(count)
+    assert from_mask(mask) == tuple(sorted(contributors))
+
+
+# Announcements ------------------------------------------------------------------------------------------------------------
+
+
+def head_with(**changes: Any) -> Head:
+    genesis = make_genesis(CAMPAIGN, "W", np.zeros(4, np.float32))
+    return dataclasses.replace(genesis, **changes)
+
+
+def announce(**changes: Any) -> Announcement:
+    announcement = Announcement(
+        campaign=CAMPAIGN.hash, protocol=1, round=0, attempt=0, head="h", base_digest="d", tokens=0, routed=(0,) * EXPERTS,
+        capacity=EXPERTS, tokens_per_second=0.0, bandwidth=1.0, loss=0.0, validation_loss=None, untrained=(),
+    )
+    return dataclasses.replace(announcement, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"routed": (0,) * (EXPERTS - 1)}, {"routed": (-1,) * EXPERTS}, {"routed": ()}, {"tokens": -1}, {"capacity": -1},
+        {"tokens_per_second": math.nan}, {"tokens_per_second": -1.0}, {"bandwidth": math.inf}, {"bandwidth": -0.5},
+        {"loss": math.nan}, {"validation_loss": math.inf}, {"untrained": (Interval(0, 0, NUM_SAMPLES + 1),)},
+        {"untrained": (Interval(0, 5, 5),)}, {"untrained": (Interval(0, -1, 5),)}, {"untrained": (Interval(0, 90, 101),)},
+        {"untrained": (Interval(1, 0, 5),)}, {"untrained": (Interval(-1, 0, 5),)},
+    ],
+    ids=str,
+)
+def test_a_malformed_announcement_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="malformed"):
+        check_announcement(announce(**changes), head_with(cursor=Cursor(0, 100)), RULES)
+
+
+def test_an_honest_announcement_is_taken() -> None:
+    check_announcement(announce(untrained=(Interval(0, 90, 100),)), head_with(cursor=Cursor(0, 100)), RULES)
+    check_announcement(announce(untrained=(Interval(0, 500, 1000),)), head_with(cursor=Cursor(1, 100)), RULES)
+
+
+# Plans --------------------------------------------------------------------------------------------------------------------
+
+
+@given(speeds=st.lists(st.floats(0, 1e6), min_size=1, max_size=5), untrained=st.booleans())
+def test_duties_are_disjoint_and_move_the_cursor_by_what_they_hand_out(speeds: list[float], untrained: bool) -> None:
+    head = head_with(cursor=Cursor(0, 985), round=3)
+    back = (Interval(0, 7, 20),) if untrained else ()
+    announcements = {"ABCDE"[i]: announce(tokens_per_second=speed) for i, speed in enumerate(speeds)}
+    announcements["A"] = dataclasses.replace(announcements["A"], untrained=back)
+    plan = make_plan(head, Ballot(1, "A"), announcements, (), "d", None, RULES)
+    handed = [(i.epoch, p) for duty in plan.duties for i in duty.slices for p in range(i.start, i.stop)]
+    assert len(set(handed)) == len(handed)
+    assert all(sum(map(len, duty.slices)) == duty.steps * CAMPAIGN.config.training.batch_size for duty in plan.duties)
+    assert [duty.member for duty in plan.duties] == list(range(len(speeds)))
+    assert set(handed[: len(back) * 13]) == {(0, p) for p in range(7, 20)} & set(handed)
+    moved = plan.cursor.epoch * NUM_SAMPLES + plan.cursor.position - 985
+    assert moved + sum(map(len, back)) == len(handed) + sum(map(len, plan.cursor.returned))
+
+
+def test_faster_peers_do_more_steps_within_bounds() -> None:
+    assert local_steps(10, {"A": 100.0, "B": 100.0, "C": 25.0}) == {"A": 10, "B": 10, "C": 2}
+    assert local_steps(10, {"A": 1.0, "B": 10.0, "C": 1000.0}) == {"A": 2, "B": 10, "C": 40}
+    assert local_steps(10, {"A": 0.0, "B": 50.0}) == {"A": 10, "B": 10}
+    assert local_steps(10, {"A": 0.0}) == {"A": 10}
+
+
+def test_merges_are_due_every_interval_and_only_after_training() -> None:
+    """merge_interval 20, sync_steps 10, alpha 0.1 falling to 0 at step 100."""
+    assert alpha_due(head_with(step=0), 5, RULES) == 0
+    assert alpha_due(head_with(step=10), 5, RULES) == pytest.approx(0.08)
+    assert alpha_due(head_with(step=10), 0, RULES) == 0
+    assert alpha_due(head_with(step=30), 5, RULES) == pytest.approx(0.06)
+
+
+def test_after_the_last_step_nobody_has_anything_to_do() -> None:
+    head = head_with(step=50, round=5)
+    plan = make_plan(head, Ballot(1, "A"), {"A": announce(tokens=10, tokens_per_second=5.0)}, (), "d", None, RULES)
+    assert plan.step == 60
+    assert [duty.steps for duty in plan.duties] == [0]
+
+
+def test_what_leavers_gave_back_is_handed_out_first() -> None:
+    head = head_with(cursor=Cursor(0, 100), round=3)
+    plan = make_plan(head, Ballot(1, "A"), {"A": announce()}, (Interval(0, 40, 50),), "d", None, RULES)
+    assert plan.duties[0].slices == (Interval(0, 40, 50), Interval(0, 100, 110))
+
+
+# Heads --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"plan": "other"}, {"roots": ()}, {"parts": b""}, {"manifest": 1}, {"manifest": "short"}], ids=str
+)
+def test_a_report_that_does_not_fit_the_plan_is_refused(wrong: dict[str, Any]) -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, (0, 4, 0, 0))])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        reports = played.staged()
+        check_staged(reports[0], 0, plan, played.empty())
+        mine = reports[0].manifest
+        assert mine is not None
+        manifest = {1: reports[1].manifest, "short": dataclasses.replace(mine, masks=b"")}
+        changes: dict[str, Any] = {name: manifest[value] if name == "manifest" else value for name, value in wrong.items()}
+        with pytest.raises(WireError):
+            check_staged(dataclasses.replace(reports[0], **changes), 0, plan, played.empty())
+
+    simulate(main)
+
+
+def test_a_round_of_which_nothing_is_held_is_not_proposed() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, (0, 4, 0, 0))])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run(["A"])
+        with pytest.raises(Refused, match="no part"):
+            played.commit(["A"])
+
+    simulate(main)
+
+
+def test_who_cannot_be_dialled_is_no_elector() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, (0,) * 4), member("B", 10, (0,) * 4, 0.0), member("C", 10, (0,) * 4)])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        assert played.commit().electorate == ("A", "C")
+
+    simulate(main)

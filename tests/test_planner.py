@@ -1,0 +1,318 @@
+"""What the planner says is what training takes, counted; and it never promises what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_shapes import tiny_campaign, tiny_model, tiny_training
+from torch.profiler import ProfilerActivity, profile
+
+from spes_p2p import cli
+from spes_p2p.config import CampaignConfig, ExpertsConfig, ModelConfig, load_campaign_config
+from spes_p2p.errors import UserError
+from spes_p2p.free_memory import available_bytes
+from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of
+from spes_p2p.model.memory import DeviceBytes, Setup, device_bytes, saved_activation_bytes, shared_elements, tensor_moment_bytes
+from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.model.stored import StoredFormat
+from spes_p2p.plan_table import join_flags
+from spes_p2p.planner import (
+    Device,
+    alternatives,
+    host_bytes,
+    join_options,
+    most_experts,
+    needed_bytes,
+    plan_options,
+    plan_peer,
+    round_traffic,
+)
+from spes_p2p.quantities import parse_bits_per_second, parse_bytes
+from spes_p2p.sync.codecs import codec_named
+from spes_p2p.training.losses import forward_losses
+from spes_p2p.training.optimizer import OwnedAdamW
+from spes_p2p.training.trainer import checkpoint_activations
+
+ROOT = Path(__file__).parents[1]
+MILLION, GIB = 10**6, 2**30
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "many experts": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "moe_num_experts": 8,
+                     "num_hidden_layers": 3},
+    "large vocabulary": {"architecture": "qwen3_moe", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 96,
+                         "num_key_value_heads": 4},
+    "wide experts": {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_num_experts": 16},
+}
+SEQUENCE, SAMPLES, OWNED = 128, 8, (0, 2)
+
+
+def shape(name: str) -> ModelConfig:
+    return tiny_model(max_position_embeddings=SEQUENCE, **SHAPES[name])
+
+
+class Peer:
+    """A model with its optimizer, as a trainer has them."""
+
+    def __init__(self, model: ModelConfig, stored: StoredFormat = "fp32", z_loss: float = 0.0, bf16: bool = False):
+        self.config, self.bf16 = model, bf16
+        self.training = tiny_training(sequence_length=SEQUENCE, lm_head_zloss_weight=z_loss)
+        self.model = build_model(model, initial_state(model), OWNED, stored)
+        self.optimizer = OwnedAdamW(self.model, layout_of(model), self.training)
+        self.blocks = [m for m in self.model.modules() if isinstance(m, PartitionedExperts)]
+
+    def forward(self) -> torch.Tensor:
+        ids = torch.randint(self.config.vocab_size, (SAMPLES, SEQUENCE))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            return forward_losses(self.model, self.blocks, ids, self.training).total
+
+    def step(self) -> None:
+        """Two micro-batches, so that gradients are there while the second one is computed."""
+        for _ in range(2):
+            self.forward().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(1e-3, torch.zeros(()))
+
+
+def storages(tensors: Any) -> dict[int, int]:
+    """Bytes by address, so that views count once."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def predicted(model: ModelConfig, stored: StoredFormat, z_loss: bool = False, bf16: bool = False) -> tuple[DeviceBytes, Setup]:
+    setup = Setup(len(OWNED), stored, "adamw", SAMPLES, "cpu", bf16)
+    return device_bytes(model, SEQUENCE, z_loss, setup), setup
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_counted_tensors_are_as_predicted(name: str, stored: StoredFormat) -> None:
+    peer = Peer(shape(name), stored)
+    peer.forward().backward()  # type: ignore[no-untyped-call]
+    parameters = list(peer.model.parameters())
+    gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+    peer.optimizer.step(1e-3, torch.zeros(()))
+    moments = peer.optimizer.state_bytes()
+    weights = storages(parameters)
+    stores = sum(storages(b for b in peer.model.buffers() if b.data_ptr() not in weights).values())
+
+    expected, _ = predicted(shape(name), stored)
+    assert expected.weights == pytest.approx(sum(weights.values()), rel=0.02)
+    assert expected.gradients == pytest.approx(gradients, rel=0.02)
+    assert expected.moments == pytest.approx(moments, rel=0.02)
+    assert expected.stored == pytest.approx(stores, rel=0.02)
+
+
+@pytest.mark.parametrize("elements", [2048, 4096, 5000, 768 * 2048])
+def test_8_bit_moments_are_torchaos(elements: int) -> None:
+    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    optimizer = torchao.AdamW8bit([torch.nn.Parameter(torch.zeros(elements))])
+    state = optimizer._new_buffer(optimizer.param_groups[0]["params"][0], True)
+    tensors = [getattr(state, name) for name in state.tensor_attrs] if hasattr(state, "tensor_attrs") else [state]
+    assert tensor_moment_bytes(elements, "adamw8bit") == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-5], ids=["", "z-loss"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_activations_are_what_autograd_saves(name: str, bf16: bool, z_loss: float) -> None:
+    peer = Peer(shape(name), "int8", z_loss, bf16)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        loss = peer.forward()
+    own = storages([*peer.model.parameters(), *peer.model.buffers()])
+    saved = sum(size for address, size in storages(kept).items() if address not in own)
+    assert loss.requires_grad
+    _, setup = predicted(shape(name), "int8", bool(z_loss), bf16)
+    assert saved_activation_bytes(shape(name), SEQUENCE, bool(z_loss), setup) == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_the_highest_moment_of_a_step_is_as_predicted(name: str, bf16: bool, checkpointing: bool) -> None:
+    peer = Peer(shape(name), "int8", 1e-5, bf16)
+    if checkpointing:
+        checkpoint_activations(peer.model)
+    peer.model.train()
+    peer.step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        peer.step()
+    assert profiled.profiler is not None
+    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    highest = now = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        now += change.nbytes()
+        highest = max(highest, now)
+    setup = replace(predicted(shape(name), "int8", True, bf16)[1], checkpointing=checkpointing)
+    expected = device_bytes(shape(name), SEQUENCE, True, setup)
+    assert expected.gradients + expected.activations + expected.working == pytest.approx(highest, rel=0.1)
+
+
+@pytest.mark.parametrize(("recipe", "total", "shared", "expert"), [
+    ("1b", 1167, 261, 56.6), ("7b", 7333, 891, 201), ("9b", 9431, 975, 1057),
+])
+def test_the_recipes_have_the_sizes_of_the_paper(recipe: str, total: float, shared: float, expert: float) -> None:
+    started = time.monotonic()
+    model = load_campaign_config(ROOT / "configs" / f"{recipe}.yaml").model
+    layout = layout_of(model)
+    assert layout.size == pytest.approx(total * MILLION, rel=0.01)
+    assert shared_elements(layout) == pytest.approx(shared * MILLION, rel=0.01)
+    assert layout.expert(0).size == pytest.approx(expert * MILLION, rel=0.01)
+    assert all(parameter.is_meta for parameter in empty_model(model).parameters())
+    assert time.monotonic() - started < 20
+
+
+def recipe_1b(**experts: Any) -> CampaignConfig:
+    return load_campaign_config(ROOT / "configs" / "1b.yaml").model_copy(update={"experts": ExpertsConfig(**experts)})
+
+
+def test_more_memory_never_fits_fewer_experts_and_what_is_promised_fits() -> None:
+    config, owned = recipe_1b(), []
+    for gib in (10, 12, 15, 18, 24):
+        device = Device("cuda", gib * GIB)
+        choice = most_experts(config, device, plan_options(config, "cuda"), "x")
+        assert needed_bytes(config, device, choice) <= device.memory
+        owned.append(choice.setup.owned)
+    assert owned == sorted(owned)
+    assert owned[0] < owned[1] < owned[-1] == 16
+
+
+def test_one_expert_more_would_not_fit() -> None:
+    config, device = recipe_1b(), Device("cuda", 12 * GIB)
+    fits = most_experts(config, device, plan_options(config, "cuda"), "x").setup.owned
+    assert 0 < fits < 16
+    one_more = Setup(fits + 1, "int8", "adamw8bit", 1, stored_on="host", checkpointing=True)
+    assert device_bytes(config.model, 2048, True, one_more).total + device.reserved > device.memory
+
+
+def test_the_campaigns_number_of_experts_stays_the_limit() -> None:
+    config = recipe_1b(experts_per_peer=3)
+    assert most_experts(config, Device("cuda", 80 * GIB), plan_options(config, "cuda"), "x").setup.owned == 3
+
+
+def test_without_settings_of_its_own_a_peer_joins_with_the_campaigns_micro_batch() -> None:
+    config = recipe_1b()
+    choice = most_experts(config, Device("cuda", 141 * 10**9), join_options(config, "cuda"), "x")
+    assert choice.setup == Setup(choice.setup.owned, "bf16", "adamw", 8)
+    assert plan_options(config, "cuda").micro_batch == (8, 4, 2, 1)
+
+
+def test_on_a_cpu_the_host_data_take_from_the_same_memory() -> None:
+    config = tiny_campaign()
+    choice = most_experts(config, Device("cpu", 100 * MILLION), join_options(config, "cpu"), "x")
+    assert (choice.setup.owned, choice.setup.stored) == (4, "fp32")
+    on_cpu, on_gpu = (needed_bytes(config, Device(kind, 0), choice) for kind in ("cpu", "cuda"))
+    assert on_cpu - choice.device.total == host_bytes(config, choice).total
+    assert on_gpu - choice.device.total == Device("cuda", 0).reserved
+
+
+def test_too_little_memory_costs_one_line_with_the_numbers() -> None:
+    config = recipe_1b()
+    with pytest.raises(UserError) as caught:
+        plan_peer(config, Device("cuda", 2 * GIB), 1e8, None, "--memory")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("--memory = 2.15 GB: too small for even the shared weights of spes-1b, which take ")
+    assert "261M parameters with gradients and moments 2.62 GB" in message
+
+
+def test_7b_on_a_24_gib_card_owns_two_experts_with_everything_that_saves_memory() -> None:
+    config = load_campaign_config(ROOT / "configs" / "7b.yaml")
+    setup = plan_peer(config, Device("cuda", 24 * GIB), 1e8, None, "x").choice.setup
+    assert setup.owned >= 2
+    assert (setup.optimizer, setup.stored_on, setup.checkpointing) == ("adamw8bit", "host", True)
+    assert join_flags(setup) == (
+        f"--experts {setup.owned} --stored int8 --micro-batch-size 1 --stored-on host --optimizer adamw8bit "
+        "--activation-checkpointing"
+    )
+
+
+def test_each_means_fits_as_many_experts_as_the_one_before() -> None:
+    ladder = alternatives(load_campaign_config(ROOT / "configs" / "7b.yaml"), Device("cuda", 48 * GIB))
+    owned = [alternative.choice.setup.owned for alternative in ladder]
+    assert owned == sorted(owned)
+    assert len(owned) >= 4
+    assert [alternative.in_the_trainer for alternative in ladder] == [True] * (len(ladder) - 1) + [False]
+
+
+@pytest.mark.parametrize("peers", [1, 2, 5])
+def test_traffic_of_shared_weights_is_that_of_an_all_reduce(peers: int) -> None:
+    config = recipe_1b()
+    encoded = codec_named(config.sync.codec).encoded_bytes(shared_elements(layout_of(config.model)))
+    traffic = round_traffic(config, 0, peers, 1e8)
+    for moved in (traffic.up_bytes, traffic.down_bytes):
+        assert moved == pytest.approx(2 * encoded * (peers - 1) / peers, rel=0.02)
+
+
+def test_an_owned_expert_goes_up_once_to_each_other_peer() -> None:
+    config, peers = recipe_1b(), 4
+    codec, expert = codec_named(config.sync.codec), layout_of(config.model).expert(0).size
+    without, traffic = round_traffic(config, 0, peers, 1e8), round_traffic(config, 16, peers, 1e8)
+    assert (traffic.owned, traffic.owned_by_anyone) == (4, 16)
+    assert traffic.up_bytes - without.up_bytes == pytest.approx(4 * 3 * codec.encoded_bytes(expert), rel=0.02)
+    assert traffic.down_bytes - without.down_bytes == pytest.approx(12 * codec.encoded_bytes(expert), rel=0.02)
+    assert traffic.seconds == 8 * max(traffic.up_bytes, traffic.down_bytes) / 1e8
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("1.5 gib", 3 * 2**29), ("2MiB", 2**21)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text, "--memory") == size
+
+
+@pytest.mark.parametrize(("text", "speed"), [("100mbit", 1e8), ("1Gbit", 1e9), ("2.5 gbit/s", 2.5e9), ("10Mbps", None)])
+def test_speeds(text: str, speed: float | None) -> None:
+    if speed is not None:
+        assert parse_bits_per_second(text, "--bandwidth") == speed
+        return
+    with pytest.raises(UserError, match=r"--bandwidth '10Mbps': must be a speed such as 100mbit or 1gbit"):
+        parse_bits_per_second(text, "--bandwidth")
+
+
+@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0GB", "24 gallons", "1e9b", "nan gb"])
+def test_what_is_no_size_names_the_option(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--memory '.*': must be a size such as 24GiB or 24GB$"):
+        parse_bytes(text, "--memory")
+
+
+def test_available_memory_is_read_in_kib() -> None:
+    assert available_bytes("MemTotal:  100 kB\nMemFree:  7 kB\nMemAvailable:   42 kB\n") == 42 * 1024
+
+
+def run_plan(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["spes-p2p", "plan", "--config", str(ROOT / "configs" / "1b.yaml"), *options])
+    cli.main()
+
+
+def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_plan(monkeypatch, "--memory", "24GiB", "--peers", "4", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["choice"]["setup"]["owned"] == 16
+    assert plan["join_with"] == join_flags(Setup(**plan["choice"]["setup"]))
+    assert plan["choice"]["device"]["total"] + plan["target"]["reserved"] <= 24 * GIB
+    assert plan["traffic"]["minutes"] == pytest.approx(8 * plan["traffic"]["up_bytes"] / 1e8 / 60)
+    run_plan(monkeypatch, "--memory", "24GiB", "--peers", "4", "--bandwidth", "1gbit")
+    table = " ".join(capsys.readouterr().out.split())
+    assert "16 of 16 experts" in table
+    assert "1.00Gbit/s" in table
+
+
+def test_a_wrong_number_of_peers_costs_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_plan(monkeypatch, "--memory", "24GiB", "--peers", "0")
+    assert capsys.readouterr().err == "error: --peers 0: must be 1 to 1024\n"
+
+
+def test_the_tables_in_the_docs_are_current() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "tools/memory_table", "--check"]
+    check = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stderr

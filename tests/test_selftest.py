@@ -1,0 +1,53 @@
+"""Replicated arithmetic gives the known bits here, and a machine that flushes denormals or loses a zero's sign is found out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spes_p2p.errors import UserError
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.swarm.records import Member
+from spes_p2p.sync import selftest
+from spes_p2p.sync.apply import next_base
+from spes_p2p.sync.codecs import CODECS, codec_named
+from spes_p2p.sync.parts import part_table
+
+
+def test_this_machine_computes_the_known_answer() -> None:
+    selftest.check_arithmetic()
+
+
+def wrong_machine(monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
+    """Let this machine's outer step end with other bits."""
+
+    def spoiled(*args: object) -> np.ndarray:
+        new = next_base(*args)  # type: ignore[arg-type]
+        if spoil == "denormals become zero":
+            tiny = np.abs(new) < np.float32(2.0**-126)
+            new[tiny] = np.copysign(np.float32(0.0), new[tiny])
+        else:
+            new += np.float32(0.0)
+        return new
+
+    monkeypatch.setattr(selftest, "next_base", spoiled)
+
+
+@pytest.mark.parametrize("spoil", ["denormals become zero", "a negative zero loses its sign"])
+def test_a_machine_that_computes_otherwise_must_not_join(monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
+    wrong_machine(monkeypatch, spoil)
+    with pytest.raises(UserError, match="arithmetic differs"):
+        selftest.check_arithmetic()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_outer_step_keeps_denormals_and_the_sign_of_zero(codec: str) -> None:
+    layout = Layout([TensorSpec("shared", (8,), "shared")])
+    parts = part_table(layout, (Member("A", 1, (), 1.0),), codec_named(codec), 1024)
+    smallest, negative_zero = np.float32(1e-45), np.float32(-0.0)
+    base = np.array([smallest, -smallest, negative_zero, 0.0, 2.0**-149, 2.0**-127, 1.0, -1.0], np.float32)
+    update = np.array([0.0, 0.0, negative_zero, negative_zero, 0.0, 0.0, 2.0**-24, -(2.0**-24)], np.float32)
+    new = next_base(base, layout, codec_named(codec), [(parts[0], codec_named(codec).encode(update))], None)
+    expected = np.array([smallest, -smallest, negative_zero, 0.0, 2.0**-149, 2.0**-127, 1.0, -1.0], np.float32)
+    assert new.tobytes() == expected.tobytes()
+    assert new is not base
