@@ -149,6 +149,8 @@ class SyncConfig(Section):
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers after min_peers are there.")
     silence_s: PositiveNumber = Field(10.0, description="A peer that is silent for so long counts as dead.")
+    reform_after_s: PositiveNumber = Field(
+        60.0, description="A bootstrap peer that sees no majority of the electors for so many seconds reforms the swarm.")
     exchange_timeout_s: PositiveNumber = Field(
         600.0, description="Longest exchange; what is not there by then is dropped from the round.")
 

@@ -51,7 +51,7 @@ MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot": "download", "blob": "download"}
 LINGER_S = 20.0
 """After the last round a peer stays so long for those that still need its results."""
-BACKOFF_S = 1.0
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 15.0
 DOWNLOAD_LOG_EVERY_S = 10.0
 
 
@@ -230,7 +230,7 @@ class Peer:
             except Refused as error:
                 attempt += await self._after_refusal(order[attempt % len(order)], target, attempt, str(error))
             if attempt and attempt % len(order) == 0:
-                await self._look_around()
+                await self._look_around(attempt // len(order))
 
     async def _attempt(self, coordinator: str, attempt: int, seconds: dict[str, float]) -> None:
         """One attempt: announce, exchange, stage, and learn the decided head. Raises PeerUnreachable, Refused, WireError."""
@@ -322,12 +322,15 @@ class Peer:
         await asyncio.sleep(BACKOFF_S)
         return 1
 
-    async def _look_around(self) -> None:
-        """Every coordinator was tried: see who is there and what was decided meanwhile."""
-        await asyncio.sleep(BACKOFF_S)
+    async def _look_around(self, times_tried: int) -> None:
+        """Every coordinator was tried: see who is there and what was decided meanwhile; ask for a reform where it is needed."""
+        await self._or_leave(asyncio.sleep(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S)))
         await self.node.meet()
         for peer in self.node.others():
             await self._catch_up(peer)
+        await self.node.ask_for_reform()
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            await self._advance({})
 
     async def _catch_up(self, peer: str) -> None:
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
@@ -336,7 +339,7 @@ class Peer:
 
     async def _advance(self, seconds: dict[str, float]) -> None:
         """Apply what was decided, and tell."""
-        if self.replica.base.round >= self.node.log.round:
+        if self.replica.base.head == self.node.log.head.id:
             return
         self._enter("applying")
         started = asyncio.get_running_loop().time()
@@ -346,7 +349,7 @@ class Peer:
         for each in applied:
             self._tell_committed(each, seconds)
         if not applied:
-            self._tell_restored("download")
+            self._tell_restored("reform" if not self.node.log.head.plan else "download")
         await self._maybe_evaluate()
         await self.node.meet()
 

@@ -92,12 +92,13 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
         files, genesis = await fetch_campaign(board, [_peer_of(address) for address in addresses], settings.data_dir)
         check_run_dir(files, genesis, settings.run_dir)
         device = choose_device(settings.device)
-        experts, stored = _experts(settings, files, device)
+        experts, stored, setup = _experts(settings, files, device)
         options = _training_options(settings, stored)
         check_options(files.campaign.config.model, options, device)
         readers = await asyncio.to_thread(_open_text, files, settings.run_dir)
         keep_campaign(files, genesis, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
+        logger.info("%s", setup)
         config = files.campaign.config
 
         def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
@@ -260,8 +261,8 @@ def _open_text(files: CampaignFiles, run_dir: Path) -> tuple[SampleReader, Sampl
     return reader(files.training_manifest), None if held_out is None else reader(held_out)
 
 
-def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[int, StoredFormat | None]:
-    """Most experts that this peer trains: its own wish, else what fits in free memory; and how the others are stored then.
+def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[int, StoredFormat | None, str]:
+    """Most experts that this peer trains: its own wish, else what fits in free memory; how the others are stored then; a line.
 
     Raises UserError when the wish is for more than there are, or when not even the shared weights fit.
     """
@@ -280,11 +281,10 @@ def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[i
         if settings.micro_batch_size is not None:
             possible = replace(possible, micro_batch=(settings.micro_batch_size,))
         setup = most_experts(config, free, possible, f"free memory ({device})").setup
-        logger.info("%s", describe_setup(setup, experts))
-        return setup.owned, setup.stored
+        return setup.owned, setup.stored, describe_setup(setup, experts)
     if wanted > experts:
         raise UserError(f"--experts {wanted}: the campaign's model has {experts} experts; give at most that, or auto")
-    return wanted, None
+    return wanted, None, f"{wanted} of {experts} experts, as asked for"
 
 
 def _training_options(settings: PeerConfig, stored: StoredFormat | None) -> TrainingOptions:

@@ -100,7 +100,7 @@ EVENTS = ["round", "round", "partial", "dropped", "aborted", "not in it", "own",
 OWNED = st.sets(st.integers(0, LAYOUT.num_experts - 1)).map(lambda experts: tuple(sorted(experts)))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(data: st.DataObject, seed: int) -> None:
     account = Account(seed, data.draw(OWNED), "none")
@@ -164,6 +164,24 @@ def test_an_owner_that_lost_an_expert_contributes_it_once_more_then_none() -> No
     account.check()
     assert account.ledger.pending(account.trainer, account.base) == {}
     assert account.ledger.routed == [0] * LAYOUT.num_experts
+
+
+def test_of_a_lost_expert_only_the_parts_that_were_left_out_go_again() -> None:
+    account = Account(0, (2,), "none")
+    account.train(3)
+    account.own(())
+    account.push()
+    its = [index for index, (part, _) in account.sent.items() if part.group.name == "expert.2"]
+    left_out = account.sent[its[0]][0]
+    assert account.commit(set(account.sent) - {left_out.index}) == 0
+    account.check()
+    account.push()
+    for part, values in account.sent.values():
+        assert part.group.name == "expert.2"
+        assert np.abs(values).max() > 1e-3 if part.start == left_out.start else np.abs(values).max() == 0
+    account.commit(set(account.sent))
+    account.check()
+    assert np.abs(account.given_up).max() < 1e-5
 
 
 def test_an_expert_that_comes_back_before_it_was_sent_brings_its_work_along() -> None:

@@ -101,8 +101,9 @@ def test_a_donor_that_fails_at_its_last_request_is_replaced(fault: str) -> None:
             elif fault == "falls silent":
                 network.pause("A")
             else:
-                size = min(PIECE_ELEMENTS, SIZE - pieces[0] * PIECE_ELEMENTS) - (fault == "sends too little")
-                await talk.send(np.zeros(size, "<f4").tobytes())
+                for piece in pieces:
+                    size = min(PIECE_ELEMENTS, SIZE - piece * PIECE_ELEMENTS) - (fault == "sends too little")
+                    await talk.send(np.zeros(size, "<f4").tobytes())
 
         await bad.serve(PIECES, fail)
         offers = await collect_offers(board, ["A", "B"], "h", SIZE)

@@ -188,6 +188,7 @@ def test_the_others_go_on_when_a_trainer_is_killed_and_it_continues_on_its_run_d
     victim_id = victim.peer_id
     others = [endless[name] for name in TRAINERS if name != "peer-2"]
     endless.wait_for_round(endless.newest_round() + 1)
+    assert [child.name() for child in victim.children()] == ["p2pd"]
     endless.kill("peer-2")
     last = endless.newest_round()
     endless.wait_for_round(last + 3, 45, others)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from virtual_swarm import NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
+from virtual_swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
 
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, PhaseTrained, RoundCommitted
 from spes_p2p.swarm.electors import VOTES, VoteState
@@ -206,6 +206,31 @@ def test_a_peer_restarted_on_its_disk_continues(delay_s: float) -> None:
         swarm.assert_replicas_agree()
         assert swarm.recorders["B"].told(BaseRestored)[-1].source == "disk"
         assert "B" in swarm.recorders["A"].commits()[6].members
+
+    simulate(main)
+
+
+def test_who_crashed_between_push_and_commit_does_not_send_the_same_work_again() -> None:
+    """Its push is in the new base, its codes died with it: what its checkpoint has pending there must not go twice."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        victim = next(name for name in "ABC" if name != next_coordinator(swarm))
+        swarm.network.hook = frame_hook(swarm, "accept", 0, victim, False)
+        await swarm.until(lambda: victim not in swarm.peers, 200)
+        swarm.network.hook = None
+        swarm.restart(victim)
+        await swarm.until(lambda: swarm.round_of(victim) == 3)
+        peer = swarm.peers[victim]
+        results = next(results for results in peer.replica._kept.values() if results.plan.round == 3)
+        assert all(results.plan.index(victim) in results.contributors(part) for part in results.parts[:1])
+        shared = LAYOUT.group("shared")
+        pending = peer.trainer.read(shared) - peer.replica.base.values[shared.start : shared.stop]
+        assert not pending.any()
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
 
     simulate(main)
 

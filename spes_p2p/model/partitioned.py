@@ -144,18 +144,20 @@ class PartitionedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs: hidden `[T, H]`, index and weights `[T, k]` -> `[T, H]`."""
-        tokens, top_k = top_k_index.shape
+        top_k = top_k_index.shape[1]
         slots, order = torch.sort(self.slot[top_k_index.reshape(-1)])  # [T * k]
         ends = torch.searchsorted(slots, torch.arange(self.num_experts, device=slots.device), right=True, out_int32=True)
         self.routed = torch.diff(ends, prepend=ends.new_zeros(1)).long()[self.slot]
         dtype = hidden_states.dtype
         if torch.is_autocast_enabled(hidden_states.device.type):
             dtype = torch.get_autocast_dtype(hidden_states.device.type)
-        sorted_hidden = hidden_states[order // top_k].to(dtype)  # [T * k, H]
-        output = self._experts(sorted_hidden, ends) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        place = torch.empty_like(order)
+        token, place = order // top_k, torch.empty_like(order)  # [T * k]
         place[order] = torch.arange(order.numel(), device=order.device)
-        return output[place].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+        sorted_hidden: Tensor = _Dispatch.apply(hidden_states, token, place)  # type: ignore[no-untyped-call]
+        output = self._experts(sorted_hidden.to(dtype), ends)  # [T * k, H]
+        output = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        collected: Tensor = _Collect.apply(output, token, place, len(top_k_index))  # type: ignore[no-untyped-call]
+        return collected.to(hidden_states.dtype)
 
     def _experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
         count = len(self.owned)
@@ -165,8 +167,10 @@ class PartitionedExperts(nn.Module):
             return self._owned_experts(hidden, ends)
         # The one host synchronisation of the block: how many rows belong to owned experts.
         split = int(ends[count - 1])
-        owned = self._owned_experts(hidden[:split], ends[:count])
-        return torch.cat((owned, self._foreign_experts(hidden[split:], ends[count:] - split)))
+        # Not two slices, whose gradients would each be as large as all rows.
+        for_owned, for_foreign = hidden.split((split, hidden.shape[0] - split))
+        owned = self._owned_experts(for_owned, ends[:count])
+        return torch.cat((owned, self._foreign_experts(for_foreign, ends[count:] - split)))
 
     def _owned_experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
         for name in MATRICES:
@@ -228,6 +232,42 @@ class PartitionedExperts(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         raise RuntimeError("this model holds exact values of its owned experts only; export the base instead (model/export.py)")
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows of tokens `[T, H]` -> rows of assignments `[T * k, H]`, sorted by expert.
+
+    `token` is each row's token, `place` each assignment's row. Knowing both, no gradient is added up by index.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.tokens = x.shape[0]
+        return x[token]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_assignments(grad, ctx.saved_tensors[0], ctx.tokens), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The other way: each token's sum over its assignments' rows, `[T * k, H]` -> `[T, H]`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(token)
+        return _sum_assignments(rows, place, tokens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad[ctx.saved_tensors[0]], None, None, None
+
+
+def _sum_assignments(rows: Tensor, place: Tensor, tokens: int) -> Tensor:
+    return rows[place].view(tokens, -1, rows.shape[1]).sum(dim=1)
 
 
 class _ExpertLinear(torch.autograd.Function):

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 60.0
 """In a phase longer than this, a line says how far it is."""
 
-_SOURCES = {"created": "made base {}", "disk": "loaded base {} from the run-dir", "download": "downloaded base {}"}
+_SOURCES = {"created": "made base {}", "disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
+            "reform": "no majority was left: the swarm was reformed on base {}"}
 
 
 class RoundLog:

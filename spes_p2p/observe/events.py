@@ -30,7 +30,7 @@ class BaseRestored:
     """Included since the campaign began."""
     base_digest: str
     source: str
-    """created, disk, download."""
+    """created, disk, download, reform."""
     owners: tuple[tuple[str, ...], ...] = ()
     """For each expert, who trains it; empty when it is not known yet."""
 

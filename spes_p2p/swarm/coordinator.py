@@ -164,13 +164,14 @@ class Coordination:
             now = loop.time()
             there = len(self._alive)
             missing = self._expected - set(self._announced) - self._dead - set(self._returned())
-            first = self.head.round < 0
+            first = not self.head.members
+            enough = sync.min_peers if self.head.round < 0 else 1
             is_half = 2 * len(self._expected & set(self._alive)) >= max(1, len(self._expected))
-            if half_at is None and (there >= sync.min_peers if first else is_half):
+            if half_at is None and (there >= enough if first else is_half):
                 half_at = now
             if not first and not missing and there:
                 return
-            if first and half_at is not None and now - half_at >= sync.join_grace_s and there >= sync.min_peers:
+            if first and half_at is not None and now - half_at >= sync.join_grace_s and there >= enough:
                 return
             late = half_at is not None and not first and now - half_at > self._patience(half_at)
             if late and half_at is not None and now - half_at > self._patience(half_at) + sync.silence_s:
@@ -244,9 +245,17 @@ class Coordination:
         digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]
         agreeing = {peer: announcement for peer, announcement in there.items() if announcement.base_digest == digest}
         tokens = sum(announcement.tokens for announcement in agreeing.values())
-        donors = await self._donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
+        donors = await self._choose_donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
         returned = tuple(interval for peer, back in self._returned().items() if peer not in there for interval in back)
         return make_plan(self.head, ballot, agreeing, returned, digest, donors, self._rules)
+
+    async def _choose_donors(self) -> Donors | None:
+        """Merge donors; none when I hold no base to compare experts in: this one merge is left out then."""
+        try:
+            return await self._donors()
+        except Refused as error:
+            logger.warning("round %d goes without its merge: %s", self.head.round + 1, error)
+            return None
 
     async def _collect(self, plan: Plan) -> None:
         """Wait for every member that lives to report what it staged."""

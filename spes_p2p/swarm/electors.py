@@ -8,7 +8,7 @@ so no two different heads are ever decided for one round. Nobody applies a head 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spes_p2p.errors import Refused
 from spes_p2p.swarm.interfaces import Identity, Store
@@ -86,11 +86,30 @@ def vote_message(ballot: Ballot, head_id: str) -> bytes:
     return b"spes accept\0" + pack(ballot) + head_id.encode()
 
 
+def reform_head(parent: Head, helper: str) -> Head:
+    """The head by which a helper opens a new epoch when the electorate lost its majority: nothing moves, the helper decides."""
+    return replace(
+        parent,
+        epoch=parent.epoch + 1,
+        round=parent.round + 1,
+        parent=parent.id,
+        plan="",
+        roots=(),
+        dropped=(),
+        base_digest="",
+        members=(),
+        owners=((),) * len(parent.owners),
+        electorate=(helper,),
+    )
+
+
 def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
-    """Is this head decided by the electorate that its parent fixed?"""
+    """Is this head decided by the electorate that its parent fixed, or a reform signed by one of the campaign's helpers?"""
     head = decided.head
     if (head.campaign, head.parent, head.round) != (parent.campaign, parent.id, parent.round + 1):
         return False
+    if head.epoch != parent.epoch:
+        return _proves_reform(decided, parent, identity)
     message = vote_message(decided.ballot, head.id)
     valid = {
         vote.elector
@@ -100,8 +119,21 @@ def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
     return len(valid) >= quorum(parent.electorate)
 
 
+def _proves_reform(decided: Decided, parent: Head, identity: Identity) -> bool:
+    head, message = decided.head, vote_message(decided.ballot, decided.head.id)
+    return any(
+        vote.elector in parent.helpers
+        and head == reform_head(parent, vote.elector)
+        and identity.verify(vote.elector, message, vote.signature)
+        for vote in decided.votes
+    )
+
+
 class HeadLog:
-    """The heads from genesis on, each proven by its certificate. Durable."""
+    """The heads from genesis on, each proven by its certificate. Durable.
+
+    Of two heads for one round the one of the higher epoch wins: a reform is the only way to a fork, and this heals it.
+    """
 
     def __init__(self, store: Store, identity: Identity, genesis: Head):
         self._store = store
@@ -113,9 +145,9 @@ class HeadLog:
                 decided = unpack(Decided, record)
             except WireError:
                 break
-            if decided.head.parent != self.head.id:
+            if decided.head.round > self.round + 1 or decided.head.parent != self.head_at(decided.head.round - 1).id:
                 break
-            self._decided.append(decided)
+            self._put(decided)
 
     @property
     def head(self) -> Head:
@@ -147,14 +179,20 @@ class HeadLog:
         if head.round <= self.round:
             if head.id == self.head_at(head.round).id:
                 return False
-            raise Refused(f"round {head.round} was decided otherwise")
+            if head.epoch <= self.head_at(head.round).epoch:
+                raise Refused(f"round {head.round} was decided otherwise")
         if head.round > self.round + 1:
             raise Refused(f"round {head.round} does not follow round {self.round}")
-        if not proves(decided, self.head, self._identity):
+        if not proves(decided, self.head_at(head.round - 1), self._identity):
             raise Refused(f"the certificate of round {head.round} does not hold")
         self._store.append(LOG, pack(decided))
-        self._decided.append(decided)
+        self._put(decided)
         return True
+
+    def _put(self, decided: Decided) -> None:
+        """The new last head; what stood at its round and after it in a lower epoch is given up."""
+        del self._decided[decided.head.round :]
+        self._decided.append(decided)
 
 
 class Elector:

@@ -24,9 +24,9 @@ from spes_p2p.swarm.coordinator import (
     Ping,
     coordinator_order,
 )
-from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare
+from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare, quorum, reform_head, vote_message
 from spes_p2p.swarm.interfaces import World
-from spes_p2p.swarm.records import Announcement, CampaignRecord, CampaignRequest, Contact, Decided, Head, Plan, Pong
+from spes_p2p.swarm.records import Announcement, Ballot, CampaignRecord, CampaignRequest, Contact, Decided, Head, Plan, Pong, Vote
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
@@ -35,7 +35,7 @@ from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
 
-CAMPAIGN, BLOB, HEADS, LEAVE, STATUS = "campaign", "blob", "heads", "leave", "status"
+CAMPAIGN, BLOB, HEADS, LEAVE, REFORM, STATUS = "campaign", "blob", "heads", "leave", "reform", "status"
 CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
 HEADS_A_MESSAGE = 200
 BLOB_CHUNK_BYTES = 2**18
@@ -113,6 +113,7 @@ class Node:
         self._phase_began = 0.0
         self._failed_to_coordinate = -1
         self._returned: dict[str, Leave] = {}
+        self._no_majority_since: tuple[str, float] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -127,7 +128,7 @@ class Node:
         handlers = {
             PING: self._on_ping, STATUS: self._on_status, CAMPAIGN: self._on_campaign, BLOB: self._on_blob,
             HEADS: self._on_heads, PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide,
-            LEAVE: self._on_leave, ROUND: self._on_round,
+            LEAVE: self._on_leave, REFORM: self._on_reform, ROUND: self._on_round,
         }
         for method, handler in handlers.items():
             await self.board.serve(method, handler)
@@ -164,14 +165,33 @@ class Node:
         return coordinator_order(self.log.head)
 
     async def learn_heads(self, peer: str) -> None:
-        """Fetch the certificates that I lack from a peer. Raises PeerUnreachable, Refused, WireError."""
+        """Fetch the certificates that I lack from a peer: from my last head on, from the first one where ours forked.
+
+        Raises PeerUnreachable, Refused, WireError.
+        """
+        after = self.log.round
         while True:
-            before = self.log.round
-            reply = await self.board.ask(peer, HEADS, pack(HeadsRequest(before)), self.board.silence_s)
-            for decided in unpack(Decide, reply).decided:
-                self.learn(decided)
-            if self.log.round == before:
+            reply = await self.board.ask(peer, HEADS, pack(HeadsRequest(after)), self.board.silence_s)
+            found = unpack(Decide, reply).decided
+            if not found:
                 return
+            try:
+                for decided in found:
+                    self.learn(decided)
+            except Refused:
+                if after < 0:
+                    raise
+                after = -1
+                continue
+            after = found[-1].head.round
+
+    async def ask_for_reform(self) -> None:
+        """Rounds find no majority: ask the helpers to open a new epoch. They do when they have seen that for long enough."""
+        for helper in self.log.head.helpers:
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                reply = await self.board.ask(helper, REFORM, self.log.head.id.encode(), 2 * self.board.silence_s)
+                for decided in unpack(Decide, reply).decided:
+                    self.learn(decided)
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
         """Tell the electors that I go, so that my experts and samples find others at once."""
@@ -220,6 +240,48 @@ class Node:
         for decided in unpack(Decide, await talk.message()).decided:
             self.learn(decided)
         await talk.send(b"")
+
+    async def _on_reform(self, talk: Talk) -> None:
+        """A trainer finds no majority. As a helper: look for one myself, and reform when there was none for long enough."""
+        asked_for = (await talk.message()).decode(errors="replace")
+        if self.peer_id not in self.log.genesis.helpers:
+            raise Refused("not a helper of this campaign")
+        if asked_for != self.log.head.id:
+            await self.learn_heads(talk.remote)
+        if asked_for != self.log.head.id:
+            await talk.send(pack(Decide(self.log.since(self.log.round - 1))))
+            return
+        if await self._sees_majority():
+            self._no_majority_since = None
+            raise Refused("a majority of the electors is there")
+        now = asyncio.get_running_loop().time()
+        if self._no_majority_since is None or self._no_majority_since[0] != asked_for:
+            self._no_majority_since = asked_for, now
+        patience_s = self.campaign.config.sync.reform_after_s
+        if now - self._no_majority_since[1] < patience_s:
+            raise Refused(f"no majority of the electors; I reform the swarm when that lasts for {patience_s:g} s")
+        await talk.send(pack(Decide((self._reform(),))))
+
+    async def _sees_majority(self) -> bool:
+        async def answers(peer: str) -> bool:
+            try:
+                await self.board.ask(peer, PING, pack(Ping(-1)), self.board.silence_s)
+            except (PeerUnreachable, Refused):
+                return False
+            return True
+
+        electorate = self.log.head.electorate
+        return sum(await asyncio.gather(*map(answers, electorate))) >= quorum(electorate)
+
+    def _reform(self) -> Decided:
+        """Open a new epoch on my last head: its next round is gathered by me from whoever is there."""
+        head = reform_head(self.log.head, self.peer_id)
+        ballot = Ballot(0, self.peer_id)
+        vote = Vote(self.peer_id, self.world.identity.sign(vote_message(ballot, head.id)))
+        logger.warning("no majority of the electors: epoch %d begins at round %d with whoever is there", head.epoch, head.round)
+        decided = Decided(head, ballot, (vote,))
+        self.learn(decided)
+        return decided
 
     async def _on_leave(self, talk: Talk) -> None:
         leave = unpack(Leave, await talk.message())

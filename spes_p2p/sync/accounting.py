@@ -102,7 +102,7 @@ class Ledger:
         """Remember the tokens behind what stayed pending of shared weights and routers that otherwise count as settled."""
         if any(group.expert is None for group in left_out):
             self._left_behind = max(self._left_behind, self.tokens)
-        elif included:
+        elif included >= {group.name for group in self._layout.groups if group.expert is None}:
             self._left_behind = 0
 
     def rebase(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_pending: bool) -> int:

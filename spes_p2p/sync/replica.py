@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -100,6 +100,7 @@ class Replica:
 
     async def join(self, on_progress: Callable[[int, int], None]) -> None:
         """Download the newest base from whoever has it, verified; waits until somebody does."""
+        waited = 0
         while True:
             offers = await self._offers_of_newest()
             if offers:
@@ -108,6 +109,9 @@ class Replica:
                     self._install(self._downloaded(offers[0], values))
                     await self._save()
                     return
+            waited += 1
+            if waited % 30 == 0:
+                logger.info("nobody who is there has the base of round %d; waiting for a peer that has it", self.node.log.round)
             await asyncio.sleep(RETRY_S)
             await self.node.meet()
 
@@ -157,11 +161,19 @@ class Replica:
     async def advance(self) -> list[Applied]:
         """Apply every decided head that is not yet in the base; returns what was applied."""
         applied = []
-        while self.base.round < self.node.log.round:
-            decided = self.node.log.at(self.base.round + 1)
+        log = self.node.log
+        while self.base.head != log.head.id:
+            if self.base.round >= log.round or log.head_at(self.base.round).id != self.base.head:
+                logger.warning("a reform of the swarm gave up my round %d: taking base %d", self.base.round, log.round)
+                await self._jump_to_newest(forked=True)
+                continue
+            decided = log.at(self.base.round + 1)
+            if not decided.head.plan:
+                await self._pass_reform(decided)
+                continue
             results = await self._complete_results(decided)
             if results is None:
-                await self._jump_to_newest()
+                await self._jump_to_newest(forked=False)
                 continue
             await self._apply(decided, results)
             applied.append(Applied(decided, results.plan, results))
@@ -256,8 +268,20 @@ class Replica:
             await fetch_parts(board, peer, results, self.codec, missing)
         return results
 
-    async def _jump_to_newest(self) -> None:
-        """Too far behind to replay: take a snapshot. Pending work stays unless a push of mine may be in the rounds I skip."""
+    async def _pass_reform(self, decided: Decided) -> None:
+        """A reform moves no weights: the same values under its head, duties are void, pending work stays."""
+        base = replace(self.base, head=decided.head.id, round=decided.head.round, plan=None)
+        await self.node.world.run_blocking(self.snapshots.publish, base.head, base.round, base.values)
+        if self.trainer is not None:
+            await self.node.world.run_blocking(self._take_duty, base)
+        self.base = base
+        await self._save()
+
+    async def _jump_to_newest(self, forked: bool) -> None:
+        """Take a snapshot: too far behind to replay, or on a branch that was given up (`forked`).
+
+        Pending work stays unless a push of mine may be in the rounds I skip, or my base is of another branch.
+        """
         offers = await self._offers_of_newest()
         try:
             if not offers:
@@ -269,7 +293,7 @@ class Replica:
             await self.node.meet()
             return
         skipped = {decided.head.plan for decided in self.node.log.since(self.base.round)}
-        await self._jump(self._downloaded(offers[0], values), not skipped & set(self._exchanges))
+        await self._jump(self._downloaded(offers[0], values), not forked and not skipped & set(self._exchanges))
 
     async def _jump(self, base: Base, keep_pending: bool) -> None:
         old = self.base

@@ -1,0 +1,79 @@
+"""A swarm that lost the majority of its electors goes on: the bootstrap peer opens a new epoch, and who comes back follows it."""
+
+from __future__ import annotations
+
+import pytest
+from virtual_swarm import VirtualSwarm, campaign
+
+from spes_p2p.swarm.memory import run_virtual
+
+
+@pytest.mark.parametrize("killed", ["AB", "ABC"])
+def test_a_swarm_goes_on_when_most_of_it_dies_at_once(killed: str) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=100, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        swarm.start_bootstrap()
+        for name in "ABCD":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("D") >= 3)
+        for name in killed:
+            swarm.kill(name)
+        left = [name for name in "ABCD" if name not in killed]
+        await swarm.until(lambda: all(swarm.peers[name].finished for name in left))
+        final = max(swarm.recorders["D"].commits().items())[1]
+        assert final.campaign_step == 100
+        assert set(final.members) == set(left)
+        assert all(owners for owners in final.owners)
+        assert all(len(digests) == 1 for digests in swarm.digests().values())
+
+    run_virtual(main())
+
+
+def test_two_volunteers_gone_and_the_one_who_just_joined_goes_on() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=100, sync={"min_peers": 2, "reform_after_s": 30.0}))
+        swarm.start_bootstrap()
+        swarm.start("A")
+        swarm.start("B")
+        await swarm.until(lambda: swarm.round_of("A") >= 2 and swarm.round_of("B") >= 2)
+        swarm.start("C")
+        await swarm.until(lambda: swarm.round_of("C") >= 2)
+        swarm.kill("A")
+        swarm.kill("B")
+        await swarm.until(lambda: swarm.peers["C"].finished)
+
+    run_virtual(main())
+
+
+def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 3, "reform_after_s": 30.0}))
+        swarm.start_bootstrap()
+        for name in "ABC":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("C") >= 3)
+        # The bootstrap and C lose sight of A and B, who are a majority of nothing: two of four electors.
+        swarm.network.partition(["W", "C"], ["A", "B"])
+        await swarm.until(lambda: swarm.peers["C"].node.log.head.epoch == 1 and swarm.round_of("C") >= 6)
+        swarm.network.heal()
+        await swarm.until(lambda: all(swarm.peers[name].finished for name in "ABC"))
+        last = {name: swarm.peers[name].replica.base for name in "ABC"}
+        assert len({base.digest for base in last.values()}) == 1
+        assert len({base.head for base in last.values()}) == 1
+        assert swarm.peers["A"].node.log.head.epoch == 1
+
+    run_virtual(main())
+
+
+def test_nothing_is_reformed_while_a_majority_is_there() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(sync={"min_peers": 3, "reform_after_s": 1.0}))
+        swarm.start_bootstrap()
+        for name in "ABC":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("C") >= 2)
+        swarm.kill("A")
+        await swarm.until(lambda: all(swarm.peers[name].finished for name in "BC"))
+        assert swarm.peers["B"].node.log.head.epoch == 0
+
+    run_virtual(main())

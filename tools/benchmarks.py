@@ -1,0 +1,330 @@
+"""What a peer's training costs, each comparison in one run: interleaved rounds, medians, ratios within a round.
+
+On a CPU, seconds are those that this process computed, so that a busy machine disturbs less; on CUDA they are wall time.
+
+./tools/bench experts   one layer's experts, forward + backward: partitioned, transformers', and SPES's concatenation
+./tools/bench memory    bytes of tensors, counted, against the planner's formula
+./tools/bench step      a whole local step: partitioned with its options, and the same model trained whole
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.config import CampaignConfig, parse_campaign_config
+from spes_p2p.data.slices import Interval
+from spes_p2p.errors import UserError
+from spes_p2p.model.backends import choose_backend
+from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
+from spes_p2p.model.flops import training_flops_per_token
+from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
+from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.model.stored import StoredFormat
+from spes_p2p.training.interface import Phase
+from spes_p2p.training.losses import forward_losses
+from spes_p2p.training.optimizer import OwnedAdamW
+from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.trainer import TorchTrainer
+
+Work = Callable[[], None]
+Report = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=sorted(COMPARISONS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, at least 5 (default 7)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu, one thread")
+    arguments = parser.parse_args()
+    if arguments.rounds < 5:
+        parser.error(f"--rounds {arguments.rounds}: a median of fewer than 5 says little")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    torch.manual_seed(0)
+    report = COMPARISONS[arguments.what](arguments.rounds, torch.device(arguments.device))
+    report["environment"] = environment(arguments.device)
+    text = json.dumps(report, indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(text + "\n")
+    return 0
+
+
+# Experts --------------------------------------------------------------------------------------------------------------
+
+
+def bench_experts(rounds: int, device: torch.device) -> Report:
+    """H = 512, F = 1024, E = 16, top-2, 4096 tokens, forward + backward."""
+    config = campaign(hidden_size=512, intermediate_size=1024, moe_num_experts=16).model
+    base = initial_state(config)
+    block = plain_model(config, base).to(device).model.layers[0].mlp.experts
+    inputs = routed_tokens(4096, config.hidden_size, config.moe_num_experts, config.moe_top_k, device)
+    works = {
+        "transformers_eager": transformers_block(block, "eager", inputs),
+        "grouped": transformers_block(block, "grouped_mm", inputs),
+        "concat": concatenated_block(block, range(4), inputs),
+    }
+    for owned in (4, 1):
+        for stored in ("fp32", "bf16", "int8"):
+            works[f"partitioned_own{owned}_{stored}"] = partitioned_block(config, base, range(owned), stored, inputs, device)
+    seconds = interleaved(works, rounds, device)
+    report: Report = {
+        "partitioned_own4_vs_grouped": ratio(seconds, "partitioned_own4_fp32", "grouped"),
+        "partitioned_own4_vs_concat": ratio(seconds, "partitioned_own4_fp32", "concat"),
+        "partitioned_own1_vs_grouped": ratio(seconds, "partitioned_own1_fp32", "grouped"),
+    }
+    for name in works:
+        if name != "grouped":
+            report[f"{name}_vs_grouped"] = ratio(seconds, name, "grouped")
+    return {**report, "shape": "H=512 F=1024 E=16 k=2 T=4096", **timings(seconds)}
+
+
+def routed_tokens(tokens: int, hidden_size: int, experts: int, top_k: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Hidden states, chosen experts and their weights of a random router."""
+    probabilities = torch.randn(tokens, experts, device=device).softmax(-1)
+    weights, index = probabilities.topk(top_k)
+    return torch.randn(tokens, hidden_size, device=device).requires_grad_(), index, weights.detach().requires_grad_()
+
+
+def transformers_block(block: nn.Module, implementation: str, inputs: tuple[Tensor, ...]) -> Work:
+    """transformers' experts, every expert trained."""
+    settings: Any = block.config
+
+    def work() -> None:
+        settings._experts_implementation = implementation
+        forward_backward(block, inputs, block.parameters())
+
+    return work
+
+
+def concatenated_block(block: nn.Module, owned: range, inputs: tuple[Tensor, ...]) -> Work:
+    """As SPES does: own and frozen experts are kept apart and concatenated each step; autograd then makes the weight
+    gradients of the whole and throws away what belongs to frozen ones."""
+    whole = {name: p.detach() for name, p in block.named_parameters()}
+    own = {name: p[: len(owned)].clone().requires_grad_() for name, p in whole.items()}
+    frozen = {name: [row.clone() for row in p[len(owned) :]] for name, p in whole.items()}
+    settings: Any = block.config
+
+    def forward(*arguments: Tensor) -> Tensor:
+        settings._experts_implementation = "grouped_mm"
+        concatenated = {n: torch.cat([p, *(row.unsqueeze(0) for row in frozen[n])]) for n, p in own.items()}
+        result: Tensor = torch.func.functional_call(block, concatenated, arguments)
+        return result
+
+    return lambda: forward_backward(forward, inputs, own.values())
+
+
+def partitioned_block(
+    config: Any, base: Any, owned: range, stored: StoredFormat, inputs: tuple[Tensor, ...], device: torch.device
+) -> Work:
+    block = next(experts_of(build_model(config, base, tuple(owned), stored, device)))
+    return lambda: forward_backward(block, inputs, block.parameters())
+
+
+def forward_backward(block: Callable[..., Tensor], inputs: tuple[Tensor, ...], parameters: Any) -> None:
+    for tensor in (*inputs, *parameters):
+        tensor.grad = None
+    device = inputs[0].device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        output = block(*inputs)
+    output.sum().backward()  # type: ignore[no-untyped-call]
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def bench_memory(rounds: int, device: torch.device) -> Report:
+    """Weights, gradients, moments and stored experts after one real step, against the formula."""
+    shapes = {
+        "4M": campaign(hidden_size=128, intermediate_size=256, moe_num_experts=8, num_hidden_layers=4, vocab_size=4096),
+        "22M_tied": campaign(hidden_size=256, intermediate_size=512, moe_num_experts=8, num_hidden_layers=6, vocab_size=8192,
+                             tie_word_embeddings=True, architecture="qwen3_moe"),
+        "109M": campaign(hidden_size=512, intermediate_size=1024, moe_num_experts=16, num_hidden_layers=4, vocab_size=8192),
+    }
+    optimizers: list[OptimizerKind] = ["adamw"]
+    if importlib.util.find_spec("torchao") is not None:
+        optimizers.append("adamw8bit")
+    cases: Report = {}
+    for name, config in shapes.items():
+        base = initial_state(config.model)
+        for share in (1, 4):
+            for stored in ("fp32", "bf16", "int8"):
+                for optimizer in optimizers:
+                    owned = config.model.moe_num_experts // share
+                    setup = Setup(owned, stored, optimizer, 1, "cuda" if device.type == "cuda" else "cpu", False)
+                    cases[f"{name}/own_1_of_{share}/{stored}/{optimizer}"] = counted_and_formula(config, base, setup, device)
+    worst = max(abs(case["counted"] / case["formula"] - 1) for case in cases.values())
+    return {"worst_formula_error": worst, "optimizers": optimizers, "bytes": cases}
+
+
+def counted_and_formula(config: CampaignConfig, base: Any, setup: Setup, device: torch.device) -> Report:
+    """Counted: the distinct storages of what lives after the backward pass of a second step."""
+    model = build_model(config.model, base, tuple(range(setup.owned)), setup.stored, device)
+    optimizer = OwnedAdamW(model, layout_of(config.model), config.training, setup.optimizer)
+    ids = torch.randint(config.model.vocab_size, (1, 8), device=device)
+    for step in range(2):
+        losses = forward_losses(model, list(experts_of(model)), ids, config.training)
+        losses.total.backward()  # type: ignore[no-untyped-call]
+        if step == 0:
+            optimizer.step(1e-4, losses.total.detach())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    stored = [t for block in experts_of(model) for t in block.stored_tensors()]
+    counted = storage_bytes([*model.parameters(), *gradients, *stored]) + optimizer.state_bytes()
+    formula = device_bytes(config.model, 8, False, setup)
+    return {"counted": counted, "formula": formula.weights + formula.gradients + formula.moments + formula.stored}
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# A whole step ---------------------------------------------------------------------------------------------------------
+
+
+def bench_step(rounds: int, device: torch.device) -> Report:
+    """109 M parameters, 2048 tokens a step: data, forward, losses, backward, clipping and AdamW."""
+    config = campaign(hidden_size=512, intermediate_size=1024, moe_num_experts=16, num_hidden_layers=4, vocab_size=8192)
+    base = initial_state(config.model)
+    quarter, one, everything = tuple(range(4)), (0,), tuple(range(16))
+    trainers = {
+        "own16": TorchTrainer(config, base, everything, RandomText(config), None, device),
+        "own4": TorchTrainer(config, base, quarter, RandomText(config), None, device),
+        "own4_int8": TorchTrainer(config, base, quarter, RandomText(config), None, device, TrainingOptions(stored="int8")),
+        "own4_checkpointing": TorchTrainer(
+            config, base, quarter, RandomText(config), None, device, TrainingOptions(activation_checkpointing=True)
+        ),
+        "own1": TorchTrainer(config, base, one, RandomText(config), None, device),
+    }
+    works: dict[str, Work] = {"transformers_whole": transformers_step(config, base, device)}
+    works.update({name: one_step(trainer) for name, trainer in trainers.items()})
+    seconds = interleaved(works, rounds, device)
+    report: Report = {f"{name}_vs_transformers_whole": ratio(seconds, name, "transformers_whole") for name in trainers}
+    tokens = config.training.batch_size * config.training.sequence_length
+    for name, trainer in trainers.items():
+        step_s = statistics.median(seconds[name])
+        flops = training_flops_per_token(config.model, config.training.sequence_length, trainer.owned)
+        report[f"{name}_tokens_per_second"] = tokens / step_s
+        report[f"{name}_gflops_per_second"] = tokens * flops / step_s / 1e9
+    return {**report, **timings(seconds)}
+
+
+def one_step(trainer: TorchTrainer) -> Work:
+    phase = Phase(1, 100, 10, 1, (Interval(0, 0, 16),))
+    return lambda: check(trainer.train(phase, lambda: False, lambda steps, speed: None).skipped_steps == 0)
+
+
+def transformers_step(config: CampaignConfig, base: Any, device: torch.device) -> Work:
+    """The usual loop: transformers' model with grouped_mm, its own losses, torch's AdamW on every weight."""
+    model = plain_model(config.model, base).to(device)
+    model.set_experts_implementation("grouped_mm")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    text = RandomText(config)
+
+    def work() -> None:
+        ids = torch.from_numpy(text.read(Interval(0, 0, config.training.batch_size))).to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return work
+
+
+class RandomText:
+    """Samples of random tokens."""
+
+    num_samples = 16
+
+    def __init__(self, config: CampaignConfig):
+        shape = (self.num_samples, config.training.sequence_length)
+        self._samples = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int64)
+
+    def read(self, interval: Interval) -> Any:
+        return self._samples[interval.start : interval.stop]
+
+    def read_spread(self, count: int) -> Any:
+        return self._samples[:count]
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def interleaved(works: dict[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each work in each round. A round does all works once, in an order that turns, after one unmeasured round."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    for number in range(rounds + 1):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            started = clock(device)
+            works[name]()
+            if number > 0:
+                seconds[name].append(clock(device) - started)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
+    """Median over rounds of the ratio within the round: what else the machine does mostly cancels."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference], strict=True))
+
+
+def timings(seconds: dict[str, list[float]]) -> Report:
+    return {"rounds": len(next(iter(seconds.values()))), "median_s": {n: statistics.median(s) for n, s in seconds.items()}}
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def experts_of(model: nn.Module) -> Iterator[PartitionedExperts]:
+    return (module for module in model.modules() if isinstance(module, PartitionedExperts))
+
+
+def campaign(**model: Any) -> CampaignConfig:
+    shape = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "max_position_embeddings": 256, "moe_top_k": 2, **model}
+    training = {"sequence_length": 256, "batch_size": 8, "total_steps": 1000, "sync_steps": 10, "learning_rate": 1e-4}
+    sections = {"name": "bench", "model": shape, "training": training, "data": {"manifest": "-", "tokenizer": "-"}}
+    return parse_campaign_config(sections, "bench")
+
+
+def check(condition: bool) -> None:
+    if not condition:
+        raise UserError("a measured step was skipped: its loss was not finite")
+
+
+def environment(device: str) -> Report:
+    import transformers
+
+    backend = choose_backend("auto", torch.device(device), 512, 1024).name
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads(),
+            "device": name, "backend": backend}
+
+
+COMPARISONS: dict[str, Callable[[int, torch.device], Report]] = {
+    "experts": bench_experts, "memory": bench_memory, "step": bench_step,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
