@@ -107,7 +107,7 @@ class Peer:
     def finished(self) -> bool:
         """Has the campaign's last step been committed?"""
         return self.node.log.head.step >= self.node.campaign.config.training.total_steps and (
-            self.replica.base.round == self.node.log.round
+            self.replica.base.head == self.node.log.head.id
         )
 
     def leave(self) -> None:
@@ -212,14 +212,18 @@ class Peer:
     # Rounds ------------------------------------------------------------------------------------------------------------
 
     async def _sync(self) -> None:
-        """Try until the next round is in the base. Attempts that fail change nothing."""
-        target = self.replica.base.round + 1
+        """Try until there is another base. Attempts that fail change nothing."""
+        before, target = self.replica.base.head, self.replica.base.round + 1
         attempt = 0
-        while self.replica.base.round < target and not self._leaving.is_set():
+        while self.replica.base.head == before and not self._leaving.is_set():
             seconds: dict[str, float] = {}
             order = self.node.coordinators()
+            coordinator = order[attempt % len(order)]
             try:
-                await self._attempt(order[attempt % len(order)], attempt, seconds)
+                await self._advance(seconds)
+                if self.replica.base.head != before:
+                    return
+                await self._attempt(coordinator, attempt, seconds)
                 await self._advance(seconds)
             except PeerUnreachable as error:
                 self._failed(target, attempt, "coordinator_lost", str(error))
@@ -228,7 +232,7 @@ class Peer:
                 self._failed(target, attempt, "malformed", str(error))
                 attempt += 1
             except Refused as error:
-                attempt += await self._after_refusal(order[attempt % len(order)], target, attempt, str(error))
+                attempt = await self._after_refusal(coordinator, target, attempt, len(order), str(error))
             if attempt and attempt % len(order) == 0:
                 await self._look_around(attempt // len(order))
 
@@ -302,25 +306,32 @@ class Peer:
         if plan.base_digest != base.digest:
             raise Refused("digest: the plan starts from other bits than mine")
 
-    async def _after_refusal(self, coordinator: str, target: int, attempt: int, reason: str) -> int:
-        """Mend what a refusal names; returns how many ranks to move on."""
+    async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, reason: str) -> int:
+        """Mend what a refusal names; returns the attempt to go on with."""
         kind, _, detail = reason.partition(": ")
         if kind in ("version", "campaign"):
             raise UserError(f"refused by {coordinator}: {detail}")
         if kind == "behind":
             await self._catch_up(coordinator)
-            return 0 if self.replica.base.round >= target else 1
+            return attempt if self.replica.base.round >= target else attempt + 1
         if kind == "digest":
-            try:
-                await self.replica.repair()
-                self._tell_restored("download")
-            except PeerUnreachable as error:
-                self._failed(target, attempt, "refused", f"{reason} ({error})")
-                await asyncio.sleep(BACKOFF_S)
-            return 0
+            return await self._repair(target, attempt, reason)
+        await self._or_leave(asyncio.sleep(BACKOFF_S))
+        if kind in ("closed", "alive"):
+            logger.info("round %d: %s", target, detail)
+            return attempt if kind == "closed" else (attempt // ranks + 1) * ranks
         self._failed(target, attempt, "refused", reason)
-        await asyncio.sleep(BACKOFF_S)
-        return 1
+        return attempt + 1
+
+    async def _repair(self, target: int, attempt: int, reason: str) -> int:
+        try:
+            await self.replica.repair()
+            self._tell_restored("download")
+            return attempt
+        except PeerUnreachable as error:
+            self._failed(target, attempt, "refused", f"{reason} ({error})")
+            await self._or_leave(asyncio.sleep(BACKOFF_S))
+            return attempt + 1
 
     async def _look_around(self, times_tried: int) -> None:
         """Every coordinator was tried: see who is there and what was decided meanwhile; ask for a reform where it is needed."""

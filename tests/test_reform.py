@@ -47,17 +47,20 @@ def test_two_volunteers_gone_and_the_one_who_just_joined_goes_on() -> None:
 
 def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 3, "reform_after_s": 30.0}))
+        swarm = VirtualSwarm(campaign(total_steps=300, sync={"min_peers": 4, "reform_after_s": 30.0}))
         swarm.start_bootstrap()
-        for name in "ABC":
+        for name in "ABCD":
             swarm.start(name)
-        await swarm.until(lambda: swarm.round_of("C") >= 3)
-        # The bootstrap and C lose sight of A and B, who are a majority of nothing: two of four electors.
-        swarm.network.partition(["W", "C"], ["A", "B"])
-        await swarm.until(lambda: swarm.peers["C"].node.log.head.epoch == 1 and swarm.round_of("C") >= 6)
+        await swarm.until(lambda: swarm.round_of("D") >= 3)
+        # Three of five electors go on by themselves; the bootstrap and D see no majority and open a new epoch.
+        swarm.network.partition(["W", "D"], ["A", "B", "C"])
+        await swarm.until(lambda: swarm.peers["D"].node.log.head.epoch == 1 and swarm.round_of("A") >= 10)
+        forked = swarm.round_of("A")
+        assert swarm.peers["A"].node.log.head.epoch == 0
         swarm.network.heal()
-        await swarm.until(lambda: all(swarm.peers[name].finished for name in "ABC"))
-        last = {name: swarm.peers[name].replica.base for name in "ABC"}
+        await swarm.until(lambda: all(swarm.peers[name].finished for name in "ABCD"))
+        assert forked >= 10
+        last = {name: swarm.peers[name].replica.base for name in "ABCD"}
         assert len({base.digest for base in last.values()}) == 1
         assert len({base.head for base in last.values()}) == 1
         assert swarm.peers["A"].node.log.head.epoch == 1

@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=sorted(COMPARISONS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, at least 5 (default 7)")
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds, at least 5 (default 9)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu, one thread")
     arguments = parser.parse_args()
     if arguments.rounds < 5:

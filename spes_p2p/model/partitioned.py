@@ -168,7 +168,7 @@ class PartitionedExperts(nn.Module):
         # The one host synchronisation of the block: how many rows belong to owned experts.
         split = int(ends[count - 1])
         # Not two slices, whose gradients would each be as large as all rows.
-        for_owned, for_foreign = hidden.split((split, hidden.shape[0] - split))
+        for_owned, for_foreign = hidden.split_with_sizes((split, hidden.shape[0] - split))
         owned = self._owned_experts(for_owned, ends[:count])
         return torch.cat((owned, self._foreign_experts(for_foreign, ends[count:] - split)))
 

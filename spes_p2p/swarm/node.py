@@ -154,6 +154,16 @@ class Node:
             self.contacts = await find_contacts(self.world, self.campaign_hash)
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         self._observer.tell(PeersSeen(trainers, len(self.contacts) - trainers))
+        await self._look_for_forks()
+
+    async def _look_for_forks(self) -> None:
+        """Somebody has another head than I for a round that I know: learn its branch; the higher epoch wins."""
+        for peer, contact in self.contacts.items():
+            known = 0 <= contact.round <= self.log.round
+            if known and peer != self.peer_id and contact.head != self.log.head_at(contact.round).id:
+                with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                    await self.learn_heads(peer, after=-1)
+                return
 
     def others(self, role: str | None = None) -> list[str]:
         """Peers of the campaign that the registry shows, without me; those with the newest head first."""
@@ -164,12 +174,12 @@ class Node:
         """Who coordinates the next round, in order of rank."""
         return coordinator_order(self.log.head)
 
-    async def learn_heads(self, peer: str) -> None:
-        """Fetch the certificates that I lack from a peer: from my last head on, from the first one where ours forked.
+    async def learn_heads(self, peer: str, after: int | None = None) -> None:
+        """Fetch a peer's certificates after a round: from my last head on by default, from the first one where ours forked.
 
         Raises PeerUnreachable, Refused, WireError.
         """
-        after = self.log.round
+        after = self.log.round if after is None else after
         while True:
             reply = await self.board.ask(peer, HEADS, pack(HeadsRequest(after)), self.board.silence_s)
             found = unpack(Decide, reply).decided
@@ -321,7 +331,7 @@ class Node:
             except (PeerUnreachable, Refused, WireError):
                 continue
             if pong.failed_to_coordinate != self.log.round + 1:
-                raise Refused(f"{peer[-6:]} is alive and coordinates this round")
+                raise Refused(f"alive: {peer[-6:]} is there to coordinate this round")
 
     def _current_coordination(self) -> Coordination:
         """The attempt that is open here, one at a time; a new one when the last has failed or its round is over."""

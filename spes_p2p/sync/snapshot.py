@@ -119,7 +119,7 @@ async def collect_offers(board: Switchboard, donors: Sequence[str], head: str, e
                     raise WireError("piece digests that do not fit the digest")
                 return Offer(donor, info, digests)
         except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("no base from %s: %s", donor[-6:], error)
+            logger.debug("no base from %s: %s", donor[-6:], error)
             return None
 
     offers = [offer for offer in await asyncio.gather(*map(ask, donors)) if offer is not None]
