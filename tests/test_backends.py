@@ -100,10 +100,10 @@ BASE = initial_state(MODEL)
 LAYOUT = layout_of(MODEL)
 
 
-def blocks_of(staging: Staging | None, stored: StoredFormat = "int8", owned: tuple[int, ...] = (1,)) -> list[PartitionedExperts]:
-    """The experts of each layer, all with the same staging."""
+def blocks_of(staging: Staging | None, stored: StoredFormat = "int8") -> list[PartitionedExperts]:
+    """The experts of each layer, all with the same staging; expert 1 is owned."""
     return [
-        PartitionedExperts(block, owned, stored, CPU, partial(exact_expert, BASE, LAYOUT, name), staging=staging)
+        PartitionedExperts(block, (1,), stored, CPU, partial(exact_expert, BASE, LAYOUT, name), staging=staging)
         for name, block in expert_blocks(empty_model(MODEL))
     ]
 
@@ -146,7 +146,8 @@ def test_the_next_layer_of_the_pass_is_copied_while_this_one_is_used() -> None:
     for value in range(4):
         staging.replace(staging.add(), {"m": Matrices(torch.full((1, 2, 2), float(value)))})
     copies = []
-    for layer, direction in [(0, FORWARD), (1, FORWARD), (2, FORWARD), (3, FORWARD), (3, BACKWARD), (2, BACKWARD), (1, BACKWARD)]:
+    forward, backward = [(layer, FORWARD) for layer in range(4)], [(layer, BACKWARD) for layer in (3, 2, 1)]
+    for layer, direction in forward + backward:
         found = staging.use(layer, direction)["m"].codes
         assert bool((found == layer).all())
         copies.append(staging.copies)

@@ -1,6 +1,7 @@
 """AdamW whose experts come and go, and its learning rate."""
 
 import gc
+import importlib.util
 import weakref
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 import torch
 from model_shapes import tiny_model, tiny_training
 
+from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, exact_expert, initial_state, layout_of
+from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.optimizer import OwnedAdamW, learning_rate, ramp
 
-MODEL = tiny_model()
+MODEL = tiny_model(intermediate_size=128)  # experts' matrices are large enough for 8-bit moments
 LAYOUT = layout_of(MODEL)
 BASE = initial_state(MODEL)
 
@@ -20,9 +23,9 @@ BASE = initial_state(MODEL)
 class Training:
     """A partitioned model with its optimizer."""
 
-    def __init__(self, owned: tuple[int, ...], **settings):
+    def __init__(self, owned: tuple[int, ...], kind: OptimizerKind = "adamw", **settings):
         self.model = build_model(MODEL, BASE, owned)
-        self.optimizer = OwnedAdamW(self.model, LAYOUT, tiny_training(**settings))
+        self.optimizer = OwnedAdamW(self.model, LAYOUT, tiny_training(**settings), kind)
 
     def step(self, rate: float = 1e-2, gradient: float | None = None) -> bool:
         generator = torch.Generator().manual_seed(0)
@@ -161,3 +164,87 @@ def test_state_round_trip_continues_bit_for_bit_and_ignores_what_does_not_fit() 
     misfit = Training((0, 3))
     misfit.optimizer.load_state({key: value.reshape(-1)[:1] if value.ndim else value for key, value in state.items()})
     assert not any(key.startswith("exp_avg/") and key.endswith("gate_up_proj") for key in misfit.optimizer.state())
+
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (pip install --no-deps torchao)"
+)
+
+
+@needs_torchao
+def test_8bit_moments_are_small_and_step_almost_alike() -> None:
+    exact, small = Training((1, 3)), Training((1, 3), kind="adamw8bit")
+    for training in (exact, small):
+        for _ in range(3):
+            training.step(gradient=None)
+    setup = Setup(owned=2, stored="fp32", optimizer="adamw8bit", micro_batch=1)
+    predicted = device_bytes(MODEL, 16, False, setup).moments
+    assert small.optimizer.state_bytes() == pytest.approx(predicted, rel=0.01) < 0.5 * exact.optimizer.state_bytes()
+    name = "model.layers.0.mlp.experts.1.gate_up_proj"
+    state = small.optimizer.state()
+    assert state[f"exp_avg.codes/{name}"].dtype == np.uint8
+    placed = LAYOUT.by_name[name]
+    moved = exact.values()[name].reshape(-1) - BASE[placed.start : placed.stop]
+    error = small.values()[name].reshape(-1) - exact.values()[name].reshape(-1)
+    assert np.linalg.norm(error) < 0.2 * np.linalg.norm(moved)
+
+
+@needs_torchao
+def test_8bit_moments_survive_a_change_of_owners() -> None:
+    changed, unchanged = (Training((1, 3), kind="adamw8bit", max_grad_norm=1e9) for _ in range(2))
+    for training in (changed, unchanged):
+        training.step(gradient=0.3)
+    before = changed.optimizer.state()
+    changed.assign((0, 3))
+    after = changed.optimizer.state()
+    assert {key for key in before if ".experts.3." in key} == {key for key in after if ".experts.3." in key} != set()
+    for key in before.keys() & after.keys():
+        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    for training in (changed, unchanged):
+        training.step(gradient=-0.1)
+    left, right = changed.values(), unchanged.values()
+    for name in left.keys() & right.keys():
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+    assert "age/expert.1" not in after
+    assert after["age/expert.0"] == 0
+
+
+@needs_torchao
+def test_8bit_state_round_trip_continues_bit_for_bit() -> None:
+    original, restored = (Training((0, 3), kind="adamw8bit") for _ in range(2))
+    original.step()
+    for a, b in zip(restored.model.parameters(), original.model.parameters(), strict=True):
+        a.detach().copy_(b.detach())
+    restored.optimizer.load_state(original.optimizer.state())
+    for training in (original, restored):
+        training.step()
+    for name, value in original.values().items():
+        np.testing.assert_array_equal(value, restored.values()[name], err_msg=name)
+
+
+@needs_torchao
+def test_a_step_that_is_not_finite_leaves_8bit_moments_alone() -> None:
+    training = Training((1,), kind="adamw8bit")
+    training.step()
+    state = training.optimizer.state()
+    assert not training.step(gradient=float("nan"))
+    for key, value in training.optimizer.state().items():
+        np.testing.assert_array_equal(value, state[key], err_msg=key)
+
+
+@needs_torchao
+def test_moments_of_the_other_kind_are_not_taken_and_the_expert_ramps_up_again() -> None:
+    exact, small = Training((3,)), Training((3,), kind="adamw8bit")
+    for training in (exact, small):
+        training.step()
+    exact.optimizer.load_state(small.optimizer.state())
+    fresh = Training((3,))
+    fresh.optimizer.load_state(small.optimizer.state())
+    assert fresh.optimizer.state()["age/expert.3"] == 0
+    assert "exp_avg/model.layers.0.mlp.experts.3.down_proj" not in fresh.optimizer.state()
+
+
+def test_an_optimizer_that_is_not_installed_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"optimizer adamw8bit: torchao is not installed; pip install .*; possible here: adamw"):
+        Training((1,), kind="adamw8bit")

@@ -8,6 +8,8 @@ import pytest
 import torch
 from model_shapes import tiny_model
 from torch import Tensor, nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.model.backends import GroupedMM
@@ -59,6 +61,30 @@ def test_equals_transformers_eager_block(architecture: str, owned: tuple[int, ..
     expected.loss.backward()
     actual.loss.backward()
     assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_equals_mixtrals_block_with_every_gradient() -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    reference = MixtralExperts(config)
+    for parameter in reference.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    rows = {name: p.detach() for name, p in reference.named_parameters()}
+    block = PartitionedExperts(reference, (0, 3), "fp32", torch.device("cpu"), lambda e, name: rows[name][e])
+    inputs = [(torch.randn(8, 32).requires_grad_(), torch.rand(8, 2).requires_grad_()) for _ in range(2)]
+    for mine, theirs in zip(*inputs, strict=True):
+        theirs.data.copy_(mine.data)
+    index = torch.randint(4, (8, 2))
+    outputs = [b(hidden, index, weights) for b, (hidden, weights) in zip((block, reference), inputs, strict=True)]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    for output in outputs:
+        output.square().sum().backward()
+    for mine, theirs in zip(*inputs, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    for name, parameter in block.named_parameters():
+        expert, _, matrix = name.partition(".")
+        torch.testing.assert_close(parameter.grad, reference.get_parameter(matrix).grad[int(expert)], msg=name)  # type: ignore[index]
 
 
 def test_foreign_experts_have_neither_parameters_nor_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A swarm that lost the majority of its electors goes on: the bootstrap peer opens a new epoch, and who comes back follows it."""
+"""A swarm that lost most of its electors goes on: the bootstrap peer opens a new epoch, and who comes back follows it."""
 
 from __future__ import annotations
 

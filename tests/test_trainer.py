@@ -11,12 +11,14 @@ import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 
 from spes_p2p.data.slices import Interval
+from spes_p2p.errors import UserError
 from spes_p2p.model.build import initial_state, layout_of, plain_model
+from spes_p2p.model.flops import training_flops_per_token
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.losses import next_token_loss
-from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
 
 MODEL = tiny_model()
@@ -192,6 +194,68 @@ def test_steps_that_are_not_finite_are_skipped_and_counted() -> None:
     assert (report.steps, report.skipped_steps, report.tokens, sum(report.routed)) == (3, 3, 0, 0)
     assert math.isnan(report.loss)
     assert bits(trainer.read(LAYOUT.group("shared"))) == bits(before)
+
+
+def test_many_steps_in_a_row_that_are_not_finite_stop_the_peer_over_phases_too() -> None:
+    trainer = trainer_of()
+    group = LAYOUT.group("router")
+    poison = np.zeros(group.size, np.float32)
+    poison[0] = np.inf
+    trainer.add(group, poison)
+    assert train(trainer, phase_of(9)).skipped_steps == 9
+    with pytest.raises(UserError, match=r"training on cpu: .* not finite in 10 steps in a row; .* sends nothing") as stop:
+        train(trainer, phase_of(9))
+    assert "\n" not in str(stop.value)
+
+
+def test_a_finite_step_ends_the_row() -> None:
+    trainer = trainer_of()
+    group = LAYOUT.group("router")
+    for _ in range(3):
+        trainer.load_base(np.where(np.arange(LAYOUT.size) == group.start, np.float32(np.inf), BASE))
+        assert train(trainer, phase_of(6)).skipped_steps == 6
+        trainer.load_base(BASE)
+        assert train(trainer, phase_of(1)).skipped_steps == 0
+
+
+def router_updates(**options: Any) -> dict[str, np.ndarray]:
+    """What two steps without cross-entropy's share change: weights of the auxiliary losses are so large that they rule."""
+    trainer = trainer_of(
+        options=TrainingOptions(**options), moe_loss_weight=1e3, moe_zloss_weight=1e3, eps=10.0, max_grad_norm=1e9
+    )
+    report = train(trainer, phase_of(2))
+    assert report.routed[0] > 0
+    return {g.name: trainer.read(g) - BASE[g.start : g.stop] for g in LAYOUT.groups if g.expert in (None, 0, 3)}
+
+
+def test_checkpointing_changes_no_update_and_keeps_the_auxiliary_losses_gradient() -> None:
+    plain, checkpointed = router_updates(), router_updates(activation_checkpointing=True)
+    assert np.abs(plain["router"]).max() > 1e-3
+    for name, update in plain.items():
+        np.testing.assert_allclose(checkpointed[name], update, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_a_peers_own_micro_batch_gives_the_campaigns_gradient() -> None:
+    settings = {"moe_loss_weight": 0.0, "eps": 10.0, "learning_rate": 10.0, "weight_decay": 0.0, "max_grad_norm": 1e9}
+    updates = []
+    for options in (TrainingOptions(), TrainingOptions(micro_batch_size=3)):
+        trainer = trainer_of(options=options, **settings)
+        train(trainer, phase_of(1))
+        group = LAYOUT.group("shared")
+        updates.append(trainer.read(group) - BASE[group.start : group.stop])
+    np.testing.assert_allclose(updates[1], updates[0], atol=1e-3 * np.abs(updates[0]).max())
+
+
+def test_the_report_says_how_many_operations_the_steps_needed() -> None:
+    report = train(trainer_of(), phase_of(2))
+    expected = report.tokens * training_flops_per_token(MODEL, 16, (0, 3))
+    assert report.flops_per_second * report.seconds == pytest.approx(expected)
+
+
+def test_options_that_this_machine_cannot_do_are_refused_before_anything_is_built() -> None:
+    with pytest.raises(UserError, match=r"backend megablocks: needs .*; possible here: grouped_mm, eager"):
+        check_options(MODEL, TrainingOptions(backend="megablocks"), "cpu")
+    check_options(MODEL, TrainingOptions(), "cpu")
 
 
 def test_repetitive_samples_are_left_out_of_the_step() -> None:

@@ -179,7 +179,8 @@ class StatusBoard:
         self._base_is(event)
 
     def _round_committed(self, event: RoundCommitted) -> None:
-        self._commits.append((event.round, self._clock()))
+        if self._train_seconds or event.round == 0:  # rounds that are replayed to catch up tell nothing of the pace
+            self._commits.append((event.round, self._clock()))
         self._base_is(event)
         trained = {"train": self._train_seconds} if self._train_seconds else {}
         self._set(

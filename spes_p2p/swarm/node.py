@@ -26,7 +26,18 @@ from spes_p2p.swarm.coordinator import (
 )
 from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare, quorum, reform_head, vote_message
 from spes_p2p.swarm.interfaces import World
-from spes_p2p.swarm.records import Announcement, Ballot, CampaignRecord, CampaignRequest, Contact, Decided, Head, Plan, Pong, Vote
+from spes_p2p.swarm.records import (
+    Announcement,
+    Ballot,
+    CampaignRecord,
+    CampaignRequest,
+    Contact,
+    Decided,
+    Head,
+    Plan,
+    Pong,
+    Vote,
+)
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors

@@ -204,9 +204,9 @@ class TorchTrainer:
     def _stop_if_broken(self) -> None:
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
-                f"training on {self._device}: loss or gradients were not finite in {self._skipped_in_a_row} steps in a row; this "
-                "peer stops and sends nothing of this phase. Start it again on its run-dir; if that repeats and other peers "
-                "train well, check this machine's memory and device, else lower training.learning_rate"
+                f"training on {self._device}: loss or gradients were not finite in {self._skipped_in_a_row} steps in a row; "
+                "this peer stops and sends nothing of the phase; start it again on its run-dir, and if that repeats while "
+                "others train well, check this machine's memory and device, else lower training.learning_rate"
             )
 
     def _log(self, report: PhaseReport) -> None:
