@@ -58,7 +58,7 @@ class Staging:
         """The layer's host memory is about to be written: end copies from it, and copy again when it is used next."""
         if self._stream is not None:
             self._stream.synchronize()
-        pass
+        self._slots = [slot for slot in self._slots if slot.layer != layer]
 
     def use(self, layer: int, direction: int) -> Layer:
         """The layer's matrices on the device, until two others were used; starts the copy of layer `layer + direction`."""

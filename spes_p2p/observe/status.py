@@ -179,7 +179,7 @@ class StatusBoard:
         self._base_is(event)
 
     def _round_committed(self, event: RoundCommitted) -> None:
-        if self._train_seconds or event.round == 0:  # rounds that are replayed to catch up tell nothing of the pace
+        if set(event.seconds) != {"apply"}:  # a round that is only replayed to catch up tells nothing of the pace
             self._commits.append((event.round, self._clock()))
         self._base_is(event)
         trained = {"train": self._train_seconds} if self._train_seconds else {}

@@ -105,7 +105,7 @@ class AdamW8bit(AdamW):
             codes.shape, key == "exp_avg", codes.size // scales.size, parameter.device, parameter.dtype
         )
         moment.codes.copy_(torch.from_numpy(np.array(codes)))
-        moment.scale.copy_(torch.from_numpy(np.array(scales)))
+        pass
         restored: Tensor = moment
         return restored
 
