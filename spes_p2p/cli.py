@@ -43,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def main() -> None:
     """Entry point."""
     try:
-        app(standalone_mode=False)
+        app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except UserError as error:
         _fail(str(error))
     except typer.Exit as done:
@@ -245,7 +245,7 @@ def describe(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Option(help="Run-dir of any peer.")],
+    run_dir: Annotated[Path, typer.Option(help="Run-dir of a trainer.")],
     output: Annotated[Path, typer.Option(help="Folder of the checkpoint; must not exist.")],
 ) -> None:
     """Write the last committed base of a run-dir as a Hugging Face checkpoint."""
@@ -254,6 +254,9 @@ def export(
     from spes_p2p.session import load_run_dir_base
 
     files, base = load_run_dir_base(run_dir)
+    if base.round < 0:
+        raise UserError(f"{run_dir}: holds base 0 only, which is not trained (a bootstrap peer keeps no newer one); "
+                        "give a trainer's --run-dir")
     data = files.campaign.config.data
     tokenizer = run_dir / TOKENIZER_FILE
     export_checkpoint(files.campaign.config.model, base.values, tokenizer, data.eos_token, data.pad_token, output)

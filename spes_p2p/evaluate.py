@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,9 +42,15 @@ def evaluate(
         model = _load_model(model_dir, device, batch_size)
         import lm_eval
 
-        outcome = lm_eval.simple_evaluate(
-            model=model, tasks=loaded, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
-        )
+        try:
+            with _quiet():
+                outcome = lm_eval.simple_evaluate(
+                    model=model, tasks=loaded, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+                )
+        except AssertionError:  # lm-eval asserts that a continuation fits into the model's context
+            longest = model.max_length
+            raise UserError(f"{model_dir}: takes {longest} tokens, and an answer of {', '.join(tasks)} is longer; "
+                            "choose tasks with shorter answers") from None
     return _summary(model_dir, outcome)
 
 
@@ -99,6 +106,20 @@ def _offline() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the libraries' remarks on each example that they cut to the model's length."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers", "accelerate")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def _load_tasks(manager: Any, tasks: Sequence[str]) -> list[Any]:

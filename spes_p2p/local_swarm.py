@@ -143,8 +143,7 @@ async def _watch(
                     for name, process in processes.items()
                     if process.poll() not in (None, 0)
                 ]
-                if any(status.role == "trainer" for status in statuses):
-                    last_seen = statuses
+                last_seen = _with_the_finished(last_seen, statuses)
                 if last_seen:
                     view.update(last_seen, notes)
                 trainers = [process for name, process in processes.items() if name != BOOTSTRAP]
@@ -154,6 +153,15 @@ async def _watch(
                 if rounds is not None and committed and min(committed) >= rounds:
                     return
                 await asyncio.sleep(POLL_S)
+
+
+def _with_the_finished(before: list[PeerStatus], now: list[PeerStatus]) -> list[PeerStatus]:
+    """The latest answers; trainers that have left because the campaign is complete stay as they were last seen."""
+    answering = {status.peer_id for status in now}
+    finished = [s for s in before if s.role == "trainer" and s.peer_id not in answering and s.round >= s.total_rounds]
+    complete = any(s.role == "trainer" and s.round >= s.total_rounds for s in (*before, *now))
+    gone = [s for s in before if s.peer_id not in answering and s not in finished] if complete else []
+    return [*now, *finished, *gone]
 
 
 async def _end(processes: dict[str, subprocess.Popen[bytes]]) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def test_state_round_trip_continues_bit_for_bit_and_ignores_what_does_not_fit() 
 
 
 needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (pip install --no-deps torchao)"
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (pip install torchao)"
 )
 
 
@@ -179,7 +179,8 @@ def test_8bit_moments_are_small_and_step_almost_alike() -> None:
             training.step(gradient=None)
     setup = Setup(owned=2, stored="fp32", optimizer="adamw8bit", micro_batch=1)
     predicted = device_bytes(MODEL, 16, False, setup).moments
-    assert small.optimizer.state_bytes() == pytest.approx(predicted, rel=0.01) < 0.5 * exact.optimizer.state_bytes()
+    assert small.optimizer.state_bytes() == pytest.approx(predicted, rel=0.01)
+    assert small.optimizer.state_bytes() < 0.5 * exact.optimizer.state_bytes()
     name = "model.layers.0.mlp.experts.1.gate_up_proj"
     state = small.optimizer.state()
     assert state[f"exp_avg.codes/{name}"].dtype == np.uint8

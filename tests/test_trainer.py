@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
+from torch.utils.flop_counter import FlopCounterMode
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import initial_state, layout_of, plain_model
+from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.flops import training_flops_per_token
+from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
-from spes_p2p.training.losses import next_token_loss
+from spes_p2p.training.losses import forward_losses, next_token_loss
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -235,7 +237,13 @@ def test_checkpointing_changes_no_update_and_keeps_the_auxiliary_losses_gradient
         np.testing.assert_allclose(checkpointed[name], update, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-def test_a_peers_own_micro_batch_gives_the_campaigns_gradient() -> None:
+def test_a_peers_own_micro_batch_is_what_passes_through_the_model_and_gives_the_campaigns_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from spes_p2p.training import trainer as module
+
+    sizes: list[int] = []
+    monkeypatch.setattr(module, "forward_losses", lambda m, b, ids, c: sizes.append(len(ids)) or forward_losses(m, b, ids, c))
     settings = {"moe_loss_weight": 0.0, "eps": 10.0, "learning_rate": 10.0, "weight_decay": 0.0, "max_grad_norm": 1e9}
     updates = []
     for options in (TrainingOptions(), TrainingOptions(micro_batch_size=3)):
@@ -244,12 +252,27 @@ def test_a_peers_own_micro_batch_gives_the_campaigns_gradient() -> None:
         group = LAYOUT.group("shared")
         updates.append(trainer.read(group) - BASE[group.start : group.stop])
     np.testing.assert_allclose(updates[1], updates[0], atol=1e-3 * np.abs(updates[0]).max())
+    assert sizes == [4, 3, 1]
 
 
 def test_the_report_says_how_many_operations_the_steps_needed() -> None:
     report = train(trainer_of(), phase_of(2))
     expected = report.tokens * training_flops_per_token(MODEL, 16, (0, 3))
     assert report.flops_per_second * report.seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("owned", [(), (0, 1, 2, 3)], ids=str)
+def test_the_formula_of_operations_counts_what_torch_counts(owned: tuple[int, ...]) -> None:
+    model = build_model(MODEL, BASE, owned, backend="eager")
+    model.set_attn_implementation("eager")
+    blocks = [module for module in model.modules() if isinstance(module, PartitionedExperts)]
+    ids = torch.from_numpy(CountingText().read_spread(8))
+    with FlopCounterMode(display=False) as counter:
+        forward_losses(model, blocks, ids, tiny_training()).total.backward()
+    # Without the causal mask's zeros left out, attention counts twice; the last position of a sample has no loss.
+    attention, head = 6 * 2 * 16 * 32, 6 * 64 * 32 / 16
+    expected = training_flops_per_token(MODEL, 16, owned) + attention - head
+    assert counter.get_total_flops() / ids.numel() == pytest.approx(expected, rel=1e-3)
 
 
 def test_options_that_this_machine_cannot_do_are_refused_before_anything_is_built() -> None:

@@ -67,7 +67,11 @@ class Eager:
 
 
 class GroupedMM:
-    """torch's grouped GEMM. On a CPU, matrices that need decoding go one at a time, so that they stay in the cache."""
+    """torch's grouped GEMM, and the loop where that is better or all there is.
+
+    On a CPU, matrices that need decoding go one at a time, so that they stay in the cache. On CUDA it is documented for
+    bfloat16 only.
+    """
 
     name = "grouped_mm"
 
@@ -76,20 +80,20 @@ class GroupedMM:
 
     def outputs(self, x: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
         """See Backend."""
-        if x.shape[0] == 0 or _better_in_a_loop(weights, x):
+        if x.shape[0] == 0 or _wants_loop(x, weights):
             return self._loop.outputs(x, weights, ends)
         return nn.functional.grouped_mm(x, weights.decode(x.dtype).transpose(1, 2), offs=ends)
 
     def input_gradient(self, grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
         """See Backend."""
-        if grad.shape[0] == 0 or _better_in_a_loop(weights, grad):
+        if grad.shape[0] == 0 or _wants_loop(grad, weights):
             return self._loop.input_gradient(grad, weights, ends)
         return nn.functional.grouped_mm(grad, weights.decode(grad.dtype), offs=ends)
 
     def weight_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         """See Backend."""
-        if x.shape[0] == 0:
-            return grad.new_zeros(len(ends), grad.shape[1], x.shape[1])
+        if x.shape[0] == 0 or _wants_loop(x):
+            return self._loop.weight_gradients(grad, x, ends)
         return nn.functional.grouped_mm(grad.t(), x, offs=ends)
 
 
@@ -116,6 +120,8 @@ def choose_backend(wanted: BackendName, device: torch.device, hidden_size: int, 
 def _grouped_mm_problem(device: torch.device, hidden_size: int, intermediate_size: int) -> str | None:
     if hidden_size % ALIGNMENT or intermediate_size % ALIGNMENT:
         return f"needs hidden_size = {hidden_size} and intermediate_size = {intermediate_size} to be multiples of {ALIGNMENT}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs a GPU of compute capability 8.0 or higher, not {torch.cuda.get_device_name(device)}"
     return None
 
 
@@ -132,8 +138,10 @@ _PROBLEMS: dict[str, Callable[[torch.device, int, int], str | None]] = {
 }
 
 
-def _better_in_a_loop(weights: Matrices, x: Tensor) -> bool:
-    return x.device.type == "cpu" and weights.is_encoded(x.dtype)
+def _wants_loop(x: Tensor, weights: Matrices | None = None) -> bool:
+    if x.device.type == "cpu":
+        return weights is not None and weights.is_encoded(x.dtype)
+    return x.dtype != torch.bfloat16
 
 
 def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:

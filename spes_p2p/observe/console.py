@@ -111,7 +111,7 @@ class RoundLog:
             f"loss {human_loss(event.loss)}",
             human_rate(status.tokens_per_second),
             f"experts {human_indices(status.owned)}",
-            f"{len(event.members)} peers",
+            f"{len(event.members)} {'peer' if len(event.members) == 1 else 'peers'}",
             f"trained {human_seconds(train_s)}" if train_s else "trained nothing",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]

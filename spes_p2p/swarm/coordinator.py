@@ -235,7 +235,7 @@ class Coordination:
                 promise = unpack(Promise, await self._ask(elector, PREPARE, pack(request)))
             return promise
         except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("elector %s: %s", elector[-6:], error)
+            logger.debug("elector %s: %s", elector[-6:], error)
             return None
 
     async def _make_plan(self, ballot: Ballot) -> Plan:
@@ -282,7 +282,7 @@ class Coordination:
             vote = unpack(Vote, await self._ask(elector, ACCEPT, request))
             return vote if vote.elector == elector else None
         except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("elector %s: %s", elector[-6:], error)
+            logger.debug("elector %s: %s", elector[-6:], error)
             return None
 
     async def _tell_electors(self, decided: Decided) -> None:

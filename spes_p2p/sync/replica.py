@@ -53,6 +53,8 @@ class Applied:
     decided: Decided
     plan: Plan
     results: Results
+    base_digest: str
+    """Of the base that it gave."""
 
 
 class Replica:
@@ -176,7 +178,7 @@ class Replica:
                 await self._jump_to_newest(forked=False)
                 continue
             await self._apply(decided, results)
-            applied.append(Applied(decided, results.plan, results))
+            applied.append(Applied(decided, results.plan, results, self.base.digest))
         return applied
 
     async def _apply(self, decided: Decided, results: Results) -> None:

@@ -105,7 +105,7 @@ class AdamW8bit(AdamW):
             codes.shape, key == "exp_avg", codes.size // scales.size, parameter.device, parameter.dtype
         )
         moment.codes.copy_(torch.from_numpy(np.array(codes)))
-        pass
+        moment.scale.copy_(torch.from_numpy(np.array(scales)))
         restored: Tensor = moment
         return restored
 
@@ -113,7 +113,7 @@ class AdamW8bit(AdamW):
 def check_optimizer(kind: OptimizerKind) -> None:
     """Raises UserError when the optimizer's package is missing."""
     if kind == "adamw8bit" and importlib.util.find_spec("torchao") is None:
-        raise UserError("optimizer adamw8bit: torchao is not installed; pip install --no-deps torchao; possible here: adamw")
+        raise UserError("optimizer adamw8bit: torchao is not installed; pip install torchao; possible here: adamw")
 
 
 def make_adamw(kind: OptimizerKind, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> AdamW:
