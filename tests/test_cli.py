@@ -305,9 +305,10 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
 
 
 @pytest.mark.network
-def test_an_existing_output_is_refused(swarm_place: Place, running: LocalPeers) -> None:
-    arguments = ["export", "--run-dir", str(running["bootstrap"].run_dir), "--output", str(swarm_place.folder)]
-    assert_refused(swarm_place.folder, arguments, str(swarm_place.folder), "exists")
+def test_an_untrained_base_is_not_exported(swarm_place: Place, running: LocalPeers) -> None:
+    run_dir = str(running["bootstrap"].run_dir)
+    arguments = ["export", "--run-dir", run_dir, "--output", str(swarm_place.folder / "exported")]
+    assert_refused(swarm_place.folder, arguments, run_dir, "holds base 0 only", "give a trainer's --run-dir")
 
 
 @pytest.mark.network
