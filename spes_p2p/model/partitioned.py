@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import Backend, choose_backend
+from spes_p2p.model.gating import gate_of, join_weighted
 from spes_p2p.model.staging import BACKWARD, FORWARD, Staging
 from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
 
@@ -101,8 +102,7 @@ class PartitionedExperts(nn.Module):
         self.routed: Tensor | None = None
         """`[E]` int64: assignments to each expert in the last forward pass."""
         self._shapes = {name: block.get_parameter(name).shape[1:] for name in MATRICES}
-        # Bound to the replaced block: some classes' gates read settings from it.
-        self._gate: Callable[[Tensor], Tensor] = block._apply_gate  # type: ignore[assignment]
+        self._gate = gate_of(block)
         _, hidden_size, intermediate_size = block.get_parameter("down_proj").shape
         self._backend = backend or choose_backend("auto", device, hidden_size, intermediate_size)
         self._staging = staging
@@ -154,23 +154,23 @@ class PartitionedExperts(nn.Module):
         token, place = order // top_k, torch.empty_like(order)  # [T * k]
         place[order] = torch.arange(order.numel(), device=order.device)
         sorted_hidden: Tensor = _Dispatch.apply(hidden_states, token, place)  # type: ignore[no-untyped-call]
-        output = self._experts(sorted_hidden.to(dtype), ends)  # [T * k, H]
-        output = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        output = self._experts(sorted_hidden.to(dtype), ends, top_k_weights.reshape(-1)[order])  # [T * k, H]
         collected: Tensor = _Collect.apply(output, token, place, len(top_k_index))  # type: ignore[no-untyped-call]
         return collected.to(hidden_states.dtype)
 
-    def _experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
+    def _experts(self, hidden: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+        """Each row's expert applied to it, times its weight: `[S, H]`, `[E]`, `[S]` -> `[S, H]`."""
         count = len(self.owned)
         if count == 0:
-            return self._foreign_experts(hidden, ends)
+            return self._foreign_experts(hidden, ends) * weights[:, None]
         if count == self.num_experts:
-            return self._owned_experts(hidden, ends)
+            return self._owned_experts(hidden, ends) * weights[:, None]
         # The one host synchronisation of the block: how many rows belong to owned experts.
         split = int(ends[count - 1])
         # Not two slices, whose gradients would each be as large as all rows.
         for_owned, for_foreign = hidden.split_with_sizes((split, hidden.shape[0] - split))
         owned = self._owned_experts(for_owned, ends[:count])
-        return torch.cat((owned, self._foreign_experts(for_foreign, ends[count:] - split)))
+        return join_weighted(owned, self._foreign_experts(for_foreign, ends[count:] - split), weights)
 
     def _owned_experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
         for name in MATRICES:

@@ -1,0 +1,70 @@
+"""The benchmark compares equals: the same work, counted in the same way."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from spes_p2p.model.build import initial_state, plain_model
+from spes_p2p.model.memory import Setup
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmarks", ROOT / "tools" / "benchmarks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_ways_to_compute_the_experts_give_the_same_gradient_of_their_input(bench: ModuleType) -> None:
+    config = bench.campaign(hidden_size=32, intermediate_size=48, moe_num_experts=4).model
+    base = initial_state(config)
+    block = plain_model(config, base).model.layers[0].mlp.experts
+    inputs = bench.routed_tokens(64, 32, 4, 2, CPU)
+    works = [
+        bench.transformers_block(block, "grouped_mm", inputs),
+        bench.transformers_block(block, "eager", inputs),
+        bench.concatenated_block(block, range(1), inputs),
+        bench.partitioned_block(config, base, range(1), "fp32", inputs, CPU),
+    ]
+    gradients = []
+    for work in works:
+        work()
+        gradients.append((inputs[0].grad, inputs[2].grad))
+    for hidden, weights in gradients[1:]:
+        torch.testing.assert_close(hidden, gradients[0][0])
+        torch.testing.assert_close(weights, gradients[0][1])
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
+def test_counted_bytes_are_the_formulas(bench: ModuleType, stored: str) -> None:
+    config = bench.campaign(hidden_size=64, intermediate_size=128, moe_num_experts=8, vocab_size=512)
+    setup = Setup(2, stored, "adamw", 1, "cpu", False)  # type: ignore[arg-type]
+    found = bench.counted_and_formula(config, initial_state(config.model), setup, CPU)
+    assert found["counted"] == pytest.approx(found["formula"], rel=0.01)
+
+
+def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(bench: ModuleType) -> None:
+    order: list[str] = []
+    works = {name: lambda n=name: order.append(n) for name in "abc"}
+    seconds = bench.interleaved(works, 5, CPU)
+    assert [sorted(order[i : i + 3]) for i in range(0, 18, 3)] == [["a", "b", "c"]] * 6
+    assert {name: len(found) for name, found in seconds.items()} == {"a": 5, "b": 5, "c": 5}
+    assert bench.ratio({"a": [1, 2, 30], "b": [2, 4, 10]}, "a", "b") == 0.5
+
+
+def test_too_few_rounds_are_refused() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "bench"), "experts", "--rounds", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "--rounds 3: a median of fewer than 5 says little" in run.stderr
