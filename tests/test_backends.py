@@ -88,7 +88,8 @@ def test_megablocks_computes_what_grouped_mm_computes() -> None:
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (pip install --no-deps megablocks stanford-stk triton)")
     # Triton reads the variable when it is imported, which may have happened in this process.
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(PARITY.parents[1]), *filter(None, sys.path)])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, str(PARITY)], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 

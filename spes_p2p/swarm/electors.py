@@ -171,7 +171,7 @@ class HeadLog:
 
     def since(self, round_number: int) -> tuple[Decided, ...]:
         """All certificates after that round."""
-        return tuple(self._decided[round_number + 1 :])
+        return tuple(self._decided[max(-1, round_number) + 1 :])
 
     def append(self, decided: Decided) -> bool:
         """Add the next head. False when it is known already; Refused when it does not follow or is not proven."""
@@ -212,6 +212,8 @@ class Elector:
         if request.round != head.round + 1 or request.parent != head.id:
             return Promise(head.round, False, None, None, None)
         self._require_elector()
+        if request.ballot.coordinator not in head.electorate:
+            raise Refused("a ballot of a peer that is no elector of this round")
         state = self._state()
         if state.promised is not None and request.ballot <= state.promised:
             return Promise(head.round, False, state.promised, None, None)
@@ -223,7 +225,13 @@ class Elector:
         head = self._log.head
         if request.head.round != head.round + 1 or request.head.parent != head.id:
             raise Refused(f"my head is round {head.round}")
+        proposed = request.head
+        kept = (proposed.campaign, proposed.epoch, proposed.helpers) == (head.campaign, head.epoch, head.helpers)
+        if not kept or not proposed.plan:
+            raise Refused("a head that no plan of this campaign leads to")
         self._require_elector()
+        if request.ballot.coordinator not in head.electorate:
+            raise Refused("a ballot of a peer that is no elector of this round")
         state = self._state()
         if state.promised is not None and request.ballot < state.promised:
             raise Refused(f"promised ballot {state.promised.number}")

@@ -47,6 +47,7 @@ from spes_p2p.sync.results import Results
 logger = logging.getLogger(__name__)
 
 CAMPAIGN, BLOB, HEADS, LEAVE, REFORM, STATUS = "campaign", "blob", "heads", "leave", "reform", "status"
+MAX_BALLOT_NUMBER = 2**32
 CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
 HEADS_A_MESSAGE = 200
 BLOB_CHUNK_BYTES = 2**18
@@ -252,10 +253,21 @@ class Node:
         await talk.send(pack(Decide(self.log.since(after)[:HEADS_A_MESSAGE])))
 
     async def _on_prepare(self, talk: Talk) -> None:
-        await talk.send(pack(self._elector.prepare(unpack(Prepare, await talk.message()))))
+        request = unpack(Prepare, await talk.message())
+        self._require_coordinator(talk.remote, request.ballot)
+        await talk.send(pack(self._elector.prepare(request)))
 
     async def _on_accept(self, talk: Talk) -> None:
-        await talk.send(pack(self._elector.accept(unpack(Accept, await talk.message()))))
+        request = unpack(Accept, await talk.message())
+        self._require_coordinator(talk.remote, request.ballot)
+        await talk.send(pack(self._elector.accept(request)))
+
+    def _require_coordinator(self, sender: str, ballot: Ballot) -> None:
+        """Ballots are taken from their own coordinator only, within a range that can always be exceeded."""
+        if sender != ballot.coordinator:
+            raise Refused("a ballot of somebody else")
+        if not 0 < ballot.number < MAX_BALLOT_NUMBER:
+            raise Refused("a ballot number out of range")
 
     async def _on_decide(self, talk: Talk) -> None:
         for decided in unpack(Decide, await talk.message()).decided:

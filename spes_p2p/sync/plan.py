@@ -18,6 +18,8 @@ from spes_p2p.sync.merge import Donors, merge_alpha
 from spes_p2p.sync.parts import Part, mask_bytes
 from spes_p2p.sync.results import ABSENT, Results
 
+MAX_TOKENS, MAX_RATE = 2**48, 1e15
+"""More tokens, or a higher speed or loss, cannot be true."""
 MAX_SPEED_RATIO = 4.0
 """A peer does at most so many times the campaign's steps in a phase, and at least the inverse."""
 
@@ -52,8 +54,10 @@ def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> 
     numbers = (announcement.tokens_per_second, announcement.bandwidth, announcement.loss, announcement.validation_loss or 0.0)
     if len(announcement.routed) != experts or min(announcement.routed) < 0 or announcement.tokens < 0:
         raise Refused("malformed announcement: token counts")
-    if not all(math.isfinite(number) and number >= 0 for number in numbers) or announcement.capacity < 0:
+    if not all(math.isfinite(number) and 0 <= number <= MAX_RATE for number in numbers):
         raise Refused("malformed announcement: speeds")
+    if not 0 <= announcement.capacity <= experts or max(announcement.tokens, *announcement.routed) > MAX_TOKENS:
+        raise Refused("malformed announcement: capacity or token counts")
     for interval in announcement.untrained:
         inside = 0 <= interval.start < interval.stop <= rules.num_samples
         before_cursor = (interval.epoch, interval.stop) <= (head.cursor.epoch, head.cursor.position)
@@ -140,6 +144,8 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
     included = [p for p in results.parts if roots[p.reducer] and results.digest_of(p) != ABSENT and p.index not in set(dropped)]
     if results.parts and not included:
         raise Refused("no part is held by enough members")
+    if len(staged) < needed:
+        raise Refused("the plan is held by too few members")
     peers = tuple(member.peer for member in plan.members)
     dialable = tuple(member.peer for member in plan.members if member.bandwidth > 0)
     heard = {i for part in included if part.group.expert is None for i in results.contributors(part)}

@@ -1,0 +1,38 @@
+"""Who is no elector cannot decide, block or end a campaign: its ballots are refused by everybody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from virtual_swarm import VirtualSwarm, campaign
+
+from spes_p2p.errors import Refused
+from spes_p2p.swarm.coordinator import ACCEPT, PREPARE
+from spes_p2p.swarm.electors import Accept, Prepare
+from spes_p2p.swarm.memory import run_virtual
+from spes_p2p.swarm.records import Ballot
+from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.swarm.wire import pack
+
+
+@pytest.mark.parametrize("name", ["X", "A"])
+def test_a_strangers_ballots_are_refused_and_the_swarm_finishes(name: str) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_bootstrap()
+        for peer in "ABC":
+            swarm.start(peer)
+        await swarm.until(lambda: swarm.round_of("A") >= 2)
+        board = Switchboard(swarm.network.transport("X"), 5.0)
+        head = swarm.peers["A"].node.log.head
+        forged = replace(head, round=head.round + 1, parent=head.id, electorate=("X",), helpers=("X",), step=10**6)
+        for elector in ("A", "B", "C", "W"):
+            with pytest.raises(Refused):
+                await board.ask(elector, PREPARE, pack(Prepare(head.round + 1, head.id, Ballot(2**63, name))), 5.0)
+            with pytest.raises(Refused):
+                await board.ask(elector, ACCEPT, pack(Accept(Ballot(10**6, name), forged)), 5.0)
+        await swarm.until(lambda: all(swarm.peers[peer].finished for peer in "ABC"))
+        assert swarm.recorders["A"].commits()[6].campaign_step == 60
+
+    run_virtual(main())
