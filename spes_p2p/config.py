@@ -148,7 +148,8 @@ class SyncConfig(Section):
     min_peers: Positive = Field(1, description="Trainers that must be there before the first round is planned.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers after min_peers are there.")
-    silence_s: PositiveNumber = Field(10.0, description="A peer that is silent for so long counts as dead.")
+    silence_s: PositiveNumber = Field(
+        10.0, description="Longest silence of a living peer; heartbeats teach the swarm a shorter bound.")
     reform_after_s: PositiveNumber = Field(
         60.0, description="A bootstrap peer that sees no majority of the electors for so many seconds reforms the swarm.")
     exchange_timeout_s: PositiveNumber = Field(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, bound_head, quorum
-from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Pong, Staged, Vote
+from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Staged, Vote
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
@@ -185,11 +185,8 @@ class Coordination:
         return max(self._rules.config.sync.silence_s, STRAGGLER_SHARE * (half_at - self._phase_began))
 
     async def _ping(self, peer: str, stop: bool) -> None:
-        request = pack(Ping(self.head.round if stop else -1))
-        try:
-            unpack(Pong, await self._board.ask(peer, PING, request, self._board.silence_s))
-        except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("%s is not there for round %d: %s", peer[-6:], self.head.round + 1, error)
+        if await self._board.is_there(peer, PING, pack(Ping(self.head.round if stop else -1))) is None:
+            logger.info("%s is not there for round %d", peer[-6:], self.head.round + 1)
             self._dead.add(peer)
 
     # Deciding ----------------------------------------------------------------------------------------------------------

@@ -296,15 +296,9 @@ class Node:
         await talk.send(pack(Decide((self._reform(),))))
 
     async def _sees_majority(self) -> bool:
-        async def answers(peer: str) -> bool:
-            try:
-                await self.board.ask(peer, PING, pack(Ping(-1)), self.board.silence_s)
-            except (PeerUnreachable, Refused):
-                return False
-            return True
-
         electorate = self.log.head.electorate
-        return sum(await asyncio.gather(*map(answers, electorate))) >= quorum(electorate)
+        answers = await asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in electorate))
+        return sum(answer is not None for answer in answers) >= quorum(electorate)
 
     def _reform(self) -> Decided:
         """Open a new epoch on my last head: its next round is gathered by me from whoever is there."""
@@ -349,11 +343,8 @@ class Node:
     async def _only_if_others_cannot(self, ranked_before: tuple[str, ...]) -> None:
         """Take over only from coordinators that are gone or have failed, else one bad link could abort everybody's round."""
         for peer in ranked_before:
-            try:
-                pong = unpack(Pong, await self.board.ask(peer, PING, pack(Ping(-1)), self.board.silence_s))
-            except (PeerUnreachable, Refused, WireError):
-                continue
-            if pong.failed_to_coordinate != self.log.round + 1:
+            answer = await self.board.is_there(peer, PING, pack(Ping(-1)))
+            if answer is not None and not _has_failed(answer, self.log.round + 1):
                 raise Refused(f"alive: {peer[-6:]} is there to coordinate this round")
 
     def _current_coordination(self) -> Coordination:
@@ -398,6 +389,14 @@ class Node:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _has_failed(pong: bytes, round_number: int) -> bool:
+    """Does this answer to a ping say that its sender could not coordinate the round? A malformed one counts as yes."""
+    try:
+        return unpack(Pong, pong).failed_to_coordinate == round_number
+    except WireError:
+        return True
 
 
 async def find_contacts(world: World, campaign_hash: str) -> dict[str, Contact]:

@@ -1,7 +1,7 @@
 """Talks between peers: framed messages with refusals and heartbeats, on top of the transport's channels.
 
-While a talk is open both ends send heartbeats from their event loop. Silence beyond the bound therefore means that the other
-peer is dead, paused or cut off, never that it is busy; a broken connection counts at once.
+While a talk is open both ends send heartbeats from their event loop. Silence beyond the bound (`detector.py`) therefore means
+that the other peer is dead, paused or cut off, never that it is busy; a broken connection counts at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.swarm.detector import SilenceDetector
 from spes_p2p.swarm.interfaces import Channel, Transport
 from spes_p2p.swarm.wire import WireError
 
@@ -29,10 +30,10 @@ QUEUED_FRAMES = 8
 class Talk:
     """One open conversation with one peer."""
 
-    def __init__(self, channel: Channel, silence_s: float, count: Callable[[int, int], None]):
+    def __init__(self, channel: Channel, detector: SilenceDetector, count: Callable[[int, int], None]):
         self.remote = channel.remote
         self._channel = channel
-        self._silence_s = silence_s
+        self._detector = detector
         self._count = count
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -100,9 +101,16 @@ class Talk:
             await self._channel.send(frame)
 
     async def _read(self) -> None:
+        clock = asyncio.get_running_loop().time
+        beats = 0
+        silence_s = self._detector.ceiling_s
         try:
             while True:
-                frame = await asyncio.wait_for(self._channel.receive(), self._silence_s)
+                silence_s, since = self._detector.bound(self.remote), clock()
+                frame = await asyncio.wait_for(self._channel.receive(), silence_s)
+                beats = beats + 1 if frame == HEARTBEAT else 0
+                if beats > 1:
+                    self._detector.saw_gap(self.remote, clock() - since)
                 if frame is None:
                     await self._incoming.put(None)
                     return
@@ -113,14 +121,14 @@ class Talk:
                     self._count(0, len(body))
                     await self._incoming.put(body)
         except asyncio.TimeoutError:
-            self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {self._silence_s:g} s"))
+            self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {silence_s:.3g} s"))
         except (PeerUnreachable, Refused) as error:
             self._break(error)
 
     async def _beat(self) -> None:
         with contextlib.suppress(PeerUnreachable):
             while True:
-                await asyncio.sleep(self._silence_s / 4)
+                await asyncio.sleep(self._detector.heartbeat_s)
                 await self._send(HEARTBEAT)
 
     def _break(self, error: Exception) -> None:
@@ -136,8 +144,9 @@ class Switchboard:
     """Opens and serves talks by method name; a peer can talk to itself. Counts payload bytes by kind."""
 
     def __init__(self, transport: Transport, silence_s: float):
+        """`silence_s`: the longest silence of a living peer; the same on all peers."""
         self.transport = transport
-        self.silence_s = silence_s
+        self.detector = SilenceDetector(silence_s)
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self._handlers: dict[str, TalkHandler] = {}
@@ -147,6 +156,19 @@ class Switchboard:
     def peer_id(self) -> str:
         """My own id."""
         return self.transport.peer_id
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds after which any silent peer counts as dead."""
+        return self.detector.ceiling_s
+
+    async def is_there(self, peer: str, method: str, request: bytes) -> bytes | None:
+        """Ask for something that is answered at once; None from a peer that is dead, silent or refuses."""
+        try:
+            return await self.ask(peer, method, request, self.detector.bound(peer))
+        except (PeerUnreachable, Refused) as error:
+            logger.debug("%s: %s", peer[-6:], error)
+            return None
 
     async def serve(self, method: str, handler: TalkHandler) -> None:
         """Answer talks for `method`. What the handler raises as Refused or WireError is told to the other end."""
@@ -160,7 +182,7 @@ class Switchboard:
             channel = self._call_myself(method)
         else:
             channel = await _within(self.transport.open(peer, method), self.silence_s)
-        talk = Talk(channel, self.silence_s, self._counter(method, peer))
+        talk = Talk(channel, self.detector, self._counter(method, peer))
         try:
             yield talk
         finally:
@@ -185,7 +207,7 @@ class Switchboard:
             task.cancel()
 
     async def _answer(self, method: str, channel: Channel) -> None:
-        talk = Talk(channel, self.silence_s, self._counter(method, channel.remote))
+        talk = Talk(channel, self.detector, self._counter(method, channel.remote))
         try:
             await self._handlers[method](talk)
             await talk.finish()

@@ -167,8 +167,8 @@ class Exchange:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._someone_left.wait(), self._board.silence_s / 4)
             waited_s = asyncio.get_running_loop().time() - started
-            if waited_s >= self._board.silence_s:
-                self._lost |= set(range(len(self._names))) - self._pushing - {self.me}
+            silent = {i for i, peer in enumerate(self._names) if waited_s >= self._board.detector.bound(peer)}
+            self._lost |= silent - self._pushing - {self.me}
             if waited_s >= PUSH_SHARE * self._timeout_s:
                 self._lost |= set(range(len(self._names))) - {self.me}
             await self._close_complete()

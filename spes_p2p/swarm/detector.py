@@ -1,0 +1,57 @@
+"""How long a peer may be silent before it counts as dead: learnt from the heartbeats of this swarm, not guessed by a user.
+
+While a talk is open each end sends a heartbeat every HEARTBEAT_S. The bound is median + K * 1.4826 * MAD of the gaps that were
+seen between them (of this peer where it showed enough, else of everybody), never below a floor that covers a lost packet's
+resending, never above the campaign's `silence_s`. MAD is the median absolute deviation; 1.4826 scales it to a standard
+deviation of normal gaps (Hampel 1974).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+HEARTBEAT_S = 1.0
+"""Seconds between heartbeats; a quarter of the ceiling where that is less."""
+FLOOR_HEARTBEATS = 5.0
+"""Heartbeats that may be missing however regular they were."""
+DEVIATIONS = 6.0
+"""K."""
+NORMAL_DEVIATION = 1.4826
+KEPT_GAPS, ENOUGH_GAPS = 64, 16
+
+
+def silence_bound(gaps: Sequence[float], floor_s: float, ceiling_s: float) -> float:
+    """Seconds of silence that mean death, from heartbeat gaps in seconds; the ceiling while there are too few of them."""
+    if len(gaps) < ENOUGH_GAPS:
+        return ceiling_s
+    median = statistics.median(gaps)
+    deviation = statistics.median(abs(gap - median) for gap in gaps)
+    return min(max(median + DEVIATIONS * NORMAL_DEVIATION * deviation, floor_s), ceiling_s)
+
+
+class SilenceDetector:
+    """The bound of each peer, from what it and the whole swarm showed."""
+
+    def __init__(self, ceiling_s: float):
+        """`ceiling_s`: the campaign's `silence_s`, the same on all peers."""
+        self.ceiling_s = ceiling_s
+        self.heartbeat_s = min(HEARTBEAT_S, ceiling_s / 4)
+        self._all: deque[float] = deque(maxlen=KEPT_GAPS)
+        self._of: dict[str, deque[float]] = {}
+        self._bounds: dict[str, float] = {}
+
+    def saw_gap(self, peer: str, gap_s: float) -> None:
+        """Two heartbeats of a peer came so many seconds apart."""
+        self._of.setdefault(peer, deque(maxlen=KEPT_GAPS)).append(gap_s)
+        self._all.append(gap_s)
+        self._bounds.clear()
+
+    def bound(self, peer: str) -> float:
+        """Seconds of silence after which this peer counts as dead."""
+        if peer not in self._bounds:
+            own = self._of.get(peer, ())
+            gaps = own if len(own) >= ENOUGH_GAPS else self._all
+            self._bounds[peer] = silence_bound(tuple(gaps), FLOOR_HEARTBEATS * self.heartbeat_s, self.ceiling_s)
+        return self._bounds[peer]

@@ -1,0 +1,72 @@
+"""How long silence may last before it means death."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.errors import PeerUnreachable
+from spes_p2p.swarm.detector import DEVIATIONS, ENOUGH_GAPS, FLOOR_HEARTBEATS, SilenceDetector, silence_bound
+from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
+from spes_p2p.swarm.rpc import Switchboard, Talk
+
+FLOOR_S, CEILING_S = 5.0, 10.0
+
+
+@given(st.lists(st.floats(0.01, 100), max_size=80))
+def test_the_bound_lies_between_floor_and_ceiling(gaps: list[float]) -> None:
+    assert FLOOR_S <= silence_bound(gaps, FLOOR_S, CEILING_S) <= CEILING_S
+
+
+def test_regular_heartbeats_shorten_the_bound_and_irregular_ones_do_not() -> None:
+    assert silence_bound([1.0] * ENOUGH_GAPS, FLOOR_S, CEILING_S) == FLOOR_S
+    assert silence_bound([1.0, 3.0] * ENOUGH_GAPS, FLOOR_S, CEILING_S) == CEILING_S
+    assert silence_bound([1.0] * (ENOUGH_GAPS - 1), FLOOR_S, CEILING_S) == CEILING_S
+
+
+def test_the_bound_is_the_median_and_so_many_deviations() -> None:
+    gaps = [1.0, 1.5, 2.0, 2.5, 3.0] * ENOUGH_GAPS
+    assert silence_bound(gaps, 0.0, 100.0) == pytest.approx(2.0 + DEVIATIONS * 1.4826 * 0.5)
+
+
+def test_one_outlier_changes_little() -> None:
+    assert silence_bound([1.0] * ENOUGH_GAPS + [60.0], FLOOR_S, CEILING_S) == FLOOR_S
+
+
+def test_a_slow_peer_gets_its_own_patience_and_a_new_one_that_of_the_swarm() -> None:
+    detector = SilenceDetector(CEILING_S)
+    for _ in range(ENOUGH_GAPS):
+        detector.saw_gap("slow", 1.0)
+        detector.saw_gap("slow", 4.0)
+    for _ in range(4 * ENOUGH_GAPS):
+        detector.saw_gap("quick", 1.0)
+    assert detector.bound("slow") == CEILING_S
+    assert detector.bound("quick") == detector.bound("new") == FLOOR_HEARTBEATS * detector.heartbeat_s
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_a_paused_peer_is_out_after_the_bound_that_its_heartbeats_taught(taught: bool) -> None:
+    async def waited_s() -> float:
+        network = MemoryNetwork(latency_s=0.05)
+        a, b = (Switchboard(network.transport(name), CEILING_S) for name in "ab")
+
+        async def never(talk: Talk) -> None:
+            await asyncio.Event().wait()
+
+        async def ask() -> float:
+            async with a.talk("b", "wait") as talk:
+                await asyncio.sleep(2 * ENOUGH_GAPS if taught else 1)
+                network.pause("b")
+                paused_at = asyncio.get_running_loop().time()
+                with pytest.raises(PeerUnreachable, match="silent"):
+                    await talk.message()
+                return asyncio.get_running_loop().time() - paused_at
+
+        await b.serve("wait", never)
+        return await network.run_peer("a", ask())
+
+    expected = FLOOR_HEARTBEATS if taught else CEILING_S
+    assert expected - 2 <= run_virtual(waited_s()) <= expected + 0.1
