@@ -1,11 +1,13 @@
-"""The life of a trainer: get the base, then train a phase, take part in a round, and again until the campaign is done."""
+"""The life of a peer: get the base, then train a phase, take part in a round, and again until the campaign is done.
+
+A helper lives the same life without the training: it reduces, follows the base and serves it, also when all others are gone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,29 +19,23 @@ from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import (
-    BaseRestored,
-    BytesMoved,
-    Evaluated,
     Observer,
-    PhaseEntered,
     PhaseTrained,
-    RoundCommitted,
-    RoundFailed,
     TrainingProgress,
 )
 from spes_p2p.swarm.coordinator import ROUND
 from spes_p2p.swarm.node import Hooks, Node
-from spes_p2p.swarm.records import Announcement, Decided, Head, Plan, Staged
+from spes_p2p.swarm.records import Announcement, Decided, Plan, Staged
 from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors, nearest_experts
 from spes_p2p.sync.plan import held_bits
-from spes_p2p.sync.replica import Applied, Replica
+from spes_p2p.sync.replica import Replica
 from spes_p2p.sync.results import Results
 from spes_p2p.sync.selftest import check_arithmetic
+from spes_p2p.telling import Teller, trainers_of
 from spes_p2p.training.checkpoint import load_checkpoint
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
-from spes_p2p.training.optimizer import learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +44,9 @@ T = TypeVar("T")
 MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
 """Builds the trainer on a base (flat float32) with these owned experts."""
 
-BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot": "download", "blob": "download"}
 LINGER_S = 20.0
 """After the last round a peer stays so long for those that still need its results."""
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 15.0
-DOWNLOAD_LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -65,43 +59,49 @@ class Capacity:
     """Relative upload bandwidth; 0: it cannot be dialled, and reduces nothing."""
 
 
+NOTHING_TO_TRAIN = Capacity(experts=0)
+"""Of a helper."""
+
+
 class Peer:
-    """One trainer. `run` returns when the campaign is complete or after `leave` was asked for."""
+    """One peer. `run` returns after `leave` was asked for, a trainer's also when the campaign is complete."""
 
     def __init__(
         self,
         node: Node,
         layout: Layout,
-        make_trainer: MakeTrainer,
+        make_trainer: MakeTrainer | None,
         capacity: Capacity,
         observer: Observer,
         status: Callable[[], bytes],
         where: str,
     ):
-        """`where` names the run-dir in messages; `status` is what a status call gets."""
+        """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets."""
         self.node = node
         self.layout = layout
         self.replica = Replica(node, layout, observer)
+        self._teller = Teller(node, self.replica, observer)
         self._make_trainer = make_trainer
         self._capacity = capacity
         self._observer = observer
         self._status = status
         self._where = where
-        self._phase = "joining"
         self._leaving = asyncio.Event()
         self._stop_after_round: int | None = None
         self._untrained: tuple[Interval, ...] = ()
         self._speed = 0.0
         self._validation_loss: float | None = None
-        self._evaluated_round = -1
-        self._download_logged_at: float | None = None
-        self._moved: Counter[tuple[str, bool]] = Counter()
 
     @property
     def trainer(self) -> Trainer:
-        """Set as soon as there is a base."""
+        """A trainer's, as soon as there is a base."""
         assert self.replica.trainer is not None
         return self.replica.trainer
+
+    @property
+    def is_helper(self) -> bool:
+        """Does it not train?"""
+        return self._make_trainer is None
 
     @property
     def finished(self) -> bool:
@@ -125,6 +125,9 @@ class Peer:
                 if self._leaving.is_set():
                     break
                 await self._sync()
+            if self.is_helper:
+                self._teller.enter("waiting")
+                await self._leaving.wait()
             await self._go()
         finally:
             await self.node.close()
@@ -135,8 +138,9 @@ class Peer:
         hooks = Hooks(
             results_of=lambda plan: Results.empty(plan, self.layout, self.replica.codec, self.replica.part_bytes),
             donors=self._donors,
+            duties=self._duties,
             stop_phase=self._stop_phase,
-            phase=lambda: self._phase,
+            phase=lambda: self._teller.phase,
             status=self._status,
         )
         await self.replica.start()
@@ -145,28 +149,25 @@ class Peer:
     async def _get_base(self) -> None:
         restored = self.replica.restore(self._where)
         if not restored:
-            self._enter("downloading")
-            await self._or_leave(self.replica.join(self._log_download))
+            self._teller.enter("downloading")
+            await self._or_leave(self.replica.join(self._teller.downloading))
             if self._leaving.is_set():
                 return
-        base = self.replica.base
-        duty = base.duty(self.node.peer_id)
-        owned = duty.owned if duty is not None else ()
-        self.replica.trainer = await self.node.world.run_blocking(self._make_trainer, base.values, owned)
-        if restored:
-            load_checkpoint(self.node.world.store, self.trainer, self.layout, base.head)
-        self._tell_restored("disk" if restored else "download")
+        if self._make_trainer is not None:
+            await self._begin_training(self._make_trainer, restored)
+        self._teller.restored("disk" if restored else "download")
         for peer in self.node.others():
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 await self.node.learn_heads(peer)
         await self._advance({})
 
-    def _tell_restored(self, source: str) -> None:
-        head = self.node.log.head_at(self.replica.base.round)
-        total_steps = self.node.campaign.config.training.total_steps
-        self._observer.tell(
-            BaseRestored(head.round, head.step, total_steps, head.tokens, self.replica.base.digest, source, _owners(head))
-        )
+    async def _begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
+        base = self.replica.base
+        duty = base.duty(self.node.peer_id)
+        owned = duty.owned if duty is not None else ()
+        self.replica.trainer = await self.node.world.run_blocking(make_trainer, base.values, owned)
+        if restored:
+            load_checkpoint(self.node.world.store, self.trainer, self.layout, base.head)
 
     # Training ----------------------------------------------------------------------------------------------------------
 
@@ -174,9 +175,9 @@ class Peer:
         """Do the duty of this phase, if the last plan gave one."""
         base = self.replica.base
         duty = base.duty(self.node.peer_id)
-        if base.plan is None or duty is None or duty.steps == 0:
+        if self.is_helper or base.plan is None or duty is None or duty.steps == 0:
             return
-        self._enter("training")
+        self._teller.enter("training")
         sync_steps = self.node.campaign.config.training.sync_steps
         phase = Phase(base.round + 1, base.plan.step, sync_steps, duty.steps, duty.slices)
         report: PhaseReport = await self.node.world.run_blocking(
@@ -226,10 +227,10 @@ class Peer:
                 await self._attempt(coordinator, attempt, seconds)
                 await self._advance(seconds)
             except PeerUnreachable as error:
-                self._failed(target, attempt, "coordinator_lost", str(error))
+                self._teller.failed(target, attempt, "coordinator_lost", str(error))
                 attempt += 1
             except WireError as error:
-                self._failed(target, attempt, "malformed", str(error))
+                self._teller.failed(target, attempt, "malformed", str(error))
                 attempt += 1
             except Refused as error:
                 attempt = await self._after_refusal(coordinator, target, attempt, len(order), str(error))
@@ -239,7 +240,7 @@ class Peer:
     async def _attempt(self, coordinator: str, attempt: int, seconds: dict[str, float]) -> None:
         """One attempt: announce, exchange, stage, and learn the decided head. Raises PeerUnreachable, Refused, WireError."""
         clock = asyncio.get_running_loop().time
-        self._enter("announcing")
+        self._teller.enter("waiting" if self.is_helper else "announcing")
         started = clock()
         async with self.node.board.talk(coordinator, ROUND) as talk:
             await talk.send(pack(self._announcement(attempt)))
@@ -249,7 +250,7 @@ class Peer:
             seconds["announce"] = clock() - started
             if reply[:4] == b"plan":
                 await self._exchange(talk, unpack(Plan, reply[4:]), seconds)
-                self._enter("committing")
+                self._teller.enter("committing")
                 started = clock()
                 reply = await talk.message()
                 seconds["commit"] = clock() - started
@@ -273,6 +274,7 @@ class Peer:
             protocol=PROTOCOL_VERSION,
             round=base.round + 1,
             attempt=attempt,
+            trains=not self.is_helper,
             head=base.head,
             base_digest=base.digest,
             tokens=ledger.tokens,
@@ -286,7 +288,7 @@ class Peer:
         )
 
     async def _exchange(self, talk: Talk, plan: Plan, seconds: dict[str, float]) -> None:
-        self._enter("exchanging")
+        self._teller.enter("exchanging")
         started = asyncio.get_running_loop().time()
         self._check_plan(plan, talk.remote)
         exchange = await self.node.world.run_blocking(self.replica.open_exchange, plan)
@@ -320,16 +322,16 @@ class Peer:
         if kind in ("closed", "alive"):
             logger.info("round %d: %s", target, detail)
             return attempt if kind == "closed" else (attempt // ranks + 1) * ranks
-        self._failed(target, attempt, "refused", reason)
+        self._teller.failed(target, attempt, "refused", reason)
         return attempt + 1
 
     async def _repair(self, target: int, attempt: int, reason: str) -> int:
         try:
             await self.replica.repair()
-            self._tell_restored("download")
+            self._teller.restored("download")
             return attempt
         except PeerUnreachable as error:
-            self._failed(target, attempt, "refused", f"{reason} ({error})")
+            self._teller.failed(target, attempt, "refused", f"{reason} ({error})")
             await self._or_leave(asyncio.sleep(BACKOFF_S))
             return attempt + 1
 
@@ -352,15 +354,16 @@ class Peer:
         """Apply what was decided, and tell."""
         if self.replica.base.head == self.node.log.head.id:
             return
-        self._enter("applying")
+        self._teller.enter("applying")
         started = asyncio.get_running_loop().time()
         applied = await self.replica.advance()
         seconds["apply"] = asyncio.get_running_loop().time() - started
         self._untrained, self._validation_loss, self._stop_after_round = (), None, None
         for each in applied:
-            self._tell_committed(each, seconds)
+            self.node.lateness.extend(each.plan.lateness)
+            self._teller.committed(each, seconds)
         if not applied:
-            self._tell_restored("reform" if not self.node.log.head.plan else "download")
+            self._teller.restored("reform" if not self.node.log.head.plan else "download")
         await self._maybe_evaluate()
         await self.node.meet()
 
@@ -368,93 +371,34 @@ class Peer:
         """One member evaluates the base every so many rounds, in turn; it tells the others with its next announcement."""
         every = self.node.campaign.config.evaluation.every_rounds
         base = self.replica.base
-        members = base.plan.members if base.plan is not None else ()
-        if not every or not members:
+        trainers = trainers_of(base.plan) if base.plan is not None else ()
+        if not every or not trainers:
             return
         last = self.finished
-        turn = members[(base.round // every) % len(members)].peer
+        turn = trainers[(base.round // every) % len(trainers)]
         if (base.round % every and not last) or turn != self.node.peer_id:
             return
-        self._enter("evaluating")
+        self._teller.enter("evaluating")
         loss = await self.node.world.run_blocking(self.trainer.validation_loss)
         if np.isfinite(loss):
             self._validation_loss = float(loss)
-            self._evaluated_round = base.round
-            self._observer.tell(Evaluated(base.round, self._validation_loss))
-
-    # Telling -----------------------------------------------------------------------------------------------------------
-
-    def _tell_committed(self, applied: Applied, seconds: dict[str, float]) -> None:
-        head, plan = applied.decided.head, applied.plan
-        training = self.node.campaign.config.training
-        sent, received = self._tell_bytes()
-        if plan.validation_loss is not None and self._evaluated_round != head.round - 1:
-            self._observer.tell(Evaluated(head.round - 1, plan.validation_loss))
-        self._observer.tell(
-            RoundCommitted(
-                round=head.round,
-                campaign_step=head.step,
-                total_steps=training.total_steps,
-                tokens=head.tokens - self.node.log.head_at(head.round - 1).tokens,
-                total_tokens=head.tokens,
-                loss=plan.loss if plan.tokens else float("nan"),
-                members=head.members,
-                owners=_owners(head),
-                base_digest=applied.base_digest,
-                parts=len(applied.results.parts),
-                dropped_parts=len(applied.results.parts) - len(applied.results.committed(head)),
-                sent_bytes=sent,
-                received_bytes=received,
-                seconds=dict(seconds),
-                merge_alpha=plan.merge.alpha if plan.merge is not None else 0.0,
-                learning_rate=learning_rate(head.step, training),
-            )
-        )
-
-    def _tell_bytes(self) -> tuple[int, int]:
-        """Report what crossed the transport since the last time; returns (sent, received) in all."""
-        totals = [0, 0]
-        board = self.node.board
-        for method in set(board.sent) | set(board.received):
-            sent = board.sent[method] - self._moved[method, True]
-            received = board.received[method] - self._moved[method, False]
-            self._moved[method, True] += sent
-            self._moved[method, False] += received
-            totals[0] += sent
-            totals[1] += received
-            self._observer.tell(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
-        return totals[0], totals[1]
-
-    def _failed(self, round_number: int, attempt: int, reason: str, detail: str) -> None:
-        self._observer.tell(RoundFailed(round_number, attempt, reason, detail))
-
-    def _enter(self, phase: str) -> None:
-        self._phase = phase
-        self._observer.tell(PhaseEntered(phase))
-
-    def _log_download(self, done: int, total: int) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._download_logged_at is None:
-            self._download_logged_at = now
-        elif now - self._download_logged_at >= DOWNLOAD_LOG_EVERY_S:
-            self._download_logged_at = now
-            logger.info("downloading the base: %d %%", 100 * done // total)
+            self._teller.evaluated(base.round, self._validation_loss)
 
     # Leaving -----------------------------------------------------------------------------------------------------------
 
     async def _go(self) -> None:
-        self._enter("leaving")
-        if self.finished_or_never_began():
-            await self._linger()
-        else:
+        self._teller.enter("leaving")
+        if not self._has_finished():
             await self._tell_leave()
+        elif not self.is_helper:
+            await self._linger()
 
     async def _tell_leave(self) -> None:
         """Say that I go; the samples of this phase come back, since nothing of it will be included."""
         duty = self.replica.base.duty(self.node.peer_id) if hasattr(self.replica, "base") else None
         await self.node.leave(duty.slices if duty is not None else ())
 
-    def finished_or_never_began(self) -> bool:
+    def _has_finished(self) -> bool:
         """Nothing of mine is expected by others any more."""
         return hasattr(self.replica, "base") and self.finished
 
@@ -482,6 +426,12 @@ class Peer:
             task.cancel()
             leaving.cancel()
 
+    def _duties(self) -> dict[str, int] | None:
+        base = self.replica.base if hasattr(self.replica, "base") else None
+        if base is None or base.head != self.node.log.head.id or base.plan is None:
+            return None
+        return {base.plan.members[duty.member].peer: duty.steps for duty in base.plan.duties}
+
     async def _donors(self) -> Donors:
         merge = self.node.campaign.config.merge
         if self.replica.base.round != self.node.log.round:
@@ -491,6 +441,3 @@ class Peer:
         )
         return donors
 
-
-def _owners(head: Head) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(head.members[i] for i in owners) for owners in head.owners)

@@ -29,7 +29,7 @@ from spes_p2p.data.manifest import Manifest, open_corpus
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.free_memory import measured
-from spes_p2p.helper import Helper, make_genesis
+from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.observe.console import RoundLog
@@ -37,7 +37,7 @@ from spes_p2p.observe.events import Observers
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.observe.status import PeerStatus, StatusBoard
-from spes_p2p.peer import Capacity, Peer
+from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.plan_table import describe_setup
 from spes_p2p.planner import join_options, most_experts
 from spes_p2p.swarm.interfaces import World
@@ -46,8 +46,7 @@ from spes_p2p.swarm.node import STATUS, Node, find_contacts
 from spes_p2p.swarm.records import Head
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import DirectoryStore
-from spes_p2p.sync.base import Base, load_base, save_base
-from spes_p2p.sync.digest import state_digest
+from spes_p2p.sync.base import BASE, Base, load_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
@@ -72,13 +71,16 @@ async def run_bootstrap(config_path: Path, settings: PeerConfig, on_address: Cal
     files = read_campaign(config_path)
     async with _connected(settings, ()) as net:
         store = DirectoryStore(settings.run_dir)
-        base0, genesis = await asyncio.to_thread(_base_0, files, settings.run_dir, store, net.identity.peer_id)
+        genesis = await asyncio.to_thread(_genesis, files, settings.run_dir, store, net.identity.peer_id)
         keep_campaign(files, genesis, settings.run_dir)
         node_parts = _world(net, store), files, genesis
         with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
             node = _node(*node_parts, "helper", watchers)
             layout = layout_of(files.campaign.config.model)
-            helper = Helper(node, layout, base0, watchers.observers, lambda: watchers.board.status.to_bytes())
+            helper = Peer(
+                node, layout, None, NOTHING_TO_TRAIN, watchers.observers,
+                lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
+            )
             _on_signals(helper.leave)
             life = asyncio.ensure_future(helper.run())
             on_address(net.transport.addresses[0])
@@ -234,19 +236,18 @@ def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: st
             server.close()
 
 
-def _base_0(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstrap: str) -> tuple[np.ndarray, Head]:
-    """Base 0 and the genesis head: made once, kept in the run-dir."""
+def _genesis(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstrap: str) -> Head:
+    """The genesis head; base 0 is made once and kept in the run-dir."""
     model = files.campaign.config.model
     known = read_run_dir(run_dir)
     if known is not None:
         check_run_dir(files, known[1], run_dir)
-        base = load_base(store, layout_of(model).size, str(run_dir))
-        if base is not None:
-            return base.values, known[1]
+        if store.read(BASE) is not None:
+            return known[1]
     values = initial_state(model)
     genesis = make_genesis(files.campaign, bootstrap, values)
-    save_base(store, Base(genesis.id, -1, values, state_digest(values), None))
-    return values, genesis
+    save_base_0(store, genesis, values)
+    return genesis
 
 
 def _open_text(files: CampaignFiles, run_dir: Path) -> tuple[SampleReader, SampleReader | None]:

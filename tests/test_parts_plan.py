@@ -15,7 +15,7 @@ from virtual_swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 
 from spes_p2p.data.slices import Cursor, Interval
 from spes_p2p.errors import Refused
-from spes_p2p.helper import make_genesis
+from spes_p2p.genesis import make_genesis
 from spes_p2p.swarm.records import Announcement, Ballot, Head, Member
 from spes_p2p.swarm.wire import WireError
 from spes_p2p.sync.codecs import CODECS, codec_named

@@ -13,14 +13,15 @@ import numpy as np
 
 from spes_p2p.config import Campaign, parse_campaign_config
 from spes_p2p.data.slices import Interval
-from spes_p2p.helper import Helper, make_genesis
+from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted
-from spes_p2p.peer import Capacity, Peer
+from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.sync.base import BASE
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.synthetic import SyntheticTrainer
@@ -115,7 +116,10 @@ class VirtualSwarm:
         world = in_memory_world(self.network, "W", store=store)
         recorder = self.recorders.setdefault("W", Recorder())
         node = Node(world, self.campaign, self.genesis, self.rules, "helper", {}, recorder)
-        helper = Helper(node, LAYOUT, self.base0, recorder, lambda: b"")
+        if not world.store.read(BASE):
+            save_base_0(world.store, self.genesis, self.base0)
+        helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, recorder, lambda: b"", "W")
+        self.helper = helper
         self.tasks["W"] = self.network.run_peer("W", helper.run())
 
     def start(self, name: str, speed: float = 1.0, experts: int = EXPERTS, bandwidth: float = 1.0) -> None:

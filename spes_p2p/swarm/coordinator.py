@@ -11,11 +11,12 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.swarm.deadline import lateness, patience
 from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, bound_head, quorum
 from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Staged, Vote
 from spes_p2p.swarm.rpc import Switchboard, Talk
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 ROUND, PREPARE, ACCEPT, DECIDE, PING = "round", "prepare", "accept", "decide", "ping"
 MAX_BALLOTS = 5
 PING_EVERY_S = 1.0
-STRAGGLER_SHARE = 0.5
-"""A phase is waited for so much longer than it took the first half of the members, before stragglers are told to stop."""
 
 
 def coordinator_order(head: Head) -> tuple[str, ...]:
@@ -71,14 +70,15 @@ class Coordination:
         rules: Rules,
         results_of: Callable[[Plan], Results],
         donors: Callable[[], Awaitable[Donors]],
-        expected: set[str],
+        duties: Mapping[str, int],
+        lateness: Sequence[float],
         returned: Callable[[], Mapping[str, tuple[Interval, ...]]],
         decided: Callable[[Decided], None],
         phase_began: float,
     ):
-        """`expected`: peers that have a duty in this phase. `returned`: who of them has left by now, with what they gave back.
+        """`duties`: steps of this phase by peer. `lateness`: of members in earlier rounds (`deadline.py`).
 
-        `phase_began`: loop time.
+        `returned`: who has left by now, with what they gave back. `phase_began`: loop time.
         """
         self.head = log.head
         self._board = board
@@ -86,12 +86,15 @@ class Coordination:
         self._rules = rules
         self._results_of = results_of
         self._donors = donors
-        self._expected = expected
+        self._duties = duties
+        self._lateness = lateness
         self._returned = returned
         self._on_decided = decided
         self._phase_began = phase_began
         loop = asyncio.get_running_loop()
         self._announced: dict[str, Announcement] = {}
+        self._arrived_at: dict[str, float] = {}
+        self._quorum_at: float | None = None
         self._alive: dict[str, Talk] = {}
         self._dead: set[str] = set()
         self._staged: dict[int, Staged] = {}
@@ -129,6 +132,7 @@ class Coordination:
             raise Refused("closed: the plan of this attempt is made")
         peer = talk.remote
         self._announced[peer] = announcement
+        self._arrived_at.setdefault(peer, asyncio.get_running_loop().time())
         self._alive[peer] = talk
         self._dead.discard(peer)
         self._changed.set()
@@ -155,34 +159,54 @@ class Coordination:
     # Gathering ---------------------------------------------------------------------------------------------------------
 
     async def _gather(self) -> None:
-        """Wait until every expected peer that lives has announced; stragglers are told to stop, then no longer waited for."""
+        """Wait until every trainer that lives and has a duty has announced; late ones are told to stop, then left behind.
+
+        A phase without duties, the first of a campaign or of an epoch, is a time to join.
+        """
         sync = self._rules.config.sync
-        loop = asyncio.get_running_loop()
-        half_at: float | None = None
         while True:
             self._changed.clear()
-            now = loop.time()
-            there = len(self._alive)
-            missing = self._expected - set(self._announced) - self._dead - set(self._returned())
-            first = not self.head.members
-            enough = sync.min_peers if self.head.round < 0 else 1
-            is_half = 2 * len(self._expected & set(self._alive)) >= max(1, len(self._expected))
-            if half_at is None and (there >= enough if first else is_half):
-                half_at = now
-            if not first and not missing and there:
+            now = asyncio.get_running_loop().time()
+            trainers = {peer for peer in self._alive if self._announced[peer].trains}
+            expected = self._expected()
+            missing = expected.keys() - self._announced.keys()
+            if trainers and expected and not missing:
                 return
-            if first and half_at is not None and now - half_at >= sync.join_grace_s and there >= enough:
+            if self._quorum_at is None and self._is_quorum(trainers, expected):
+                self._quorum_at = now
+            waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
+            if not expected and waited_s >= sync.join_grace_s and self._is_quorum(trainers, expected):
                 return
-            late = half_at is not None and not first and now - half_at > self._patience(half_at)
-            if late and half_at is not None and now - half_at > self._patience(half_at) + sync.silence_s:
+            late = bool(expected) and waited_s > self._patience()
+            if late and waited_s > self._patience() + sync.silence_s:
                 return
             if missing:
                 await asyncio.gather(*(self._ping(peer, late) for peer in missing))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), PING_EVERY_S)
 
-    def _patience(self, half_at: float) -> float:
-        return max(self._rules.config.sync.silence_s, STRAGGLER_SHARE * (half_at - self._phase_began))
+    def _expected(self) -> dict[str, int]:
+        """Steps that those who have a duty, live and have not left do in this phase."""
+        gone = self._dead | set(self._returned())
+        return {peer: steps for peer, steps in self._duties.items() if peer not in gone}
+
+    def _is_quorum(self, trainers: set[str], expected: Mapping[str, int]) -> bool:
+        """Have those with half of the phase's work announced? Without duties: are there enough trainers to begin?"""
+        if not expected:
+            return len(trainers) >= (self._rules.config.sync.min_peers if self.head.round < 0 else 1)
+        return 2 * sum(expected.get(peer, 0) for peer in trainers) >= sum(expected.values())
+
+    def _patience(self) -> float:
+        """Seconds after the quorum until stragglers are told to stop."""
+        return 0.0 if self._quorum_at is None else patience(self._lateness, self._quorum_at - self._phase_began)
+
+    def _arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
+        """How late each member with a duty was. After a failed attempt nobody can tell."""
+        if self._quorum_at is None or any(self._announced[peer].attempt for peer in members):
+            return ()
+        quorum_s = self._quorum_at - self._phase_began
+        timed = [peer for peer in members if peer in self._duties]
+        return tuple(lateness(self._arrived_at[peer] - self._phase_began, quorum_s) for peer in timed)
 
     async def _ping(self, peer: str, stop: bool) -> None:
         if await self._board.is_there(peer, PING, pack(Ping(self.head.round if stop else -1))) is None:
@@ -237,14 +261,14 @@ class Coordination:
 
     async def _make_plan(self, ballot: Ballot) -> Plan:
         there = {peer: self._announced[peer] for peer in self._alive if peer not in self._returned()}
-        if not there:
+        if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("everybody left")
         digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]
         agreeing = {peer: announcement for peer, announcement in there.items() if announcement.base_digest == digest}
         tokens = sum(announcement.tokens for announcement in agreeing.values())
         donors = await self._choose_donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
         returned = tuple(interval for peer, back in self._returned().items() if peer not in there for interval in back)
-        return make_plan(self.head, ballot, agreeing, returned, digest, donors, self._rules)
+        return make_plan(self.head, ballot, agreeing, returned, digest, donors, self._rules, self._arrivals(agreeing))
 
     async def _choose_donors(self) -> Donors | None:
         """Merge donors; none when I hold no base to compare experts in: this one merge is left out then."""

@@ -67,11 +67,12 @@ def quorum(electorate: tuple[str, ...]) -> int:
 def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
     """Electors of the next round: the helpers and the members, those that were electors before first, at most seven, sorted.
 
-    `members`: those that can be dialled. A lone one decides alone: nothing is safer for a second vote.
+    `members`: those that can be dialled. A lone trainer decides alone: nothing is safer for a second vote.
     """
-    if len(set(members := tuple(members))) == 1:
-        return members[:1]
-    ranked = sorted(set(members) - set(helpers), key=lambda peer: (peer not in last, peer))
+    trainers = set(members) - set(helpers)
+    if len(trainers) == 1:
+        return tuple(trainers)
+    ranked = sorted(trainers, key=lambda peer: (peer not in last, peer))
     return tuple(sorted((*helpers, *ranked)[:MAX_ELECTORS]))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from spes_p2p.swarm.coordinator import (
     Ping,
     coordinator_order,
 )
+from spes_p2p.swarm.deadline import KEPT_ARRIVALS
 from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare, quorum, reform_head, vote_message
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.records import (
@@ -83,6 +85,8 @@ class Hooks:
     results_of: Callable[[Plan], Results]
     donors: Callable[[], Awaitable[Donors]]
     decided: Callable[[Decided], None] = lambda decided: None
+    duties: Callable[[], Mapping[str, int] | None] = lambda: None
+    """Steps that the plan of the last head gives to each peer; None when that plan is not here."""
     stop_phase: Callable[[int], None] = lambda after_round: None
     phase: Callable[[], str] = lambda: "idle"
     status: Callable[[], bytes] = lambda: b""
@@ -116,6 +120,8 @@ class Node:
         self.board = Switchboard(world.transport, campaign.config.sync.silence_s)
         self.log = HeadLog(world.store, world.identity, genesis)
         self.contacts: dict[str, Contact] = {}
+        self.lateness: deque[float] = deque(maxlen=KEPT_ARRIVALS)
+        """Of members in the last rounds; see Plan."""
         self.hooks: Hooks
         self._blobs = blobs
         self._folders = folders
@@ -358,11 +364,18 @@ class Node:
 
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
-            set(head.members), returned, self.learn, self._phase_began,
+            self._duties(), self.lateness, returned, self.learn, self._phase_began,
         )
         self._coordination = made
         self._spawn(self._coordinate(made))
         return made
+
+    def _duties(self) -> Mapping[str, int]:
+        """Steps by peer in this phase. A coordinator that does not hold the last plan expects the same of every trainer."""
+        duties = self.hooks.duties()
+        if duties is not None:
+            return {peer: steps for peer, steps in duties.items() if steps}
+        return dict.fromkeys(set(self.log.head.members) - set(self.log.head.helpers), 1)
 
     async def _coordinate(self, coordination: Coordination) -> None:
         await coordination.run()

@@ -50,6 +50,8 @@ class Announcement:
     """Held-out loss of the base, from the member that evaluated it."""
     untrained: tuple[Interval, ...]
     """What comes back to the cursor."""
+    trains: bool = True
+    """A helper does not: it gets no experts and no samples."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Member:
     tokens: int
     routed: tuple[int, ...]
     bandwidth: float
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,9 @@ class Plan:
     duties: tuple[Duty, ...]
     """One a member, in the members' order."""
     cursor: Cursor
+    lateness: tuple[float, ...] = ()
+    """Of members that had a duty: how much later than the first half of the work each announced, as a share of the time until
+    then. The next rounds' patience with stragglers is learnt from it."""
 
     def index(self, peer: str) -> int | None:
         """The peer's place among the members, or None."""

@@ -58,6 +58,8 @@ def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> 
         raise Refused("malformed announcement: speeds")
     if not 0 <= announcement.capacity <= experts or max(announcement.tokens, *announcement.routed) > MAX_TOKENS:
         raise Refused("malformed announcement: capacity or token counts")
+    if not announcement.trains and (announcement.capacity or announcement.tokens or any(announcement.routed)):
+        raise Refused("malformed announcement: work of a peer that does not train")
     for interval in announcement.untrained:
         inside = 0 <= interval.start < interval.stop <= rules.num_samples
         before_cursor = (interval.epoch, interval.stop) <= (head.cursor.epoch, head.cursor.position)
@@ -74,12 +76,16 @@ def make_plan(
     base_digest: str,
     donors: Donors | None,
     rules: Rules,
+    lateness: tuple[float, ...] = (),
 ) -> Plan:
-    """The plan of the round after `head`. `returned`: samples that members who left gave back. `donors`: if a merge is due."""
+    """The plan of the round after `head`.
+
+    `returned`: samples that members who left gave back. `donors`: if a merge is due. `lateness`: see Plan.
+    """
     config = rules.config
     peers = sorted(announcements)
     members = tuple(
-        Member(peer, announcements[peer].tokens, announcements[peer].routed, announcements[peer].bandwidth) for peer in peers
+        Member(peer, a.tokens, a.routed, a.bandwidth, a.trains) for peer, a in sorted(announcements.items())
     )
     tokens = sum(member.tokens for member in members)
     step = campaign_step(head, tokens, rules)
@@ -87,7 +93,7 @@ def make_plan(
     last = [[head.members[i] for i in owners] for owners in head.owners]
     owners = assign_experts(
         config.model.moe_num_experts,
-        {peer: announcements[peer].capacity for peer in peers},
+        {peer: a.capacity for peer, a in announcements.items() if a.trains},
         last,
         config.experts.redundancy,
         rules.campaign_hash,
@@ -110,6 +116,7 @@ def make_plan(
         merge=Merge(alpha, donors) if donors is not None and alpha > 0 else None,
         duties=duties,
         cursor=cursor,
+        lateness=lateness,
     )
 
 
@@ -197,10 +204,10 @@ def _duties(
     rules: Rules,
 ) -> tuple[tuple[Duty, ...], Cursor]:
     training = rules.config.training
-    steps = local_steps(training.sync_steps, {peer: announcements[peer].tokens_per_second for peer in peers})
+    steps = local_steps(training.sync_steps, {peer: a.tokens_per_second for peer, a in announcements.items() if a.trains})
     duties = []
     for index, peer in enumerate(peers):
-        count = 0 if step >= training.total_steps else steps[peer]
+        count = 0 if step >= training.total_steps else steps.get(peer, 0)
         slices, cursor = take(cursor, count * training.batch_size, rules.num_samples)
         owned = tuple(expert for expert, its_owners in enumerate(owners) if peer in its_owners)
         duties.append(Duty(index, owned, count, slices))

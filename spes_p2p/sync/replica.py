@@ -145,10 +145,9 @@ class Replica:
     # Following the heads -----------------------------------------------------------------------------------------------
 
     def open_exchange(self, plan: Plan) -> Exchange:
-        """Take part in a plan with what is pending."""
-        assert self.trainer is not None
+        """Take part in a plan with what is pending; a helper has nothing of its own."""
         results = Results.empty(plan, self.layout, self.codec, self.part_bytes)
-        pending = self.ledger.pending(self.trainer, self.base.values)
+        pending = {} if self.trainer is None else self.ledger.pending(self.trainer, self.base.values)
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
         exchange = Exchange(self.node.board, results, self.codec, pending, self._carried, timeout_s)
         self._exchanges[plan.id] = exchange

@@ -1,0 +1,123 @@
+"""What a peer tells its observers: phases, commits, failures, downloads, and the bytes that crossed the transport."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from spes_p2p.observe.events import (
+    BaseRestored,
+    BytesMoved,
+    Evaluated,
+    Observer,
+    PhaseEntered,
+    RoundCommitted,
+    RoundFailed,
+)
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Head, Plan
+from spes_p2p.sync.replica import Applied, Replica
+from spes_p2p.training.optimizer import learning_rate
+
+logger = logging.getLogger(__name__)
+
+BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot": "download", "blob": "download"}
+DOWNLOAD_LOG_EVERY_S = 10.0
+
+
+class Teller:
+    """Turns what happens to one peer into events."""
+
+    def __init__(self, node: Node, replica: Replica, observer: Observer):
+        self.phase = "joining"
+        self._node = node
+        self._replica = replica
+        self._observer = observer
+        self._evaluated_round = -1
+        self._download_logged_at: float | None = None
+        self._moved: Counter[tuple[str, bool]] = Counter()
+
+    def enter(self, phase: str) -> None:
+        """The peer is now in this phase."""
+        self.phase = phase
+        self._observer.tell(PhaseEntered(phase))
+
+    def failed(self, round_number: int, attempt: int, reason: str, detail: str) -> None:
+        """An attempt at a round came to nothing."""
+        self._observer.tell(RoundFailed(round_number, attempt, reason, detail))
+
+    def evaluated(self, round_number: int, validation_loss: float) -> None:
+        """This peer evaluated the base of a round."""
+        self._evaluated_round = round_number
+        self._observer.tell(Evaluated(round_number, validation_loss))
+
+    def restored(self, source: str) -> None:
+        """The base is there: from "disk", "download" or a "reform"."""
+        head = self._node.log.head_at(self._replica.base.round)
+        total_steps = self._node.campaign.config.training.total_steps
+        self._observer.tell(
+            BaseRestored(head.round, head.step, total_steps, head.tokens, self._replica.base.digest, source, owners_of(head))
+        )
+
+    def committed(self, applied: Applied, seconds: Mapping[str, float]) -> None:
+        """A round was applied; `seconds` by phase of the round."""
+        head, plan = applied.decided.head, applied.plan
+        training = self._node.campaign.config.training
+        sent, received = self._bytes()
+        if plan.validation_loss is not None and self._evaluated_round != head.round - 1:
+            self._observer.tell(Evaluated(head.round - 1, plan.validation_loss))
+        self._observer.tell(
+            RoundCommitted(
+                round=head.round,
+                campaign_step=head.step,
+                total_steps=training.total_steps,
+                tokens=head.tokens - self._node.log.head_at(head.round - 1).tokens,
+                total_tokens=head.tokens,
+                loss=plan.loss if plan.tokens else float("nan"),
+                members=trainers_of(plan),
+                owners=owners_of(head),
+                base_digest=applied.base_digest,
+                parts=len(applied.results.parts),
+                dropped_parts=len(applied.results.parts) - len(applied.results.committed(head)),
+                sent_bytes=sent,
+                received_bytes=received,
+                seconds=dict(seconds),
+                merge_alpha=plan.merge.alpha if plan.merge is not None else 0.0,
+                learning_rate=learning_rate(head.step, training),
+            )
+        )
+
+    def downloading(self, done: int, total: int) -> None:
+        """Log progress now and then."""
+        now = asyncio.get_running_loop().time()
+        if self._download_logged_at is None:
+            self._download_logged_at = now
+        elif now - self._download_logged_at >= DOWNLOAD_LOG_EVERY_S:
+            self._download_logged_at = now
+            logger.info("downloading the base: %d %%", 100 * done // total)
+
+    def _bytes(self) -> tuple[int, int]:
+        """Report what crossed the transport since the last time; returns (sent, received) in all."""
+        totals = [0, 0]
+        board = self._node.board
+        for method in set(board.sent) | set(board.received):
+            sent = board.sent[method] - self._moved[method, True]
+            received = board.received[method] - self._moved[method, False]
+            self._moved[method, True] += sent
+            self._moved[method, False] += received
+            totals[0] += sent
+            totals[1] += received
+            self._observer.tell(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
+        return totals[0], totals[1]
+
+
+def trainers_of(plan: Plan) -> tuple[str, ...]:
+    """The members that train, by id."""
+    return tuple(member.peer for member in plan.members if member.trains)
+
+
+def owners_of(head: Head) -> tuple[tuple[str, ...], ...]:
+    """Peer ids of each expert's owners in the phase after this head."""
+    return tuple(tuple(head.members[i] for i in owners) for owners in head.owners)
