@@ -156,9 +156,7 @@ class Peer:
         if self._make_trainer is not None:
             await self._begin_training(self._make_trainer, restored)
         self._teller.restored("disk" if restored else "download")
-        for peer in self.node.others():
-            with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                await self.node.learn_heads(peer)
+        await self.node.learn_from_all()
         await self._advance({})
 
     async def _begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
@@ -339,9 +337,9 @@ class Peer:
         """Every coordinator was tried: see who is there and what was decided meanwhile; ask for a reform where it is needed."""
         await self._or_leave(asyncio.sleep(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S)))
         await self.node.meet()
-        for peer in self.node.others():
-            await self._catch_up(peer)
-        await self.node.ask_for_reform()
+        await self.node.learn_from_all()
+        if not self.is_helper:
+            await self.node.ask_for_reform()
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
             await self._advance({})
 

@@ -213,6 +213,15 @@ class Node:
                 continue
             after = found[-1].head.round
 
+    async def learn_from_all(self) -> None:
+        """Fetch what was decided from everybody who is there."""
+
+        async def learn_from(peer: str) -> None:
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                await self.learn_heads(peer)
+
+        await asyncio.gather(*map(learn_from, self.others()))
+
     async def ask_for_reform(self) -> None:
         """Rounds find no majority: ask the helpers to open a new epoch. They do when they have seen that for long enough."""
         for helper in self.log.head.helpers:
@@ -290,7 +299,7 @@ class Node:
         if asked_for != self.log.head.id:
             await talk.send(pack(Decide(self.log.since(self.log.round - 1))))
             return
-        if await self._sees_majority():
+        if await self._sees_majority() or asked_for != self.log.head.id:
             self._no_majority_since = None
             raise Refused("a majority of the electors is there")
         now = asyncio.get_running_loop().time()

@@ -129,9 +129,7 @@ class Replica:
 
     async def _offers_of_newest(self) -> list[Offer]:
         """Offers of the newest head that living peers have, after learning its certificate."""
-        for peer in self.node.others():
-            with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                await self.node.learn_heads(peer)
+        await self.node.learn_from_all()
         donors, head = self.node.others(), self.node.log.head
         offers = await collect_offers(self.node.board, donors, head.id, self.layout.size)
         offers = [offer for offer in offers if offer.info.round == head.round]
