@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from spes_p2p.config_problems import Location, broken_rule, first_problem
 from spes_p2p.config_types import (
+    CODEC_NAMES,
     CampaignName,
+    CodecName,
     Count,
     Decay,
     ExpertCapacity,
@@ -32,7 +34,7 @@ from spes_p2p.config_types import (
 from spes_p2p.errors import UserError
 from spes_p2p.yaml_file import read_yaml_mapping
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Changes whenever peers of the old and the new code could not train together."""
 
 
@@ -138,11 +140,32 @@ class MergeConfig(Section):
         4, description="Donors of each expert: the most similar others (fewer when there are fewer others).")
 
 
+class CodecConfig(Section):
+    """How updates are encoded, by what they are updates of; one name in place of this section stands for all three.
+
+    What a codec drops stays with the sender and goes with the next round's update (error feedback).
+    """
+
+    router: CodecName = Field("none", description="Of the routers: small, and a rounded one sends tokens elsewhere.")
+    shared: CodecName = Field(
+        "int8", description="Of the other weights that every peer trains: each peer's update, and the reducers' mean of them.")
+    experts: CodecName = Field("int8", description="Of the experts; what one owner sends is averaged with nobody's.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_all(cls, value: object) -> object:
+        if isinstance(value, str):
+            if value not in CODEC_NAMES:
+                raise broken_rule(f"must be one of {', '.join(CODEC_NAMES)}, or a section with router, shared and experts")
+            return dict.fromkeys(cls.model_fields, value)
+        return value
+
+
 class SyncConfig(Section):
     """The round: what is sent, and how long anybody is waited for."""
 
-    codec: Literal["none", "float16"] = Field(
-        "float16", description="How updates are encoded: none (float32) or float16 with error feedback.")
+    codec: CodecConfig = Field(
+        CodecConfig(), description="How updates are encoded: one name for all, or a section (below).")
     part_bytes: Annotated[int, Field(strict=True, ge=1024, le=2**20)] = Field(
         131072, description="Encoded bytes of one part, the unit of exchange.")
     min_peers: Positive = Field(1, description="Trainers that must be there before the first round is planned.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -18,6 +18,9 @@ Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 NonNegative = Annotated[float, Field(strict=True, ge=0)]
 PositiveNumber = Annotated[float, Field(strict=True, gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+CodecName = Literal["none", "bf16", "fp16", "int8", "int4"]
+CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
+"""none is float32; int8 and int4 share a scale in blocks."""
 Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
 
 

@@ -136,7 +136,7 @@ class Peer:
 
     async def _start(self) -> None:
         hooks = Hooks(
-            results_of=lambda plan: Results.empty(plan, self.layout, self.replica.codec, self.replica.part_bytes),
+            results_of=lambda plan: Results.empty(plan, self.layout, self.replica.codecs, self.replica.part_bytes),
             donors=self._donors,
             duties=self._duties,
             stop_phase=self._stop_phase,

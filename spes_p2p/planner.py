@@ -22,7 +22,7 @@ from spes_p2p.model.stored import StoredFormat, StoredPlace
 from spes_p2p.observe.units import human_bytes, human_count
 from spes_p2p.swarm.ownership import assign_experts
 from spes_p2p.swarm.records import Member
-from spes_p2p.sync.codecs import Codec, codec_named
+from spes_p2p.sync.codecs import GroupCodecs, group_codecs
 from spes_p2p.sync.parts import part_table
 from spes_p2p.sync.replica import KEPT_ROUNDS
 from spes_p2p.sync.snapshot import KEPT_SNAPSHOTS
@@ -215,10 +215,10 @@ def join_options(config: CampaignConfig, kind: DeviceKind) -> Options:
 
 def host_bytes(config: CampaignConfig, choice: Choice) -> HostBytes:
     """Main memory, beside the program itself (about 1 GB with torch)."""
-    model, trained = layout_of(config.model).size, choice.device.weights
+    layout, trained = layout_of(config.model), choice.device.weights
     return HostBytes(
-        base=4 * (KEPT_SNAPSHOTS + 1) * model,
-        results=(KEPT_ROUNDS + 1) * codec_named(config.sync.codec).encoded_bytes(model),
+        base=4 * (KEPT_SNAPSHOTS + 1) * layout.size,
+        results=(KEPT_ROUNDS + 1) * group_codecs(config.sync.codec).encoded_bytes(layout),
         updates=2 * trained,
         checkpoint=2 * (choice.device.moments + trained),
         stored=stored_bytes(config.model, choice.setup) if choice.setup.stored_on == "host" else 0,
@@ -227,10 +227,10 @@ def host_bytes(config: CampaignConfig, choice: Choice) -> HostBytes:
 
 def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
     """The run-dir, without token files."""
-    model = layout_of(config.model).size
+    layout = layout_of(config.model)
     return DiskBytes(
-        base=2 * 4 * model,
-        results=(KEPT_ROUNDS + 1) * codec_named(config.sync.codec).encoded_bytes(model),
+        base=2 * 4 * layout.size,
+        results=(KEPT_ROUNDS + 1) * group_codecs(config.sync.codec).encoded_bytes(layout),
         checkpoint=2 * (choice.device.moments + choice.device.weights),
     )
 
@@ -241,21 +241,21 @@ def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_se
     Shared weights: S encoded bytes, pushed to and pulled from each reducer, 2 S (N - 1) / N up and down. An expert with one
     owner: up once to each other peer. Heads, plans and digests (about 0.1 % of it) are left out.
     """
-    experts, codec = config.model.moe_num_experts, codec_named(config.sync.codec)
+    experts, codecs = config.model.moe_num_experts, group_codecs(config.sync.codec)
     names = [f"{index:05d}" for index in range(peers)]
     owners = assign_experts(experts, dict.fromkeys(names, capacity), (), config.experts.redundancy, config.name)
     members = tuple(Member(name, 1, tuple(int(name in expert) for expert in owners), 1.0) for name in names)
     owned = [sum(member.routed) for member in members]
-    up, down = _busiest(layout_of(config.model), members, owned.index(max(owned)), codec, config.sync.part_bytes)
+    up, down = _busiest(layout_of(config.model), members, owned.index(max(owned)), codecs, config.sync.part_bytes)
     return Traffic(peers, max(owned), sum(map(bool, owners)), up, down, bits_per_second)
 
 
-def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codec: Codec, part_bytes: int) -> tuple[int, int]:
+def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: GroupCodecs, part_bytes: int) -> tuple[int, int]:
     """Bytes (up, down) of one member, from the round's parts."""
-    coarse = max(part_bytes, codec.encoded_bytes(layout.size) // COARSE_PARTS)
+    coarse = max(part_bytes, codecs.encoded_bytes(layout) // COARSE_PARTS)
     up = down = 0
-    for part in part_table(layout, members, codec, coarse):
-        encoded = codec.encoded_bytes(part.size)
+    for part in part_table(layout, members, codecs, coarse):
+        encoded = part.encoded_bytes
         if part.reducer == me:
             up += (len(members) - 1) * encoded
             down += (len(part.contributors) - (me in part.contributors)) * encoded

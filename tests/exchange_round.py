@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spes_p2p.config import CodecConfig
 from spes_p2p.data.slices import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.swarm.memory import MemoryNetwork
@@ -15,7 +16,7 @@ from spes_p2p.swarm.records import Ballot, Head, Member, Plan, Staged
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import unpack
 from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.codecs import Codec, codec_named
+from spes_p2p.sync.codecs import GroupCodecs, group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, serve_parts
 from spes_p2p.sync.parts import weight
 from spes_p2p.sync.plan import held_bits, make_head
@@ -33,6 +34,11 @@ PART_BYTES = 256
 SILENCE_S = 2.0
 
 Updates = dict[str, np.ndarray]
+
+
+def codecs(name: str) -> GroupCodecs:
+    """One codec for all groups."""
+    return group_codecs(CodecConfig.model_validate(name))
 
 
 def member(peer: str, tokens: int, routed: tuple[int, ...], bandwidth: float = 1.0) -> Member:
@@ -70,7 +76,7 @@ class Round:
     """A plan and its members' exchanges; call `run`, then `commit`."""
 
     plan: Plan
-    codec: Codec
+    codecs: GroupCodecs
     network: MemoryNetwork
     boards: dict[str, Switchboard]
     exchanges: dict[str, Exchange]
@@ -90,17 +96,17 @@ class Round:
         part_bytes: int = PART_BYTES,
     ) -> Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
-        opened = cls(plan, codec_named(codec), network, {}, {}, layout, part_bytes)
+        opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
         for m in plan.members:
             board = Switchboard(network.transport(m.peer), SILENCE_S)
             own_carried = (carried or {}).get(m.peer, {})
-            exchange = Exchange(board, opened.empty(), opened.codec, updates[m.peer], own_carried, timeout_s)
+            exchange = Exchange(board, opened.empty(), updates[m.peer], own_carried, timeout_s)
             opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
             await _serve(board, exchange)
         return opened
 
     def empty(self) -> Results:
-        return Results.empty(self.plan, self.layout, self.codec, self.part_bytes)
+        return Results.empty(self.plan, self.layout, self.codecs, self.part_bytes)
 
     async def run(self, peers: Iterable[str] | None = None) -> None:
         """Let these members (default: all) do their exchange; the others do not move."""
@@ -120,7 +126,7 @@ class Round:
     def new_base(self, peer: str, head: Head, base: np.ndarray) -> np.ndarray:
         results = self.exchanges[peer].results
         committed = [(part, results.encoded[part.index]) for part in results.committed(head)]
-        return next_base(base, self.layout, self.codec, committed, None)
+        return next_base(base, self.layout, committed, None)
 
 
 async def _serve(board: Switchboard, exchange: Exchange) -> None:
@@ -141,7 +147,7 @@ async def _serve(board: Switchboard, exchange: Exchange) -> None:
 
 def reference(plan: Plan, updates: Mapping[str, Updates], base: np.ndarray) -> np.ndarray:
     """The new base in float64: each group moves by the weighted mean of its contributors' updates."""
-    new = base.astype(np.float64)
+    new = base.astype(np.float64)  # a copy
     for group in LAYOUT.groups:
         weights = {m.peer: weight(m, group) for m in plan.members if group.name in updates[m.peer] and weight(m, group) > 0}
         for peer, own in weights.items():

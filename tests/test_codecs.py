@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from spes_p2p.errors import UserError
-from spes_p2p.sync.codecs import CODECS, codec_named
+from spes_p2p.config import CodecConfig
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.sync.blockwise import BLOCK
+from spes_p2p.sync.codecs import CODECS, group_codecs
 
 VECTORS = hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-(2.0**17), 2.0**17, width=32))
 
@@ -21,24 +23,66 @@ def test_encoding_has_the_promised_length_and_decodes_to_the_same_again(name: st
     encoded = codec.encode(values)
     assert len(encoded) == codec.encoded_bytes(values.size)
     decoded = codec.decode(encoded, values.size)
-    assert decoded.dtype == np.float32
+    assert (decoded.dtype, decoded.size) == (np.float32, values.size)
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "fp16"])
+@given(values=VECTORS)
+def test_what_was_rounded_is_not_rounded_again(name: str, values: np.ndarray) -> None:
+    codec = CODECS[name]
+    decoded = codec.decode(codec.encode(values), values.size)
     assert codec.decode(codec.encode(decoded), values.size).tobytes() == decoded.tobytes()
 
 
 @given(values=VECTORS)
 def test_none_keeps_every_bit(values: np.ndarray) -> None:
-    codec = codec_named("none")
+    codec = CODECS["none"]
     assert codec.decode(codec.encode(values), values.size).tobytes() == values.tobytes()
 
 
 @given(values=VECTORS)
-def test_float16_rounds_to_the_nearest_half_and_clips_what_is_out_of_range(values: np.ndarray) -> None:
-    codec = codec_named("float16")
+def test_fp16_rounds_to_the_nearest_half_and_clips_what_is_out_of_range(values: np.ndarray) -> None:
+    codec = CODECS["fp16"]
     decoded = codec.decode(codec.encode(values), values.size).astype(np.float64)
     clipped = np.clip(values.astype(np.float64), -65504.0, 65504.0)
     spacing = np.maximum(np.abs(clipped) * 2.0**-10, 2.0**-24)
     assert np.isfinite(decoded).all()
     assert (np.abs(decoded - clipped) <= spacing / 2).all()
+
+
+@given(values=VECTORS)
+def test_bf16_rounds_to_the_nearest(values: np.ndarray) -> None:
+    codec = CODECS["bf16"]
+    decoded = codec.decode(codec.encode(values), values.size).astype(np.float64)
+    spacing = np.maximum(np.abs(values.astype(np.float64)) * 2.0**-7, 2.0**-133)
+    assert (np.abs(decoded - values) <= spacing / 2).all()
+
+
+def test_bf16_clips_what_would_round_to_infinity() -> None:
+    codec, largest = CODECS["bf16"], np.finfo(np.float32).max
+    decoded = codec.decode(codec.encode(np.array([largest, -largest], np.float32)), 2)
+    assert np.isfinite(decoded).all()
+    np.testing.assert_allclose(decoded, [largest, -largest], rtol=2.0**-8)
+
+
+@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 7)])
+@given(values=VECTORS)
+def test_a_block_is_rounded_to_multiples_of_its_largest_value(name: str, levels: int, values: np.ndarray) -> None:
+    codec = CODECS[name]
+    decoded = codec.decode(codec.encode(values), values.size).astype(np.float64)
+    for start in range(0, values.size, BLOCK):
+        block = values[start : start + BLOCK].astype(np.float64)
+        step = np.abs(block).max() / levels
+        assert np.abs(decoded[start : start + BLOCK] - block).max() <= step * 0.5001 + 2e-36
+
+
+def test_each_kind_of_group_has_its_codec() -> None:
+    codecs = group_codecs(CodecConfig(router="none", shared="int4", experts="int8"))
+    layout = Layout([
+        TensorSpec("embed", (1280,), "shared"), TensorSpec("gate", (1280,), "router"), TensorSpec("e", (1280,), "expert", 0, 0),
+    ])
+    assert [codecs.of(group).name for group in layout.groups] == ["int4", "none", "int8"]
+    assert codecs.encoded_bytes(layout) == 10 * (64 + 4) + 4 * 1280 + 10 * (128 + 4)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -55,8 +99,3 @@ def test_bytes_of_another_length_are_not_decoded(name: str, length: int) -> None
 def test_a_part_is_as_large_as_fits(name: str, budget: int) -> None:
     codec = CODECS[name]
     assert codec.encoded_bytes(codec.elements(budget)) <= budget < codec.encoded_bytes(codec.elements(budget) + 128 * 2)
-
-
-def test_an_unknown_codec_is_named() -> None:
-    with pytest.raises(UserError, match=r"sync.codec = 'zip': no such codec; known: none, float16"):
-        codec_named("zip")

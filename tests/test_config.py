@@ -15,6 +15,7 @@ from spes_p2p.config import (
     PROTOCOL_VERSION,
     Campaign,
     CampaignConfig,
+    CodecConfig,
     load_campaign_config,
     make_peer_config,
     parse_campaign,
@@ -111,7 +112,14 @@ BAD_FILES = [
     ("moe_top_k: 2", "moe_top_k: 2\n  architecture: olmo",
      "FILE, line 12: model.architecture = 'olmo': must be one of 'olmoe' or 'qwen3_moe'"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec: gzip",
-     "FILE, line 23: sync.codec = 'gzip': must be one of 'none' or 'float16'"),
+     "FILE, line 23: sync.codec = 'gzip': must be one of none, bf16, fp16, int8, int4, or a section with router, shared and "
+     "experts"),
+    ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec:\n    router: fp32",
+     "FILE, line 24: sync.codec.router = 'fp32': must be one of 'none', 'bf16', 'fp16', 'int8' or 'int4'"),
+    ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec:\n    expert: int8",
+     "FILE, line 24: unknown field 'sync.codec.expert'; did you mean 'experts'?"),
+    ("merge_interval: 10", "merge_interval: 10\nsync:\n  codec: 8",
+     "FILE, line 23: section 'sync.codec' is 8; indent its fields below it"),
     ("merge_interval: 10", "merge_interval: 10\nsync:\n  part_bytes: 10000000",
      "FILE, line 23: sync.part_bytes = 10000000: must be at most 1048576"),
     ("name: tiny", "name: two words",
@@ -157,9 +165,17 @@ def test_a_good_file_means_what_it_says(tmp_path: Path) -> None:
     config = load_campaign_config(path)
     assert config.training.learning_rate == 0.003
     assert config.total_rounds == 8
-    assert config.sync.codec == "float16"
+    assert config.sync.codec == CodecConfig(router="none", shared="int8", experts="int8")
     with pytest.raises(ValueError, match="frozen"):
         config.training.batch_size = 9  # type: ignore[misc]
+
+
+def test_one_codec_name_stands_for_all_three(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.yaml"
+    path.write_text(GOOD + "sync:\n  codec: int4\n")
+    assert load_campaign_config(path).sync.codec == CodecConfig(router="int4", shared="int4", experts="int4")
+    path.write_text(GOOD + "sync:\n  codec:\n    shared: bf16\n")
+    assert load_campaign_config(path).sync.codec == CodecConfig(router="none", shared="bf16", experts="int8")
 
 
 def test_messages_of_a_parsed_config_name_their_origin() -> None:

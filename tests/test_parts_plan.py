@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import LAYOUT, PART_BYTES, Round, make_plan_of, member, random_updates
+from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, member, random_updates
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
@@ -18,7 +18,7 @@ from spes_p2p.errors import Refused
 from spes_p2p.genesis import make_genesis
 from spes_p2p.swarm.records import Announcement, Ballot, Head, Member
 from spes_p2p.swarm.wire import WireError
-from spes_p2p.sync.codecs import CODECS, codec_named
+from spes_p2p.sync.codecs import CODECS
 from spes_p2p.sync.parts import from_mask, mask_bytes, part_table, to_mask, weight
 from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, local_steps, make_plan
 
@@ -34,10 +34,10 @@ MEMBER_LISTS = st.lists(
 
 @given(MEMBER_LISTS, st.sampled_from(sorted(CODECS)))
 def test_parts_cover_exactly_what_was_trained_once(members: tuple[Member, ...], codec: str) -> None:
-    parts = part_table(LAYOUT, members, codec_named(codec), PART_BYTES)
+    parts = part_table(LAYOUT, members, codecs(codec), PART_BYTES)
     assert [part.index for part in parts] == list(range(len(parts)))
     assert all(members[part.reducer].bandwidth > 0 for part in parts)
-    assert all(0 < codec_named(codec).encoded_bytes(part.size) <= PART_BYTES for part in parts)
+    assert all(0 < part.encoded_bytes <= PART_BYTES for part in parts)
     for group in LAYOUT.groups:
         contributors = tuple(i for i, m in enumerate(members) if weight(m, group) > 0)
         its = [part for part in parts if part.group == group]
@@ -50,13 +50,13 @@ def test_parts_cover_exactly_what_was_trained_once(members: tuple[Member, ...], 
 
 def test_a_sole_contributor_reduces_its_parts_unless_it_cannot_be_dialled() -> None:
     members = (member("A", 5, (3, 0, 0, 0)), member("B", 5, (0, 3, 0, 0), bandwidth=0.0))
-    for part in part_table(LAYOUT, members, codec_named("none"), PART_BYTES):
+    for part in part_table(LAYOUT, members, codecs("none"), PART_BYTES):
         assert part.reducer == 0
 
 
 def test_reducing_is_shared_by_bandwidth() -> None:
     members = tuple(member(name, 5, (0,) * 4, bandwidth) for name, bandwidth in (("A", 1.0), ("B", 3.0)))
-    parts = part_table(LAYOUT, members, codec_named("none"), 16)
+    parts = part_table(LAYOUT, members, codecs("none"), 16)
     sizes = [sum(part.size for part in parts if part.reducer == i) for i in range(2)]
     assert sizes[1] == pytest.approx(3 * sizes[0], rel=0.1)
 

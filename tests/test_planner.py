@@ -37,7 +37,7 @@ from spes_p2p.planner import (
     round_traffic,
 )
 from spes_p2p.quantities import parse_bits_per_second, parse_bytes
-from spes_p2p.sync.codecs import codec_named
+from spes_p2p.sync.codecs import CODECS, group_codecs
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedAdamW
 from spes_p2p.training.trainer import checkpoint_activations
@@ -248,7 +248,8 @@ def test_each_means_fits_as_many_experts_as_the_one_before() -> None:
 @pytest.mark.parametrize("peers", [1, 2, 5])
 def test_traffic_of_shared_weights_is_that_of_an_all_reduce(peers: int) -> None:
     config = recipe_1b()
-    encoded = codec_named(config.sync.codec).encoded_bytes(shared_elements(layout_of(config.model)))
+    codecs, groups = group_codecs(config.sync.codec), layout_of(config.model).groups
+    encoded = sum(codecs.of(group).encoded_bytes(group.size) for group in groups if group.expert is None)
     traffic = round_traffic(config, 0, peers, 1e8)
     for moved in (traffic.up_bytes, traffic.down_bytes):
         assert moved == pytest.approx(2 * encoded * (peers - 1) / peers, rel=0.02)
@@ -256,7 +257,7 @@ def test_traffic_of_shared_weights_is_that_of_an_all_reduce(peers: int) -> None:
 
 def test_an_owned_expert_goes_up_once_to_each_other_peer() -> None:
     config, peers = recipe_1b(), 4
-    codec, expert = codec_named(config.sync.codec), layout_of(config.model).expert(0).size
+    codec, expert = CODECS[config.sync.codec.experts], layout_of(config.model).expert(0).size
     without, traffic = round_traffic(config, 0, peers, 1e8), round_traffic(config, 16, peers, 1e8)
     assert (traffic.owned, traffic.owned_by_anyone) == (4, 16)
     assert traffic.up_bytes - without.up_bytes == pytest.approx(4 * 3 * codec.encoded_bytes(expert), rel=0.02)

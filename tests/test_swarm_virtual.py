@@ -48,7 +48,7 @@ def test_every_codec_gives_equal_bits_on_all_peers() -> None:
 
 def test_a_reducer_keeps_what_its_encoding_dropped_for_the_next_round() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(codec="float16"))
+        swarm = VirtualSwarm(campaign(codec="fp16"))
         swarm.start_all()
         await swarm.until_round(2)
         for name, peer in swarm.peers.items():
@@ -296,7 +296,7 @@ def test_a_peer_that_was_silent_too_long_catches_up_and_its_work_is_not_lost(pau
         swarm.network.resume("B")
         resumed = swarm.round_of("A")
         await swarm.until(lambda: swarm.round_of("B") >= resumed, 60)
-        await swarm.until(lambda: "B" in swarm.recorders["A"].commits()[swarm.round_of("A")].members, 60)
+        await swarm.until(lambda: "B" in max(swarm.recorders["A"].commits().items())[1].members, 60)
         await swarm.until_round(resumed + 4)
         swarm.assert_same_heads()
         commits = swarm.recorders["A"].commits()

@@ -40,7 +40,7 @@ LAYOUT = Layout(
 )
 
 
-def campaign(total_steps: int = 60, codec: str = "float16", **sections: dict[str, Any]) -> Campaign:
+def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, Any]) -> Campaign:
     raw: dict[str, Any] = {
         "name": "virtual",
         "model": {

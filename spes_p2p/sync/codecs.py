@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from spes_p2p.errors import UserError
+from spes_p2p.config import CodecConfig
+from spes_p2p.model.layout import Group, Layout
+from spes_p2p.sync.blockwise import Blockwise
 
-FLOAT16_MAX = np.float32(65504.0)
+FP16_MAX = np.float32(65504.0)
+BF16_MAX_BITS = np.uint32(0x7F7F0000)
 
 
 class Codec(Protocol):
@@ -52,10 +56,10 @@ class Uncompressed:
         return np.frombuffer(data, dtype="<f4").astype(np.float32)
 
 
-class Float16:
+class HalfPrecision:
     """IEEE half precision, rounded to nearest even; values beyond its range are clipped."""
 
-    name = "float16"
+    name = "fp16"
 
     def encoded_bytes(self, elements: int) -> int:
         """Two bytes an element."""
@@ -67,7 +71,7 @@ class Float16:
 
     def encode(self, values: np.ndarray) -> bytes:
         """Clip to +-65504, then round."""
-        halves: np.ndarray = np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype("<f2")
+        halves: np.ndarray = np.clip(values, -FP16_MAX, FP16_MAX).astype("<f2")
         return halves.tobytes()
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
@@ -76,14 +80,63 @@ class Float16:
         return np.frombuffer(data, dtype="<f2").astype(np.float32)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Uncompressed(), Float16())}
+class BFloat16:
+    """The upper half of a float32, rounded to nearest even; values beyond its range are clipped."""
+
+    name = "bf16"
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Two bytes an element."""
+        return 2 * elements
+
+    def elements(self, encoded_bytes: int) -> int:
+        """Two bytes an element."""
+        return encoded_bytes // 2
+
+    def encode(self, values: np.ndarray) -> bytes:
+        """Round on the bits. Values must be finite."""
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        rounded = bits + (odd + np.uint32(0x7FFF))
+        sign = bits & np.uint32(0x80000000)
+        np.minimum(rounded - sign, BF16_MAX_BITS, out=rounded)
+        halves: np.ndarray = ((rounded | sign) >> np.uint32(16)).astype("<u2")
+        return halves.tobytes()
+
+    def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
+        """Exact: the lower half is zero."""
+        _check_length(self, data, elements)
+        bits = np.frombuffer(data, dtype="<u2").astype(np.uint32)
+        return np.left_shift(bits, np.uint32(16), out=bits).view(np.float32)
 
 
-def codec_named(name: str) -> Codec:
-    """The codec of that name. Raises UserError for any other."""
-    if name not in CODECS:
-        raise UserError(f"sync.codec = {name!r}: no such codec; known: {', '.join(CODECS)}")
-    return CODECS[name]
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (Uncompressed(), BFloat16(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4))
+}
+"""By the names that a campaign file uses."""
+
+
+@dataclass(frozen=True)
+class GroupCodecs:
+    """Which codec encodes the updates of which groups."""
+
+    router: Codec
+    shared: Codec
+    experts: Codec
+
+    def of(self, group: Group) -> Codec:
+        """The codec of one group's parts."""
+        return {"router": self.router, "shared": self.shared, "expert": self.experts}[group.kind]
+
+    def encoded_bytes(self, layout: Layout) -> int:
+        """An update of the whole state, encoded."""
+        return sum(self.of(group).encoded_bytes(group.size) for group in layout.groups)
+
+
+def group_codecs(config: CodecConfig) -> GroupCodecs:
+    """The codecs that a campaign names."""
+    return GroupCodecs(CODECS[config.router], CODECS[config.shared], CODECS[config.experts])
 
 
 def _check_length(codec: Codec, data: bytes | memoryview, elements: int) -> None:

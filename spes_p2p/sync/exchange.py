@@ -21,7 +21,6 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.records import Manifest
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
-from spes_p2p.sync.codecs import Codec
 from spes_p2p.sync.parts import Part, mask_bytes, to_mask, weight
 from spes_p2p.sync.results import ABSENT, Results
 
@@ -56,7 +55,6 @@ class Exchange:
         self,
         board: Switchboard,
         results: Results,
-        codec: Codec,
         pending: Mapping[str, np.ndarray],
         carried: Mapping[int, np.ndarray],
         timeout_s: float,
@@ -73,7 +71,6 @@ class Exchange:
             raise ValueError("not a member of this plan")
         self.me = me
         self._board = board
-        self._codec = codec
         self._pending = pending
         self._carried = carried
         self._timeout_s = timeout_s
@@ -141,9 +138,9 @@ class Exchange:
         arrived = self._arrived.setdefault(index, set())
         if sender in arrived or self._closed[index].is_set():
             return
-        if len(body) != self._codec.encoded_bytes(part.size):
-            raise Refused(f"part {index}: {len(body)} bytes, the plan says {self._codec.encoded_bytes(part.size)}")
-        update = self._codec.decode(body, part.size)
+        if len(body) != part.encoded_bytes:
+            raise Refused(f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
+        update = part.codec.decode(body, part.size)
         if not np.isfinite(update).all():
             raise Refused(f"part {index} has values that are not finite")
         if len(part.contributors) == 1:
@@ -235,16 +232,16 @@ class Exchange:
         carried = self._carried.get(part.start)
         if carried is not None and carried.size == mean.size:
             mean = mean + carried
-        codes = self._codec.encode(mean)
-        self.rounding[part.start] = mean - self._codec.decode(codes, part.size)
+        codes = part.codec.encode(mean)
+        self.rounding[part.start] = mean - part.codec.decode(codes, part.size)
         return codes
 
     def _own(self, part: Part) -> np.ndarray:
         return self._pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
 
     def _encode_own(self, part: Part) -> bytes:
-        codes = self._codec.encode(self._own(part))
-        self.sent[part.index] = (part, self._codec.decode(codes, part.size))
+        codes = part.codec.encode(self._own(part))
+        self.sent[part.index] = (part, part.codec.decode(codes, part.size))
         return codes
 
     # Calling -----------------------------------------------------------------------------------------------------------
@@ -272,7 +269,7 @@ class Exchange:
             async with self._board.talk(self._names[reducer], PULL) as talk:
                 await talk.send(pack(PullRequest(self.plan.id, ())))
                 for _ in range(len(wanted)):
-                    store_part(self.results, self._codec, await talk.message(), wanted)
+                    store_part(self.results, await talk.message(), wanted)
                 manifest = unpack(Manifest, await talk.message())
                 if manifest.reducer != reducer:
                     raise WireError("a manifest of another reducer")
@@ -281,16 +278,17 @@ class Exchange:
             logger.info("pull from %s: %s", self._names[reducer][-6:], error)
 
 
-def store_part(results: Results, codec: Codec, message: bytes, wanted: set[int]) -> None:
+def store_part(results: Results, message: bytes, wanted: set[int]) -> None:
     """Take one served part. Raises WireError when it was not asked for or has another size than the plan says."""
     index, body = _unframe(message)
     if index not in wanted:
         raise WireError(f"part {index} was not asked for")
     wanted.discard(index)
     if body:
-        if len(body) != codec.encoded_bytes(results.parts[index].size):
+        part = results.parts[index]
+        if len(body) != part.encoded_bytes:
             raise WireError(f"part {index} has {len(body)} bytes")
-        if not np.isfinite(codec.decode(body, results.parts[index].size)).all():
+        if not np.isfinite(part.codec.decode(body, part.size)).all():
             raise WireError(f"part {index} has values that are not finite")
         results.put(index, body)
 
@@ -303,13 +301,13 @@ async def serve_parts(talk: Talk, results: Results, indices: tuple[int, ...]) ->
         await talk.send(_frame(index, results.encoded.get(index, b"")))
 
 
-async def fetch_parts(board: Switchboard, peer: str, results: Results, codec: Codec, indices: list[int]) -> None:
+async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: list[int]) -> None:
     """Ask one holder for parts; what it has and what matches the manifest is in `results` afterwards."""
     wanted = set(indices)
     async with board.talk(peer, PULL) as talk:
         await talk.send(pack(PullRequest(results.plan.id, tuple(indices))))
         for _ in range(len(indices)):
-            store_part(results, codec, await talk.message(), wanted)
+            store_part(results, await talk.message(), wanted)
     results.discard_unverified()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.swarm.records import Member
-from spes_p2p.sync.codecs import Codec
+from spes_p2p.sync.codecs import Codec, GroupCodecs
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,18 @@ class Part:
     """Members that send an update for it, in member order."""
     reducer: int
     """Member that sums, encodes and first serves it."""
+    codec: Codec
+    """Of its updates and of its result."""
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Length of an encoded update."""
+        return self.codec.encoded_bytes(self.size)
 
 
 def weight(member: Member, group: Group) -> int:
@@ -33,7 +40,7 @@ def weight(member: Member, group: Group) -> int:
     return member.tokens if group.expert is None else member.routed[group.expert]
 
 
-def part_table(layout: Layout, members: tuple[Member, ...], codec: Codec, part_bytes: int) -> tuple[Part, ...]:
+def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
     """Every part of a round. Groups that nobody trained have none: they are not sent, and the base keeps its value.
 
     A part's only contributor reduces it (no upload to anybody but the pullers) unless it cannot be dialled. All other parts go,
@@ -49,21 +56,24 @@ def part_table(layout: Layout, members: tuple[Member, ...], codec: Codec, part_b
     for group in layout.groups:
         contributors = tuple(i for i, member in enumerate(members) if weight(member, group) > 0)
         if contributors:
-            step = max(1, codec.elements(part_bytes))
+            step = max(1, codecs.of(group).elements(part_bytes))
             ranges += [(group, a, min(group.stop, a + step), contributors) for a in range(group.start, group.stop, step)]
 
     chosen: dict[int, int] = {}
-    for k, (_, start, stop, contributors) in enumerate(ranges):
+    for k, (group, start, stop, contributors) in enumerate(ranges):
         if len(contributors) == 1 and members[contributors[0]].bandwidth > 0:
             chosen[k] = contributors[0]
-            load[contributors[0]] += _seconds(members, contributors, contributors[0], codec.encoded_bytes(stop - start))
-    for k, (_, start, stop, contributors) in enumerate(ranges):
+            encoded = codecs.of(group).encoded_bytes(stop - start)
+            load[contributors[0]] += _seconds(members, contributors, contributors[0], encoded)
+    for k, (group, start, stop, contributors) in enumerate(ranges):
         if k not in chosen:
-            encoded = codec.encoded_bytes(stop - start)
+            encoded = codecs.of(group).encoded_bytes(stop - start)
             best = min(reducers, key=lambda i: (load[i] + _seconds(members, contributors, i, encoded), i))
             chosen[k] = best
             load[best] += _seconds(members, contributors, best, encoded)
-    return tuple(Part(k, group, a, b, contributors, chosen[k]) for k, (group, a, b, contributors) in enumerate(ranges))
+    return tuple(
+        Part(k, group, a, b, contributors, chosen[k], codecs.of(group)) for k, (group, a, b, contributors) in enumerate(ranges)
+    )
 
 
 def _seconds(members: tuple[Member, ...], contributors: tuple[int, ...], reducer: int, encoded: int) -> float:

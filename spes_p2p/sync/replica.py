@@ -21,7 +21,7 @@ from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.base import Base, load_base, save_base
-from spes_p2p.sync.codecs import Codec, codec_named
+from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
 from spes_p2p.sync.parts import Part
 from spes_p2p.sync.results import Results, load_results, results_name, save_results
@@ -64,7 +64,7 @@ class Replica:
         sync = node.campaign.config.sync
         self.node = node
         self.layout = layout
-        self.codec: Codec = codec_named(sync.codec)
+        self.codecs = group_codecs(sync.codec)
         self.part_bytes = sync.part_bytes
         self.ledger = Ledger(layout)
         self.snapshots = Snapshots()
@@ -94,7 +94,7 @@ class Replica:
             return False
         for round_number in range(max(0, base.round - KEPT_ROUNDS + 1), base.round + 2):
             with contextlib.suppress(WireError):
-                results = load_results(self.node.world.store, round_number, self.layout, self.codec, self.part_bytes)
+                results = load_results(self.node.world.store, round_number, self.layout, self.codecs, self.part_bytes)
                 if results is not None:
                     self._kept[results.plan.id] = results
         self._install(base)
@@ -144,10 +144,10 @@ class Replica:
 
     def open_exchange(self, plan: Plan) -> Exchange:
         """Take part in a plan with what is pending; a helper has nothing of its own."""
-        results = Results.empty(plan, self.layout, self.codec, self.part_bytes)
+        results = Results.empty(plan, self.layout, self.codecs, self.part_bytes)
         pending = {} if self.trainer is None else self.ledger.pending(self.trainer, self.base.values)
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
-        exchange = Exchange(self.node.board, results, self.codec, pending, self._carried, timeout_s)
+        exchange = Exchange(self.node.board, results, pending, self._carried, timeout_s)
         self._exchanges[plan.id] = exchange
         self._kept[plan.id] = results
         self._news.set()
@@ -182,7 +182,7 @@ class Replica:
         head, plan, run = decided.head, results.plan, self.node.world.run_blocking
         parts = results.committed(head)
         committed = [(part, results.encoded[part.index]) for part in parts]
-        values = await run(next_base, self.base.values, self.layout, self.codec, committed, plan.merge)
+        values = await run(next_base, self.base.values, self.layout, committed, plan.merge)
         digest = await run(self.snapshots.publish, head.id, head.round, _frozen(values))
         base = Base(head.id, head.round, values, digest, plan)
         exchange = self._exchanges.get(plan.id)
@@ -255,7 +255,7 @@ class Replica:
                 if plan.id != head.plan:
                     raise WireError("another plan than was asked for")
                 if results is None:
-                    results = Results.empty(plan, self.layout, self.codec, self.part_bytes)
+                    results = Results.empty(plan, self.layout, self.codecs, self.part_bytes)
                     self._kept[plan.id] = results
                 while message := await talk.message():
                     manifest = unpack(Manifest, message)
@@ -264,7 +264,7 @@ class Replica:
         results.discard_unverified()
         missing = [part.index for part in results.committed(head) if part.index not in results.encoded]
         if missing:
-            await fetch_parts(board, peer, results, self.codec, missing)
+            await fetch_parts(board, peer, results, missing)
         return results
 
     async def _pass_reform(self, decided: Decided) -> None:

@@ -11,7 +11,7 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.interfaces import Store
 from spes_p2p.swarm.records import Head, Manifest, Plan
 from spes_p2p.swarm.wire import WireError, pack, unpack
-from spes_p2p.sync.codecs import Codec
+from spes_p2p.sync.codecs import GroupCodecs
 from spes_p2p.sync.parts import Part, from_mask, mask_bytes, part_table
 
 ABSENT = bytes(32)
@@ -32,9 +32,9 @@ class Results:
     """By reducer."""
 
     @classmethod
-    def empty(cls, plan: Plan, layout: Layout, codec: Codec, part_bytes: int) -> Results:
+    def empty(cls, plan: Plan, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results:
         """Nothing received yet."""
-        return cls(plan, part_table(layout, plan.members, codec, part_bytes))
+        return cls(plan, part_table(layout, plan.members, codecs, part_bytes))
 
     def put(self, index: int, encoded: bytes) -> None:
         """Take a part's result."""
@@ -120,14 +120,14 @@ def save_results(store: Store, results: Results) -> None:
     store.write(results_name(results.plan.round), [len(header).to_bytes(8, "little"), header, *bodies])
 
 
-def load_results(store: Store, round_number: int, layout: Layout, codec: Codec, part_bytes: int) -> Results | None:
+def load_results(store: Store, round_number: int, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results | None:
     """The results last staged for a round; None when there are none."""
     blob = store.read(results_name(round_number))
     if blob is None:
         return None
     size = int.from_bytes(blob[:8], "little")
     saved = unpack(_Saved, blob[8 : 8 + size])
-    results = Results.empty(unpack(Plan, saved.plan), layout, codec, part_bytes)
+    results = Results.empty(unpack(Plan, saved.plan), layout, codecs, part_bytes)
     for manifest in saved.manifests:
         results.add_manifest(unpack(Manifest, manifest))
     offset = 8 + size
