@@ -16,6 +16,8 @@ import pytest
 from network_swarm import ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
 from sample_text import TEXT, write_test_campaign
 
+from spes_p2p.config import PROTOCOL_VERSION
+
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 TOKENS = "train_000_000000.npy"
 
@@ -317,9 +319,9 @@ def test_another_protocol_version_is_refused_with_the_reason_on_both_sides(swarm
     command = [sys.executable, "-c", program, *join(swarm_place)]
     ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=90, check=False)
     assert ended.returncode == 2, ended
-    assert "you speak protocol 99, this swarm 1; install the version of spes_p2p" in ended.stderr
+    assert f"you speak protocol 99, this swarm {PROTOCOL_VERSION}; install the version of spes_p2p" in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: refused by ")
-    assert "speaks protocol 99, this peer 1: refused" in running["bootstrap"].log
+    assert f"speaks protocol 99, this peer {PROTOCOL_VERSION}: refused" in running["bootstrap"].log
     assert contents(swarm_place.folder) == {}
 
 
