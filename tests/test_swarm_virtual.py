@@ -118,7 +118,7 @@ PHASES = {
     "while parts are pulled": ("pull", 1, "coordinator"),
     "when it asks for the first vote": ("accept", 0, "coordinator"),
     "before the first vote comes back": ("accept", 0, "elector"),
-    "when it tells who did not take part": ("decide", 0, "coordinator"),
+    "when it knows the decision and has told nobody": ("decide", 0, "coordinator"),
 }
 
 
@@ -132,6 +132,8 @@ def test_a_coordinator_killed_in_any_phase_stops_nobody_and_forks_nothing(phase:
         await swarm.until_round(2)
         victim = next_coordinator(swarm)
         swarm.network.hook = frame_hook(swarm, method, frame, victim, sender == "coordinator")
+        if method == "decide":
+            swarm.peers[victim].node.hooks.decided = lambda decided: swarm.kill(victim)
         await swarm.until(lambda: victim not in swarm.peers, 200)
         died = now()
         await swarm.until_round(4)
