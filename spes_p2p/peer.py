@@ -25,11 +25,11 @@ from spes_p2p.observe.events import (
 )
 from spes_p2p.swarm.coordinator import ROUND
 from spes_p2p.swarm.node import Hooks, Node
-from spes_p2p.swarm.records import Announcement, Decided, Plan, Staged
+from spes_p2p.swarm.records import Announcement, Decided, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors, nearest_experts
-from spes_p2p.sync.plan import held_bits
+from spes_p2p.sync.plan import staged_report
 from spes_p2p.sync.replica import Replica
 from spes_p2p.sync.results import Results
 from spes_p2p.sync.selftest import check_arithmetic
@@ -247,11 +247,7 @@ class Peer:
                 return
             seconds["announce"] = clock() - started
             if reply[:4] == b"plan":
-                await self._exchange(talk, unpack(Plan, reply[4:]), seconds)
-                self._teller.enter("committing")
-                started = clock()
-                reply = await talk.message()
-                seconds["commit"] = clock() - started
+                reply = await self._exchange(talk, unpack(Plan, reply[4:]), seconds)
             decided = unpack(Decided, reply[4:])
         self.node.learn(decided)
 
@@ -285,17 +281,38 @@ class Peer:
             untrained=self._untrained,
         )
 
-    async def _exchange(self, talk: Talk, plan: Plan, seconds: dict[str, float]) -> None:
+    async def _exchange(self, talk: Talk, plan: Plan, seconds: dict[str, float]) -> bytes:
+        """Exchange, stage and report, again for each revision of the plan; returns the message with the head."""
+        clock = asyncio.get_running_loop().time
         self._teller.enter("exchanging")
-        started = asyncio.get_running_loop().time()
+        started = clock()
         self._check_plan(plan, talk.remote)
         exchange = await self.node.world.run_blocking(self.replica.open_exchange, plan)
-        await talk.alive(exchange.run())
-        results = exchange.results
-        await self.replica.stage(results)
-        roots = tuple(m.root if (m := results.manifests.get(i)) else b"" for i in range(len(plan.members)))
-        await talk.send(pack(Staged(plan.id, results.manifests.get(exchange.me), roots, held_bits(results))))
-        seconds["exchange"] = asyncio.get_running_loop().time() - started
+        work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run())
+        answer = asyncio.ensure_future(talk.message())
+        try:
+            while True:
+                await asyncio.wait({answer, work} if work else {answer}, return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    reply = answer.result()
+                    if reply[:4] != b"lost":
+                        seconds["commit"] = clock() - started - seconds.get("exchange", 0.0)
+                        return reply
+                    more = self.replica.revise_exchange(plan, unpack(Revision, reply[4:]))
+                    work = asyncio.gather(*([work] if work else []), *(each.run() for each in more))
+                    answer = asyncio.ensure_future(talk.message())
+                elif work is not None:
+                    work.result()
+                    work = None
+                    await self.replica.stage(exchange.results)
+                    await talk.send(pack(staged_report(exchange.results, exchange.me)))
+                    seconds["exchange"] = clock() - started
+                    self._teller.enter("committing")
+        finally:
+            answer.cancel()
+            if work is not None:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
 
     def _check_plan(self, plan: Plan, coordinator: str) -> None:
         base = self.replica.base

@@ -19,7 +19,7 @@ from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, serve_parts
 from spes_p2p.sync.parts import weight
-from spes_p2p.sync.plan import held_bits, make_head
+from spes_p2p.sync.plan import make_head, staged_report
 from spes_p2p.sync.results import Results
 
 LAYOUT = Layout(
@@ -116,8 +116,7 @@ class Round:
         reports = {}
         for peer in peers or self.exchanges:
             results, me = self.exchanges[peer].results, self.exchanges[peer].me
-            roots = tuple(m.root if (m := results.manifests.get(i)) else b"" for i in range(len(self.plan.members)))
-            reports[me] = Staged(self.plan.id, results.manifests.get(me), roots, held_bits(results))
+            reports[me] = staged_report(results, me)
         return reports
 
     def commit(self, peers: Iterable[str] | None = None) -> Head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -317,13 +318,13 @@ def test_an_update_that_comes_twice_counts_once() -> None:
 
 
 LIES: dict[str, Callable[[Plan, list[Part], Manifest], Manifest]] = {
-    "a digest of other bytes": lambda plan, own, m: Manifest(m.plan, m.reducer, b"\x01" * 32 + m.digests[32:], m.masks),
-    "somebody who has nothing there": lambda plan, own, m: Manifest(
-        m.plan, m.reducer, m.digests, to_mask((0, 1, 2), 3) * len(own)),
-    "a result of nobody": lambda plan, own, m: Manifest(m.plan, m.reducer, m.digests, bytes(len(own))),
-    "no result of somebody": lambda plan, own, m: Manifest(m.plan, m.reducer, ABSENT * len(own), m.masks),
-    "too few parts": lambda plan, own, m: Manifest(m.plan, m.reducer, m.digests[32:], m.masks[1:]),
-    "another plan": lambda plan, own, m: Manifest("other", m.reducer, m.digests, m.masks),
+    "a digest of other bytes": lambda plan, own, m: replace(m, digests=b"\x01" * 32 + m.digests[32:]),
+    "somebody who has nothing there": lambda plan, own, m: replace(m, masks=to_mask((0, 1, 2), 3) * len(own)),
+    "a result of nobody": lambda plan, own, m: replace(m, masks=bytes(len(own))),
+    "no result of somebody": lambda plan, own, m: replace(m, digests=ABSENT * len(own)),
+    "too few parts": lambda plan, own, m: replace(m, digests=m.digests[32:], masks=m.masks[1:]),
+    "another plan": lambda plan, own, m: replace(m, plan="other"),
+    "a revision that is not known": lambda plan, own, m: replace(m, revision=1),
 }
 
 
@@ -334,7 +335,7 @@ def test_what_a_reducers_manifest_lies_about_is_not_taken(lie: str) -> None:
         played = await Round.open(plan, random_updates(plan))
         await played.run()
         results, own = played.empty(), played.empty().reduced_by(0)
-        honest = played.exchanges["A"].results.manifests[0]
+        honest = played.exchanges["A"].results.manifests[0, 0]
         for part in own:
             results.put(part.index, played.exchanges["A"].results.encoded[part.index])
         manifest = LIES[lie](plan, own, honest)

@@ -157,7 +157,7 @@ def test_what_leavers_gave_back_is_handed_out_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"plan": "other"}, {"roots": ()}, {"parts": b""}, {"manifest": 1}, {"manifest": "short"}], ids=str
+    "wrong", [{"plan": "other"}, {"roots": (b"",) * 3}, {"parts": b""}, {"manifests": 1}, {"manifests": "short"}], ids=str
 )
 def test_a_report_that_does_not_fit_the_plan_is_refused(wrong: dict[str, Any]) -> None:
     async def main() -> None:
@@ -165,13 +165,12 @@ def test_a_report_that_does_not_fit_the_plan_is_refused(wrong: dict[str, Any]) -
         played = await Round.open(plan, random_updates(plan))
         await played.run()
         reports = played.staged()
-        check_staged(reports[0], 0, plan, played.empty())
-        mine = reports[0].manifest
-        assert mine is not None
-        manifest = {1: reports[1].manifest, "short": dataclasses.replace(mine, masks=b"")}
-        changes: dict[str, Any] = {name: manifest[value] if name == "manifest" else value for name, value in wrong.items()}
+        check_staged(reports[0], 0, played.empty())
+        (mine,) = reports[0].manifests
+        manifests = {1: reports[1].manifests, "short": (dataclasses.replace(mine, masks=b""),)}
+        changes: dict[str, Any] = {name: manifests[value] if name == "manifests" else value for name, value in wrong.items()}
         with pytest.raises(WireError):
-            check_staged(dataclasses.replace(reports[0], **changes), 0, plan, played.empty())
+            check_staged(dataclasses.replace(reports[0], **changes), 0, played.empty())
 
     simulate(main)
 

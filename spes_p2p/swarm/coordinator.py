@@ -13,16 +13,17 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.deadline import lateness, patience
 from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, bound_head, quorum
-from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Staged, Vote
+from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Pong, Revision, Staged, Vote
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
-from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, make_head, make_plan
+from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, lost_reducers, make_head, make_plan
 from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,12 @@ class Coordination:
         self._quorum_at: float | None = None
         self._alive: dict[str, Talk] = {}
         self._dead: set[str] = set()
+        self._results: Results | None = None
+        """The plan's, empty, with its revisions."""
+        self._told: dict[Talk, int] = {}
+        """The revision that each member with a plan knows."""
         self._staged: dict[int, Staged] = {}
+        """Reports about the last revision."""
         self._plan: asyncio.Future[Plan | Decided] = loop.create_future()
         self._decided: asyncio.Future[Decided] = loop.create_future()
         self._changed = asyncio.Event()
@@ -139,22 +145,54 @@ class Coordination:
         try:
             plan = await talk.alive(asyncio.shield(self._plan))
             if isinstance(plan, Plan):
-                index = plan.index(peer)
-                if announcement.base_digest != plan.base_digest:
-                    raise Refused("digest: your base differs from what most members have")
-                if index is None:
-                    raise Refused("closed: the plan of this attempt was being made")
-                await talk.send(b"plan" + pack(plan))
-                staged = unpack(Staged, await talk.message())
-                check_staged(staged, index, plan, self._results_of(plan))
-                self._staged[index] = staged
-                self._changed.set()
+                await self._serve_plan(talk, plan, announcement)
             decided = await talk.alive(asyncio.shield(self._decided))
             await talk.send(b"head" + pack(decided))
         finally:
             if self._alive.get(peer) is talk:
                 del self._alive[peer]
             self._changed.set()
+
+    async def _serve_plan(self, talk: Talk, plan: Plan, announcement: Announcement) -> None:
+        """Send the plan and its revisions and take the member's reports, until there is a decision."""
+        index = plan.index(talk.remote)
+        if announcement.base_digest != plan.base_digest:
+            raise Refused("digest: your base differs from what most members have")
+        if index is None:
+            raise Refused("closed: the plan of this attempt was being made")
+        await talk.send(b"plan" + pack(plan))
+        self._told[talk] = 0
+        await self._tell_revisions()
+        report: asyncio.Future[bytes] | None = None
+        try:
+            while not self._decided.done():
+                report = report or asyncio.ensure_future(talk.message())
+                either: set[asyncio.Future[Any]] = {report, self._decided}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if report.done():
+                    self._take_report(index, unpack(Staged, report.result()))
+                    report = None
+        finally:
+            self._told.pop(talk, None)
+            if report is not None:
+                report.cancel()
+
+    def _take_report(self, index: int, staged: Staged) -> None:
+        """A report from before a revision is of no use any more: another one follows."""
+        assert self._results is not None
+        check_staged(staged, index, self._results)
+        if len(staged.roots) == len(self._results.roots()):
+            self._staged[index] = staged
+            self._changed.set()
+
+    async def _tell_revisions(self) -> None:
+        """To every member that has the plan and not yet the last revision."""
+        assert self._results is not None
+        revision = pack(Revision(self._results.plan.id, self._results.lost))
+        behind = [talk for talk, known in self._told.items() if known < self._results.revision]
+        for talk in behind:
+            self._told[talk] = self._results.revision
+        await asyncio.gather(*(talk.send(b"lost" + revision) for talk in behind), return_exceptions=True)
 
     # Gathering ---------------------------------------------------------------------------------------------------------
 
@@ -209,9 +247,13 @@ class Coordination:
         return tuple(lateness(self._arrived_at[peer] - self._phase_began, quorum_s) for peer in timed)
 
     async def _ping(self, peer: str, stop: bool) -> None:
-        if await self._board.is_there(peer, PING, pack(Ping(self.head.round if stop else -1))) is None:
+        """Is it there? Raises AttemptFailed when it is ahead: then this round is over, and nobody will come."""
+        answer = await self._board.is_there(peer, PING, pack(Ping(self.head.round if stop else -1)))
+        if answer is None:
             logger.info("%s is not there for round %d", peer[-6:], self.head.round + 1)
             self._dead.add(peer)
+        elif unpack(Pong, answer).round > self.head.round:
+            raise AttemptFailed(f"{peer[-6:]} knows of later rounds")
 
     # Deciding ----------------------------------------------------------------------------------------------------------
 
@@ -219,9 +261,10 @@ class Coordination:
         ballot, accepted = await self._prepare()
         if accepted is None:
             plan = await self._make_plan(ballot)
+            self._results = self._results_of(plan)
             self._plan.set_result(plan)
-            await self._collect(plan)
-            proposal = make_head(self.head, plan, self._results_of(plan), self._staged, self.head.helpers)
+            await self._collect(self._results)
+            proposal = make_head(self.head, plan, self._results, self._staged, self.head.helpers)
         else:
             proposal = accepted
         decided = await self._propose(ballot, proposal)
@@ -278,17 +321,48 @@ class Coordination:
             logger.warning("round %d goes without its merge: %s", self.head.round + 1, error)
             return None
 
-    async def _collect(self, plan: Plan) -> None:
-        """Wait for every member that lives to report what it staged."""
+    async def _collect(self, results: Results) -> None:
+        """Wait for every member that lives to report what it staged; the parts of lost reducers go to backups meanwhile."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + 2 * self._rules.config.sync.exchange_timeout_s
-        names = [member.peer for member in plan.members]
-        while loop.time() < deadline:
+        started = loop.time()
+        deadline = started + 2 * self._rules.config.sync.exchange_timeout_s
+        names = [member.peer for member in results.plan.members]
+        half_at: float | None = None
+        while (now := loop.time()) < deadline:
             self._changed.clear()
-            if all(i in self._staged or peer not in self._alive for i, peer in enumerate(names)):
+            waiting = [peer for i, peer in enumerate(names) if i not in self._staged and peer in self._alive]
+            lost = lost_reducers(results, self._staged, {i for i, peer in enumerate(names) if peer in self._alive}, not waiting)
+            if lost:
+                self._revise(results, lost)
+                half_at = None
+                await self._tell_revisions()
+            elif not waiting:
                 return
+            elif half_at is None and 2 * len(self._staged) >= len(names):
+                half_at = now
+            elif half_at is not None and now - half_at > self._patience_with_exchange(half_at - started):
+                self._give_up(waiting)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+                await asyncio.wait_for(self._changed.wait(), min(PING_EVERY_S, deadline - now))
+
+    def _revise(self, results: Results, lost: tuple[int, ...]) -> None:
+        logger.info("round %d: %d reducers are lost, their parts go to others", self.head.round + 1, len(lost))
+        results.revise(lost)
+        gone = {i for i, member in enumerate(results.plan.members) if member.peer not in self._alive}
+        self._staged = {i: staged for i, staged in self._staged.items() if i in gone and i not in lost}
+
+    def _patience_with_exchange(self, half_s: float) -> float:
+        """Seconds that the slower half of the members gets after the first: as long again, and the longest silence."""
+        return self._rules.config.sync.silence_s + half_s
+
+    def _give_up(self, waiting: Iterable[str]) -> None:
+        """These members take too long. Their talks end; whoever lives catches up with the head."""
+        for peer in waiting:
+            logger.info("round %d goes on without %s, which takes too long to exchange", self.head.round + 1, peer[-6:])
+            talk = self._alive.pop(peer, None)
+            if talk is not None:
+                talk.break_off("closed: the others exchanged long ago")
+        self._changed.set()
 
     async def _propose(self, ballot: Ballot, head: Head) -> Decided:
         request = pack(Accept(ballot, head))

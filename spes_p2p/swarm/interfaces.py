@@ -111,6 +111,9 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Remove the blob if it is there."""
 
+    def names(self, prefix: str) -> list[str]:
+        """Names of the blobs that begin so, sorted."""
+
 
 @dataclass(frozen=True)
 class World:

@@ -390,6 +390,7 @@ class Node:
         await coordination.run()
         if coordination.failed:
             self._failed_to_coordinate = coordination.head.round + 1
+            await self.learn_from_all()
 
     def learn(self, decided: Decided) -> None:
         """Take up a decided head, if it is news. Raises Refused when it does not follow mine or is not proven."""

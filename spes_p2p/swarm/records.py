@@ -137,6 +137,8 @@ class Manifest:
 
     plan: str
     reducer: int
+    revision: int
+    """Of the part table: 0 for the plan's own, then one more each time that reducers were lost."""
     digests: bytes
     """sha256 of each encoded result, 32 bytes each; zeros for a part that got no contribution."""
     masks: bytes
@@ -153,12 +155,21 @@ class Staged:
     """A member's report that it holds results durably."""
 
     plan: str
-    manifest: Manifest | None
-    """My own, when I reduce parts."""
+    manifests: tuple[Manifest, ...]
+    """My own: one for each revision in which I reduce parts."""
     roots: tuple[bytes, ...]
-    """Root of each member's manifest as I received it; empty bytes where I have none."""
+    """Root of each member's manifest as I received it, revision by revision; empty bytes where I have none."""
     parts: bytes
     """One bit a part of the plan: held here, matching the manifest of that root."""
+
+
+@dataclass(frozen=True)
+class Revision:
+    """Reducers were lost: their parts go to others. Sent by the coordinator while the exchange goes on."""
+
+    plan: str
+    lost: tuple[tuple[int, ...], ...]
+    """Members lost before each revision, in order: what the head will say."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +183,7 @@ class Head:
     plan: str
     """Id of the plan; empty for the genesis head."""
     roots: tuple[bytes, ...]
-    """Root of each member's manifest; empty bytes for members without one."""
+    """Root of each member's manifest, revision by revision: `[revisions][members]`; empty bytes for members without one."""
     dropped: tuple[int, ...]
     """Parts that had contributors but are left out: the base keeps its old value there."""
     base_digest: str
@@ -187,6 +198,8 @@ class Head:
     helpers: tuple[str, ...]
     electorate: tuple[str, ...]
     """Whose majority decides the next round."""
+    lost: tuple[tuple[int, ...], ...] = ()
+    """Members that were lost before each revision of the part table (indices into `members`)."""
 
     @property
     def id(self) -> str:

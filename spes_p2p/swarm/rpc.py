@@ -87,6 +87,10 @@ class Talk:
         async with self._sending:
             await self._channel.finish()
 
+    def break_off(self, reason: str) -> None:
+        """Whoever waits on this talk here gets Refused with this reason, and so does the other end when it is served here."""
+        self._break(Refused(reason))
+
     async def close(self) -> None:
         """Drop the talk. Safe to call at any time."""
         for task in self._tasks:

@@ -102,6 +102,11 @@ class DirectoryStore:
             target.unlink()
             _sync_directory(target.parent)
 
+    def names(self, prefix: str) -> list[str]:
+        """Names of the blobs and logs at the top that begin so, sorted."""
+        found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_ASIDE))
+        return sorted(name for name in found if name.startswith(prefix))
+
     def _file(self, name: str) -> Path:
         _check_name(name)
         return self.path / name
@@ -163,6 +168,10 @@ class MemoryStore:
         self._at("delete", name)
         self._blobs.pop(name, None)
         self._logs.pop(name, None)
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of the blobs and logs that begin so, sorted."""
+        return sorted(name for name in (*self._blobs, *self._logs) if name.startswith(prefix))
 
     def crash(self) -> None:
         """From now on every call raises CancelledError: a dead process neither reads nor writes."""

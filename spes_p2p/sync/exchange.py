@@ -1,5 +1,7 @@
 """One member's side of a round's exchange: push updates to reducers, reduce, pull everybody's results.
 
+When a reducer is lost, another exchange runs beside it over the parts that moved to backups (a revision of the part table).
+
 A contributor pushes its encoded update of each part to the part's reducer. A reducer sums with the plan's weights, closes a
 part when every contributor has sent, is lost or is too late, encodes the mean once, and serves it; its manifest says what it
 made and who is in it. A part's only contributor is its own reducer where possible: its codes are passed on unchanged. Every
@@ -38,6 +40,7 @@ class PushHeader:
     """First message of a push: for which plan."""
 
     plan: str
+    revision: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,11 @@ class PullRequest:
 
     plan: str
     parts: tuple[int, ...]
+    revision: int = 0
 
 
 class Exchange:
-    """The exchange of one plan at one member. `run` ends when everything that will come has come."""
+    """The exchange of one part table of a plan at one member. `run` ends when everything that will come has come."""
 
     def __init__(
         self,
@@ -58,10 +62,15 @@ class Exchange:
         pending: Mapping[str, np.ndarray],
         carried: Mapping[int, np.ndarray],
         timeout_s: float,
+        revision: int = 0,
     ):
-        """`pending`: my update by group name. `carried`: what my encoding dropped before, by start of the part's range."""
+        """`pending`: my update by group name. `carried`: what my encoding dropped before, by start of the part's range.
+
+        `revision`: which of the results' part tables is exchanged.
+        """
         self.results = results
         self.plan = results.plan
+        self.revision = revision
         self.sent: dict[int, tuple[Part, np.ndarray]] = {}
         """What I contributed, as the reducer decoded it; by part index."""
         self.rounding: dict[int, np.ndarray] = {}
@@ -81,9 +90,14 @@ class Exchange:
         self._masks: dict[int, bytes] = {}
         self._lost: set[int] = set()
         self._pushing: set[int] = set()
-        self._closed: dict[int, asyncio.Event] = {part.index: asyncio.Event() for part in results.reduced_by(me)}
+        self._mine = {part.index: part for part in self._reduced_by(me)}
+        self._closed: dict[int, asyncio.Event] = {index: asyncio.Event() for index in self._mine}
         self._manifest_ready = asyncio.Event()
         self._someone_left = asyncio.Event()
+
+    def beside(self, revision: int) -> Exchange:
+        """An exchange of the same updates over the parts that this revision of the part table moved."""
+        return Exchange(self._board, self.results, self._pending, self._carried, self._timeout_s, revision)
 
     async def run(self) -> None:
         """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else."""
@@ -97,7 +111,7 @@ class Exchange:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self.results.discard_unverified()
+        self.results.discard_unverified(self.revision)
 
     # Serving -----------------------------------------------------------------------------------------------------------
 
@@ -128,12 +142,12 @@ class Exchange:
             await talk.alive(closed.wait())
             await talk.send(_frame(index, self.results.encoded.get(index, b"")))
         await talk.alive(self._manifest_ready.wait())
-        await talk.send(pack(self.results.manifests[self.me]))
+        await talk.send(pack(self.results.manifests[self.revision, self.me]))
 
     def _take(self, sender: int, message: bytes) -> None:
         index, body = _unframe(message)
-        part = self.results.parts[index] if index < len(self.results.parts) else None
-        if part is None or part.reducer != self.me or sender not in part.contributors:
+        part = self._mine.get(index)
+        if part is None or sender not in part.contributors:
             raise Refused(f"part {index} is not for me from you")
         arrived = self._arrived.setdefault(index, set())
         if sender in arrived or self._closed[index].is_set():
@@ -173,7 +187,7 @@ class Exchange:
 
     async def _close_complete(self) -> None:
         for count, (index, closed) in enumerate(self._closed.items()):
-            part = self.results.parts[index]
+            part = self._mine[index]
             if not closed.is_set() and self._complete(part):
                 self._close(part)
                 if count % BREATHE_EVERY == 0:
@@ -181,12 +195,12 @@ class Exchange:
 
     def _sign_off(self) -> None:
         """Say in a manifest what I made of my parts."""
-        own = self.results.reduced_by(self.me)
+        own = self._reduced_by(self.me)
         if own:
             nobody = bytes(mask_bytes(len(self._names)))
             digests = b"".join(self.results.digests.get(part.index, ABSENT) for part in own)
             masks = b"".join(self._masks.get(part.index, nobody) for part in own)
-            self.results.add_manifest(Manifest(self.plan.id, self.me, digests, masks))
+            self.results.add_manifest(Manifest(self.plan.id, self.me, self.revision, digests, masks))
         self._manifest_ready.set()
 
     def _complete(self, part: Part) -> bool:
@@ -201,7 +215,7 @@ class Exchange:
         if contributors:
             if len(part.contributors) > 1:
                 self._codes[part.index] = self._encode_mean(part, contributors)
-            self.results.put(part.index, self._codes.pop(part.index))
+            self._put(part, self._codes.pop(part.index))
             self._masks[part.index] = to_mask(contributors, len(self._names))
         self._closed[part.index].set()
 
@@ -236,6 +250,14 @@ class Exchange:
         self.rounding[part.start] = mean - part.codec.decode(codes, part.size)
         return codes
 
+    def _reduced_by(self, reducer: int) -> list[Part]:
+        return self.results.reduced_by(reducer, self.revision)
+
+    def _put(self, part: Part, encoded: bytes) -> None:
+        """Take a result, unless a later revision has moved its part away."""
+        if self.results.parts[part.index].revision == self.revision:
+            self.results.put(part.index, encoded)
+
     def _own(self, part: Part) -> np.ndarray:
         return self._pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
 
@@ -247,13 +269,13 @@ class Exchange:
     # Calling -----------------------------------------------------------------------------------------------------------
 
     async def _push_to(self, reducer: int) -> None:
-        mine = [part for part in self.results.reduced_by(reducer) if self.me in part.contributors]
+        mine = [part for part in self._reduced_by(reducer) if self.me in part.contributors]
         mine = [part for part in mine if np.isfinite(self._own(part)).all()]
         if not mine:
             return
         try:
             async with self._board.talk(self._names[reducer], PUSH) as talk:
-                await talk.send(pack(PushHeader(self.plan.id)))
+                await talk.send(pack(PushHeader(self.plan.id, self.revision)))
                 for part in mine:
                     await talk.send(_frame(part.index, self._encode_own(part)))
                 await talk.send(b"")
@@ -262,35 +284,38 @@ class Exchange:
             logger.info("push to %s: %s", self._names[reducer][-6:], error)
 
     async def _pull_from(self, reducer: int) -> None:
-        wanted = {part.index for part in self.results.reduced_by(reducer)}
+        wanted = {part.index: part for part in self._reduced_by(reducer)}
         if not wanted:
             return
         try:
             async with self._board.talk(self._names[reducer], PULL) as talk:
-                await talk.send(pack(PullRequest(self.plan.id, ())))
+                await talk.send(pack(PullRequest(self.plan.id, (), self.revision)))
                 for _ in range(len(wanted)):
                     store_part(self.results, await talk.message(), wanted)
                 manifest = unpack(Manifest, await talk.message())
-                if manifest.reducer != reducer:
+                if (manifest.revision, manifest.reducer) != (self.revision, reducer):
                     raise WireError("a manifest of another reducer")
                 self.results.add_manifest(manifest)
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("pull from %s: %s", self._names[reducer][-6:], error)
 
 
-def store_part(results: Results, message: bytes, wanted: set[int]) -> None:
-    """Take one served part. Raises WireError when it was not asked for or has another size than the plan says."""
+def store_part(results: Results, message: bytes, wanted: dict[int, Part]) -> None:
+    """Take one served part of those wanted (by index). Raises WireError when it is none of them, or of another size.
+
+    One that a later revision moved comes from its backup instead.
+    """
     index, body = _unframe(message)
-    if index not in wanted:
+    part = wanted.pop(index, None)
+    if part is None:
         raise WireError(f"part {index} was not asked for")
-    wanted.discard(index)
     if body:
-        part = results.parts[index]
         if len(body) != part.encoded_bytes:
             raise WireError(f"part {index} has {len(body)} bytes")
         if not np.isfinite(part.codec.decode(body, part.size)).all():
             raise WireError(f"part {index} has values that are not finite")
-        results.put(index, body)
+        if results.parts[index].revision == part.revision:
+            results.put(index, body)
 
 
 async def serve_parts(talk: Talk, results: Results, indices: tuple[int, ...]) -> None:
@@ -303,7 +328,7 @@ async def serve_parts(talk: Talk, results: Results, indices: tuple[int, ...]) ->
 
 async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: list[int]) -> None:
     """Ask one holder for parts; what it has and what matches the manifest is in `results` afterwards."""
-    wanted = set(indices)
+    wanted = {index: results.parts[index] for index in indices if index < len(results.parts)}
     async with board.talk(peer, PULL) as talk:
         await talk.send(pack(PullRequest(results.plan.id, tuple(indices))))
         for _ in range(len(indices)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.swarm.records import Member
@@ -23,6 +23,8 @@ class Part:
     """Member that sums, encodes and first serves it."""
     codec: Codec
     """Of its updates and of its result."""
+    revision: int = 0
+    """Of the part table in which it got this reducer."""
 
     @property
     def size(self) -> int:
@@ -74,6 +76,30 @@ def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs,
     return tuple(
         Part(k, group, a, b, contributors, chosen[k], codecs.of(group)) for k, (group, a, b, contributors) in enumerate(ranges)
     )
+
+
+def moved_parts(
+    parts: tuple[Part, ...], members: tuple[Member, ...], newly_lost: tuple[int, ...], lost: set[int], revision: int
+) -> dict[int, Part]:
+    """Parts of the newly lost reducers, by index, at their backups: the members that are then busy for the shortest time.
+
+    Contributors push the same update once more, to the backup. A part whose contributors are all lost stays where it is, and is
+    not committed. `lost`: all members lost so far.
+    """
+    reducers = [i for i, member in enumerate(members) if member.bandwidth > 0 and i not in lost]
+    load = dict.fromkeys(reducers, 0.0)
+    moved = {}
+    for part in parts:
+        contributors = tuple(i for i in part.contributors if i not in lost)
+        if part.reducer not in newly_lost or not contributors or not reducers:
+            continue
+        if len(contributors) == 1 and contributors[0] in load:
+            backup = contributors[0]
+        else:
+            backup = min(reducers, key=lambda i: (load[i] + _seconds(members, contributors, i, part.encoded_bytes), i))
+        load[backup] += _seconds(members, contributors, backup, part.encoded_bytes)
+        moved[part.index] = replace(part, contributors=contributors, reducer=backup, revision=revision)
+    return moved
 
 
 def _seconds(members: tuple[Member, ...], contributors: tuple[int, ...], reducer: int, encoded: int) -> float:

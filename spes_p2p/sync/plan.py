@@ -138,24 +138,17 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
     """
     results = _with_manifests(results, staged)
     needed = min(2, len(plan.members))
-    roots = tuple(
-        manifest.root if (manifest := results.manifests.get(i)) else b"" for i in range(len(plan.members))
-    )
-    dropped = tuple(
-        part.index
-        for part in results.parts
-        if roots[part.reducer]
-        and results.digest_of(part) != ABSENT
-        and sum(_holds(report, part, roots[part.reducer]) for report in staged.values()) < needed
-    )
-    included = [p for p in results.parts if roots[p.reducer] and results.digest_of(p) != ABSENT and p.index not in set(dropped)]
+    roots = results.roots()
+    reduced = [part for part in results.parts if results.digest_of(part) not in (None, ABSENT)]
+    dropped = tuple(part.index for part in reduced if holders(staged, results, part) < needed)
+    included = [part for part in reduced if part.index not in set(dropped)]
     if results.parts and not included:
         raise Refused("no part is held by enough members")
     if len(staged) < needed:
         raise Refused("the plan is held by too few members")
     peers = tuple(member.peer for member in plan.members)
     dialable = tuple(member.peer for member in plan.members if member.bandwidth > 0)
-    heard = {i for part in included if part.group.expert is None for i in results.contributors(part)}
+    heard = {i for part in included if part.group.kind == "shared" for i in results.contributors(part)}
     experts = len(head.owners)
     owners = tuple(tuple(duty.member for duty in plan.duties if expert in duty.owned) for expert in range(experts))
     return Head(
@@ -174,22 +167,61 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
         cursor=plan.cursor,
         helpers=helpers,
         electorate=choose_electorate(helpers, dialable, head.electorate),
+        lost=results.lost,
     )
 
 
-def check_staged(staged: Staged, member: int, plan: Plan, empty: Results) -> None:
-    """Raises WireError when a member's report cannot be about this plan. `empty`: the plan's results, nothing in them."""
-    if staged.plan != plan.id or len(staged.roots) != len(plan.members):
+def check_staged(staged: Staged, member: int, results: Results) -> None:
+    """Raises WireError when a member's report cannot be about these results' plan and revisions."""
+    if staged.plan != results.plan.id or len(staged.roots) > len(results.roots()):
         raise WireError("a report about another plan")
-    if len(staged.parts) != mask_bytes(len(empty.parts)):
+    if len(staged.parts) != mask_bytes(len(results.parts)):
         raise WireError("a report about other parts")
-    if staged.manifest is not None:
-        if staged.manifest.reducer != member:
+    for manifest in staged.manifests:
+        if manifest.reducer != member:
             raise WireError("a manifest of another reducer")
-        Results(plan, empty.parts).add_manifest(staged.manifest)
+        results.check_manifest(manifest)
 
 
-def held_bits(results: Results) -> bytes:
+def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[int], all_reported: bool) -> tuple[int, ...]:
+    """Members that are gone and whose parts must go to others; with them, all that are gone and had not reported.
+
+    A reducer that had reported may have served everything: its parts count as lost when all who live have reported, and too few
+    of them hold one.
+    """
+    gone = set(range(len(results.plan.members))) - living - {i for lost in results.lost for i in lost}
+    if not gone or not living:
+        return ()
+    collected = _with_manifests(results, staged)
+    needed = min(2, len(living))
+    alive = {index: report for index, report in staged.items() if index in living}
+
+    def is_lost(part: Part) -> bool:
+        if part.reducer not in gone or not set(part.contributors) - gone:
+            return False
+        if part.reducer not in staged:
+            return True
+        return all_reported and collected.digest_of(part) != ABSENT and holders(alive, collected, part) < needed
+
+    lost = {part.reducer for part in results.parts if is_lost(part)}
+    return tuple(sorted(lost | (gone - staged.keys()))) if lost else ()
+
+
+def holders(staged: Mapping[int, Staged], results: Results, part: Part) -> int:
+    """How many members say that they hold the part's result, as its reducer's manifest describes it."""
+    manifest = results.manifests.get((part.revision, part.reducer))
+    if manifest is None:
+        return 0
+    return sum(_holds(report, part, results.root_place(part), manifest.root) for report in staged.values())
+
+
+def staged_report(results: Results, member: int) -> Staged:
+    """What a member reports when it holds these results durably."""
+    own = tuple(manifest for (_, reducer), manifest in results.manifests.items() if reducer == member)
+    return Staged(results.plan.id, own, results.roots(), _held_bits(results))
+
+
+def _held_bits(results: Results) -> bytes:
     """One bit a part: is its verified result here?"""
     bits = sum(1 << part.index for part in results.parts if results.verified(part))
     return bits.to_bytes(mask_bytes(len(results.parts)), "little")
@@ -220,14 +252,15 @@ def _mean_loss(announcements: Mapping[str, Announcement]) -> float:
 
 
 def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
-    """The plan's results with the manifests that their reducers reported, and no others."""
-    collected = Results(results.plan, results.parts)
+    """These results, empty, with the manifests that their reducers reported, and no others."""
+    collected = results.emptied()
     for index, report in staged.items():
-        if report.manifest is not None and report.manifest.reducer == index:
-            collected.add_manifest(report.manifest)
+        for manifest in report.manifests:
+            if manifest.reducer == index:
+                collected.add_manifest(manifest)
     return collected
 
 
-def _holds(report: Staged, part: Part, root: bytes) -> bool:
-    place, bit = divmod(part.index, 8)
-    return len(report.roots) > part.reducer and report.roots[part.reducer] == root and bool(report.parts[place] >> bit & 1)
+def _holds(report: Staged, part: Part, place: int, root: bytes) -> bool:
+    byte, bit = divmod(part.index, 8)
+    return len(report.roots) > place and report.roots[place] == root and bool(report.parts[byte] >> bit & 1)

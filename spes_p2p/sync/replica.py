@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import DigestMismatch, Observer, WorkDropped
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.records import Decided, Manifest, Plan
+from spes_p2p.swarm.records import Decided, Manifest, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.accounting import Ledger
@@ -24,13 +24,14 @@ from spes_p2p.sync.base import Base, load_base, save_base
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
 from spes_p2p.sync.parts import Part
-from spes_p2p.sync.results import Results, load_results, results_name, save_results
+from spes_p2p.sync.results import RESULTS_OF, Results, load_results, round_of, save_results
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, Offer, Snapshots, collect_offers, download
 from spes_p2p.training.checkpoint import save_checkpoint
 from spes_p2p.training.interface import Trainer
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 RESULTS = "results"
@@ -71,7 +72,8 @@ class Replica:
         self.trainer: Trainer | None = None
         self.base: Base
         self._observer = observer
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges: dict[tuple[str, int], Exchange] = {}
+        """By plan id and revision."""
         self._kept: dict[str, Results] = {}
         self._carried: dict[int, np.ndarray] = {}
         self._news = asyncio.Event()
@@ -92,9 +94,9 @@ class Replica:
         base = load_base(self.node.world.store, self.layout.size, where)
         if base is None:
             return False
-        for round_number in range(max(0, base.round - KEPT_ROUNDS + 1), base.round + 2):
-            with contextlib.suppress(WireError):
-                results = load_results(self.node.world.store, round_number, self.layout, self.codecs, self.part_bytes)
+        for name in self.node.world.store.names(RESULTS_OF):
+            with contextlib.suppress(WireError, ValueError):
+                results = load_results(self.node.world.store, name, self.layout, self.codecs, self.part_bytes)
                 if results is not None:
                     self._kept[results.plan.id] = results
         self._install(base)
@@ -148,10 +150,24 @@ class Replica:
         pending = {} if self.trainer is None else self.ledger.pending(self.trainer, self.base.values)
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
         exchange = Exchange(self.node.board, results, pending, self._carried, timeout_s)
-        self._exchanges[plan.id] = exchange
+        self._exchanges[plan.id, 0] = exchange
         self._kept[plan.id] = results
         self._news.set()
         return exchange
+
+    def revise_exchange(self, plan: Plan, revision: Revision) -> list[Exchange]:
+        """Reducers are lost: exchanges over their parts, which moved to backups. Raises WireError when that cannot be."""
+        first, known = self._exchanges[plan.id, 0], self._kept[plan.id].lost
+        if revision.plan != plan.id or revision.lost[: len(known)] != known:
+            raise WireError("a revision of another plan")
+        more = []
+        for newly_lost in revision.lost[len(known) :]:
+            first.results.revise(newly_lost)
+            exchange = first.beside(first.results.revision)
+            self._exchanges[plan.id, exchange.revision] = exchange
+            more.append(exchange)
+        self._news.set()
+        return more
 
     async def stage(self, results: Results) -> None:
         """Make results durable before they are reported as staged."""
@@ -185,29 +201,35 @@ class Replica:
         values = await run(next_base, self.base.values, self.layout, committed, plan.merge)
         digest = await run(self.snapshots.publish, head.id, head.round, _frozen(values))
         base = Base(head.id, head.round, values, digest, plan)
-        exchange = self._exchanges.get(plan.id)
+        exchanges = [self._exchanges[plan.id, r] for r in range(results.revision + 1) if (plan.id, r) in self._exchanges]
         if self.trainer is not None:
-            await run(self._settle, base, results, {part.index for part in parts}, exchange)
-        if exchange is not None:
-            self._carry(exchange, {part.start for part in parts})
+            await run(self._settle, base, results, {part.index for part in parts}, exchanges)
+        self._carry(exchanges, results, {part.index for part in parts})
         self.base = base
         await self._save()
         self._forget_old()
 
-    def _carry(self, exchange: Exchange, committed: set[int]) -> None:
+    def _carry(self, exchanges: Sequence[Exchange], results: Results, committed: set[int]) -> None:
         """Keep what my encoding dropped, until the part is committed again; a part with another reducer starts anew there."""
-        others = {part.start for part in exchange.results.parts if part.reducer != exchange.me}
-        kept = {start: dropped for start, dropped in self._carried.items() if start not in others}
-        self._carried = {**kept, **{a: dropped for a, dropped in exchange.rounding.items() if a in committed}}
+        if not exchanges:
+            return
+        others = {part.start for part in results.parts if part.reducer != exchanges[0].me}
+        self._carried = {start: dropped for start, dropped in self._carried.items() if start not in others}
+        for exchange in exchanges:
+            for part in results.parts:
+                if part.revision == exchange.revision and part.index in committed and part.start in exchange.rounding:
+                    self._carried[part.start] = exchange.rounding[part.start]
 
-    def _settle(self, base: Base, results: Results, committed: set[int], exchange: Exchange | None) -> None:
+    def _settle(self, base: Base, results: Results, committed: set[int], exchanges: Sequence[Exchange]) -> None:
         assert self.trainer is not None
         me = results.plan.index(self.node.peer_id)
 
         def included(index: int) -> bool:
             return index in committed and me in results.contributors(results.parts[index])
 
-        sent = exchange.sent if exchange is not None else self._sent_before_restart(results, included)
+        sent = {index: each for exchange in exchanges for index, each in exchange.sent.items()}
+        if not exchanges:
+            sent = self._sent_before_restart(results, included)
         dropped = self.ledger.settle(self.trainer, self.base.values, base.values, sent, included)
         if dropped:
             self._observer.tell(WorkDropped(base.round, dropped, "left out of more than two rounds"))
@@ -238,12 +260,19 @@ class Replica:
         for _ in range(2):
             for peer in (None, *peers):
                 with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                    results = self._kept.get(decided.head.plan)
+                    results = self._results_under(decided)
                     if peer is not None:
                         results = await self._fetch(peer, decided, results)
                     if results is not None and _complete(results, decided):
                         return results
         return None
+
+    def _results_under(self, decided: Decided) -> Results | None:
+        """What I keep of the decided plan, with the revisions that the head names."""
+        results = self._kept.get(decided.head.plan)
+        if results is not None:
+            results = self._kept[decided.head.plan] = results.under(decided.head.lost)
+        return results
 
     async def _fetch(self, peer: str, decided: Decided, results: Results | None) -> Results:
         """From one peer: the plan and manifests where they are missing, then the missing parts that it has."""
@@ -255,11 +284,11 @@ class Replica:
                 if plan.id != head.plan:
                     raise WireError("another plan than was asked for")
                 if results is None:
-                    results = Results.empty(plan, self.layout, self.codecs, self.part_bytes)
+                    results = Results.empty(plan, self.layout, self.codecs, self.part_bytes, head.lost)
                     self._kept[plan.id] = results
                 while message := await talk.message():
                     manifest = unpack(Manifest, message)
-                    if 0 <= manifest.reducer < len(head.roots) and manifest.root == head.roots[manifest.reducer]:
+                    if manifest.root in head.roots:
                         results.add_manifest(manifest)
         results.discard_unverified()
         missing = [part.index for part in results.committed(head) if part.index not in results.encoded]
@@ -292,7 +321,8 @@ class Replica:
             await self.node.meet()
             return
         skipped = {decided.head.plan for decided in self.node.log.since(self.base.round)}
-        await self._jump(self._downloaded(offers[0], values), not forked and not skipped & set(self._exchanges))
+        may_be_in = any(plan_id in skipped for plan_id, _ in self._exchanges)
+        await self._jump(self._downloaded(offers[0], values), not forked and not may_be_in)
 
     async def _jump(self, base: Base, keep_pending: bool) -> None:
         old = self.base
@@ -321,22 +351,24 @@ class Replica:
         oldest = self.base.round - KEPT_ROUNDS
         for plan_id in [plan_id for plan_id, results in self._kept.items() if results.plan.round <= oldest]:
             del self._kept[plan_id]
-        for plan_id in [plan_id for plan_id, e in self._exchanges.items() if e.plan.round <= self.base.round]:
-            del self._exchanges[plan_id]
-        self.node.world.store.delete(results_name(oldest))
+        for key in [key for key, exchange in self._exchanges.items() if exchange.plan.round <= self.base.round]:
+            del self._exchanges[key]
+        for name in self.node.world.store.names(RESULTS_OF):
+            if round_of(name) <= oldest:
+                self.node.world.store.delete(name)
 
     # Serving -----------------------------------------------------------------------------------------------------------
 
     async def _on_push(self, talk: Talk) -> None:
-        plan_id = unpack(PushHeader, await talk.message()).plan
-        await (await self._known(self._exchanges, plan_id)).on_push(talk)
+        header = unpack(PushHeader, await talk.message())
+        await (await self._known(self._exchanges, (header.plan, header.revision))).on_push(talk)
 
     async def _on_pull(self, talk: Talk) -> None:
         request = unpack(PullRequest, await talk.message())
         if request.parts:
             await serve_parts(talk, await self._known(self._kept, request.plan), request.parts)
         else:
-            await (await self._known(self._exchanges, request.plan)).on_pull(talk, request)
+            await (await self._known(self._exchanges, (request.plan, request.revision))).on_pull(talk, request)
 
     async def _on_results(self, talk: Talk) -> None:
         results = self._kept.get(unpack(ResultsRequest, await talk.message()).plan)
@@ -347,23 +379,22 @@ class Replica:
             await talk.send(pack(manifest))
         await talk.send(b"")
 
-    async def _known(self, table: Mapping[str, T], plan_id: str) -> T:
-        """The entry of a plan; a plan that reaches me a moment later than its other members is waited for."""
+    async def _known(self, table: Mapping[K, T], key: K) -> T:
+        """The entry of a plan or revision; one that reaches me a moment later than its other members is waited for."""
         deadline = asyncio.get_running_loop().time() + self.node.board.silence_s
-        while plan_id not in table:
+        while key not in table:
             self._news.clear()
             try:
                 await asyncio.wait_for(self._news.wait(), deadline - asyncio.get_running_loop().time())
             except asyncio.TimeoutError:
                 raise Refused("that plan is not known here") from None
-        return table[plan_id]
+        return table[key]
 
 
 def _manifests_complete(results: Results, decided: Decided) -> bool:
     """Are the manifests those that the head names? Others are of no use."""
     return all(
-        not root or ((manifest := results.manifests.get(i)) is not None and manifest.root == root)
-        for i, root in enumerate(decided.head.roots)
+        not root or mine == root for mine, root in zip(results.roots(), decided.head.roots, strict=True)
     )
 
 

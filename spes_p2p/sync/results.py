@@ -3,51 +3,98 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.interfaces import Store
 from spes_p2p.swarm.records import Head, Manifest, Plan
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.codecs import GroupCodecs
-from spes_p2p.sync.parts import Part, from_mask, mask_bytes, part_table
+from spes_p2p.sync.parts import Part, from_mask, mask_bytes, moved_parts, part_table
 
 ABSENT = bytes(32)
 """Digest of a part that got no contribution."""
+RESULTS_OF = "results-"
 
 
-@dataclass
 class Results:
-    """One plan's results at one member: complete or not, verified against the manifests that are there."""
+    """One plan's results at one member: complete or not, verified against the manifests that are there.
 
-    plan: Plan
-    parts: tuple[Part, ...]
-    encoded: dict[int, bytes] = field(default_factory=dict)
-    """By part index."""
-    digests: dict[int, bytes] = field(default_factory=dict)
-    """sha256 of each result that is here, by part index."""
-    manifests: dict[int, Manifest] = field(default_factory=dict)
-    """By reducer."""
+    When reducers are lost, `revise` moves their parts to backups. Each revision has a part table and manifests of its own; what
+    counts of a part is the last table that has it.
+    """
+
+    def __init__(self, plan: Plan, parts: tuple[Part, ...]):
+        self.plan = plan
+        self.parts = parts
+        """Every part, as the last revision says."""
+        self.lost: tuple[tuple[int, ...], ...] = ()
+        """Members lost before each revision."""
+        self.encoded: dict[int, bytes] = {}
+        """By part index."""
+        self.digests: dict[int, bytes] = {}
+        """sha256 of each result that is here, by part index."""
+        self.manifests: dict[tuple[int, int], Manifest] = {}
+        """By revision and reducer."""
+        self._tables: list[dict[int, list[Part]]] = [_by_reducer(parts)]
+        self._places = _places(self._tables[0])
 
     @classmethod
-    def empty(cls, plan: Plan, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results:
-        """Nothing received yet."""
-        return cls(plan, part_table(layout, plan.members, codecs, part_bytes))
+    def empty(
+        cls,
+        plan: Plan,
+        layout: Layout,
+        codecs: GroupCodecs,
+        part_bytes: int,
+        lost: tuple[tuple[int, ...], ...] = (),
+    ) -> Results:
+        """Nothing received yet. Raises WireError when `lost` names no members of the plan."""
+        results = cls(plan, part_table(layout, plan.members, codecs, part_bytes))
+        for newly_lost in lost:
+            results.revise(newly_lost)
+        return results
+
+    @property
+    def revision(self) -> int:
+        """Number of the last revision."""
+        return len(self.lost)
+
+    def revise(self, newly_lost: tuple[int, ...]) -> None:
+        """Members are lost: move their parts. Raises WireError when they are no members, or lost already."""
+        before = {i for lost in self.lost for i in lost}
+        if not newly_lost or before & set(newly_lost) or not all(0 <= i < len(self.plan.members) for i in newly_lost):
+            raise WireError("a revision that loses nobody, a stranger, or somebody twice")
+        self.lost = (*self.lost, newly_lost)
+        moved = moved_parts(self.parts, self.plan.members, newly_lost, before | set(newly_lost), self.revision)
+        self.parts = tuple(moved.get(part.index, part) for part in self.parts)
+        self._tables.append(_by_reducer(tuple(moved.values())))
+        self._places |= _places(self._tables[-1])
+        for index in moved:
+            self.drop(index)
 
     def put(self, index: int, encoded: bytes) -> None:
         """Take a part's result."""
         self.encoded[index] = encoded
         self.digests[index] = hashlib.sha256(encoded).digest()
 
-    def reduced_by(self, reducer: int) -> list[Part]:
-        """The parts of one reducer, in order."""
-        return [part for part in self.parts if part.reducer == reducer]
+    def drop(self, index: int) -> None:
+        """Forget a part's result, if it is here."""
+        self.encoded.pop(index, None)
+        self.digests.pop(index, None)
+
+    def reduced_by(self, reducer: int, revision: int = 0) -> list[Part]:
+        """The parts that one revision's table gives to a reducer, in order."""
+        return self._tables[revision].get(reducer, [])
 
     def add_manifest(self, manifest: Manifest) -> None:
         """Take a manifest of this plan. Raises WireError when it says what no reducer of this plan could."""
-        own = self.reduced_by(manifest.reducer)
+        self.check_manifest(manifest)
+        self.manifests[manifest.revision, manifest.reducer] = manifest
+
+    def check_manifest(self, manifest: Manifest) -> None:
+        """Raises WireError when a manifest says what no reducer of this plan could."""
+        known = 0 <= manifest.revision <= self.revision
+        own = self.reduced_by(manifest.reducer, manifest.revision) if known else []
         width = mask_bytes(len(self.plan.members))
         if manifest.plan != self.plan.id or len(manifest.digests) != 32 * len(own) or len(manifest.masks) != width * len(own):
             raise WireError("the manifest does not fit the plan")
@@ -56,20 +103,29 @@ class Results:
             absent = manifest.digests[32 * place : 32 * (place + 1)] == ABSENT
             if not set(included) <= set(part.contributors) or absent != (not included):
                 raise WireError(f"part {part.index} cannot be made of what the manifest says")
-        self.manifests[manifest.reducer] = manifest
+
+    def roots(self) -> tuple[bytes, ...]:
+        """Roots of the manifests that are here, `[revisions][members]`; empty bytes for the others."""
+        members, revisions = range(len(self.plan.members)), range(self.revision + 1)
+        found = (self.manifests.get((revision, reducer)) for revision in revisions for reducer in members)
+        return tuple(manifest.root if manifest is not None else b"" for manifest in found)
+
+    def root_place(self, part: Part) -> int:
+        """Where in such roots the part's manifest stands."""
+        return part.revision * len(self.plan.members) + part.reducer
 
     def digest_of(self, part: Part) -> bytes | None:
         """sha256 of the part's result as its reducer's manifest says; None without the manifest."""
-        manifest = self.manifests.get(part.reducer)
-        place = self._places[part.index]
+        manifest = self.manifests.get((part.revision, part.reducer))
+        place = self._places[part.revision, part.index]
         return None if manifest is None else manifest.digests[32 * place : 32 * place + 32]
 
     def contributors(self, part: Part) -> tuple[int, ...]:
         """Members whose update is in the part's result; empty without the manifest."""
-        manifest = self.manifests.get(part.reducer)
+        manifest = self.manifests.get((part.revision, part.reducer))
         if manifest is None:
             return ()
-        width, place = mask_bytes(len(self.plan.members)), self._places[part.index]
+        width, place = mask_bytes(len(self.plan.members)), self._places[part.revision, part.index]
         return from_mask(manifest.masks[width * place : width * place + width])
 
     def verified(self, part: Part) -> bool:
@@ -77,29 +133,57 @@ class Results:
         digest = self.digests.get(part.index)
         return digest is not None and digest == self.digest_of(part)
 
-    def discard_unverified(self) -> None:
-        """Forget results that do not match their manifest or have none."""
+    def discard_unverified(self, revision: int | None = None) -> None:
+        """Forget results (of one revision's parts) that do not match their manifest or have none."""
         for part in self.parts:
-            if part.index in self.encoded and not self.verified(part):
-                del self.encoded[part.index], self.digests[part.index]
+            if revision in (None, part.revision) and not self.verified(part):
+                self.drop(part.index)
 
     def committed(self, head: Head) -> list[Part]:
-        """The parts that this head says everybody applies. Needs the manifests whose roots the head names."""
+        """The parts that this head says everybody applies. Needs the head's revisions and the manifests of its roots."""
         dropped = set(head.dropped)
         return [
             part for part in self.parts
-            if part.index not in dropped and head.roots[part.reducer] and self.digest_of(part) not in (None, ABSENT)
+            if part.index not in dropped
+            and head.roots[self.root_place(part)]
+            and self.digest_of(part) not in (None, ABSENT)
         ]
 
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        """Where in its reducer's manifest each part stands."""
-        counts: Counter[int] = Counter()
-        places = {}
-        for part in self.parts:
-            places[part.index] = counts[part.reducer]
-            counts[part.reducer] += 1
-        return places
+    def emptied(self) -> Results:
+        """The same plan and revisions, nothing received."""
+        other = Results(self.plan, self._first_parts())
+        for newly_lost in self.lost:
+            other.revise(newly_lost)
+        return other
+
+    def under(self, lost: tuple[tuple[int, ...], ...]) -> Results:
+        """The same plan with these revisions; what is here and still fits goes along."""
+        if lost == self.lost:
+            return self
+        other = Results(self.plan, self._first_parts())
+        for newly_lost in lost:
+            other.revise(newly_lost)
+        for (revision, _), manifest in self.manifests.items():
+            if lost[:revision] == self.lost[:revision] and revision <= len(lost):
+                other.add_manifest(manifest)
+        other.encoded, other.digests = dict(self.encoded), dict(self.digests)
+        other.discard_unverified()
+        return other
+
+    def _first_parts(self) -> tuple[Part, ...]:
+        return tuple(sorted((part for own in self._tables[0].values() for part in own), key=lambda part: part.index))
+
+
+def _by_reducer(parts: tuple[Part, ...]) -> dict[int, list[Part]]:
+    table: dict[int, list[Part]] = {}
+    for part in parts:
+        table.setdefault(part.reducer, []).append(part)
+    return table
+
+
+def _places(table: dict[int, list[Part]]) -> dict[tuple[int, int], int]:
+    """Where in its reducer's manifest each part stands, by revision and part index."""
+    return {(part.revision, part.index): place for own in table.values() for place, part in enumerate(own)}
 
 
 @dataclass(frozen=True)
@@ -107,6 +191,7 @@ class _Saved:
     """Header of a results blob."""
 
     plan: bytes
+    lost: tuple[tuple[int, ...], ...]
     manifests: tuple[bytes, ...]
     lengths: tuple[int, ...]
     """Bytes of each part's result, -1 where it is missing."""
@@ -115,21 +200,23 @@ class _Saved:
 def save_results(store: Store, results: Results) -> None:
     """Make the results durable under their round and plan."""
     lengths = tuple(len(results.encoded.get(part.index, b"")) or -1 for part in results.parts)
-    header = pack(_Saved(pack(results.plan), tuple(pack(m) for m in results.manifests.values()), lengths))
+    header = pack(_Saved(pack(results.plan), results.lost, tuple(pack(m) for m in results.manifests.values()), lengths))
     bodies = [results.encoded[part.index] for part in results.parts if part.index in results.encoded]
-    store.write(results_name(results.plan.round), [len(header).to_bytes(8, "little"), header, *bodies])
+    store.write(results_name(results.plan), [len(header).to_bytes(8, "little"), header, *bodies])
 
 
-def load_results(store: Store, round_number: int, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results | None:
-    """The results last staged for a round; None when there are none."""
-    blob = store.read(results_name(round_number))
+def load_results(store: Store, name: str, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results | None:
+    """Results that were staged under this name (`results_name`); None when they are gone. Raises WireError when damaged."""
+    blob = store.read(name)
     if blob is None:
         return None
     size = int.from_bytes(blob[:8], "little")
     saved = unpack(_Saved, blob[8 : 8 + size])
-    results = Results.empty(unpack(Plan, saved.plan), layout, codecs, part_bytes)
+    results = Results.empty(unpack(Plan, saved.plan), layout, codecs, part_bytes, saved.lost)
     for manifest in saved.manifests:
         results.add_manifest(unpack(Manifest, manifest))
+    if len(saved.lengths) != len(results.parts):
+        raise WireError("results of another part table")
     offset = 8 + size
     for part, length in zip(results.parts, saved.lengths, strict=True):
         if length >= 0:
@@ -138,6 +225,11 @@ def load_results(store: Store, round_number: int, layout: Layout, codecs: GroupC
     return results
 
 
-def results_name(round_number: int) -> str:
-    """Name of the blob; an attempt that fails is overwritten by the next one of the same round."""
-    return f"results-{round_number}"
+def results_name(plan: Plan) -> str:
+    """Name of the blob: each attempt at a round has its own, since an earlier one may turn out to be the decided one."""
+    return f"{RESULTS_OF}{plan.round}-{plan.id[:16]}"
+
+
+def round_of(name: str) -> int:
+    """The round of a results blob, by its name."""
+    return int(name.removeprefix(RESULTS_OF).split("-")[0])
