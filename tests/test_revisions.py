@@ -1,0 +1,156 @@
+"""Reducers are lost in the middle of an exchange: their parts go to backups, and the round is committed with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
+from hypothesis import given
+from hypothesis import strategies as st
+from virtual_swarm import VirtualSwarm, campaign, simulate
+
+from spes_p2p.config import PROTOCOL_VERSION
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.swarm.coordinator import ROUND
+from spes_p2p.swarm.records import Announcement, Head
+from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.swarm.wire import WireError, pack
+from spes_p2p.sync.codecs import CODECS, GroupCodecs
+from spes_p2p.sync.results import Results, load_results, results_name, save_results
+
+CODEC = GroupCodecs(CODECS["none"], CODECS["none"], CODECS["none"])
+PLAN = make_plan_of([
+    member("A", 10, (4, 0, 0, 2)),
+    member("B", 10, (0, 4, 0, 0)),
+    member("C", 10, (0, 0, 4, 2)),
+    member("D", 10, (0, 0, 0, 0), 0.0),
+])
+
+
+def results_of_plan() -> Results:
+    return Results.empty(PLAN, LAYOUT, CODEC, PART_BYTES)
+
+
+@given(st.permutations([0, 1, 2]), st.integers(1, 2))
+def test_a_revision_moves_the_lost_reducers_parts_to_living_members_and_no_others(order: list[int], count: int) -> None:
+    results, gone = results_of_plan(), set(order[:count])
+    before = results.parts
+    for lost in order[:count]:
+        results.revise((lost,))
+    for old, new in zip(before, results.parts, strict=True):
+        assert (old.index, old.start, old.stop) == (new.index, new.start, new.stop)
+        if old.reducer not in gone:
+            assert new == old
+        elif set(old.contributors) - gone:
+            assert new.reducer not in gone
+            assert PLAN.members[new.reducer].bandwidth > 0
+            assert set(old.contributors) - gone <= set(new.contributors) <= set(old.contributors)
+            assert new.index in {part.index for part in results.reduced_by(new.reducer, new.revision)}
+        else:
+            assert new.reducer in gone
+
+
+@pytest.mark.parametrize("lost", [(), (4,), (-1,), (1, 1), (0,)], ids=str)
+def test_a_revision_that_cannot_be_is_refused(lost: tuple[int, ...]) -> None:
+    results = results_of_plan()
+    results.revise((0,))
+    if lost != (1, 1):
+        with pytest.raises(WireError):
+            results.revise(lost)
+    else:
+        results.revise((1,))
+        with pytest.raises(WireError):
+            results.revise((1,))
+
+
+def test_results_of_a_revision_survive_the_disk() -> None:
+    results, store = results_of_plan(), MemoryStore()
+    results.revise((1,))
+    for part in results.parts:
+        results.put(part.index, bytes(part.encoded_bytes))
+    save_results(store, results)
+    restored = load_results(store, results_name(PLAN), LAYOUT, CODEC, PART_BYTES)
+    assert restored is not None
+    assert (restored.parts, restored.lost, restored.encoded) == (results.parts, ((1,),), results.encoded)
+
+
+def swarm_of(names: str, **sync: float) -> VirtualSwarm:
+    swarm = VirtualSwarm(campaign(total_steps=80, experts={"redundancy": 2}, sync={"min_peers": len(names), **sync}))
+    swarm.start_all(names)
+    return swarm
+
+
+def kill_in_exchange(swarm: VirtualSwarm, method: str, count: int) -> list[str]:
+    """So many trainers that do not coordinate die as they send the second frame of this method; returns their names."""
+    killed: list[str] = []
+
+    def hook(peer: str, its_method: str, index: int) -> None:
+        coordinator = swarm.peers[max(swarm.peers)].node.coordinators()[0]
+        if (its_method, index) == (method, 1) and peer in swarm.peers and peer != coordinator and len(killed) < count:
+            killed.append(peer)
+            swarm.kill(peer)
+
+    swarm.network.hook = hook
+    return killed
+
+
+def head_that_lost(swarm: VirtualSwarm) -> Head:
+    log = next(iter(swarm.peers.values())).node.log
+    return next(head for head in map(log.head_at, range(log.round + 1)) if head.lost)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("method", ["push", "pull"])
+def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(method: str, count: int) -> None:
+    async def main() -> None:
+        swarm = swarm_of("ABCDEF", silence_s=5.0)
+        await swarm.until_round(2)
+        killed = kill_in_exchange(swarm, method, count)
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert len(killed) == count
+        head = head_that_lost(swarm)
+        assert {head.members[i] for lost in head.lost for i in lost} <= set(killed)
+        survivor = min(swarm.peers)
+        commits = swarm.recorders[survivor].commits()
+        alone = sum(bool(owners) and set(owners) <= set(killed) for owners in commits[head.round - 1].owners)
+        assert commits[head.round].dropped_parts <= alone, "only experts that nobody else trained may be missing"
+
+    simulate(main)
+
+
+def test_a_member_that_takes_the_plan_and_never_reports_holds_nobody_up() -> None:
+    async def main() -> None:
+        swarm = swarm_of("ABC", exchange_timeout_s=600.0)
+        await swarm.until_round(2)
+        idler = asyncio.ensure_future(take_part_and_idle(swarm))
+        began = asyncio.get_running_loop().time()
+        await swarm.until_round(5)
+        assert asyncio.get_running_loop().time() - began < 120
+        idler.cancel()
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+async def take_part_and_idle(swarm: VirtualSwarm) -> None:
+    """A peer that announces itself for every round, takes each plan, and does nothing with it but live."""
+    board = Switchboard(swarm.network.transport("X"), 5.0)
+    for peer, living in swarm.peers.items():
+        board.transport.learn_addresses(peer, living.node.world.transport.addresses)
+    while True:
+        base = swarm.peers["A"].replica.base
+        announcement = Announcement(
+            swarm.campaign.hash, PROTOCOL_VERSION, base.round + 1, 0, base.head, base.digest,
+            10, (1,) * 4, 4, 1.0, 1.0, 1.0, None, (),
+        )
+        try:
+            async with board.talk(swarm.peers["A"].node.coordinators()[0], ROUND) as talk:
+                await talk.send(pack(announcement))
+                while True:
+                    await talk.message()
+        except (PeerUnreachable, Refused):
+            await asyncio.sleep(0.5)
