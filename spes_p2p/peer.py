@@ -188,7 +188,8 @@ class Peer:
         self.replica.ledger.trained(report)
         self._observer.tell(
             PhaseTrained(
-                phase.round, report.steps, report.tokens, report.loss, report.aux_loss, report.seconds, report.skipped_steps
+                phase.round, report.steps, report.tokens, report.loss, report.aux_loss, report.seconds, report.skipped_steps,
+                report.flops_per_second, report.mfu,
             )
         )
 

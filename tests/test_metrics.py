@@ -49,7 +49,7 @@ COMMIT = RoundCommitted(
 )
 EVENTS: tuple[Event, ...] = (
     TrainingProgress(7, 1, 10, 1234.5),
-    PhaseTrained(7, 10, 500, 4.6, 0.1, 12.0, 3),
+    PhaseTrained(7, 10, 500, 4.6, 0.1, 12.0, 3, 2e12, 0.25),
     COMMIT,
     BytesMoved("push", 30, 40),
     BytesMoved("push", 5, 6),
@@ -92,6 +92,8 @@ def told() -> Metrics:
         ("spes_steps_total", {}, 10),
         ("spes_skipped_steps_total", {}, 3),
         ("spes_tokens_per_second", {}, 1234.5),
+        ("spes_flops_per_second", {}, 2e12),
+        ("spes_model_flops_utilization", {}, 0.25),
         ("spes_auxiliary_loss", {}, 0.1),
         ("spes_rounds_total", {}, 1),
         ("spes_bytes_total", {"kind": "push", "direction": "sent"}, 35),

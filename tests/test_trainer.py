@@ -259,6 +259,19 @@ def test_the_report_says_how_many_operations_the_steps_needed() -> None:
     report = train(trainer_of(), phase_of(2))
     expected = report.tokens * training_flops_per_token(MODEL, 16, (0, 3))
     assert report.flops_per_second * report.seconds == pytest.approx(expected)
+    assert math.isnan(report.mfu)
+
+
+def test_utilisation_is_told_on_a_device_whose_peak_is_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from spes_p2p.training import trainer as module
+
+    monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA GeForce RTX 4090")
+    with caplog.at_level("INFO"):
+        report = train(trainer_of(), phase_of(2))
+    assert report.mfu == pytest.approx(report.flops_per_second / 165e12)
+    assert caplog.messages[-1].endswith(" % MFU")
 
 
 @pytest.mark.parametrize("owned", [(), (0, 1, 2, 3)], ids=str)

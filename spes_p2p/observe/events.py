@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -58,6 +59,10 @@ class PhaseTrained:
     aux_loss: float
     seconds: float
     skipped_steps: int
+    flops_per_second: float = 0.0
+    """Floating-point operations that the steps needed, a second; 0 when it is not known."""
+    mfu: float = math.nan
+    """Model FLOPs utilisation, 0 to 1; NaN when the device's peak is not known."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,13 @@ class Metrics:
             Counter, "spes_skipped_steps_total", "Local steps of which nothing was applied: loss or gradient was not finite."
         )
         self._speed = make(Gauge, "spes_tokens_per_second", "Training speed of this peer at its last local step.")
+        self._flops = make(
+            Gauge, "spes_flops_per_second", "Operations a second that the last phase's steps needed, by formula; 0: not known."
+        )
+        self._mfu = make(
+            Gauge, "spes_model_flops_utilization", "Those over the device's bf16 peak, 0 to 1; NaN on a device of unknown peak."
+        )
+        self._mfu.set(math.nan)
         self._aux_loss = make(Gauge, "spes_auxiliary_loss", "Auxiliary losses of this peer in its last phase.")
         self._rounds = make(Counter, "spes_rounds_total", "Rounds committed while this peer ran, round 0 included.")
         self._bytes = make(
@@ -192,6 +199,8 @@ class Metrics:
         self._steps.inc(event.steps)
         self._skipped_steps.inc(event.skipped_steps)
         self._aux_loss.set(event.aux_loss)
+        self._flops.set(event.flops_per_second)
+        self._mfu.set(event.mfu)
         self._phase_seconds.labels("train").observe(event.seconds)
 
     def _round_committed(self, event: RoundCommitted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,6 +46,8 @@ class PhaseReport:
     """Steps whose loss or gradient was not finite: nothing was applied."""
     flops_per_second: float = 0.0
     """Floating-point operations that the steps needed, by formula (model/flops.py), a second; 0 when it is not known."""
+    mfu: float = math.nan
+    """Model FLOPs utilisation: that over the device's bf16 peak; NaN when the peak is not known."""
 
 
 class Trainer(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -141,7 +142,7 @@ class TorchTrainer:
         flops = totals.tokens * training_flops_per_token(
             self._config.model, self._config.training.sequence_length, self._owned
         )
-        report = totals.report(done, self._owned, seconds, untrained, flops / seconds)
+        report = totals.report(done, self._owned, seconds, untrained, flops / seconds, peak_flops(device_name(self._device)))
         self._log(report)
         return report
 
@@ -211,9 +212,7 @@ class TorchTrainer:
 
     def _log(self, report: PhaseReport) -> None:
         """One line a phase: steps, speed, and what share of the device's peak that is, where the device is known."""
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
-        peak = peak_flops(name)
-        utilisation = f", {100 * report.flops_per_second / peak:.1f} % MFU" if peak else ""
+        utilisation = "" if math.isnan(report.mfu) else f", {100 * report.mfu:.1f} % MFU"
         logger.info(
             "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
             report.steps, report.tokens / report.seconds, report.flops_per_second / 1e12, utilisation,
@@ -282,13 +281,20 @@ class _Totals:
         self.routed += other.routed
 
     def report(
-        self, steps: int, owned: tuple[int, ...], seconds: float, untrained: tuple[Interval, ...], flops_per_second: float
+        self, steps: int, owned: tuple[int, ...], seconds: float, untrained: tuple[Interval, ...], flops_per_second: float,
+        peak: float | None,
     ) -> PhaseReport:
         cross_entropy, auxiliary = (self.losses / self.tokens).tolist() if self.tokens else (float("nan"), float("nan"))
         routed = tuple(count if expert in owned else 0 for expert, count in enumerate(self.routed.tolist()))
         return PhaseReport(
-            steps, self.tokens, routed, cross_entropy, auxiliary, seconds, untrained, self.skipped, flops_per_second
+            steps, self.tokens, routed, cross_entropy, auxiliary, seconds, untrained, self.skipped, flops_per_second,
+            mfu=flops_per_second / peak if peak else math.nan,
         )
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls the card; "cpu" for the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
