@@ -31,8 +31,7 @@ def describe_setup(setup: Setup, num_experts: int) -> str:
     if setup.owned < num_experts:
         words.append(f"foreign experts {setup.stored}" + (" in host memory" if setup.stored_on == "host" else ""))
     words.append(f"micro-batch {setup.micro_batch}")
-    words += ["checkpointing"] * setup.checkpointing + ["loss in chunks"] * setup.chunked_loss
-    return ", ".join(words)
+    return ", ".join(words + ["checkpointing"] * setup.checkpointing)
 
 
 def render_plan(plan: PeerPlan) -> Table:
@@ -54,10 +53,7 @@ def render_plan(plan: PeerPlan) -> Table:
     table.add_row("a round", f"{moved}, {human_seconds(traffic.seconds)} at {speed} ({alike})")
     table.add_section()
     for alternative in plan.alternatives:
-        means = alternative.means + ("" if alternative.in_the_trainer else " *")
-        table.add_row(means, describe_setup(alternative.choice.setup, plan.num_experts))
-    if not all(alternative.in_the_trainer for alternative in plan.alternatives):
-        table.caption = "* not in this version's trainer"
+        table.add_row(alternative.means, describe_setup(alternative.choice.setup, plan.num_experts))
     return table
 
 

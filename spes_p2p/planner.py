@@ -33,9 +33,9 @@ RESERVED_SHARE = 0.05
 COARSE_PARTS = 2048
 """Traffic is computed with about so many parts: balance is as good, and the time short."""
 
-
 MAX_PEERS = 1024
 """Beyond that the traffic of a round is not computed in seconds."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -56,7 +56,6 @@ class Options:
 
     stored_on: tuple[StoredPlace, ...]
     checkpointing: tuple[bool, ...]
-    chunked_loss: tuple[bool, ...]
     optimizer: tuple[OptimizerKind, ...]
     stored: tuple[StoredFormat, ...]
     micro_batch: tuple[int, ...]
@@ -75,7 +74,6 @@ class Alternative:
     """What fits with some of the means to save memory, each added to those before it."""
 
     means: str
-    in_the_trainer: bool
     choice: Choice
 
 
@@ -197,7 +195,6 @@ def plan_options(config: CampaignConfig, kind: DeviceKind) -> Options:
     return Options(
         stored_on=("device", "host") if kind == "cuda" else ("device",),
         checkpointing=(False, True),
-        chunked_loss=(False,),
         optimizer=("adamw", "adamw8bit"),
         stored=_stored_formats(config, kind),
         micro_batch=tuple(size for size in range(largest, 0, -1) if batch % size == 0),
@@ -271,7 +268,7 @@ def _choices(config: CampaignConfig, kind: DeviceKind, owned: int, options: Opti
     names = [field.name for field in fields(options)]
     for values in product(*(getattr(options, name) for name in names)):
         setup = Setup(owned=owned, device=kind, bf16=bf16, **dict(zip(names, values, strict=True)))
-        yield Choice(setup, device_bytes(config.model, training.sequence_length, training.lm_head_zloss_weight > 0, setup))
+        yield Choice(setup, device_bytes(config.model, training.sequence_length, setup))
 
 
 def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, ...]:
@@ -284,14 +281,13 @@ def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, .
         ("+ 8-bit AdamW", {"optimizer": every.optimizer}),
         ("+ checkpointing", {"checkpointing": every.checkpointing}),
         ("+ host storage", {"stored_on": every.stored_on}),
-        ("+ loss in chunks", {"chunked_loss": (False, True)}),
     ]
     for name, added in means:
         options = replace(options, **added)
         with contextlib.suppress(UserError):
             choice = most_experts(config, target, options, "")
             if not found or choice != found[-1].choice:
-                found.append(Alternative(name, "chunked_loss" not in added, choice))
+                found.append(Alternative(name, choice))
     return tuple(found)
 
 

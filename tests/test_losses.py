@@ -1,17 +1,26 @@
 """Losses beside the cross-entropy, and the repetition filter."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_shapes import tiny_model, tiny_training
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from spes_p2p.model.build import build_model, initial_state
+from spes_p2p.model.memory import LOSS_CHUNK
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.filter import is_repetitive
+from spes_p2p.training.head_loss import head_loss
 from spes_p2p.training.losses import forward_losses, load_balancing_loss, next_token_loss, router_z_loss, z_loss
+
+MODEL = tiny_model()
 
 
 def routed_to(experts: list[list[int]], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,30 +65,91 @@ def test_z_loss_is_the_mean_square_of_the_log_partition() -> None:
 
 
 def test_cross_entropy_pairs_each_position_with_the_next_token() -> None:
-    ids = torch.tensor([[0, 1, 2]])
-    logits = torch.full((1, 2, 3), -100.0)
-    logits[0, 0, 1] = logits[0, 1, 2] = 100.0
-    assert float(next_token_loss(logits, ids)) == pytest.approx(0, abs=1e-6)
-    assert float(next_token_loss(torch.zeros(1, 2, 3), ids)) == pytest.approx(np.log(3))
+    model, ids = build_model(MODEL, initial_state(MODEL), ()), torch.arange(6).view(2, 3)
+    matrix = model.get_output_embeddings().weight.data.zero_()
+    matrix[:32] = 100 * torch.eye(32)
+    hidden = torch.zeros(2, 3, 32)
+    hidden[:, :2].scatter_(2, ids[:, 1:, None], 1.0)
+    assert float(next_token_loss(model, hidden, ids).cross_entropy) == pytest.approx(0, abs=1e-6)
+    assert float(next_token_loss(model, 0 * hidden, ids).cross_entropy) == pytest.approx(np.log(64))
+
+
+def whole_logits(hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float) -> tuple[Tensor, Tensor]:
+    logits = (hidden @ head.t()).float()
+    return F.cross_entropy(logits, targets), z_weight * z_loss(logits)
+
+
+def head_and_tokens(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 16, generator=generator).requires_grad_()
+    head = (0.5 * torch.randn(100, 16, generator=generator)).requires_grad_()
+    return hidden, head, torch.randint(100, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("z_weight", [0.0, 0.1])
+@pytest.mark.parametrize("tokens", [1, LOSS_CHUNK, 2 * LOSS_CHUNK + 3])
+def test_the_loss_in_chunks_and_its_gradients_are_those_of_the_whole_logits(tokens: int, z_weight: float) -> None:
+    hidden, head, targets = head_and_tokens(tokens)
+    cross_entropy, z = whole_logits(hidden, head, targets, z_weight)
+    expected = torch.autograd.grad(0.25 * (cross_entropy + z), (hidden, head))
+    found = head_loss(hidden, head, targets, z_weight)
+    torch.testing.assert_close((found.cross_entropy, z_weight * found.z_loss), (cross_entropy.detach(), z.detach()))
+    torch.testing.assert_close(found.total, cross_entropy + z)
+    actual = torch.autograd.grad(0.25 * found.total, (hidden, head))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_the_loss_in_chunks_computes_in_the_autocast_dtype_and_adds_up_in_float32() -> None:
+    hidden, head, targets = head_and_tokens(4 * LOSS_CHUNK)
+    expected = torch.autograd.grad(sum(whole_logits(hidden, head, targets, 0.1)), (hidden, head))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = torch.autograd.grad(head_loss(hidden, head, targets, 0.1).total, (hidden, head))
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.dtype == torch.float32
+        assert 1e-4 < (mine - theirs).norm() / theirs.norm() < 1e-2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_logits_of_more_than_a_chunk_of_tokens_are_never_there(training: bool) -> None:
+    class LargestResult(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            self.elements = max(self.elements, result.numel() if isinstance(result, Tensor) else 0)
+            return result
+
+    inputs = head_and_tokens(3 * LOSS_CHUNK)
+    with LargestResult() as largest, torch.set_grad_enabled(training):
+        loss = head_loss(*inputs, 0.1).total
+        if training:
+            loss.backward()  # type: ignore[no-untyped-call]
+    assert largest.elements == LOSS_CHUNK * 100
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    loss = head_loss(*head_and_tokens(5)).total
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 def test_total_is_the_cross_entropy_and_the_weighted_others() -> None:
-    config = tiny_model()
-    model = build_model(config, initial_state(config), (0, 3))
+    model = build_model(MODEL, initial_state(MODEL), (0, 3))
     blocks = [module for module in model.modules() if isinstance(module, PartitionedExperts)]
     ids = torch.arange(48).view(3, 16)
     outputs = model(input_ids=ids, output_router_logits=True)
     counts = [logits.topk(2).indices.flatten().bincount(minlength=4) for logits in outputs.router_logits]
     logits = outputs.logits[:, :-1]
     balance, router = load_balancing_loss(outputs.router_logits, counts), router_z_loss(outputs.router_logits)
-    head = z_loss(logits)
+    head, cross_entropy = z_loss(logits), F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     for weights in ((0.5, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.2), (0.5, 0.3, 0.2)):
         names = ("moe_loss_weight", "moe_zloss_weight", "lm_head_zloss_weight")
         losses = forward_losses(model, blocks, ids, tiny_training(**dict(zip(names, weights, strict=True))))
         auxiliary = weights[0] * balance + weights[1] * router + weights[2] * head
-        torch.testing.assert_close(losses.cross_entropy, next_token_loss(logits, ids))
+        torch.testing.assert_close(losses.cross_entropy, cross_entropy.detach())
         torch.testing.assert_close(losses.auxiliary, auxiliary)
-        torch.testing.assert_close(losses.total, losses.cross_entropy + auxiliary)
+        torch.testing.assert_close(losses.total, cross_entropy + auxiliary)
         assert losses.total.requires_grad
 
 

@@ -50,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                      "num_hidden_layers": 3},
     "large vocabulary": {"architecture": "qwen3_moe", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 96,
                          "num_key_value_heads": 4},
+    "tied": {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True},
     "wide experts": {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_num_experts": 16},
 }
 SEQUENCE, SAMPLES, OWNED = 128, 8, (0, 2)
@@ -87,9 +88,9 @@ def storages(tensors: Any) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
-def predicted(model: ModelConfig, stored: StoredFormat, z_loss: bool = False, bf16: bool = False) -> tuple[DeviceBytes, Setup]:
+def predicted(model: ModelConfig, stored: StoredFormat, bf16: bool = False) -> tuple[DeviceBytes, Setup]:
     setup = Setup(len(OWNED), stored, "adamw", SAMPLES, "cpu", bf16)
-    return device_bytes(model, SEQUENCE, z_loss, setup), setup
+    return device_bytes(model, SEQUENCE, setup), setup
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
@@ -131,8 +132,8 @@ def test_activations_are_what_autograd_saves(name: str, bf16: bool, z_loss: floa
     own = storages([*peer.model.parameters(), *peer.model.buffers()])
     saved = sum(size for address, size in storages(kept).items() if address not in own)
     assert loss.requires_grad
-    _, setup = predicted(shape(name), "int8", bool(z_loss), bf16)
-    assert saved_activation_bytes(shape(name), SEQUENCE, bool(z_loss), setup) == pytest.approx(saved, rel=0.1)
+    _, setup = predicted(shape(name), "int8", bf16)
+    assert saved_activation_bytes(shape(name), SEQUENCE, setup) == pytest.approx(saved, rel=0.1)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
@@ -152,8 +153,8 @@ def test_the_highest_moment_of_a_step_is_as_predicted(name: str, bf16: bool, che
     for change in sorted(changes, key=lambda event: event.start_ns()):
         now += change.nbytes()
         highest = max(highest, now)
-    setup = replace(predicted(shape(name), "int8", True, bf16)[1], checkpointing=checkpointing)
-    expected = device_bytes(shape(name), SEQUENCE, True, setup)
+    setup = replace(predicted(shape(name), "int8", bf16)[1], checkpointing=checkpointing)
+    expected = device_bytes(shape(name), SEQUENCE, setup)
     assert expected.gradients + expected.activations + expected.working == pytest.approx(highest, rel=0.1)
 
 
@@ -191,7 +192,7 @@ def test_one_expert_more_would_not_fit() -> None:
     fits = most_experts(config, device, plan_options(config, "cuda"), "x").setup.owned
     assert 0 < fits < 16
     one_more = Setup(fits + 1, "int8", "adamw8bit", 1, stored_on="host", checkpointing=True)
-    assert device_bytes(config.model, 2048, True, one_more).total + device.reserved > device.memory
+    assert device_bytes(config.model, 2048, one_more).total + device.reserved > device.memory
 
 
 def test_the_campaigns_number_of_experts_stays_the_limit() -> None:
@@ -202,8 +203,7 @@ def test_the_campaigns_number_of_experts_stays_the_limit() -> None:
 def test_without_settings_of_its_own_a_peer_joins_with_the_campaigns_micro_batch() -> None:
     config = recipe_1b()
     setup = most_experts(config, Device("cuda", 80 * GIB), join_options(config, "cuda"), "x").setup
-    assert 0 < setup.owned < 16
-    assert setup == Setup(setup.owned, setup.stored, "adamw", 8)
+    assert setup == Setup(16, setup.stored, "adamw", 8)
     assert plan_options(config, "cuda").micro_batch == (8, 4, 2, 1)
 
 
@@ -232,7 +232,7 @@ def test_7b_on_a_24_gib_card_owns_two_experts_with_everything_that_saves_memory(
     assert setup.owned >= 2
     assert (setup.optimizer, setup.stored_on, setup.checkpointing) == ("adamw8bit", "host", True)
     assert join_flags(setup) == (
-        f"--experts {setup.owned} --stored int8 --micro-batch-size 1 --stored-on host --optimizer adamw8bit "
+        f"--experts {setup.owned} --stored int8 --micro-batch-size {setup.micro_batch} --stored-on host --optimizer adamw8bit "
         "--activation-checkpointing"
     )
 
@@ -242,7 +242,6 @@ def test_each_means_fits_as_many_experts_as_the_one_before() -> None:
     owned = [alternative.choice.setup.owned for alternative in ladder]
     assert owned == sorted(owned)
     assert len(owned) >= 4
-    assert [alternative.in_the_trainer for alternative in ladder] == [True] * (len(ladder) - 1) + [False]
 
 
 @pytest.mark.parametrize("peers", [1, 2, 5])

@@ -184,7 +184,7 @@ def counted_and_formula(config: CampaignConfig, base: Any, setup: Setup, device:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     stored = [t for block in experts_of(model) for t in block.stored_tensors()]
     counted = storage_bytes([*model.parameters(), *gradients, *stored]) + optimizer.state_bytes()
-    formula = device_bytes(config.model, 8, False, setup)
+    formula = device_bytes(config.model, 8, setup)
     return {"counted": counted, "formula": formula.weights + formula.gradients + formula.moments + formula.stored}
 
 

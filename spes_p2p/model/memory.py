@@ -9,12 +9,14 @@ expert; k experts a token; E experts, o of them owned; V: vocabulary; w = 4 byte
     both      w k (2 H + 3 F + F o / E) + 12 E + 36 k + 4 heads       (1 H instead of 2 when nothing is owned)
 
 the norms' inputs and outputs, attention's operands and result, then the experts' input, output, gated halves, the owned ones'
-product, the router's probabilities and the indices. The head saves 4 (2 H + V) + w H, the z-loss on logits 4 V more; in bf16
-the cast copies of all matrices but the experts stay too. With checkpointing a layer keeps its input, 4 H, and one layer is
-whole. With the loss in chunks only LOSS_CHUNK tokens have logits at a time.
+product, the router's probabilities and the indices. The last norm saves 8 H, and the loss, which makes its gradients in the
+forward pass (training/head_loss.py), 4 H a token and 4 V H at once; in bf16 the cast copies of all matrices but the experts and
+the head stay too. With checkpointing a layer keeps its input, 4 H, and one layer is whole.
 
-Working memory is what is there for a moment: in the loss, several copies of the logits; in a layer, decoded experts, their
-gradient, and gradients of its activations; in AdamW's step, a square root of the largest parameter group.
+Working memory is what is there for a moment: in the loss, logits of LOSS_CHUNK tokens (in bf16 in both widths) and a cast copy
+of the head; in a layer, decoded experts, their gradient, and gradients of its activations; at the end of the backward pass the
+gradient of the embedding, which joins the head's where the two are tied; in AdamW's step, a square root of the largest
+parameter group.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from spes_p2p.model.stored import StoredFormat, StoredPlace
 DeviceKind = Literal["cuda", "cpu"]
 OptimizerKind = Literal["adamw", "adamw8bit"]
 
-LOSS_CHUNK = 1024
+LOSS_CHUNK = 512
+"""Tokens that have logits at once (training/head_loss.py)."""
+PRODUCT_ROWS = 8192
+"""Rows of the head whose gradient is computed at once where that is in bf16 (training/head_loss.py)."""
+
 
 STORED_BYTES: dict[StoredFormat, int] = {"fp32": 4, "bf16": 2, "int8": 1}
 SCALE_BYTES = 4
@@ -59,8 +65,6 @@ class Setup:
     stored_on: StoredPlace = "device"
     checkpointing: bool = False
     """Layers' activations are computed again in the backward pass."""
-    chunked_loss: bool = False
-    """Logits are made for LOSS_CHUNK tokens at a time, and again in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,12 @@ class DeviceBytes:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def device_bytes(model: ModelConfig, sequence_length: int, logits_z_loss: bool, setup: Setup) -> DeviceBytes:
+def device_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> DeviceBytes:
     """What training in this setup takes; which experts are owned does not matter."""
     layout = layout_of(model)
     shared, expert = shared_elements(layout), layout.expert(0).size
     trained = shared + setup.owned * expert
-    activations, working = _Pass(model, sequence_length, logits_z_loss, setup).highest()
+    activations, working = _Pass(model, sequence_length, setup).highest()
     optimizer_working = 4 * max(shared, expert)
     layers_there = min(SLOTS, model.num_hidden_layers) if setup.stored_on == "host" else model.num_hidden_layers
     return DeviceBytes(
@@ -131,16 +135,16 @@ def stored_expert_bytes(layout: Layout, stored: StoredFormat) -> int:
     return STORED_BYTES[stored] * sum(spec.size for spec in tensors) + scales
 
 
-def saved_activation_bytes(model: ModelConfig, sequence_length: int, logits_z_loss: bool, setup: Setup) -> int:
+def saved_activation_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> int:
     """What autograd keeps at the end of one forward pass (module docstring)."""
-    return _Pass(model, sequence_length, logits_z_loss, setup).saved()
+    return _Pass(model, sequence_length, setup).saved()
 
 
 class _Pass:
     """Activations and working memory of one forward and backward pass."""
 
-    def __init__(self, model: ModelConfig, sequence_length: int, logits_z_loss: bool, setup: Setup):
-        self._model, self._setup, self._z_loss = model, setup, logits_z_loss
+    def __init__(self, model: ModelConfig, sequence_length: int, setup: Setup):
+        self._model, self._setup = model, setup
         self._tokens = setup.micro_batch * sequence_length
         self._width = 2 if setup.bf16 else 4
         self._cast_copies = 2 * _multiplied_elements(layout_of(model)) if setup.bf16 else 0
@@ -150,11 +154,15 @@ class _Pass:
         return self.layers_saved() + self.head_saved() + self._cast_copies
 
     def highest(self) -> tuple[int, int]:
-        """(activations, working) bytes at the higher of two moments: the loss, or the last layer's backward pass."""
-        loss = (self.saved(), self._loss_working())
+        """(activations, working) bytes at the highest of three moments: loss, last layer's backward pass, embedding's."""
         layer = self.layer_saved() if self._setup.checkpointing else 0
-        backward = (self.layers_saved() + self._cast_copies + layer, self._layer_working())
-        return max(loss, backward, key=sum)
+        tied = self._head() if self._model.tie_word_embeddings else 0
+        moments = (
+            (self.saved(), self._loss_working()),
+            (self.layers_saved() + self._cast_copies + layer, self._layer_working() + tied),
+            (self._cast_copies, self._head() + 2 * tied),
+        )
+        return max(moments, key=sum)
 
     def layers_saved(self) -> int:
         """What all layers keep at the end of the forward pass."""
@@ -176,17 +184,20 @@ class _Pass:
         return round(self._tokens * (attention + experts + router))
 
     def head_saved(self) -> int:
-        """What the last norm, the output head and the loss keep."""
-        logits = 4 * (2 if self._z_loss else 1) * self._logits()
-        return self._tokens * (8 + self._width) * self._model.hidden_size + logits
+        """What the last norm keeps, and the gradients that the loss made."""
+        return self._tokens * 12 * self._model.hidden_size + self._head()
+
+    def _head(self) -> int:
+        """The head's matrix, or its gradient, or the embedding's."""
+        return 4 * self._model.vocab_size * self._model.hidden_size
 
     def _loss_working(self) -> int:
-        """Backward makes two float32 gradients of the logits for the cross-entropy, and with the z-loss one more."""
-        return 4 * (3 if self._z_loss else 2) * self._logits()
-
-    def _logits(self) -> int:
-        """Elements of the logits that are there at once."""
-        return (min(LOSS_CHUNK, self._tokens) if self._setup.chunked_loss else self._tokens) * self._model.vocab_size
+        """Logits of a chunk, which become their gradient; in bf16 a narrower form of them and of the head too, and pieces."""
+        logits = min(LOSS_CHUNK, self._tokens) * self._model.vocab_size
+        if not self._setup.bf16:
+            return 4 * logits
+        pieces = min(PRODUCT_ROWS, self._model.vocab_size) * self._model.hidden_size
+        return 6 * logits + self._head() // 2 + 6 * pieces
 
     def _layer_working(self) -> int:
         """Decoded foreign experts, or the owned ones' gradient (in bf16, then in float32), and rows of the experts' inputs."""
@@ -201,6 +212,6 @@ class _Pass:
 
 @lru_cache(maxsize=8)
 def _multiplied_elements(layout: Layout) -> int:
-    """Elements of the matrices but the experts' that autocast makes a bf16 copy of; the embedding is looked up only."""
+    """Elements of the layers' matrices but the experts': autocast makes a bf16 copy of each."""
     specs = (t.spec for t in layout.tensors)
-    return sum(s.size for s in specs if s.expert is None and len(s.shape) == 2 and "embed_tokens" not in s.name)
+    return sum(s.size for s in specs if s.expert is None and s.layer is not None and len(s.shape) == 2)

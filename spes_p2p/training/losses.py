@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spes_p2p.config import TrainingConfig
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.training.head_loss import HeadLoss, head_loss
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,18 @@ def forward_losses(
     """The losses of samples `[B, S]`. `blocks` are the model's experts blocks in order; their `routed` is set by this pass."""
     # The inner model, because the outer one would compute transformers' own auxiliary loss too.
     outputs = model.base_model(input_ids=input_ids, use_cache=False, output_router_logits=True)
-    logits: Tensor = model.get_output_embeddings()(outputs.last_hidden_state[:, :-1])
-    cross_entropy = next_token_loss(logits, input_ids)
+    head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight)
     routed = [block.routed for block in blocks if block.routed is not None]
     auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, routed)
     auxiliary = auxiliary + config.moe_zloss_weight * router_z_loss(outputs.router_logits)
-    if config.lm_head_zloss_weight > 0:
-        auxiliary = auxiliary + config.lm_head_zloss_weight * z_loss(logits)
-    return Losses(cross_entropy + auxiliary, cross_entropy.detach(), auxiliary.detach())
+    weighted_z_loss = config.lm_head_zloss_weight * head.z_loss if config.lm_head_zloss_weight > 0 else 0.0
+    return Losses(head.total + auxiliary, head.cross_entropy, auxiliary.detach() + weighted_z_loss)
 
 
-def next_token_loss(logits: Tensor, input_ids: Tensor) -> Tensor:
-    """Mean cross-entropy (nats) of each token but the first: ids `[B, S]`, logits `[B, S - 1, V]` of the positions before."""
-    return F.cross_entropy(logits.float().flatten(0, 1), input_ids[:, 1:].flatten())
+def next_token_loss(model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, z_weight: float = 0.0) -> HeadLoss:
+    """Losses of each token but the first: ids `[B, S]`, hidden states `[B, S, H]` before the output head, which has no bias."""
+    matrix: Tensor = model.get_output_embeddings().weight
+    return head_loss(hidden[:, :-1].flatten(0, 1), matrix, input_ids[:, 1:].flatten(), z_weight)
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], routed: Sequence[Tensor]) -> Tensor:

@@ -174,8 +174,8 @@ class TorchTrainer:
         self._model.eval()
         with torch.no_grad(), self._autocast():
             for chunk in self._micro_batches(samples):
-                logits = self._model(input_ids=chunk, use_cache=False).logits[:, :-1]
-                total += next_token_loss(logits, chunk) * len(chunk)
+                hidden = self._model.base_model(input_ids=chunk, use_cache=False).last_hidden_state
+                total += next_token_loss(self._model, hidden, chunk).cross_entropy * len(chunk)
         return float(total) / len(samples)
 
     def optimizer_state(self) -> dict[str, npt.NDArray[Any]]:
