@@ -178,7 +178,7 @@ def test_8bit_moments_are_small_and_step_almost_alike() -> None:
         for _ in range(3):
             training.step(gradient=None)
     setup = Setup(owned=2, stored="fp32", optimizer="adamw8bit", micro_batch=1)
-    predicted = device_bytes(MODEL, 16, False, setup).moments
+    predicted = device_bytes(MODEL, 16, setup).moments
     assert small.optimizer.state_bytes() == pytest.approx(predicted, rel=0.01)
     assert small.optimizer.state_bytes() < 0.5 * exact.optimizer.state_bytes()
     name = "model.layers.0.mlp.experts.1.gate_up_proj"
