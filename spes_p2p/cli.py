@@ -97,6 +97,7 @@ def join(
     run_dir: RunDir = Path("runs/peer"),
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     experts: Annotated[str | None, typer.Option(help="Most experts to train: auto or a number.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory that auto counts on: 12GiB. Default: what is free.")] = None,
     stored: Annotated[str | None, typer.Option(help="How foreign experts are kept: auto, fp32, bf16 or int8.")] = None,
     stored_on: Annotated[str | None, typer.Option(help="Where they are kept: device or host.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, grouped_mm, eager or megablocks.")] = None,
@@ -115,10 +116,13 @@ def join(
 ) -> None:
     """Train in a campaign. An address is all it needs. Ctrl-C leaves politely."""
     from spes_p2p.config import make_peer_config
+    from spes_p2p.quantities import parse_bytes
     from spes_p2p.session import run_join
 
     settings = make_peer_config(
-        run_dir=run_dir, device=device, experts=_number_or_word(experts), stored=stored, stored_on=stored_on, backend=backend,
+        run_dir=run_dir, device=device, experts=_number_or_word(experts),
+        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
+        stored=stored, stored_on=stored_on, backend=backend,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         data_dir=data_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port, log_level=log_level,
     )

@@ -255,6 +255,8 @@ class PeerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="What computes: auto takes CUDA where there is one.")
     experts: ExpertCapacity = Field(
         "auto", description="Most experts this peer trains: a number, or auto for what fits in memory.")
+    memory_bytes: Positive | None = Field(
+        None, description="Memory of the device that auto counts on, at most what is free (--memory 12GiB). Default: all free.")
     stored: Literal["auto", "fp32", "bf16", "int8"] = Field(
         "auto", description="How foreign experts are kept. Default: fp32 on a CPU, bf16 on CUDA, or what fits.")
     stored_on: Literal["device", "host"] = Field(

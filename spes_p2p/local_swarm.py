@@ -16,12 +16,13 @@ from pathlib import Path
 from spes_p2p.campaign import read_campaign
 from spes_p2p.data.manifest import open_corpus
 from spes_p2p.errors import UserError
+from spes_p2p.free_memory import measured
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.status import PeerStatus
 from spes_p2p.observe.table import SwarmView
-from spes_p2p.session import visiting
+from spes_p2p.session import choose_device, visiting
 from spes_p2p.swarm import die_with_parent
 
 BOOTSTRAP = "bootstrap"
@@ -69,14 +70,19 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
     try:
         processes[BOOTSTRAP] = _start(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
-        for i in range(peers):
-            processes[f"peer-{i}"] = _start(run_dir, f"peer-{i}", ["join", address])
+        processes.update(start_trainers(address, peers, run_dir))
         await _watch(processes, address, run_dir, rounds, stopped)
     finally:
         failed = await _end(processes)
     summary = summarise(run_dir, [f"peer-{i}" for i in range(peers)], time.monotonic() - started, failed)
     (run_dir / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
     return summary
+
+
+def start_trainers(address: str, peers: int, run_dir: Path) -> dict[str, subprocess.Popen[bytes]]:
+    """Processes by name. Each gets its share of the memory: it would count on all that is free before the others start."""
+    share = ["--memory", f"{measured(choose_device('auto')).memory // peers}B"]
+    return {f"peer-{i}": _start(run_dir, f"peer-{i}", ["join", address, *share]) for i in range(peers)}
 
 
 def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:

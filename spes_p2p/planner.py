@@ -44,6 +44,10 @@ class Device:
     kind: DeviceKind
     memory: int
 
+    def at_most(self, memory: int | None) -> Device:
+        """The same device with no more memory than this."""
+        return self if memory is None else replace(self, memory=min(self.memory, memory))
+
     @property
     def reserved(self) -> int:
         """Bytes that are not planned with."""

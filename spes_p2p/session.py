@@ -270,7 +270,7 @@ def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[i
     config = files.campaign.config
     wanted, experts = settings.experts, config.model.moe_num_experts
     if wanted == "auto":
-        free = measured(device)
+        free = measured(device).at_most(settings.memory_bytes)
         possible = replace(
             join_options(config, free.kind),
             optimizer=(settings.optimizer,),
@@ -281,7 +281,8 @@ def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[i
             possible = replace(possible, stored=(settings.stored,))
         if settings.micro_batch_size is not None:
             possible = replace(possible, micro_batch=(settings.micro_batch_size,))
-        setup = most_experts(config, free, possible, f"free memory ({device})").setup
+        named = "--memory" if free.memory == settings.memory_bytes else f"free memory ({device})"
+        setup = most_experts(config, free, possible, named).setup
         return setup.owned, setup.stored, describe_setup(setup, experts)
     if wanted > experts:
         raise UserError(f"--experts {wanted}: the campaign's model has {experts} experts; give at most that, or auto")

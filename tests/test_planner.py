@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 from torch.profiler import ProfilerActivity, profile
 
-from spes_p2p import cli
-from spes_p2p.config import CampaignConfig, ExpertsConfig, ModelConfig, load_campaign_config
+from spes_p2p import cli, local_swarm, session
+from spes_p2p.config import CampaignConfig, ExpertsConfig, ModelConfig, load_campaign_config, make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.free_memory import available_bytes
 from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of
@@ -317,3 +318,25 @@ def test_the_tables_in_the_docs_are_current() -> None:
     command = [sys.executable, "tools/memory_table", "--check"]
     check = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stderr
+
+
+def test_auto_counts_on_no_more_memory_than_it_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(session, "measured", lambda device: Device("cuda", 24 * GIB))
+    files: Any = SimpleNamespace(campaign=SimpleNamespace(config=recipe_1b()))
+
+    def owned(memory_gib: int | None) -> int:
+        memory_bytes = None if memory_gib is None else memory_gib * GIB
+        settings = make_peer_config(run_dir=tmp_path, memory_bytes=memory_bytes, micro_batch_size=1)
+        return session._experts(settings, files, "cuda")[0]
+
+    assert 0 < owned(12) < owned(None) == owned(24) == owned(80)
+    with pytest.raises(UserError, match=r"^--memory = 2\.15 GB: too small"):
+        owned(2)
+
+
+def test_a_swarm_on_one_machine_shares_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(local_swarm, "measured", lambda device: Device("cpu", 9000))
+    monkeypatch.setattr(local_swarm, "_start", lambda folder, name, arguments: started.append(arguments))
+    local_swarm.start_trainers("address", 3, tmp_path)
+    assert started == [["join", "address", "--memory", "3000B"]] * 3
