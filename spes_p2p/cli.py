@@ -182,6 +182,35 @@ def status(addresses: Addresses, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def simulate(
+    scenario: Annotated[Path | None, typer.Argument(help="Scenario file (YAML); options below go on top of it.")] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="In this process, in virtual time: fast.")] = False,
+    seeds: Annotated[int, typer.Option(help="Runs, each with another seed.")] = 1,
+    seed: Annotated[int, typer.Option(help="The first seed; the same seed is the same run.")] = 0,
+    peers: Annotated[int | None, typer.Option(help="Trainers at the start.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each run.")] = None,
+    fault_rate: Annotated[float | None, typer.Option(help="Chance of a random fault in each round, 0 to 1.")] = None,
+    faults: Annotated[str | None, typer.Option(help="Kinds of the random faults, separated by commas. Default: all.")] = None,
+    points: Annotated[str | None, typer.Option(help="Points at which they strike, separated by commas. Default: all.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Seeds run at the same time. Default: one a core.")] = None,
+    event_log: Annotated[Path | None, typer.Option(help="Write the event log of a single seed to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a swarm on this machine under faults, and check its invariants. Exit code 1 if one was broken."""
+    from spes_p2p.simulate.command import simulate_virtual
+
+    if not virtual:
+        raise UserError("simulate: say which form: --virtual")
+    options = {
+        "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
+        "kinds": faults.split(",") if faults is not None else None, "points": points.split(",") if points is not None else None,
+    }
+    found, text = simulate_virtual(scenario, options, range(seed, seed + seeds), jobs, event_log, _ProgressBar("simulating"))
+    print(json.dumps(found, indent=2) if as_json else "\n".join(text))
+    raise typer.Exit(1 if found["invariant_violations"] else 0)
+
+
+@app.command()
 def plan(
     config: ConfigFile,
     memory: Annotated[str, typer.Option(help="Memory of the GPU: 24GiB, 24GB.")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,11 @@ def _field_type(model: type[BaseModel], location: Location) -> Any:
     """The declared type of the field at `location`; the model itself for ()."""
     kind: Any = model
     for name in location:
-        kind = kind.model_fields[name].annotation
+        inner = typing.get_args(kind)
+        if typing.get_origin(kind) in (tuple, dict):
+            kind = inner[0] if typing.get_origin(kind) is tuple else inner[1]
+        else:
+            kind = kind.model_fields[name].annotation
     return kind
 
 

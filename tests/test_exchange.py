@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exchange_round import LAYOUT, PART_BYTES, SILENCE_S, Round, make_plan_of, member, random_updates, reference
-from virtual_swarm import simulate
 
 from spes_p2p.errors import Refused
 from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.simulate.swarm import simulate
 from spes_p2p.swarm.memory import MemoryNetwork
 from spes_p2p.swarm.records import Manifest, Plan
 from spes_p2p.swarm.wire import WireError, pack

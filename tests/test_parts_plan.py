@@ -11,11 +11,11 @@ import pytest
 from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, member, random_updates
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 
 from spes_p2p.data.slices import Cursor, Interval
 from spes_p2p.errors import Refused
 from spes_p2p.genesis import make_genesis
+from spes_p2p.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 from spes_p2p.swarm.records import Announcement, Ballot, Head, Member
 from spes_p2p.swarm.wire import WireError
 from spes_p2p.sync.codecs import CODECS

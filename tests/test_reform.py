@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from virtual_swarm import VirtualSwarm, campaign
 
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.swarm.memory import run_virtual
 
 

@@ -8,10 +8,10 @@ import pytest
 from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_swarm import VirtualSwarm, campaign, simulate
 
 from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.swarm.coordinator import ROUND
 from spes_p2p.swarm.records import Announcement, Head
 from spes_p2p.swarm.rpc import Switchboard

@@ -6,9 +6,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from virtual_swarm import simulate
 
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.simulate.swarm import simulate
 from spes_p2p.swarm.memory import MemoryNetwork
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import pack, unpack

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from virtual_swarm import VirtualSwarm, campaign
 
 from spes_p2p.errors import Refused
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.swarm.coordinator import ACCEPT, PREPARE
 from spes_p2p.swarm.electors import Accept, Prepare
 from spes_p2p.swarm.memory import run_virtual

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from virtual_swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
 
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, PhaseTrained, RoundCommitted
+from spes_p2p.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
 from spes_p2p.swarm.electors import VOTES, VoteState
 from spes_p2p.swarm.wire import unpack
 from spes_p2p.sync.codecs import CODECS

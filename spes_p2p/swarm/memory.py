@@ -48,11 +48,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._clock = _JumpingSelector(self)
         super().__init__(self._clock)
+        self.stopped_units: dict[_Unit | None, list[asyncio.Handle]] = {}
+        """Units that do nothing at the moment, with what they would do next."""
         self.set_task_factory(_create_task_of_unit)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._clock.now
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """As every loop does; what a stopped peer would do next waits until the peer goes on."""
+        if self.stopped_units:
+            held = self.stopped_units.get((contextvars.copy_context() if context is None else context).get(_UNIT))
+            if held is not None:
+                handle = asyncio.Handle(callback, args, self, context)
+                held.append(handle)
+                return handle
+        return super().call_soon(callback, *args, context=context)
+
+    def go_on(self, unit: _Unit) -> None:
+        """A stopped unit continues with what it would have done."""
+        for handle in self.stopped_units.pop(unit, ()):
+            if not handle.cancelled():
+                self.call_soon(handle._run)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
@@ -104,6 +124,24 @@ FrameHook = Callable[[str, str, int], None]
 """Called with (sender, method, index of the frame at the sender's end of the channel) before a frame is sent."""
 
 
+@dataclass(frozen=True)
+class Frame:
+    """A frame that is about to be sent."""
+
+    sender: str
+    receiver: str
+    method: str
+    is_answer: bool
+    """From the peer that was called to the one that opened the channel."""
+    index: int
+    """Of the frame at the sender's end of the channel."""
+    body: bytes
+
+
+FrameTap = Callable[[Frame], bytes]
+"""Sees a frame before it is sent; what it returns is sent."""
+
+
 class MemoryNetwork:
     """Peers by name, the links between them, and their registry.
 
@@ -125,6 +163,7 @@ class MemoryNetwork:
         self.open_timeout_s = open_timeout_s
         self.registry_delay_s = registry_delay_s
         self.hook: FrameHook | None = None
+        self.tap: FrameTap | None = None
         self.sent_bytes: dict[tuple[str, str], int] = {}
         """Payload that left, by (sender, receiver)."""
         self._latency_s, self._jitter, self._bandwidth = latency_s, jitter, bandwidth_bytes_per_s
@@ -193,9 +232,19 @@ class MemoryNetwork:
         """Silence: nothing reaches the peer or leaves it, until `resume`. Nothing is lost."""
         self._paused.add(peer)
 
+    def stop(self, peer: str) -> None:
+        """SIGSTOP: silence, and the peer itself does nothing either, until `resume`; its timers expire meanwhile."""
+        unit, loop = self._units.get(peer), asyncio.get_running_loop()
+        self.pause(peer)
+        if unit is not None and unit.alive and isinstance(loop, VirtualLoop):
+            loop.stopped_units.setdefault(unit, [])
+
     def resume(self, peer: str) -> None:
-        """End the silence; what was held back arrives now."""
+        """End the silence; what was held back arrives now, and a stopped peer goes on."""
         self._paused.discard(peer)
+        unit, loop = self._units.get(peer), asyncio.get_running_loop()
+        if unit is not None and isinstance(loop, VirtualLoop):
+            loop.go_on(unit)
         self._release()
 
     def partition(self, *groups: Iterable[str]) -> None:
@@ -282,8 +331,8 @@ class MemoryTransport:
             raise Refused(f"{peer} does not serve {method}")
         there, back = _Pipe(network, me, peer), _Pipe(network, peer, me)
         handler, context = unit.handlers[method]
-        context.copy().run(unit.start, _serve(handler, MemoryChannel(network, unit, method, back, there)))
-        return MemoryChannel(network, self.unit, method, there, back)
+        context.copy().run(unit.start, _serve(handler, MemoryChannel(network, unit, method, back, there, is_answer=True)))
+        return MemoryChannel(network, self.unit, method, there, back, is_answer=False)
 
     async def close(self) -> None:
         """End all channels; opens to this peer are refused from now on."""
@@ -294,8 +343,9 @@ class MemoryTransport:
 class MemoryChannel:
     """One end of a stream between two peers (`interfaces.Channel`)."""
 
-    def __init__(self, network: MemoryNetwork, unit: _Unit, method: str, out: _Pipe, into: _Pipe):
+    def __init__(self, network: MemoryNetwork, unit: _Unit, method: str, out: _Pipe, into: _Pipe, is_answer: bool):
         self._network, self._unit, self._method = network, unit, method
+        self._is_answer = is_answer
         self._out, self._in = out, into
         self._sent = 0
         self._aborted = False
@@ -314,7 +364,12 @@ class MemoryChannel:
         if self._network.hook is not None:
             self._network.hook(self._unit.peer, self._method, self._sent)
         self._sent += 1
-        await self._out.put(bytes(frame), self._check_open)
+        body = bytes(frame)
+        if self._network.tap is not None:
+            body = self._network.tap(
+                Frame(self._unit.peer, self.remote, self._method, self._is_answer, self._sent - 1, body)
+            )
+        await self._out.put(body, self._check_open)
 
     async def receive(self) -> bytes | None:
         """The next frame, None after the other end's `finish`. Raises PeerUnreachable (broken) or Refused (with its reason)."""

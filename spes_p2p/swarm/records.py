@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from spes_p2p.data.slices import Cursor, Interval
 from spes_p2p.swarm.wire import pack, record_id
@@ -117,7 +118,7 @@ class Plan:
         """The peer's place among the members, or None."""
         return next((i for i, member in enumerate(self.members) if member.peer == peer), None)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Hex sha256 of the plan's bytes."""
         return record_id(self)
@@ -201,7 +202,7 @@ class Head:
     lost: tuple[tuple[int, ...], ...] = ()
     """Members that were lost before each revision of the part table (indices into `members`)."""
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Hex sha256 of the head's bytes."""
         return record_id(self)

@@ -124,6 +124,8 @@ class Talk:
                 if kind == MESSAGE:
                     self._count(0, len(body))
                     await self._incoming.put(body)
+                elif kind != HEARTBEAT:
+                    raise PeerUnreachable(f"{self.remote[-6:]} sent a frame of no known kind")
         except asyncio.TimeoutError:
             self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {silence_s:.3g} s"))
         except (PeerUnreachable, Refused) as error:

@@ -51,17 +51,20 @@ def record_id(record: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
-    if isinstance(value, (tuple, list)):
+    kind: Any = type(value)
+    if kind in (str, int, bytes, float, bool):
+        return value
+    if kind is tuple or kind is list:
         return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return [_plain(getattr(value, name)) for name in _field_names(kind)]
     return value
 
 
 def _named(cls: Any, value: Any) -> Any:
     if not isinstance(value, list):
         raise WireError("a record is a list of fields")
-    names = [field.name for field in fields(cls)]
+    names = _field_names(cls)
     if len(value) != len(names):
         raise WireError(f"{len(value)} fields instead of {len(names)}")
     return dict(zip(names, (_nest(cls, name, item) for name, item in zip(names, value, strict=True)), strict=True))
@@ -75,6 +78,11 @@ def _nest(cls: Any, name: str, item: Any) -> Any:
     if kind == "one":
         return _named(inner, item)
     return [_named(inner, entry) for entry in item]
+
+
+@cache
+def _field_names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 @cache

@@ -22,7 +22,7 @@ class SyntheticTrainer:
         self.trained_samples: list[Interval] = []
         self._local = base.copy()
         self._tokens_per_step = tokens_per_step
-        self._seconds_per_step = seconds_per_step
+        self.seconds_per_step = seconds_per_step
         self._rng = np.random.default_rng(seed)
 
     def load_base(self, base: np.ndarray) -> None:
@@ -47,14 +47,14 @@ class SyntheticTrainer:
                     noise = self._rng.standard_normal(group.size, np.float32) * np.float32(1e-3)
                     self._local[group.start : group.stop] += noise
             steps += 1
-            on_step(step + 1, self._tokens_per_step / self._seconds_per_step)
+            on_step(step + 1, self._tokens_per_step / self.seconds_per_step)
         tokens = steps * self._tokens_per_step
         experts = self.layout.num_experts
         routed = [tokens // experts + 1 if steps and expert in self.owned else 0 for expert in range(experts)]
         trained, untrained = _split(phase.slices, steps * sum(map(len, phase.slices)) // max(1, phase.steps))
         self.trained_samples += trained
         return PhaseReport(
-            steps, tokens, tuple(routed), 5.0 / (1 + phase.first_step), 0.0, steps * self._seconds_per_step, untrained, 0
+            steps, tokens, tuple(routed), 5.0 / (1 + phase.first_step), 0.0, steps * self.seconds_per_step, untrained, 0
         )
 
     def read(self, group: Group) -> np.ndarray:

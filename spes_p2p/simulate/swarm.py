@@ -1,4 +1,7 @@
-"""A whole swarm in this process under virtual time, with the code of real peers; only the trainer is synthetic."""
+"""A whole swarm in this process under virtual time, with the code of real peers; only the trainer is synthetic.
+
+The scripted tests and the simulator (`simulate/virtual.py`) run on it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from spes_p2p.config import Campaign, parse_campaign_config
 from spes_p2p.data.slices import Interval
 from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted
+from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
@@ -41,6 +44,7 @@ LAYOUT = Layout(
 
 
 def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, Any]) -> Campaign:
+    """A campaign of the tiny model; `sections` change fields of it."""
     raw: dict[str, Any] = {
         "name": "virtual",
         "model": {
@@ -66,17 +70,20 @@ def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, A
 
 @dataclass
 class Recorder:
-    """Remembers what a peer told."""
+    """Remembers what a peer told in all of its lives."""
 
     events: list[Event] = field(default_factory=list)
 
     def tell(self, event: Event) -> None:
+        """Append."""
         self.events.append(event)
 
     def commits(self) -> dict[int, RoundCommitted]:
+        """By round."""
         return {e.round: e for e in self.events if isinstance(e, RoundCommitted)}
 
     def told(self, kind: type[E]) -> list[E]:
+        """All events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -86,21 +93,48 @@ class RecordingTrainer(SyntheticTrainer):
     samples_by_round: dict[int, list[Interval]]
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        """As its parent."""
         before = len(self.trained_samples)
         report = super().train(phase, should_stop, on_step)
         self.samples_by_round[phase.round] = self.trained_samples[before:]
         return report
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What one trainer runs on."""
+
+    speed: float = 1.0
+    """Relative to `seconds_per_step`."""
+    experts: int = EXPERTS
+    """Most experts that it trains."""
+    bandwidth: float = 1.0
+    """Relative, as it announces it; 0: it cannot be dialled."""
+
+
+MakeObserver = Callable[[str, Observer], Observer]
+"""(peer, recorder of the peer) -> what the peer tells."""
+
+
 class VirtualSwarm:
     """A bootstrap `W` and trainers by name, on one in-memory network."""
 
-    def __init__(self, the_campaign: Campaign, seed: int = 0, seconds_per_step: float = 1.0):
+    def __init__(
+        self,
+        the_campaign: Campaign,
+        seed: int = 0,
+        seconds_per_step: float = 1.0,
+        network: MemoryNetwork | None = None,
+        bootstrap: str = "W",
+        make_observer: MakeObserver = lambda name, recorder: recorder,
+    ):
         self.campaign = the_campaign
-        self.network = MemoryNetwork(seed, latency_s=0.05)
+        self.bootstrap = bootstrap
+        self.network = MemoryNetwork(seed, latency_s=0.05) if network is None else network
         self.rules = Rules(the_campaign.config, the_campaign.hash, NUM_SAMPLES)
         self.base0 = np.random.default_rng(seed).standard_normal(LAYOUT.size, np.float32)
-        self.genesis = make_genesis(the_campaign, "W", self.base0)
+        self.genesis = make_genesis(the_campaign, bootstrap, self.base0)
+        self.nodes: dict[str, Node] = {}
         self.peers: dict[str, Peer] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.recorders: dict[str, Recorder] = {}
@@ -109,57 +143,82 @@ class VirtualSwarm:
         """The last one of each peer."""
         self.samples: dict[str, dict[int, list[Interval]]] = {}
         """What each peer trained for each round; the last time, where it was restarted."""
+        self.machines: dict[str, Machine] = {}
+        self._slowness: dict[str, float] = {}
         self._seconds_per_step = seconds_per_step
+        self._make_observer = make_observer
 
     def start_bootstrap(self) -> None:
-        store = self.stores.setdefault("W", MemoryStore())
-        world = in_memory_world(self.network, "W", store=store)
-        recorder = self.recorders.setdefault("W", Recorder())
-        node = Node(world, self.campaign, self.genesis, self.rules, "helper", {}, recorder)
+        """Start the bootstrap peer on its store."""
+        name = self.bootstrap
+        store = self.stores.setdefault(name, MemoryStore())
+        world = in_memory_world(self.network, name, store=store)
+        observer = self._make_observer(name, self.recorders.setdefault(name, Recorder()))
+        node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "helper", {}, observer)
         if not world.store.read(BASE):
             save_base_0(world.store, self.genesis, self.base0)
-        helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, recorder, lambda: b"", "W")
-        self.helper = helper
-        self.tasks["W"] = self.network.run_peer("W", helper.run())
+        self.helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, observer, lambda: b"", name)
+        self.tasks[name] = self.network.run_peer(name, self.helper.run())
 
     def start(self, name: str, speed: float = 1.0, experts: int = EXPERTS, bandwidth: float = 1.0) -> None:
+        """Start a trainer on its store."""
+        machine = self.machines[name] = Machine(speed, experts, bandwidth)
         store = self.stores.setdefault(name, MemoryStore())
-        step_s = self._seconds_per_step / speed
-        world = _at_training_speed(in_memory_world(self.network, name, store=store, seconds=lambda f, args: 0.01), step_s)
-        recorder = self.recorders.setdefault(name, Recorder())
-        node = Node(world, self.campaign, self.genesis, self.rules, "trainer", {}, recorder)
+        world = in_memory_world(self.network, name, store=store, seconds=lambda f, args: 0.01)
+        world = _at_training_speed(world, lambda: self.step_s(name))
+        observer = self._make_observer(name, self.recorders.setdefault(name, Recorder()))
+        node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "trainer", {}, observer)
         training = self.campaign.config.training
         tokens_per_step = training.batch_size * training.sequence_length
 
         def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> SyntheticTrainer:
             seed = zlib.crc32(f"{self.network.seed}/{name}".encode())
-            trainer = RecordingTrainer(LAYOUT, base, owned, tokens_per_step, step_s, seed)
+            trainer = RecordingTrainer(LAYOUT, base, owned, tokens_per_step, self.step_s(name), seed)
             trainer.samples_by_round = self.samples.setdefault(name, {})
             self.trainers[name] = trainer
             return trainer
 
-        peer = Peer(node, LAYOUT, make_trainer, Capacity(experts, bandwidth), recorder, lambda: b"", name)
+        capacity = Capacity(machine.experts, machine.bandwidth)
+        peer = Peer(node, LAYOUT, make_trainer, capacity, observer, lambda: b"", name)
         self.peers[name] = peer
         self.tasks[name] = self.network.run_peer(name, peer.run())
 
     def start_all(self, names: str = "ABC") -> None:
+        """The bootstrap and these trainers, all alike."""
         self.start_bootstrap()
         for name in names:
             self.start(name)
 
+    def step_s(self, name: str) -> float:
+        """Seconds that one local step of this peer takes now."""
+        return self._seconds_per_step / self.machines[name].speed * self._slowness.get(name, 1.0)
+
+    def slow(self, name: str, factor: float) -> None:
+        """From now on the peer trains `factor` times slower than its machine; 1 ends it."""
+        self._slowness[name] = factor
+        if name in self.trainers:
+            self.trainers[name].seconds_per_step = self.step_s(name)
+
     def kill(self, name: str) -> None:
+        """Kill -9; what its disk holds stays."""
         self.network.kill(name)
+        self.nodes.pop(name, None)
         self.peers.pop(name, None)
         self.tasks.pop(name, None)
+
+    def start_again(self, name: str) -> None:
+        """Start a killed peer on its disk, on the same machine."""
+        self.stores[name] = self.stores[name].reopen()
+        if name == self.bootstrap:
+            self.start_bootstrap()
+        else:
+            machine = self.machines[name]
+            self.start(name, machine.speed, machine.experts, machine.bandwidth)
 
     def restart(self, name: str) -> None:
         """Kill -9, then start again on the same disk."""
         self.kill(name)
-        self.stores[name] = self.stores[name].reopen()
-        if name == "W":
-            self.start_bootstrap()
-        else:
-            self.start(name)
+        self.start_again(name)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 2000.0) -> None:
         """Wait for a condition, looking twice a second; a peer that failed or waited in vain fails the test."""
@@ -173,6 +232,7 @@ class VirtualSwarm:
             await asyncio.sleep(0.5)
 
     async def until_round(self, number: int, timeout_s: float = 2000.0) -> None:
+        """Until every trainer has committed it."""
         await self.until(lambda: all(self.round_of(name) >= number for name in self.peers), timeout_s)
 
     async def until_finished(self, timeout_s: float = 2000.0) -> None:
@@ -180,10 +240,12 @@ class VirtualSwarm:
         await self.until(lambda: all(self.tasks[name].done() for name in self.peers), timeout_s)
 
     def round_of(self, name: str) -> int:
+        """The round of its base; -2 without one."""
         replica = self.peers[name].replica
         return replica.base.round if hasattr(replica, "base") else -2
 
     def rounds(self) -> dict[str, int]:
+        """The round of each trainer's base."""
         return {name: self.round_of(name) for name in self.peers}
 
     def digests(self) -> dict[int, set[str]]:
@@ -195,6 +257,7 @@ class VirtualSwarm:
         return found
 
     def final_digests(self) -> set[str]:
+        """Digests of the trainers' bases."""
         return {peer.replica.base.digest for peer in self.peers.values()}
 
     def trained_tokens(self) -> int:
@@ -213,7 +276,7 @@ class VirtualSwarm:
         assert len(self.final_digests()) == 1
 
 
-def _at_training_speed(world: World, step_s: float) -> World:
+def _at_training_speed(world: World, step_s: Callable[[], float]) -> World:
     """Training takes time step by step, so that a peer can be stopped, paused or killed between two steps."""
 
     async def run_blocking(function: Callable[..., T], *args: Any) -> T:
@@ -227,11 +290,11 @@ def _at_training_speed(world: World, step_s: float) -> World:
     return dataclasses.replace(world, run_blocking=run_blocking)
 
 
-async def _steps_in_time(phase: Phase, should_stop: Callable[[], bool], step_s: float) -> int:
+async def _steps_in_time(phase: Phase, should_stop: Callable[[], bool], step_s: Callable[[], float]) -> int:
     for step in range(phase.steps):
         if should_stop():
             return step
-        await asyncio.sleep(step_s)
+        await asyncio.sleep(step_s())
     return phase.steps
 
 

@@ -1,0 +1,65 @@
+"""What `spes-p2p simulate` does with its options."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spes_p2p.errors import UserError
+from spes_p2p.simulate.report import RunReport, lines, summary
+from spes_p2p.simulate.scenario import load_scenario
+from spes_p2p.simulate.seeds import run_seeds
+from spes_p2p.simulate.virtual import SeedResult
+
+Progress = contextlib.AbstractContextManager[Callable[[int, int], None]]
+
+
+def simulate_virtual(
+    path: Path | None, options: Mapping[str, Any], seeds: range, jobs: int | None, event_log: Path | None, progress: Progress
+) -> tuple[dict[str, Any], list[str]]:
+    """Run the seeds; returns the summary and its lines for a person. Raises UserError."""
+    if not seeds:
+        raise UserError(f"--seeds {len(seeds)}: give at least 1")
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: give at least 1")
+    if event_log is not None and len(seeds) > 1:
+        raise UserError(f"--event-log {event_log}: holds one run; give --seeds 1 with it")
+    scenario = load_scenario(path, options)
+    started, results = time.monotonic(), list[SeedResult]()
+    with progress as update:
+
+        def on_done(result: SeedResult) -> None:
+            results.append(result)
+            update(len(results), len(seeds))
+
+        found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, on_done)
+    if event_log is not None:
+        _write(event_log, found[0].log)
+    runs = [RunReport(each.seed, each.figures, each.violations, each.faults, each.points) for each in found]
+    made = summary("virtual", len(scenario.peer_names), runs, time.monotonic() - started, _replay(path, options))
+    made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
+    made["control_bytes_max"] = max(each.control_bytes for each in found)
+    made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None
+    return made, lines(made)
+
+
+def _replay(path: Path | None, options: Mapping[str, Any]) -> str:
+    """The command that runs one seed again, but for the seed."""
+    words = ["spes-p2p", "simulate", "--virtual", *([str(path)] if path is not None else [])]
+    for name, value in options.items():
+        if value is not None:
+            option = {"kinds": "faults"}.get(name, name).replace("_", "-")
+            words += [f"--{option}", ",".join(value) if isinstance(value, list) else str(value)]
+    return shlex.join(words)
+
+
+def _write(path: Path, log: tuple[str, ...]) -> None:
+    try:
+        path.write_text("\n".join(log) + "\n")
+    except OSError as error:
+        raise UserError(f"--event-log {path}: cannot be written ({error.strerror}); name another file") from None
