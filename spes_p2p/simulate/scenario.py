@@ -152,7 +152,7 @@ def load_scenario(path: Path | None, options: Mapping[str, Any]) -> Scenario:
     """The scenario of a file (none: the defaults), with those options on top that are not None. Raises UserError, one line."""
     file = read_yaml_mapping(path, "scenario file") if path is not None else None
     given = {name: value for name, value in options.items() if value is not None}
-    values = {**({"fault_rate": DEFAULT_FAULT_RATE} if path is None else {}), **(file.values if file is not None else {}), **given}
+    values = {**(file.values if file is not None else {"fault_rate": DEFAULT_FAULT_RATE}), **given}
     try:
         return _scenario(ScenarioSettings.model_validate(values))
     except ValidationError as error:
