@@ -660,8 +660,10 @@ class _Unit:
     alive: bool = True
     handlers: dict[str, tuple[Handler, contextvars.Context]] = field(default_factory=dict)
     channels: dict[MemoryChannel, None] = field(default_factory=dict)
-    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    """All that are not done, and some that are."""
     stores: list[MemoryStore] = field(default_factory=list)
+    _tidy_at: int = 64
 
     def check_alive(self) -> None:
         """A dead process does nothing more: whoever still runs in its name is cancelled."""
@@ -673,8 +675,10 @@ class _Unit:
         self.adopt(asyncio.get_running_loop().create_task(main))
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
-        self.tasks[task] = None
-        task.add_done_callback(lambda done: self.tasks.pop(done, None))
+        self.tasks.append(task)
+        if len(self.tasks) >= self._tidy_at:
+            self.tasks = [task for task in self.tasks if not task.done()]
+            self._tidy_at = 2 * len(self.tasks) + 64
 
 
 _UNIT: contextvars.ContextVar[_Unit | None] = contextvars.ContextVar("unit", default=None)

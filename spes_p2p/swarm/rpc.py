@@ -36,10 +36,14 @@ class Talk:
         self._detector = detector
         self._count = count
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
+        self._news = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sending = asyncio.Lock()
         self._ended = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+        self._loop = asyncio.get_running_loop()
+        self._heard_at, self._reading = self._loop.time(), True
+        self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
 
     async def send(self, message: bytes) -> None:
         """Send one message. Raises PeerUnreachable when the talk is broken."""
@@ -57,8 +61,12 @@ class Talk:
         """
         if self._ended:
             return None
-        waits = self._incoming.empty()
-        received = await self.alive(self._incoming.get()) if waits else self._incoming.get_nowait()
+        while self._incoming.empty():
+            if self._broken.done():
+                self._broken.result()
+            self._news.clear()
+            await self._news.wait()
+        received = self._incoming.get_nowait()
         self._ended = received is None
         return received
 
@@ -95,41 +103,55 @@ class Talk:
         """Drop the talk. Safe to call at any time."""
         for task in self._tasks:
             task.cancel()
+        self._silence.cancel()
         self._channel.abort()
-        if not self._broken.done():
-            self._broken.set_exception(PeerUnreachable("the talk is closed"))
-        self._broken.exception()
+        self._break(PeerUnreachable("the talk is closed"))
 
     async def _send(self, frame: bytes) -> None:
         async with self._sending:
             await self._channel.send(frame)
 
     async def _read(self) -> None:
-        clock = asyncio.get_running_loop().time
         beats = 0
-        silence_s = self._detector.ceiling_s
         try:
             while True:
-                silence_s, since = self._detector.bound(self.remote), clock()
-                frame = await asyncio.wait_for(self._channel.receive(), silence_s)
+                frame = await self._channel.receive()
                 beats = beats + 1 if frame == HEARTBEAT else 0
                 if beats > 1:
-                    self._detector.saw_gap(self.remote, clock() - since)
+                    self._detector.saw_gap(self.remote, self._loop.time() - self._heard_at)
+                self._heard_at = self._loop.time()
                 if frame is None:
-                    await self._incoming.put(None)
+                    self._silence.cancel()
+                    await self._put(None)
                     return
                 kind, body = frame[:1], frame[1:]
                 if kind == REFUSAL:
                     raise Refused(body.decode(errors="replace"))
                 if kind == MESSAGE:
                     self._count(0, len(body))
-                    await self._incoming.put(body)
+                    await self._put(body)
                 elif kind != HEARTBEAT:
                     raise PeerUnreachable(f"{self.remote[-6:]} sent a frame of no known kind")
-        except asyncio.TimeoutError:
-            self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {silence_s:.3g} s"))
         except (PeerUnreachable, Refused) as error:
             self._break(error)
+
+    async def _put(self, message: bytes | None) -> None:
+        """For `receive`. While nothing is read here, nobody there is silent."""
+        self._reading = False
+        await self._incoming.put(message)
+        self._reading = True
+        self._heard_at = self._loop.time()
+        self._news.set()
+
+    def _check_silence(self) -> None:
+        heard_at = self._heard_at if self._reading else self._loop.time()
+        bound_s = self._detector.bound(self.remote)
+        left_s = heard_at + bound_s - self._loop.time()
+        if left_s > 0:
+            self._silence = self._loop.call_later(left_s, self._check_silence)
+            return
+        self._tasks[0].cancel()
+        self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {bound_s:.3g} s"))
 
     async def _beat(self) -> None:
         with contextlib.suppress(PeerUnreachable):
@@ -141,6 +163,7 @@ class Talk:
         if not self._broken.done():
             self._broken.set_exception(error)
             self._broken.exception()
+            self._news.set()
 
 
 TalkHandler = Callable[[Talk], Awaitable[None]]
