@@ -18,7 +18,7 @@ from typing import Any
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.deadline import lateness, patience
-from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, bound_head, quorum
+from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum, weigh
 from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Pong, Revision, Staged, Vote
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
@@ -280,16 +280,15 @@ class Coordination:
             request = Prepare(self.head.round + 1, self.head.id, ballot)
             answers = await asyncio.gather(*(self._ask_promise(elector, request) for elector in self.head.electorate))
             promises = [answer for answer in answers if answer is not None]
-            granted = [promise for promise in promises if promise.granted]
-            if len(granted) >= quorum(self.head.electorate):
-                return ballot, bound_head(granted)
+            weighed = weigh(promises, self.head.electorate)
+            if weighed.won:
+                return ballot, weighed.bound
             if any(promise.round > self.head.round for promise in promises):
                 raise AttemptFailed("this round is decided already")
-            higher = [promise.promised.number for promise in promises if promise.promised is not None]
-            if not higher:
+            if not weighed.highest:
                 break
-            self._ballot_number = max(higher)
-        raise AttemptFailed(f"no quorum: {len(granted)} of {len(self.head.electorate)} electors answered")
+            self._ballot_number = weighed.highest
+        raise AttemptFailed(f"no quorum: {len(promises)} of {len(self.head.electorate)} electors answered")
 
     async def _ask_promise(self, elector: str, request: Prepare) -> Promise | None:
         try:

@@ -42,6 +42,18 @@ class Promise:
 
 
 @dataclass(frozen=True)
+class Weighed:
+    """What the answers to a Prepare come to."""
+
+    won: bool
+    """A majority promised: the coordinator may propose."""
+    bound: Head | None
+    """What it must propose; None leaves it free."""
+    highest: int
+    """The highest ballot number that an answer names: the next try must be above it. 0: none was named."""
+
+
+@dataclass(frozen=True)
 class Accept:
     """A coordinator asks for votes on one head."""
 
@@ -80,6 +92,14 @@ def bound_head(granted: Iterable[Promise]) -> Head | None:
     """The head that these promises bind their coordinator to: the one accepted in the highest ballot; None leaves it free."""
     bound = [(p.accepted_ballot, p.accepted) for p in granted if p.accepted_ballot is not None]
     return max(bound, key=lambda pair: pair[0])[1] if bound else None
+
+
+def weigh(answers: Iterable[Promise], electorate: tuple[str, ...]) -> Weighed:
+    """What a coordinator may do after these answers to its Prepare, one of each elector that answered."""
+    answers = tuple(answers)
+    granted = [promise for promise in answers if promise.granted]
+    highest = max((promise.promised.number for promise in answers if promise.promised is not None), default=0)
+    return Weighed(len(granted) >= quorum(electorate), bound_head(granted), highest)
 
 
 def vote_message(ballot: Ballot, head_id: str) -> bytes:
