@@ -12,8 +12,8 @@ from spes_p2p.sync.base import Base, save_base
 from spes_p2p.sync.digest import state_digest
 
 
-def make_genesis(campaign: Campaign, bootstrap: str, base0: np.ndarray) -> Head:
-    """The head before round 0: base 0, made once, and the bootstrap peer as the only elector."""
+def make_genesis(campaign: Campaign, bootstrap: str, base0: np.ndarray, disk: str) -> Head:
+    """The head before round 0: base 0, made once, and the bootstrap peer as the only elector, with the disk it votes with."""
     return Head(
         campaign=campaign.hash,
         epoch=0,
@@ -30,6 +30,7 @@ def make_genesis(campaign: Campaign, bootstrap: str, base0: np.ndarray) -> Head:
         cursor=Cursor(),
         helpers=(bootstrap,),
         electorate=(bootstrap,),
+        disks=(disk,),
     )
 
 

@@ -306,7 +306,7 @@ class Peer:
                     work.result()
                     work = None
                     await self.replica.stage(exchange.results)
-                    await talk.send(pack(staged_report(exchange.results, exchange.me)))
+                    await talk.send(pack(staged_report(exchange.results, exchange.me, self.node.disk)))
                     seconds["exchange"] = clock() - started
                     self._teller.enter("committing")
         finally:

@@ -40,6 +40,7 @@ from spes_p2p.observe.status import PeerStatus, StatusBoard
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.plan_table import describe_setup
 from spes_p2p.planner import join_options, most_experts
+from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, start_libp2p
 from spes_p2p.swarm.node import STATUS, Node, find_contacts
@@ -47,6 +48,7 @@ from spes_p2p.swarm.records import Head
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import DirectoryStore
 from spes_p2p.sync.base import BASE, Base, load_base
+from spes_p2p.sync.digest import state_digest
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
@@ -242,10 +244,11 @@ def _genesis(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstr
     known = read_run_dir(run_dir)
     if known is not None:
         check_run_dir(files, known[1], run_dir)
-        if store.read(BASE) is not None:
-            return known[1]
+        if store.read(BASE) is None and state_digest(values := initial_state(model)) == known[1].base_digest:
+            save_base_0(store, known[1], values)
+        return known[1]
     values = initial_state(model)
-    genesis = make_genesis(files.campaign, bootstrap, values)
+    genesis = make_genesis(files.campaign, bootstrap, values, open_votes(store, random.Random()).disk)
     save_base_0(store, genesis, values)
     return genesis
 

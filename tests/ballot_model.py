@@ -6,7 +6,7 @@ proposed, who voted. From a state every step is taken that could come next:
 - a coordinator begins a ballot of any number up to the bound: after an attempt that failed, or a crash that forgot the last;
 - a prepare, an accept or a certificate reaches an elector: soon, late, again, or (no step is forced) never;
 - the elector answers, or crashes at a named point of its store's write and restarts: the answer is lost then;
-- an elector crashes at any other time;
+- an elector crashes at any other time, or loses its disk and comes back with an empty one;
 - the coordinator goes on with any of the answers that it got: the others are lost, or come too late.
 
 An answer belongs to the talk that asked for it: one to a ballot whose coordinator has begun another is read by nobody.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,10 +26,24 @@ from typing import Any, NamedTuple
 
 from spes_p2p.data.slices import Cursor
 from spes_p2p.errors import Refused
-from spes_p2p.swarm.electors import LOG, VOTES, Accept, Elector, HeadLog, Prepare, Promise, Weighed, quorum, vote_message, weigh
+from spes_p2p.swarm.electors import (
+    LOG,
+    VOTES,
+    Accept,
+    Elector,
+    HeadLog,
+    Prepare,
+    Promise,
+    VoteState,
+    Weighed,
+    open_votes,
+    quorum,
+    vote_message,
+    weigh,
+)
 from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.records import Ballot, Decided, Head, Vote
-from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.swarm.store import MemoryStore, frame_record
 from spes_p2p.swarm.wire import pack
 
 NONE = -1
@@ -58,12 +73,16 @@ class Bounds:
     numbers: int = 2
     """Highest ballot number."""
     rounds: int = 1
+    losses: int = 0
+    """Disks that are lost."""
 
 
 class Process(NamedTuple):
     """One elector: what is on its disk, and what a crash takes."""
 
-    votes: bytes | None
+    losses: int
+    """Disks that it lost before this one."""
+    votes: bytes
     log: tuple[bytes, ...]
     memory: tuple[tuple[str, Any], ...]
 
@@ -129,19 +148,24 @@ class Model:
         self.rules, self.bounds = rules, bounds
         self.genesis = Head(
             campaign="c", epoch=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
-            members=(), owners=(), cursor=Cursor(), helpers=(), electorate=ELECTORS,
+            members=(), owners=(), cursor=Cursor(), helpers=(), electorate=ELECTORS, disks=(_disk(0),) * len(ELECTORS),
         )
+        self._symmetric = bounds.rounds == 1 or not bounds.losses
         self._processes, self._attempts, self._heads, self._answers = (Numbers() for _ in range(4))
         self._heads.of(self.genesis)
-        self._certificates: dict[str, bytes] = {}
         self._known: dict[Any, list[tuple[int, Any]]] = {}
         self._logs: dict[int, frozenset[int]] = {}
 
     def key(self, state: State) -> bytes:
-        """The same bytes for states that differ by the electors' names only: no rule looks at those."""
+        """The same bytes for states that differ by the electors' names only: no rule looks at those.
+
+        Heads that list different disks for electors tell them apart.
+        """
         columns = [(e, *((a.answers[i] if a.answers else NONE, a.votes[i]) for a in state.attempts))
                    for i, e in enumerate(state.electors)]
-        order = sorted(range(len(ELECTORS)), key=columns.__getitem__)
+        order = range(len(ELECTORS))
+        if self._symmetric:
+            order = sorted(order, key=columns.__getitem__)
         numbers = [state.electors[i] for i in order]
         for attempt in state.attempts:
             answers = tuple(attempt.answers[i] for i in order) if attempt.answers else ()
@@ -157,7 +181,7 @@ class Model:
 
     def first(self) -> State:
         """Nothing has happened."""
-        return State((self._processes.of(Process(None, (), ())),) * len(ELECTORS), ())
+        return State((self._processes.of(_empty_disk(0)),) * len(ELECTORS), ())
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         """Every state that can come next, with the step that leads there."""
@@ -165,6 +189,7 @@ class Model:
         yield from self._propose(state)
         for place, name in enumerate(ELECTORS):
             yield from self._crash(state, place)
+            yield from self._lose_disk(state, place)
             for attempt in state.attempts:
                 yield from self._prepare(state, attempt, place, name)
                 yield from self._accept(state, attempt, place, name)
@@ -196,15 +221,24 @@ class Model:
                 for chosen in itertools.combinations(came, count):
                     answers = [self._answers.things[answer] for answer in chosen]
                     weighed = self.rules.weigh(answers, parent.electorate)
-                    if weighed.won:
-                        head = weighed.bound if weighed.bound is not None else self._own_head(attempt, parent)
+                    if not weighed.won:
+                        continue
+                    for head in [weighed.bound] if weighed.bound is not None else self._own_heads(state, attempt, parent):
                         proposed = attempt._replace(answers=(), proposal=self._heads.of(head))
                         yield f"{attempt.coordinator} proposes head {proposed.proposal}", _replaced(state, attempt, proposed)
 
-    def _own_head(self, attempt: Attempt, parent: Head) -> Head:
-        """What a coordinator that is not bound proposes: another head in each attempt, as its plan would be another."""
+    def _own_heads(self, state: State, attempt: Attempt, parent: Head) -> Iterator[Head]:
+        """What a coordinator that is not bound may propose: another head in each attempt, as its plan would be another.
+
+        It lists electors' disks as they are or, where it did not hear of a loss, as they were.
+        """
         tokens = 10 * COORDINATORS.index(attempt.coordinator) + attempt.index + 1
-        return dataclasses.replace(parent, round=parent.round + 1, parent=parent.id, plan="p", tokens=tokens)
+        now = tuple(_disk(self._processes.things[process].losses) for process in state.electors)
+        known = [{old, new} for old, new in zip(parent.disks, now, strict=True)]
+        for disks in itertools.product(*known) if parent.round + 2 < self.bounds.rounds else [parent.disks]:
+            yield dataclasses.replace(
+                parent, round=parent.round + 1, parent=parent.id, plan="p", tokens=tokens, disks=tuple(disks)
+            )
 
     # Electors ----------------------------------------------------------------------------------------------------------
 
@@ -240,6 +274,12 @@ class Model:
         if process.memory:
             yield "an elector crashes", _with_elector(state, place, self._processes.of(process._replace(memory=())))
 
+    def _lose_disk(self, state: State, place: int) -> Iterator[tuple[str, State]]:
+        processes: list[Process] = [self._processes.things[process] for process in state.electors]
+        if sum(process.losses for process in processes) < self.bounds.losses:
+            empty = _empty_disk(processes[place].losses + 1)
+            yield "an elector loses its disk", _with_elector(state, place, self._processes.of(empty))
+
     def _deliver(
         self, what: str, name: str, process: int, ballot: Ballot, head: int, voters: tuple[str, ...] = ()
     ) -> list[tuple[int, Any]]:
@@ -265,12 +305,13 @@ class Model:
         self, name: str, process: int, request: Prepare | Accept | Decided, at: Callable[[str], None]
     ) -> tuple[int, Promise | Vote | None]:
         """The real code; `at` is told the points of the store's writes that it passes, and ends the process when it raises."""
-        store = _disk_of(self._processes.things[process])
+        before: Process = self._processes.things[process]
+        store = _disk_of(before)
         identity = SimulatedIdentity(name)
         log = self.rules.log(store, identity, self.genesis)
-        elector = self.rules.elector(log, store, identity)
+        elector = self.rules.elector(log, store, identity, random.Random(before.losses))
         usual = set(vars(elector))
-        vars(elector).update(self._processes.things[process].memory)
+        vars(elector).update(before.memory)
 
         store.fault = lambda point, _: at(point)
         reply: Promise | Vote | None = None
@@ -285,19 +326,22 @@ class Model:
             memory = {name: value for name, value in vars(elector).items() if name not in usual}
         except Crash:
             memory = {}
-        return self._processes.of(self._after(store, memory)), reply
+        return self._processes.of(self._after(before.losses, store, memory)), reply
 
-    def _after(self, store: MemoryStore, memory: dict[str, Any]) -> Process:
-        """A process as a value. Certificates of the same head prove the same: one stands for all.
+    def _after(self, losses: int, store: MemoryStore, memory: dict[str, Any]) -> Process:
+        """A process as a value.
 
-        Behind the last round of the search nobody asks for votes any more.
+        Certificates of one head prove the same, so that the log is kept without votes; behind the last round of the search
+        nobody asks for votes any more, so that they are kept as for the next round.
         """
         store.fault = None
         disk = store.reopen()
         log = HeadLog(disk, SimulatedIdentity("reader"), self.genesis)
-        records = tuple(self._certificates.setdefault(decided.head.id, pack(decided)) for decided in log.since(-1))
-        votes = disk.read(VOTES) if log.round + 1 < self.bounds.rounds else None
-        return Process(None if votes is None else bytes(votes), records, tuple(sorted(memory.items())))
+        records = tuple(pack(Decided(decided.head, Ballot(0, ""), ())) for decided in log.since(-1))
+        if log.round + 1 == self.bounds.rounds:
+            unused = VoteState(_disk(losses), 0, log.round + 1, log.head.id, None, None, None)
+            disk.write(VOTES, [frame_record(pack(unused))])
+        return Process(losses, bytes(disk.read(VOTES) or b""), records, tuple(sorted(memory.items())))
 
     # What must hold ----------------------------------------------------------------------------------------------------
 
@@ -401,10 +445,20 @@ def _put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
+def _empty_disk(losses: int) -> Process:
+    """A process on a new disk, after so many were lost. Its id does not depend on the elector's name."""
+    store = MemoryStore()
+    open_votes(store, random.Random(losses))
+    return Process(losses, bytes(store.read(VOTES) or b""), (), ())
+
+
+def _disk(losses: int) -> str:
+    return open_votes(MemoryStore(), random.Random(losses)).disk
+
+
 def _disk_of(process: Process) -> MemoryStore:
     store = MemoryStore()
-    if process.votes is not None:
-        store.write(VOTES, [process.votes])
+    store.write(VOTES, [process.votes])
     for record in process.log:
         store.append(LOG, record)
     return store

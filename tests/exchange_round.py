@@ -58,7 +58,7 @@ def head_before(plan: Plan) -> Head:
     return Head(
         campaign="c", epoch=0, round=0, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=1000,
         members=tuple(m.peer for m in plan.members), owners=((),) * LAYOUT.num_experts, cursor=Cursor(), helpers=(),
-        electorate=tuple(m.peer for m in plan.members),
+        electorate=tuple(m.peer for m in plan.members), disks=("0" * 16,) * len(plan.members),
     )
 
 
@@ -116,7 +116,7 @@ class Round:
         reports = {}
         for peer in peers or self.exchanges:
             results, me = self.exchanges[peer].results, self.exchanges[peer].me
-            reports[me] = staged_report(results, me)
+            reports[me] = staged_report(results, me, "0" * 16)
         return reports
 
     def commit(self, peers: Iterable[str] | None = None) -> Head:

@@ -19,8 +19,10 @@ from spes_p2p.swarm.wire import pack
 @pytest.mark.parametrize(
     ("bounds", "states"),
     [
-        (Bounds(ballots=(1, 1), numbers=2), 4637),
+        (Bounds(ballots=(1, 1), numbers=2, losses=1), 11954),
         (Bounds(ballots=(2, 0), numbers=2), 1401),
+        (Bounds(ballots=(1, 1), numbers=1, rounds=2), 2260),
+        pytest.param(Bounds(ballots=(1, 1), numbers=1, rounds=2, losses=1), 36927, marks=pytest.mark.slow),
         pytest.param(Bounds(ballots=(2, 1), numbers=2), 77398, marks=pytest.mark.slow),
     ],
 )
@@ -49,7 +51,8 @@ class AcceptsBelowItsPromise(Elector):
     """Votes for whoever asks."""
 
     def accept(self, request: Accept) -> Vote:
-        self._remember(VoteState(self._log.head.id, self._state().promised, request.ballot, request.head))
+        state = self._state()
+        self._remember(dataclasses.replace(state, accepted_ballot=request.ballot, accepted=request.head))
         return Vote(self._identity.peer_id, self._identity.sign(vote_message(request.ballot, request.head.id)))
 
 
@@ -61,6 +64,13 @@ class PromisesABallotTwice(Elector):
         if self._log.head.id == request.parent and state.promised == request.ballot:
             return Promise(self._log.round, True, state.promised, state.accepted_ballot, state.accepted)
         return super().prepare(request)
+
+
+class VotesOnAnyDisk(Elector):
+    """Does not look whether its disk is the one that the head lists."""
+
+    def _require_elector(self) -> None:
+        pass
 
 
 class Credulous(HeadLog):
@@ -96,6 +106,7 @@ BROKEN = {
     "promises and votes are forgotten by a restart": (Rules(elector=Forgetful), Bounds((1, 1), numbers=1)),
     "a vote is given below the promise": (Rules(elector=AcceptsBelowItsPromise), Bounds((1, 1), numbers=1)),
     "one ballot is promised twice": (Rules(elector=PromisesABallotTwice), Bounds((2, 0), numbers=1)),
+    "an elector votes on a new disk": (Rules(elector=VotesOnAnyDisk), Bounds((1, 1), numbers=1, losses=1)),
     "the bound head is ignored": (Rules(weigh=unbound), Bounds((1, 1), numbers=1)),
     "a minority of promises is enough": (Rules(weigh=content_with_one), Bounds((1, 1), numbers=1)),
     "a head is learned without its certificate": (Rules(log=Credulous), Bounds((1, 1), numbers=1)),

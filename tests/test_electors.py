@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from spes_p2p.data.slices import Cursor
 from spes_p2p.errors import Refused
 from spes_p2p.swarm.electors import (
+    LOG,
     MAX_ELECTORS,
+    VOTES,
     Accept,
     Elector,
     HeadLog,
@@ -20,6 +22,7 @@ from spes_p2p.swarm.electors import (
     Promise,
     bound_head,
     choose_electorate,
+    open_votes,
     proves,
     quorum,
     vote_message,
@@ -34,8 +37,13 @@ ELECTORS = ("A", "B", "C")
 def genesis(electorate: tuple[str, ...] = ELECTORS) -> Head:
     return Head(
         campaign="c", epoch=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
-        members=(), owners=(), cursor=Cursor(), helpers=(), electorate=electorate,
+        members=(), owners=(), cursor=Cursor(), helpers=(), electorate=electorate, disks=tuple(map(disk_of, electorate)),
     )
+
+
+def disk_of(name: str) -> str:
+    """Id of the first disk of this elector, as `elector` makes it."""
+    return open_votes(MemoryStore(), random.Random(name)).disk
 
 
 def head_after(before: Head, tokens: int = 0, **changes: object) -> Head:
@@ -45,7 +53,7 @@ def head_after(before: Head, tokens: int = 0, **changes: object) -> Head:
 
 def elector(name: str, store: MemoryStore, parent: Head | None = None) -> Elector:
     identity = SimulatedIdentity(name)
-    return Elector(HeadLog(store, identity, parent or genesis()), store, identity)
+    return Elector(HeadLog(store, identity, parent or genesis()), store, identity, random.Random(name))
 
 
 def decide(head: Head, voters: str, ballot: Ballot | None = None, signed: Head | None = None) -> Decided:
@@ -195,13 +203,73 @@ def test_who_is_not_an_elector_does_not_vote() -> None:
 def test_votes_of_one_round_do_not_bind_the_next() -> None:
     store, identity = MemoryStore(), SimulatedIdentity("A")
     log = HeadLog(store, identity, genesis())
-    voter = Elector(log, store, identity)
+    voter = Elector(log, store, identity, random.Random("A"))
     first = head_after(log.head)
     voter.prepare(Prepare(0, log.head.id, Ballot(9, "C")))
     voter.accept(Accept(Ballot(9, "C"), first))
     log.append(decide(first, "ABC"))
     promise = voter.prepare(Prepare(1, first.id, Ballot(1, "B")))
     assert promise == Promise(0, True, Ballot(1, "B"), None, None)
+
+
+# Lost disks ---------------------------------------------------------------------------------------------------------------
+
+
+def voted_on_round_0(store: MemoryStore) -> HeadLog:
+    """A's disk after it voted on round 0 and learned what was decided with its vote."""
+    head = head_after(genesis())
+    elector("A", store).accept(Accept(Ballot(1, "B"), head))
+    log = HeadLog(store, SimulatedIdentity("A"), genesis())
+    log.append(decide(head, "AB"))
+    return log
+
+
+def test_who_lost_its_votes_does_not_vote_until_a_head_lists_its_new_disk() -> None:
+    parent, store = genesis(), MemoryStore()
+    identity = SimulatedIdentity("A")
+    log = HeadLog(store, identity, parent)
+    voter = Elector(log, store, identity, random.Random("another disk"))
+    assert not voter.may_vote
+    with pytest.raises(Refused, match="votes were lost"):
+        voter.prepare(Prepare(0, parent.id, Ballot(1, "B")))
+    with pytest.raises(Refused, match="votes were lost"):
+        voter.accept(Accept(Ballot(1, "B"), head_after(parent)))
+    log.append(decide(head_after(parent, disks=(voter.disk, *parent.disks[1:])), "BC"))
+    assert voter.may_vote
+    assert voter.prepare(Prepare(1, log.head.id, Ballot(1, "B"))).granted
+
+
+@pytest.mark.parametrize("harm", ["deleted", "cut", "one bit", "from before the vote"])
+def test_votes_that_are_lost_damaged_or_older_than_the_log_are_another_disk(harm: str) -> None:
+    store = MemoryStore()
+    first = elector("A", store).disk
+    before = bytes(store.read(VOTES) or b"")
+    voted_on_round_0(store)
+    store = store.reopen()
+    assert elector("A", store).disk == first
+    now = bytes(store.read(VOTES) or b"")
+    harmed = {"cut": now[:-1], "one bit": now[:40] + bytes([now[40] ^ 1]) + now[41:], "from before the vote": before}
+    if harm == "deleted":
+        store.delete(VOTES)
+    else:
+        store.write(VOTES, [harmed[harm]])
+    identity = SimulatedIdentity("A")
+    log = HeadLog(store, identity, genesis())
+    restarted = Elector(log, store, identity, random.Random("another disk"))
+    assert restarted.disk != first
+    assert not restarted.may_vote
+
+
+def test_who_lost_the_end_of_its_log_does_not_vote_on_an_earlier_round_than_before() -> None:
+    store = MemoryStore()
+    log = voted_on_round_0(store)
+    elector("A", store).prepare(Prepare(1, log.head.id, Ballot(1, "B")))
+    store.delete(LOG)
+    with pytest.raises(Refused, match="log was cut"):
+        elector("A", store).prepare(Prepare(0, genesis().id, Ballot(9, "B")))
+    HeadLog(store, SimulatedIdentity("A"), genesis()).append(log.at(0))
+    assert not elector("A", store).prepare(Prepare(1, log.head.id, Ballot(1, "B"))).granted
+    assert elector("A", store).prepare(Prepare(1, log.head.id, Ballot(2, "B"))).granted
 
 
 # Certificates -------------------------------------------------------------------------------------------------------------

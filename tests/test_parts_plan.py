@@ -73,7 +73,7 @@ def test_masks_round_trip(case: tuple[int, set[int]]) -> None:
 
 
 def head_with(**changes: Any) -> Head:
-    genesis = make_genesis(CAMPAIGN, "W", np.zeros(4, np.float32))
+    genesis = make_genesis(CAMPAIGN, "W", np.zeros(4, np.float32), "0" * 16)
     return dataclasses.replace(genesis, **changes)
 
 

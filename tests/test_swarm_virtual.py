@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,8 +12,7 @@ import pytest
 
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, PhaseTrained, RoundCommitted
 from spes_p2p.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
-from spes_p2p.swarm.electors import VOTES, VoteState
-from spes_p2p.swarm.wire import unpack
+from spes_p2p.swarm.electors import open_votes
 from spes_p2p.sync.codecs import CODECS
 from spes_p2p.sync.digest import state_digest
 
@@ -165,7 +165,7 @@ def test_a_head_that_was_accepted_before_its_coordinator_died_is_the_one_decided
 
         swarm.network.hook = kill_after_votes
         await swarm.until(lambda: victim not in swarm.peers, 200)
-        voted = unpack(VoteState, bytes(swarm.stores[votes[0]].read(VOTES) or b"")).accepted
+        voted = open_votes(swarm.stores[votes[0]], random.Random()).accepted
         await swarm.until_round(3)
         survivor = swarm.peers[min(swarm.peers)]
         assert voted is not None

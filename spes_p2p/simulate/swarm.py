@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
+from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
@@ -133,12 +135,13 @@ class VirtualSwarm:
         self.network = MemoryNetwork(seed, latency_s=0.05) if network is None else network
         self.rules = Rules(the_campaign.config, the_campaign.hash, NUM_SAMPLES)
         self.base0 = np.random.default_rng(seed).standard_normal(LAYOUT.size, np.float32)
-        self.genesis = make_genesis(the_campaign, bootstrap, self.base0)
+        self.stores: dict[str, MemoryStore] = {bootstrap: MemoryStore()}
+        disk = open_votes(self.stores[bootstrap], random.Random(seed)).disk
+        self.genesis = make_genesis(the_campaign, bootstrap, self.base0, disk)
         self.nodes: dict[str, Node] = {}
         self.peers: dict[str, Peer] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.recorders: dict[str, Recorder] = {}
-        self.stores: dict[str, MemoryStore] = {}
         self.trainers: dict[str, RecordingTrainer] = {}
         """The last one of each peer."""
         self.samples: dict[str, dict[int, list[Interval]]] = {}
@@ -218,6 +221,12 @@ class VirtualSwarm:
     def restart(self, name: str) -> None:
         """Kill -9, then start again on the same disk."""
         self.kill(name)
+        self.start_again(name)
+
+    def lose_disk(self, name: str) -> None:
+        """Kill -9, then start again as the same peer on an empty disk."""
+        self.kill(name)
+        self.stores[name] = MemoryStore()
         self.start_again(name)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 2000.0) -> None:

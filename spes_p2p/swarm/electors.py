@@ -3,19 +3,28 @@
 The electorate of round r is fixed by the head of round r - 1; a majority of it decides. Two majorities share an elector, an
 elector durably promises before it answers, and a coordinator whose promises bring back an accepted head must propose that one:
 so no two different heads are ever decided for one round. Nobody applies a head without its certificate.
+
+What an elector promised is on its disk, and a head lists electors together with their disks: one that lost its votes does not
+vote until a commit lists its new disk. docs/safety.md has the argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import random
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from spes_p2p.errors import Refused
 from spes_p2p.swarm.interfaces import Identity, Store
 from spes_p2p.swarm.records import Ballot, Decided, Head, Vote
+from spes_p2p.swarm.store import frame_record, parse_records
 from spes_p2p.swarm.wire import WireError, pack, unpack
 
+logger = logging.getLogger(__name__)
+
 MAX_ELECTORS = 7
+DISK_ID_BYTES = 8
 LOG, VOTES = "heads.log", "votes"
 
 
@@ -63,8 +72,13 @@ class Accept:
 
 @dataclass(frozen=True)
 class VoteState:
-    """What an elector must remember over a crash."""
+    """What an elector must remember over a crash: of the last round only, since it never goes back to an earlier one."""
 
+    disk: str
+    """Id of the disk that this was first written to."""
+    epoch: int
+    round: int
+    """The round that is voted on: one more than its parent's."""
     parent: str
     promised: Ballot | None
     accepted_ballot: Ballot | None
@@ -74,6 +88,34 @@ class VoteState:
 def quorum(electorate: tuple[str, ...]) -> int:
     """Votes that decide: a majority."""
     return len(electorate) // 2 + 1
+
+
+def open_votes(store: Store, rng: random.Random) -> VoteState:
+    """What the elector of this disk remembers. Votes that are not there, or damaged, make it another disk, with a new id."""
+    blob = store.read(VOTES)
+    if blob is not None:
+        try:
+            (record,) = parse_records(bytes(blob))
+            return unpack(VoteState, record)
+        except ValueError:
+            logger.warning("the votes of this peer are damaged")
+    return renew_votes(store, rng)
+
+
+def renew_votes(store: Store, rng: random.Random) -> VoteState:
+    """Begin with no votes, as another disk. Durable."""
+    state = VoteState(f"{rng.getrandbits(8 * DISK_ID_BYTES):0{2 * DISK_ID_BYTES}x}", 0, -1, "", None, None, None)
+    _write_votes(store, state)
+    return state
+
+
+def _write_votes(store: Store, state: VoteState) -> None:
+    store.write(VOTES, [frame_record(pack(state))])
+
+
+def disks_of(head: Head) -> Mapping[str, str]:
+    """The disk that each elector of the next round votes with."""
+    return dict(zip(head.electorate, head.disks, strict=True))
 
 
 def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
@@ -107,8 +149,11 @@ def vote_message(ballot: Ballot, head_id: str) -> bytes:
     return b"spes accept\0" + pack(ballot) + head_id.encode()
 
 
-def reform_head(parent: Head, helper: str) -> Head:
-    """The head by which a helper opens a new epoch when the electorate lost its majority: nothing moves, the helper decides."""
+def reform_head(parent: Head, helper: str, disk: str) -> Head:
+    """The head by which a helper opens a new epoch when the electorate lost its majority: nothing moves, the helper decides.
+
+    `disk`: the helper's.
+    """
     return replace(
         parent,
         epoch=parent.epoch + 1,
@@ -121,6 +166,7 @@ def reform_head(parent: Head, helper: str) -> Head:
         members=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),
+        disks=(disk,),
     )
 
 
@@ -144,7 +190,7 @@ def _proves_reform(decided: Decided, parent: Head, identity: Identity) -> bool:
     head, message = decided.head, vote_message(decided.ballot, decided.head.id)
     return any(
         vote.elector in parent.helpers
-        and head == reform_head(parent, vote.elector)
+        and head == reform_head(parent, vote.elector, "".join(head.disks))
         and identity.verify(vote.elector, message, vote.signature)
         for vote in decided.votes
     )
@@ -219,10 +265,30 @@ class HeadLog:
 class Elector:
     """One peer's votes. Every answer is durable before it is given."""
 
-    def __init__(self, log: HeadLog, store: Store, identity: Identity):
+    def __init__(self, log: HeadLog, store: Store, identity: Identity, rng: random.Random):
+        """`rng` makes the id of a disk that has no votes yet. Votes that are older than the log are not trusted."""
         self._log = log
         self._store = store
         self._identity = identity
+        self._rng = rng
+        state = open_votes(store, rng)
+        if (state.epoch, state.round) < self._last_vote_in_log(state.disk):
+            logger.warning("the votes of this peer are older than its log")
+            renew_votes(store, rng)
+
+    @property
+    def disk(self) -> str:
+        """Id of the disk that I vote with."""
+        return open_votes(self._store, self._rng).disk
+
+    @property
+    def may_vote(self) -> bool:
+        """Am I an elector of the next round, with the votes that I need for it?"""
+        try:
+            self._require_elector()
+        except Refused:
+            return False
+        return True
 
     def prepare(self, request: Prepare) -> Promise:
         """Promise not to accept lower ballots, and say what was accepted. Each ballot is promised once.
@@ -238,7 +304,7 @@ class Elector:
         state = self._state()
         if state.promised is not None and request.ballot <= state.promised:
             return Promise(head.round, False, state.promised, None, None)
-        self._remember(VoteState(head.id, request.ballot, state.accepted_ballot, state.accepted))
+        self._remember(replace(state, promised=request.ballot))
         return Promise(head.round, True, request.ballot, state.accepted_ballot, state.accepted)
 
     def accept(self, request: Accept) -> Vote:
@@ -248,7 +314,7 @@ class Elector:
             raise Refused(f"my head is round {head.round}")
         proposed = request.head
         kept = (proposed.campaign, proposed.epoch, proposed.helpers) == (head.campaign, head.epoch, head.helpers)
-        if not kept or not proposed.plan:
+        if not kept or not proposed.plan or len(proposed.disks) != len(proposed.electorate):
             raise Refused("a head that no plan of this campaign leads to")
         self._require_elector()
         if request.ballot.coordinator not in head.electorate:
@@ -256,20 +322,33 @@ class Elector:
         state = self._state()
         if state.promised is not None and request.ballot < state.promised:
             raise Refused(f"promised ballot {state.promised.number}")
-        self._remember(VoteState(head.id, request.ballot, request.ballot, request.head))
+        self._remember(replace(state, promised=request.ballot, accepted_ballot=request.ballot, accepted=request.head))
         signature = self._identity.sign(vote_message(request.ballot, request.head.id))
         return Vote(self._identity.peer_id, signature)
 
     def _require_elector(self) -> None:
-        if self._identity.peer_id not in self._log.head.electorate:
+        head, me, state = self._log.head, self._identity.peer_id, open_votes(self._store, self._rng)
+        if me not in head.electorate:
             raise Refused("not an elector of this round")
+        if disks_of(head)[me] != state.disk:
+            raise Refused("my votes were lost: I vote again when a commit has listed my new disk")
+        if (head.epoch, head.round + 1) < (state.epoch, state.round):
+            raise Refused(f"my log was cut: I voted on round {state.round} already")
 
     def _state(self) -> VoteState:
-        blob = self._store.read(VOTES)
-        state = unpack(VoteState, bytes(blob)) if blob is not None else None
-        if state is None or state.parent != self._log.head.id:
-            return VoteState(self._log.head.id, None, None, None)
-        return state
+        head, state = self._log.head, open_votes(self._store, self._rng)
+        if state.parent == head.id:
+            return state
+        return VoteState(state.disk, head.epoch, head.round + 1, head.id, None, None, None)
 
     def _remember(self, state: VoteState) -> None:
-        self._store.write(VOTES, [pack(state)])
+        _write_votes(self._store, state)
+
+    def _last_vote_in_log(self, disk: str) -> tuple[int, int]:
+        """Epoch and round of the last certificate that holds a vote which I gave with this disk."""
+        me = self._identity.peer_id
+        for decided in reversed(self._log.since(-1)):
+            parent = self._log.head_at(decided.head.round - 1)
+            if decided.head.plan and disks_of(parent).get(me) == disk and any(vote.elector == me for vote in decided.votes):
+                return parent.epoch, decided.head.round
+        return 0, -1

@@ -182,7 +182,7 @@ class MemoryNetwork:
         """The transport of a peer; for one that was killed or closed, a new life under the same id."""
         unit = self._units.get(peer)
         if unit is None or not unit.alive:
-            unit = self._units[peer] = _Unit(peer)
+            unit = self._units[peer] = _Unit(peer, 0 if unit is None else unit.lives_before + 1)
         return MemoryTransport(self, unit)
 
     def registry(self, peer: str) -> MemoryRegistry:
@@ -464,7 +464,7 @@ def in_memory_world(
     identity: Identity | None = None,
     seconds: Callable[[Callable[..., Any], Sequence[Any]], float] | None = None,
 ) -> World:
-    """The world of one peer on `network`: store in memory, work inline, randomness from the network's seed and the name.
+    """The world of one peer on `network`: store in memory, work inline, randomness from the network's seed, name and life.
 
     `seconds(f, args)` models how long `run_blocking(f, *args)` takes; default: no time.
     """
@@ -485,7 +485,7 @@ def in_memory_world(
         identity=SimulatedIdentity(name) if identity is None else identity,
         store=store,
         wall_time=network.wall_time,
-        rng=random.Random(f"peer/{network.seed}/{name}"),
+        rng=random.Random(f"peer/{network.seed}/{name}/{transport.unit.lives_before}"),
         run_blocking=run_blocking,
     )
 
@@ -657,6 +657,7 @@ class _Unit:
     """One life of a peer: what it serves, its channels, its tasks, its stores."""
 
     peer: str
+    lives_before: int = 0
     alive: bool = True
     handlers: dict[str, tuple[Handler, contextvars.Context]] = field(default_factory=dict)
     channels: dict[MemoryChannel, None] = field(default_factory=dict)

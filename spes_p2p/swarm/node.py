@@ -126,7 +126,7 @@ class Node:
         self._blobs = blobs
         self._folders = folders
         self._observer = observer
-        self._elector = Elector(self.log, world.store, world.identity)
+        self._elector = Elector(self.log, world.store, world.identity, world.rng)
         self._coordination: Coordination | None = None
         self._phase_began = 0.0
         self._failed_to_coordinate = -1
@@ -138,6 +138,11 @@ class Node:
     def peer_id(self) -> str:
         """My own id."""
         return self.board.peer_id
+
+    @property
+    def disk(self) -> str:
+        """Id of the disk that I vote with."""
+        return self._elector.disk
 
     async def start(self, hooks: Hooks) -> None:
         """Serve, and appear in the registry."""
@@ -242,7 +247,7 @@ class Node:
         ping = unpack(Ping, await talk.message())
         if ping.stop_after == self.log.round and talk.remote in self.log.head.electorate:
             self.hooks.stop_phase(ping.stop_after)
-        await talk.send(pack(Pong(self.log.round, self.hooks.phase(), self._failed_to_coordinate)))
+        await talk.send(pack(Pong(self.log.round, self.hooks.phase(), self._failed_to_coordinate, self._elector.may_vote)))
 
     async def _on_status(self, talk: Talk) -> None:
         await talk.send(self.hooks.status())
@@ -313,11 +318,19 @@ class Node:
     async def _sees_majority(self) -> bool:
         electorate = self.log.head.electorate
         answers = await asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in electorate))
-        return sum(answer is not None for answer in answers) >= quorum(electorate)
+        return sum(answer is not None and self._counts(answer) for answer in answers) >= quorum(electorate)
+
+    def _counts(self, pong: bytes) -> bool:
+        """Can the elector that answers this vote in the next round? One that is at another round may be able to, then."""
+        try:
+            answer = unpack(Pong, pong)
+        except WireError:
+            return False
+        return answer.votes or answer.round != self.log.round
 
     def _reform(self) -> Decided:
         """Open a new epoch on my last head: its next round is gathered by me from whoever is there."""
-        head = reform_head(self.log.head, self.peer_id)
+        head = reform_head(self.log.head, self.peer_id, self.disk)
         ballot = Ballot(0, self.peer_id)
         vote = Vote(self.peer_id, self.world.identity.sign(vote_message(ballot, head.id)))
         logger.warning("no majority of the electors: epoch %d begins at round %d with whoever is there", head.epoch, head.round)

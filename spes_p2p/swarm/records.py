@@ -162,6 +162,8 @@ class Staged:
     """Root of each member's manifest as I received it, revision by revision; empty bytes where I have none."""
     parts: bytes
     """One bit a part of the plan: held here, matching the manifest of that root."""
+    disk: str
+    """What I vote with, if the head makes me an elector."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class Head:
     helpers: tuple[str, ...]
     electorate: tuple[str, ...]
     """Whose majority decides the next round."""
+    disks: tuple[str, ...]
+    """Of each elector, the id of the disk that it votes with: its votes on another one, or on none, do not count."""
     lost: tuple[tuple[int, ...], ...] = ()
     """Members that were lost before each revision of the part table (indices into `members`)."""
 
@@ -234,6 +238,8 @@ class Pong:
     phase: str
     failed_to_coordinate: int
     """Last round that this peer could not bring to a decision as its coordinator; -1 when none."""
+    votes: bool
+    """Is it an elector of the round after its last one, and may it vote?"""
 
 
 @dataclass(frozen=True)

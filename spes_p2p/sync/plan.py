@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from spes_p2p.config import CampaignConfig
 from spes_p2p.data.slices import Cursor, Interval, give_back, take
 from spes_p2p.errors import Refused
-from spes_p2p.swarm.electors import choose_electorate
+from spes_p2p.swarm.electors import DISK_ID_BYTES, choose_electorate, disks_of
 from spes_p2p.swarm.ownership import assign_experts
 from spes_p2p.swarm.records import Announcement, Ballot, Duty, Head, Member, Merge, Plan, Staged
 from spes_p2p.swarm.wire import WireError
@@ -147,7 +147,11 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
     if len(staged) < needed:
         raise Refused("the plan is held by too few members")
     peers = tuple(member.peer for member in plan.members)
-    dialable = tuple(member.peer for member in plan.members if member.bandwidth > 0)
+    disks = {**disks_of(head), **{peers[i]: report.disk for i, report in staged.items()}}
+    dialable = [member.peer for member in plan.members if member.bandwidth > 0]
+    voting_helpers = tuple(helper for helper in helpers if helper in disks)
+    voting_members = [peer for peer in dialable if peer in disks]
+    electorate = choose_electorate(voting_helpers, voting_members, head.electorate) or head.electorate
     heard = {i for part in included if part.group.kind == "shared" for i in results.contributors(part)}
     experts = len(head.owners)
     owners = tuple(tuple(duty.member for duty in plan.duties if expert in duty.owned) for expert in range(experts))
@@ -166,7 +170,8 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
         owners=owners,
         cursor=plan.cursor,
         helpers=helpers,
-        electorate=choose_electorate(helpers, dialable, head.electorate),
+        electorate=electorate,
+        disks=tuple(disks[peer] for peer in electorate),
         lost=results.lost,
     )
 
@@ -175,6 +180,8 @@ def check_staged(staged: Staged, member: int, results: Results) -> None:
     """Raises WireError when a member's report cannot be about these results' plan and revisions."""
     if staged.plan != results.plan.id or len(staged.roots) > len(results.roots()):
         raise WireError("a report about another plan")
+    if len(staged.disk) != 2 * DISK_ID_BYTES:
+        raise WireError("no id of a disk")
     if len(staged.parts) != mask_bytes(len(results.parts)):
         raise WireError("a report about other parts")
     for manifest in staged.manifests:
@@ -215,10 +222,10 @@ def holders(staged: Mapping[int, Staged], results: Results, part: Part) -> int:
     return sum(_holds(report, part, results.root_place(part), manifest.root) for report in staged.values())
 
 
-def staged_report(results: Results, member: int) -> Staged:
-    """What a member reports when it holds these results durably."""
+def staged_report(results: Results, member: int, disk: str) -> Staged:
+    """What a member reports when it holds these results durably. `disk`: the one that it votes with."""
     own = tuple(manifest for (_, reducer), manifest in results.manifests.items() if reducer == member)
-    return Staged(results.plan.id, own, results.roots(), _held_bits(results))
+    return Staged(results.plan.id, own, results.roots(), _held_bits(results), disk)
 
 
 def _held_bits(results: Results) -> bytes:

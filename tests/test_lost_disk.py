@@ -1,0 +1,47 @@
+"""An elector that lost its votes does not vote until a commit lists its new disk; the swarm goes on meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from virtual_swarm import VirtualSwarm, campaign, simulate
+
+from spes_p2p.swarm.electors import disks_of
+
+
+@pytest.mark.parametrize("lost", ["B", "W"])
+def test_the_next_commit_lists_the_new_disk_and_its_elector_votes_again(lost: str) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 2}))
+        swarm.start_all("AB")
+        await swarm.until_round(3)
+        head = swarm.peers["A"].node.log.head
+        assert set(head.electorate) == set("ABW")
+        swarm.lose_disk(lost)
+        log = swarm.peers["A"].node.log
+        await swarm.until(lambda: disks_of(log.head)[lost] != disks_of(head)[lost])
+        listed = log.round
+        await swarm.until(lambda: log.round > listed)
+        for number in range(head.round + 1, listed + 1):
+            decided = log.at(number)
+            assert lost not in {vote.elector for vote in decided.votes} or disks_of(log.head_at(number - 1))[lost] == (
+                disks_of(head)[lost]
+            )
+        # Now its vote is needed, and given.
+        swarm.kill("A")
+        await swarm.until(lambda: swarm.peers["B"].finished)
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_lone_elector_that_lost_its_disk_is_helped_by_a_reform() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60, sync={"min_peers": 1, "reform_after_s": 30.0}))
+        swarm.start_all("A")
+        await swarm.until_round(2)
+        assert swarm.peers["A"].node.log.head.electorate == ("A",)
+        swarm.lose_disk("A")
+        await swarm.until(lambda: "A" in swarm.peers and swarm.round_of("A") > 0 and swarm.peers["A"].finished)
+        assert swarm.peers["A"].node.log.head.epoch == 1
+
+    simulate(main)
