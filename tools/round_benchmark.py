@@ -1,0 +1,203 @@
+"""./tools/bench round: one round of N = 4 processes on loopback, our own with each codec, hivemind's dense averager, and a gRPC
+parameter server that does what SPES's does: seconds, CPU seconds, bytes, peak memory.
+
+Every contender runs in processes of its own, one after the other, the first round unmeasured, and all of them again and again.
+A round lasts from the moment when all members have trained until the last one has the new base. Not measured: hivemind's
+search for a group. The parameter server's clients ask every 0.05 s whether it is ready (SPES's every 20 s). Our run-dirs lie in
+memory (--folder): four peers on this machine would share one disk, four machines do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any
+
+from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
+
+CODECS = ("none", "bf16", "fp16", "int8", "int4")
+CONTENDERS = (*CODECS, "dense", "server")
+BASELINES = ("dense", "server")
+PROGRAM = Path(__file__).with_name("round_contenders.py")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, at least 5 (default 5)")
+    parser.add_argument("--megabytes", type=int, default=400, help="fp32 state (default 400)")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
+    arguments = parser.parse_args()
+    elements = arguments.megabytes * 10**6 // 4
+    measured: dict[str, list[Report]] = {name: [] for name in arguments.only}
+    for number in range(arguments.rounds):
+        for name in arguments.only:
+            measured[name].append(one_visit(name, elements, arguments.folder))
+            print(f"{number + 1}/{arguments.rounds} {name}: {one_line(measured[name][-1])}", file=sys.stderr)
+    report = summary(measured, elements)
+    text = json.dumps(report, indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
+    return 0
+
+
+def one_visit(name: str, elements: int, folder: Path) -> Report:
+    """An unmeasured round and a measured one, in fresh processes."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as place, started(name, elements, Path(place)) as members:
+        one_round(members)
+        return one_round(members)
+
+
+@dataclass
+class Process:
+    """One contender's process."""
+
+    child: subprocess.Popen[str]
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stdin(self) -> IO[str]:
+        assert self.child.stdin is not None
+        return self.child.stdin
+
+    def tell(self, line: str) -> None:
+        self.stdin.write(line + "\n")
+        self.stdin.flush()
+
+    def hear(self) -> Report:
+        """Its next report."""
+        assert self.child.stdout is not None
+        while line := self.child.stdout.readline():
+            if line.startswith("{"):
+                heard: Report = json.loads(line)
+                return heard
+        raise RuntimeError(f"{self.spec['kind']} ended early with {self.child.wait()}")
+
+
+@contextmanager
+def started(name: str, elements: int, place: Path) -> Iterator[list[Process]]:
+    processes: list[Process] = []
+
+    def start(kind: str, member: int, **more: Any) -> Process:
+        own = place / f"{kind}{member}"
+        own.mkdir()
+        child = subprocess.Popen([sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                 stderr=(place / f"{kind}{member}.log").open("w"), text=True)
+        process = Process(child, {"kind": kind, "member": member, "elements": elements, "folder": str(own), **more})
+        processes.append(process)
+        process.tell(json.dumps(process.spec))
+        return process
+
+    try:
+        yield MAKERS.get(name, our_members)(start, name)
+    except RuntimeError:
+        for log in sorted(place.glob("*.log")):
+            print(log.name, log.read_text()[-3000:], sep="\n", file=sys.stderr)
+        raise
+    finally:
+        for process in processes:
+            process.child.terminate()
+        for process in processes:
+            try:
+                process.child.wait(10)
+            except subprocess.TimeoutExpired:
+                process.child.kill()
+                process.child.wait()
+
+
+def our_members(start: Any, codec: str) -> list[Process]:
+    rules = {"codec": codec, "sync": {}}
+    first = start("bootstrap", MEMBERS, **rules)
+    found = first.hear()
+    return [start("ours", i, addresses=[found["address"]], genesis=found["genesis"], **rules) for i in range(MEMBERS)]
+
+
+def dense_members(start: Any, name: str) -> list[Process]:
+    first = start("dense", 0)
+    address = first.hear()["address"]
+    others = [start("dense", i, addresses=[address]) for i in range(1, MEMBERS)]
+    for other in others:
+        other.hear()
+    return [first, *others]
+
+
+def server_and_clients(start: Any, name: str) -> list[Process]:
+    serving = start("server", 0)
+    address = serving.hear()["address"]
+    return [*(start("client", i, addresses=[address]) for i in range(MEMBERS)), serving]
+
+
+MAKERS: dict[str, Any] = {"dense": dense_members, "server": server_and_clients}
+
+
+def one_round(members: list[Process]) -> Report:
+    for member in members:
+        member.hear()
+    began = monotonic()
+    for member in members:
+        member.tell("go")
+    costs = [member.hear() for member in members]
+    peers = [cost for cost in costs if cost["digest"]]
+    return {
+        "seconds": max(cost["end"] for cost in costs) - began,
+        "cpu_seconds": sum(cost["cpu_seconds"] for cost in costs),
+        "sent_bytes": max(cost["sent_bytes"] for cost in peers),
+        "peak_bytes": max(cost["peak_bytes"] for cost in costs),
+        "peer_peak_bytes": max(cost["peak_bytes"] for cost in peers),
+        "identical": len({cost["digest"] for cost in peers}) == 1,
+        "phases": costs[0].get("phases", {}),
+    }
+
+
+def summary(measured: dict[str, list[Report]], elements: int) -> Report:
+    """Medians of each contender, and the ratios between them."""
+    numbers = ("seconds", "cpu_seconds", "sent_bytes", "peak_bytes", "peer_peak_bytes")
+    contenders = {
+        name: {key: statistics.median(run[key] for run in runs) for key in numbers}
+        | {"seconds_of_each_round": [round(run["seconds"], 3) for run in runs], "identical": all(run["identical"] for run in runs)}
+        for name, runs in measured.items()
+    }
+
+    def ratio(one: str, key: str, other: str) -> float | None:
+        return contenders[one][key] / contenders[other][key] if one in contenders and other in contenders else None
+
+    floor = floor_bytes(elements)
+    report: Report = {
+        "fp32_vs_dense_seconds": ratio("none", "seconds", "dense"),
+        "fp32_vs_dense_cpu": ratio("none", "cpu_seconds", "dense"),
+        "int8_vs_dense_seconds": ratio("int8", "seconds", "dense"),
+        "fp32_vs_server_seconds": ratio("none", "seconds", "server"),
+        "fp32_vs_server_memory": ratio("none", "peak_bytes", "server"),
+    }
+    for codec, name in (("none", "fp32"), ("int8", "int8"), ("int4", "int4")):
+        report[f"bytes_vs_floor_{name}"] = contenders[codec]["sent_bytes"] / floor if codec in contenders else None
+    report["replicas_identical"] = all(entry["identical"] for name, entry in contenders.items() if name not in BASELINES)
+    return {**report, "state_bytes": 4 * elements, "members": MEMBERS, "floor_bytes": floor, "contenders": contenders}
+
+
+def floor_bytes(elements: int) -> float:
+    """What each member must send in fp32: 2 S (N - 1) / N of the shared weights, E (N - 1) / N of the experts."""
+    shared = tensor_sizes(elements)[0]
+    return 4 * (2 * shared + our_layout(elements).size - shared) * (MEMBERS - 1) / MEMBERS
+
+
+def one_line(run: Report) -> str:
+    phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in run["phases"].items())
+    return (f"{run['seconds']:.2f} s, {run['cpu_seconds']:.1f} CPU-s, {run['sent_bytes'] / 1e6:.0f} MB up, "
+            f"peak {run['peak_bytes'] / 1e6:.0f} MB {phases}")
+
+
+if __name__ == "__main__":
+    assert EXPERTS % MEMBERS == 0
+    sys.exit(main())

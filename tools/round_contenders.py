@@ -1,0 +1,347 @@
+"""The processes of ./tools/bench round: one member of a round, of one kind, told by lines on stdin when to begin.
+
+Each prints JSON lines: what others need of it, then `{"ready": true}`, and after each `go` what its round cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import io
+import json
+import queue
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+EXPERTS, MEMBERS = 8, 4
+CHUNK_BYTES = 2**20
+POLL_S = 0.05
+TIMEOUT_S = 300.0
+
+Report = dict[str, Any]
+Spec = dict[str, Any]
+
+
+def main() -> None:
+    spec = json.loads(sys.stdin.readline())
+    MEMBER_KINDS[spec["kind"]](spec)
+
+
+def say(**report: Any) -> None:
+    print(json.dumps(report), flush=True)
+
+
+def wait_for_go() -> bool:
+    """False when the benchmark is over."""
+    return sys.stdin.readline().strip() == "go"
+
+
+class Meter:
+    """CPU seconds, peak memory and daemon traffic of this process and its children, from `start` to `read`."""
+
+    def start(self) -> None:
+        self._processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        for process in self._processes:
+            with suppress(OSError):
+                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+        self._cpu, self._written = self._cpu_now(), self._written_by_daemons()
+
+    def read(self) -> Report:
+        """`daemon_bytes`: what the libp2p daemons wrote, to the network and to their own process."""
+        end = time.monotonic()
+        return {"end": end, "cpu_seconds": self._cpu_now() - self._cpu, "peak_bytes": max(map(_peak_bytes, self._processes)),
+                "daemon_bytes": self._written_by_daemons() - self._written}
+
+    def _cpu_now(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+    def _written_by_daemons(self) -> int:
+        return sum(process.io_counters()[4 + 1] for process in self._processes if "p2pd" in process.name())
+
+
+def _peak_bytes(process: psutil.Process) -> int:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def tensor_sizes(elements: int) -> tuple[int, int]:
+    """(shared, one expert): a fifth of the state is shared, the rest is in the experts."""
+    shared = elements // 5
+    return shared, (elements - shared) // EXPERTS
+
+
+def digest_of(arrays: list[np.ndarray]) -> str:
+    hashing = hashlib.sha256()
+    for array in arrays:
+        hashing.update(array.data.cast("B"))
+    return hashing.hexdigest()
+
+
+# Our round -------------------------------------------------------------------------------------------------------------
+
+
+def our_member(spec: Spec) -> None:
+    """A peer (`bootstrap`: the first one, which leaves after round 0) with a trainer that waits for `go`."""
+    import uvloop
+
+    uvloop.install()
+    asyncio.run(_our_life(spec))
+
+
+async def _our_life(spec: Spec) -> None:
+    from spes_p2p.genesis import make_genesis, save_base_0
+    from spes_p2p.observe.events import Event, RoundCommitted
+    from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
+    from spes_p2p.swarm.interfaces import World
+    from spes_p2p.swarm.libp2p import start_libp2p
+    from spes_p2p.swarm.node import Node
+    from spes_p2p.swarm.records import Head
+    from spes_p2p.swarm.store import DirectoryStore
+    from spes_p2p.swarm.wire import pack, unpack
+    from spes_p2p.sync.plan import Rules
+    from spes_p2p.training.interface import Phase, PhaseReport
+    from spes_p2p.training.synthetic import SyntheticTrainer
+
+    meter = Meter()
+
+    class GatedTrainer(SyntheticTrainer):
+        """Ends its phase on `go`."""
+
+        def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+            report = super().train(phase, should_stop, on_step)
+            say(ready=True)
+            wait_for_go()
+            meter.start()
+            return report
+
+    class Observer:
+        """Reports each round that moved weights."""
+
+        def tell(self, event: Event) -> None:
+            if isinstance(event, RoundCommitted) and event.round > 0:
+                say(**meter.read(), digest=event.base_digest, sent_bytes=event.sent_bytes, received_bytes=event.received_bytes,
+                    phases=event.seconds, dropped=event.dropped_parts)
+            elif isinstance(event, RoundCommitted) and spec["kind"] == "bootstrap":
+                peer.leave()
+
+    folder, campaign, layout = Path(spec["folder"]), our_campaign(spec), our_layout(spec["elements"])
+    net = await start_libp2p(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"], (), spec.get("addresses", ()))
+    store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
+    genesis = unpack(Head, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
+        make_genesis(campaign, net.identity.peer_id, base0))
+    save_base_0(store, genesis, base0)
+    del base0
+    world = World(net.transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
+    rules = Rules(campaign.config, campaign.hash, 10**6)
+    helps = spec["kind"] == "bootstrap"
+    node = Node(world, campaign, genesis, rules, "helper" if helps else "trainer", {}, Observer())
+    peer = Peer(
+        node, layout, None if helps else lambda base, owned: GatedTrainer(layout, base, owned, 1000, 1.0, spec["member"]),
+        NOTHING_TO_TRAIN if helps else Capacity(EXPERTS // MEMBERS), Observer(), lambda: b"", str(folder),
+    )
+    if helps:
+        say(address=net.transport.addresses[0], genesis=pack(genesis).hex())
+    try:
+        await peer.run()
+    finally:
+        await net.close()
+
+
+def our_layout(elements: int) -> Any:
+    from spes_p2p.model.layout import Layout, TensorSpec
+
+    shared, expert = tensor_sizes(elements)
+    return Layout([TensorSpec("shared", (shared,), "shared"), TensorSpec("gate", (EXPERTS, 64), "router", 0)]
+                  + [TensorSpec(f"experts.{e}", (expert,), "expert", 0, e) for e in range(EXPERTS)])
+
+
+def our_campaign(spec: Spec) -> Any:
+    from spes_p2p.config import Campaign, parse_campaign_config
+
+    raw = {
+        "name": "bench",
+        "model": {
+            "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "num_key_value_heads": 1, "max_position_embeddings": 64, "moe_num_experts": EXPERTS, "moe_top_k": 2,
+        },
+        "training": {"sequence_length": 64, "batch_size": 1, "total_steps": 1000, "sync_steps": 1, "learning_rate": 1e-3},
+        "experts": {"experts_per_peer": EXPERTS // MEMBERS},
+        "sync": {"codec": spec["codec"], "min_peers": MEMBERS + 1, "join_grace_s": 0.0, "silence_s": 20.0, **spec["sync"]},
+        "evaluation": {"every_rounds": 0},
+        "data": {"manifest": "-", "tokenizer": "-"},
+    }
+    return Campaign(config=parse_campaign_config(raw, "bench"), manifest_sha256="0" * 64,
+                    validation_manifest_sha256=None, tokenizer_sha256="1" * 64)
+
+
+# hivemind's dense averager ---------------------------------------------------------------------------------------------
+
+
+def dense_member(spec: Spec) -> None:
+    """One peer of hivemind's DecentralizedAverager; finding the group is not measured."""
+    import torch
+    from hivemind import DHT
+    from hivemind.averaging import DecentralizedAverager
+    from hivemind.averaging.control import AveragingStage
+
+    torch.set_num_threads(1)
+    dht = DHT(initial_peers=spec.get("addresses", []), start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_relay=False)
+    say(address=str(dht.get_visible_maddrs()[0]))
+    shared, expert = tensor_sizes(spec["elements"])
+    torch.manual_seed(spec["member"])
+    tensors = [torch.randn(size) for size in (shared, *[expert] * EXPERTS)]
+    averager = DecentralizedAverager(tensors, dht, start=True, prefix="bench", target_group_size=MEMBERS,
+                                     min_group_size=MEMBERS, min_matchmaking_time=2.0, bandwidth=1e9)
+    meter = Meter()
+    while True:
+        control = averager.step(wait=False, require_trigger=True, timeout=TIMEOUT_S)
+        while control.stage != AveragingStage.AWAITING_TRIGGER:
+            time.sleep(POLL_S)
+        say(ready=True)
+        if not wait_for_go():
+            break
+        meter.start()
+        control.allow_allreduce()
+        control.result(TIMEOUT_S)
+        cost = meter.read()
+        with averager.get_tensors() as averaged:
+            digest = digest_of([tensor.numpy() for tensor in averaged])
+        say(**cost, digest=digest, sent_bytes=cost["daemon_bytes"] // 2)
+    control.cancel()
+    averager.shutdown()
+    dht.shutdown()
+
+
+# A parameter server that does what SPES's does -------------------------------------------------------------------------
+
+
+class ParameterServer:
+    """Takes whole uploads of what each client trained, averages them, and gives everybody the whole state."""
+
+    def __init__(self, state: dict[str, Any]):
+        self.state = state
+        self.uploads: list[bytes] = []
+        self.answer = b""
+        self.downloads: queue.Queue[None] = queue.Queue()
+        self._lock = threading.Lock()
+
+    def upload(self, chunks: Iterator[bytes], context: Any) -> bytes:
+        whole = b"".join(chunks)
+        with self._lock:
+            self.uploads.append(whole)
+            if len(self.uploads) == MEMBERS:
+                self._average()
+        return b""
+
+    def ready(self, request: bytes, context: Any) -> bytes:
+        return b"yes" if self.answer else b""
+
+    def download(self, request: bytes, context: Any) -> Iterator[bytes]:
+        yield from in_chunks(self.answer)
+        self.downloads.put(None)
+
+    def _average(self) -> None:
+        import torch
+
+        received = [torch.load(io.BytesIO(upload)) for upload in self.uploads]
+        self.uploads = []
+        for name in self.state:
+            trained = [upload[name] for upload in received if name in upload]
+            self.state[name] = torch.stack(trained).mean(0) if len(trained) > 1 else trained[0]
+        self.answer = serialised(self.state)
+
+
+def server(spec: Spec) -> None:
+    import grpc
+    import torch
+
+    torch.set_num_threads(1)
+    serving = ParameterServer(random_state(spec["elements"], 0))
+    handlers = {
+        "upload": grpc.stream_unary_rpc_method_handler(serving.upload),
+        "ready": grpc.unary_unary_rpc_method_handler(serving.ready),
+        "download": grpc.unary_stream_rpc_method_handler(serving.download),
+    }
+    grpc_server = grpc.server(ThreadPoolExecutor(2 * MEMBERS))
+    grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
+    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    grpc_server.start()
+    meter = Meter()
+    say(address=f"127.0.0.1:{port}")
+    say(ready=True)
+    while wait_for_go():
+        meter.start()
+        for _ in range(MEMBERS):
+            serving.downloads.get(timeout=TIMEOUT_S)
+        say(**meter.read(), digest="", sent_bytes=MEMBERS * len(serving.answer))
+        serving.answer = b""
+        say(ready=True)
+    grpc_server.stop(0)
+
+
+def client(spec: Spec) -> None:
+    import grpc
+    import torch
+
+    torch.set_num_threads(1)
+    channel = grpc.insecure_channel(spec["addresses"][0])
+    upload = channel.stream_unary("/bench/upload")
+    ready = channel.unary_unary("/bench/ready")
+    download = channel.unary_stream("/bench/download")
+    state = random_state(spec["elements"], spec["member"])
+    each = EXPERTS // MEMBERS
+    mine = ["shared", *(f"experts.{e}" for e in range(each * spec["member"], each * (spec["member"] + 1)))]
+    meter = Meter()
+    while True:
+        say(ready=True)
+        if not wait_for_go():
+            return
+        meter.start()
+        body = serialised({name: state[name] for name in mine})
+        upload(in_chunks(body))
+        while not ready(b""):
+            time.sleep(POLL_S)
+        answer = b"".join(download(b""))
+        for name, values in torch.load(io.BytesIO(answer)).items():
+            state[name].copy_(values)
+        say(**meter.read(), digest=digest_of([tensor.numpy() for tensor in state.values()]), sent_bytes=len(body))
+
+
+def random_state(elements: int, seed: int) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(seed)
+    shared, expert = tensor_sizes(elements)
+    return {"shared": torch.randn(shared), **{f"experts.{e}": torch.randn(expert) for e in range(EXPERTS)}}
+
+
+def serialised(state: dict[str, Any]) -> bytes:
+    import torch
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def in_chunks(body: bytes) -> Iterator[bytes]:
+    return (body[a : a + CHUNK_BYTES] for a in range(0, len(body), CHUNK_BYTES))
+
+
+MEMBER_KINDS: dict[str, Callable[[Spec], None]] = {
+    "bootstrap": our_member, "ours": our_member, "dense": dense_member, "server": server, "client": client,
+}
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG: end with the benchmark
+    main()
