@@ -124,8 +124,7 @@ class Round:
 
     def new_base(self, peer: str, head: Head, base: np.ndarray) -> np.ndarray:
         results = self.exchanges[peer].results
-        committed = [(part, results.encoded[part.index]) for part in results.committed(head)]
-        return next_base(base, self.layout, committed, None)
+        return np.concatenate(list(next_base(base, self.layout, results.committed(head), results.encoded, None)))
 
 
 async def _serve(board: Switchboard, exchange: Exchange) -> None:

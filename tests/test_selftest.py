@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -21,14 +23,14 @@ def test_this_machine_computes_the_known_answer() -> None:
 def wrong_machine(monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
     """Let this machine's outer step end with other bits."""
 
-    def spoiled(*args: object) -> np.ndarray:
-        new = next_base(*args)  # type: ignore[arg-type]
+    def spoiled(*args: object) -> Iterator[np.ndarray]:
+        (new,) = next_base(*args)  # type: ignore[arg-type]
         if spoil == "denormals become zero":
             tiny = np.abs(new) < np.float32(2.0**-126)
             new[tiny] = np.copysign(np.float32(0.0), new[tiny])
         else:
             new += np.float32(0.0)
-        return new
+        yield new
 
     monkeypatch.setattr(selftest, "next_base", spoiled)
 
@@ -48,7 +50,7 @@ def test_the_outer_step_keeps_denormals_and_the_sign_of_zero(name: str) -> None:
     smallest, negative_zero = np.float32(1e-45), np.float32(-0.0)
     base = np.array([smallest, -smallest, negative_zero, 0.0, 2.0**-149, 2.0**-127, 1.0, -1.0], np.float32)
     update = np.array([0.0, 0.0, negative_zero, negative_zero, 0.0, 0.0, 2.0**-24, -(2.0**-24)], np.float32)
-    new = next_base(base, layout, [(part, codec.encode(update))], None)
+    (new,) = next_base(base, layout, [part], {0: codec.encode(update)}, None)
     expected = np.array([smallest, -smallest, negative_zero, 0.0, 2.0**-149, 2.0**-127, 1.0, -1.0], np.float32)
     assert new.tobytes() == expected.tobytes()
     assert new is not base

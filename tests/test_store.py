@@ -68,6 +68,31 @@ def test_a_writer_that_fails_midway_changes_nothing(disk: Reopen) -> None:
     assert store.read("other") is None
 
 
+def test_a_draft_replaces_the_blob_when_it_is_committed(disk: Reopen) -> None:
+    store = disk()
+    store.write("blob", [b"old"])
+    draft, other = store.draft("blob"), store.draft("blob")
+    draft.write(4, memoryview(b"tail"))
+    draft.write(0, b"head")
+    other.write(0, b"another attempt")
+    assert (draft.read(2, 4), bytes(draft.view())) == (b"adta", b"headtail")
+    assert bytes(store.read("blob") or b"") == b"old"
+    view = draft.view()
+    draft.commit()
+    assert bytes(store.read("blob") or b"") == b"headtail"
+    del draft, other
+    store.delete("blob")
+    assert bytes(view) == b"headtail"
+
+
+def test_a_draft_that_was_not_committed_leaves_no_trace(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    draft = store.draft("blob")
+    draft.write(0, b"half")
+    del draft
+    assert list(store.path.iterdir()) == []
+
+
 def test_a_log_keeps_its_records_in_order(disk: Reopen) -> None:
     records = [b"first", b"", b"\0" * 40, bytes(range(256))]
     for record in records:

@@ -165,7 +165,8 @@ def summary(measured: dict[str, list[Report]], elements: int) -> Report:
     numbers = ("seconds", "cpu_seconds", "sent_bytes", "peak_bytes", "peer_peak_bytes")
     contenders = {
         name: {key: statistics.median(run[key] for run in runs) for key in numbers}
-        | {"seconds_of_each_round": [round(run["seconds"], 3) for run in runs], "identical": all(run["identical"] for run in runs)}
+        | {"seconds_of_each_round": [round(run["seconds"], 3) for run in runs]}
+        | {"identical": all(run["identical"] for run in runs)}
         for name, runs in measured.items()
     }
 

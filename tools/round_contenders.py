@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import io
 import json
+import logging
 import queue
 import random
 import sys
@@ -35,6 +36,7 @@ Spec = dict[str, Any]
 
 def main() -> None:
     spec = json.loads(sys.stdin.readline())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     MEMBER_KINDS[spec["kind"]](spec)
 
 
@@ -177,7 +179,7 @@ def our_campaign(spec: Spec) -> Any:
         },
         "training": {"sequence_length": 64, "batch_size": 1, "total_steps": 1000, "sync_steps": 1, "learning_rate": 1e-3},
         "experts": {"experts_per_peer": EXPERTS // MEMBERS},
-        "sync": {"codec": spec["codec"], "min_peers": MEMBERS + 1, "join_grace_s": 0.0, "silence_s": 20.0, **spec["sync"]},
+        "sync": {"codec": spec["codec"], "min_peers": MEMBERS, "join_grace_s": 0.0, "silence_s": 20.0, **spec["sync"]},
         "evaluation": {"every_rounds": 0},
         "data": {"manifest": "-", "tokenizer": "-"},
     }

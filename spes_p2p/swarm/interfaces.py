@@ -93,11 +93,30 @@ class Identity(Protocol):
         """Did `peer_id` sign exactly this message?"""
 
 
+class Draft(Protocol):
+    """A blob that is being written, in any order. It replaces the old one when committed, and leaves no trace otherwise."""
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put bytes there."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """What was written there."""
+
+    def view(self) -> memoryview:
+        """All of it (memory-mapped where it is a file), read-only; valid as long as it is referred to."""
+
+    def commit(self) -> None:
+        """Make it the blob, durably."""
+
+
 class Store(Protocol):
     """Named blobs that survive a crash. A write is whole or did not happen (aside, fsync, rename)."""
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Replace the blob durably."""
+
+    def draft(self, name: str) -> Draft:
+        """Begin to write a blob piece by piece."""
 
     def read(self, name: str) -> memoryview | None:
         """The blob (memory-mapped where it is a file), or None."""

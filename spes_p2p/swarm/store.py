@@ -7,11 +7,13 @@ sequence of (length, crc, record); what follows the last whole record is a torn 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import mmap
 import os
 import re
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -36,6 +38,7 @@ class DirectoryStore:
         for leftover in path.rglob(f"*{_ASIDE}"):
             leftover.unlink()
         self._log_sizes: dict[str, int] = {}
+        self._draft_numbers = itertools.count()
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Replace the blob durably. Raises OSError, or whatever `chunks` raises, with the old blob in place."""
@@ -53,6 +56,12 @@ class DirectoryStore:
             aside.unlink(missing_ok=True)
             raise
         _sync_directory(target.parent)
+
+    def draft(self, name: str) -> FileDraft:
+        """Begin to write a blob piece by piece. Several drafts of one blob may be open."""
+        target = self._file(name)
+        self._make_directory(target.parent)
+        return FileDraft(target, target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}"))
 
     def read(self, name: str) -> memoryview | None:
         """The blob, memory-mapped read-only, or None. It stays valid when the blob is replaced or deleted."""
@@ -125,6 +134,38 @@ class DirectoryStore:
         _sync_directory(directory.parent)
 
 
+class FileDraft:
+    """A file beside the one that it will replace."""
+
+    def __init__(self, target: Path, aside: Path):
+        self._target, self._aside = target, aside
+        self._descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self._end = weakref.finalize(self, _discard, self._descriptor, aside)
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put bytes there. Raises OSError."""
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
+    def read(self, offset: int, length: int) -> bytes:
+        """What was written there."""
+        return os.pread(self._descriptor, length, offset)
+
+    def view(self) -> memoryview:
+        """Memory-mapped; it stays valid when the draft is committed or forgotten."""
+        if os.fstat(self._descriptor).st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
+
+    def commit(self) -> None:
+        """Flush to the disk, then take the place of the old blob."""
+        os.fsync(self._descriptor)
+        os.replace(self._aside, self._target)
+        _sync_directory(self._target.parent)
+
+
 class MemoryStore:
     """The same contract in memory, with crashes: what survives one is in the store that `reopen` returns.
 
@@ -145,6 +186,11 @@ class MemoryStore:
         self._at("write:rename", name)
         self._blobs[name] = content
         self._at("write:done", name)
+
+    def draft(self, name: str) -> MemoryDraft:
+        """Begin to write a blob piece by piece."""
+        self._check(name)
+        return MemoryDraft(self, name)
 
     def read(self, name: str) -> memoryview | None:
         """The blob, or None."""
@@ -196,6 +242,32 @@ class MemoryStore:
         _check_name(name)
 
 
+class MemoryDraft:
+    """Bytes that become a blob of a `MemoryStore`."""
+
+    def __init__(self, store: MemoryStore, name: str):
+        self._store, self._name = store, name
+        self._content = bytearray()
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put bytes there."""
+        view = memoryview(data).cast("B")
+        self._content.extend(bytes(max(0, offset + len(view) - len(self._content))))
+        self._content[offset : offset + len(view)] = view
+
+    def read(self, offset: int, length: int) -> bytes:
+        """What was written there."""
+        return bytes(self._content[offset : offset + length])
+
+    def view(self) -> memoryview:
+        """A copy."""
+        return memoryview(bytes(self._content))
+
+    def commit(self) -> None:
+        """Replace the blob."""
+        self._store.write(self._name, [bytes(self._content)])
+
+
 def frame_record(record: bytes) -> bytes:
     """Length and crc (over length and record, so that a run of zeros is no record), then the record."""
     length = len(record).to_bytes(4, "little")
@@ -213,6 +285,11 @@ def parse_records(content: bytes) -> list[bytes]:
         records.append(record)
         position += _HEADER.size + length
     return records
+
+
+def _discard(descriptor: int, aside: Path) -> None:
+    os.close(descriptor)
+    aside.unlink(missing_ok=True)
 
 
 def _whole_bytes(content: bytes) -> int:

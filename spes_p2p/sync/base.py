@@ -1,19 +1,23 @@
-"""The base on disk: the values, the head that they belong to, and the plan that led there (it holds this phase's duties)."""
+"""The base on disk: the values, the head that they belong to, and the plan that led there (it holds this phase's duties).
+
+The values come first, so that they can be memory-mapped as they lie; then the header and its length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from spes_p2p.errors import UserError
-from spes_p2p.swarm.interfaces import Store
+from spes_p2p.swarm.interfaces import Draft, Store
 from spes_p2p.swarm.records import Duty, Plan
 from spes_p2p.swarm.wire import WireError, pack, unpack
-from spes_p2p.sync.digest import state_digest
+from spes_p2p.sync.digest import PIECE_ELEMENTS, piece_digest, root_digest, state_digest
 
 BASE = "base"
-ALIGNMENT = 64
+LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Base:
     head: str
     round: int
     values: np.ndarray
-    """float32 `[layout.size]`, never written to."""
+    """float32 `[layout.size]`, never written to; memory-mapped where the store has files."""
     digest: str
     plan: Plan | None
     """The plan of that round; None for base 0 and for a base that was downloaded."""
@@ -35,6 +39,16 @@ class Base:
 
 
 @dataclass(frozen=True)
+class StagedBase:
+    """A base that is written and in use, and not yet durable."""
+
+    base: Base
+    digests: bytes
+    """sha256 of each piece."""
+    draft: Draft
+
+
+@dataclass(frozen=True)
 class _Header:
     head: str
     round: int
@@ -43,12 +57,31 @@ class _Header:
     plan: Plan | None
 
 
+def stage_base(store: Store, head: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray]) -> StagedBase:
+    """Write a base piece by piece beside the stored one. `pieces`: float32, PIECE_ELEMENTS each but the last.
+
+    The stored one stays until the draft is committed.
+    """
+    draft, digests, elements = store.draft(BASE), [], 0
+    for piece in pieces:
+        draft.write(4 * elements, np.ascontiguousarray(piece, "<f4").data)
+        digests.append(piece_digest(piece))
+        elements += piece.size
+    digest = root_digest(b"".join(digests))
+    header = pack(_Header(head, round_number, elements, digest, plan))
+    draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
+    values = np.frombuffer(draft.view(), "<f4", elements)
+    return StagedBase(Base(head, round_number, values, digest, plan), b"".join(digests), draft)
+
+
+def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:
+    """Views of a whole base's pieces."""
+    return (values[a : a + PIECE_ELEMENTS] for a in range(0, values.size, PIECE_ELEMENTS))
+
+
 def save_base(store: Store, base: Base) -> None:
     """Replace the stored base, durably and whole."""
-    header = pack(_Header(base.head, base.round, base.values.size, base.digest, base.plan))
-    prefix = len(header).to_bytes(8, "little") + header
-    padding = bytes(-len(prefix) % ALIGNMENT)
-    store.write(BASE, [prefix + padding, np.ascontiguousarray(base.values, "<f4").data.cast("B")])
+    stage_base(store, base.head, base.round, base.plan, pieces_of(base.values)).draft.commit()
 
 
 def load_base(store: Store, elements: int, where: str) -> Base | None:
@@ -61,17 +94,20 @@ def load_base(store: Store, elements: int, where: str) -> Base | None:
         return None
     damaged = UserError(f"{where}/{BASE}: cut short or damaged; delete this file to download the base again")
     try:
-        size = int.from_bytes(blob[:8], "little")
-        header = unpack(_Header, blob[8 : 8 + size])
-        start = 8 + size + (-(8 + size) % ALIGNMENT)
-        values = np.frombuffer(blob[start:], "<f4").astype(np.float32)
+        end = len(blob) - LENGTH_BYTES
+        start = end - int.from_bytes(blob[end:], "little")
+        if not 0 <= start <= end:
+            raise damaged
+        header = unpack(_Header, bytes(blob[start:end]))
+        if 4 * header.elements != start:
+            raise damaged
+        values = np.frombuffer(blob, "<f4", header.elements)
     except (WireError, ValueError):
         raise damaged from None
     if header.elements != elements:
         raise UserError(
             f"{where}/{BASE}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
         )
-    if values.size != elements or state_digest(values) != header.digest:
+    if state_digest(values) != header.digest:
         raise damaged
-    values.flags.writeable = False
     return Base(header.head, header.round, values, header.digest, header.plan)

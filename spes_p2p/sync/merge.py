@@ -6,6 +6,10 @@ The merge itself is elementwise, one numpy operation a call in a fixed order, so
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from spes_p2p.model.layout import Layout
@@ -35,34 +39,57 @@ def nearest_experts(state: np.ndarray, layout: Layout, top_k: int) -> Donors:
     return tuple(donors)
 
 
-def merge_experts(state: np.ndarray, layout: Layout, donors: Donors, alpha: float) -> None:
-    """In place, for each layer and expert, over all of its matrices: w <- w + alpha (mean(donors) - w).
+@dataclass(frozen=True)
+class MergedRows:
+    """One expert's matrices in one layer, `[start, stop)` of the state, and how far from them those of its donors lie."""
 
-    Donors give the values that they had before the merge. `donors` is `[layers][experts][k]`; an expert without donors stays.
+    start: int
+    stop: int
+    donors: tuple[int, ...]
+
+
+def merged_rows(layout: Layout, donors: Donors) -> tuple[MergedRows, ...]:
+    """Everything that a merge changes, ascending. `donors` is `[layers][experts][k]`; an expert without any stays."""
+    rows = []
+    for layer, its_donors in zip(_layers(layout), donors, strict=True):
+        places = [_rows_of(layout, layer, expert) for expert in range(layout.num_experts)]
+        for own, chosen in zip(places, its_donors, strict=True):
+            if chosen:
+                rows.append(MergedRows(own.start, own.stop, tuple(places[donor].start - own.start for donor in chosen)))
+    return tuple(sorted(rows, key=lambda row: row.start))
+
+
+def merge_range(
+    before: Callable[[int, int], np.ndarray], rows: Sequence[MergedRows], alpha: float, start: int, stop: int
+) -> np.ndarray:
+    """The range `[start, stop)` of the state after the merge, float32: w <- w + alpha (mean(donors) - w) in `rows`.
+
+    `before(a, b)`: a new array of the values before the merge, for any range; donors give these.
     """
-    a = np.float32(alpha)
-    for layer, rows in zip(_layers(layout), donors, strict=True):
-        before = [_expert_rows(state, layout, layer, expert).copy() for expert in range(layout.num_experts)]
-        for expert, chosen in enumerate(rows):
-            if not chosen:
-                continue
-            total = before[chosen[0]].copy()
-            for donor in chosen[1:]:
-                np.add(total, before[donor], out=total)
-            np.divide(total, np.float32(len(chosen)), out=total)
-            np.subtract(total, before[expert], out=total)
-            np.multiply(total, a, out=total)
-            np.add(before[expert], total, out=_expert_rows(state, layout, layer, expert))
+    merged = before(start, stop)
+    for row in rows[bisect.bisect_right([row.stop for row in rows], start) :]:
+        a, b = max(start, row.start), min(stop, row.stop)
+        if a >= b:
+            break
+        total = before(a + row.donors[0], b + row.donors[0])
+        for distance in row.donors[1:]:
+            np.add(total, before(a + distance, b + distance), out=total)
+        np.divide(total, np.float32(len(row.donors)), out=total)
+        values = merged[a - start : b - start]
+        np.subtract(total, values, out=total)
+        np.multiply(total, np.float32(alpha), out=total)
+        np.add(values, total, out=values)
+    return merged
 
 
 def _layers(layout: Layout) -> list[int]:
     return sorted({t.spec.layer for t in layout.tensors if t.spec.kind == "expert" and t.spec.layer is not None})
 
 
-def _expert_rows(state: np.ndarray, layout: Layout, layer: int, expert: int) -> np.ndarray:
-    """View of all of one expert's matrices in one layer; they lie side by side."""
+def _rows_of(layout: Layout, layer: int, expert: int) -> slice:
+    """Where all of one expert's matrices in one layer lie, side by side."""
     places = layout.tensors_of_expert_layer(expert, layer)
-    return state[places[0].start : places[-1].stop]
+    return slice(places[0].start, places[-1].stop)
 
 
 def _gate(state: np.ndarray, layout: Layout, layer: int, expert: int) -> np.ndarray:

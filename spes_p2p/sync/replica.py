@@ -14,13 +14,14 @@ import numpy as np
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import DigestMismatch, Observer, WorkDropped
+from spes_p2p.swarm.interfaces import Draft
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Decided, Manifest, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.base import Base, load_base, save_base
+from spes_p2p.sync.base import Base, StagedBase, load_base, pieces_of, stage_base
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
 from spes_p2p.sync.parts import Part
@@ -197,16 +198,16 @@ class Replica:
     async def _apply(self, decided: Decided, results: Results) -> None:
         head, plan, run = decided.head, results.plan, self.node.world.run_blocking
         parts = results.committed(head)
-        committed = [(part, results.encoded[part.index]) for part in parts]
-        values = await run(next_base, self.base.values, self.layout, committed, plan.merge)
-        digest = await run(self.snapshots.publish, head.id, head.round, _frozen(values))
-        base = Base(head.id, head.round, values, digest, plan)
+        pieces = next_base(self.base.values, self.layout, parts, results.encoded, plan.merge)
+        staged: StagedBase = await run(stage_base, self.node.world.store, head.id, head.round, plan, pieces)
+        base = staged.base
+        self.snapshots.publish(head.id, head.round, base.values, staged.digests)
         exchanges = [self._exchanges[plan.id, r] for r in range(results.revision + 1) if (plan.id, r) in self._exchanges]
         if self.trainer is not None:
             await run(self._settle, base, results, {part.index for part in parts}, exchanges)
         self._carry(exchanges, results, {part.index for part in parts})
         self.base = base
-        await self._save()
+        await self._save(staged.draft)
         self._forget_old()
 
     def _carry(self, exchanges: Sequence[Exchange], results: Results, committed: set[int]) -> None:
@@ -340,10 +341,17 @@ class Replica:
         self.snapshots.publish(base.head, base.round, base.values)
         self.base = base
 
-    async def _save(self) -> None:
-        """Base first, checkpoint after it: a checkpoint of another head is ignored when both are read."""
-        run, store = self.node.world.run_blocking, self.node.world.store
-        await run(save_base, store, self.base)
+    async def _save(self, draft: Draft | None = None) -> None:
+        """Base first, checkpoint after it: a checkpoint of another head is ignored when both are read.
+
+        `draft`: of the base, when it is written already; otherwise the base is memory-mapped from now on.
+        """
+        run, store, base = self.node.world.run_blocking, self.node.world.store, self.base
+        if draft is None:
+            staged: StagedBase = await run(stage_base, store, base.head, base.round, base.plan, pieces_of(base.values))
+            self.base, draft = staged.base, staged.draft
+            self.snapshots.publish(base.head, base.round, staged.base.values, staged.digests)
+        await run(draft.commit)
         if self.trainer is not None:
             await run(save_checkpoint, store, self.trainer, self.layout, self.base.values, self.base.head)
 

@@ -63,9 +63,9 @@ class Snapshots:
     def __init__(self) -> None:
         self._bases: dict[str, tuple[SnapshotInfo, np.ndarray, bytes]] = {}
 
-    def publish(self, head: str, round_number: int, base: np.ndarray) -> str:
-        """Serve this base from now on; it must never change. Returns its digest."""
-        digests = piece_digests(base)
+    def publish(self, head: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
+        """Serve this base from now on; it must never change. Returns its digest. `digests`: of its pieces, where known."""
+        digests = piece_digests(base) if digests is None else digests
         digest = root_digest(digests)
         self._bases[head] = (SnapshotInfo(head, round_number, base.size, digest), base, digests)
         while len(self._bases) > KEPT_SNAPSHOTS:
