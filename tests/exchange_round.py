@@ -99,8 +99,9 @@ class Round:
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
         for m in plan.members:
             board = Switchboard(network.transport(m.peer), SILENCE_S)
+            pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own_carried = (carried or {}).get(m.peer, {})
-            exchange = Exchange(board, opened.empty(), updates[m.peer], own_carried, timeout_s)
+            exchange = Exchange(board, opened.empty(), pending, own_carried, timeout_s)
             opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
             await _serve(board, exchange)
         return opened

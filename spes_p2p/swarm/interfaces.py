@@ -103,10 +103,13 @@ class Draft(Protocol):
         """What was written there."""
 
     def view(self) -> memoryview:
-        """All of it (memory-mapped where it is a file), read-only; valid as long as it is referred to."""
+        """All of it (memory-mapped where it is a file), read-only; valid as long as it is referred to.
+
+        What is written inside it later shows in it.
+        """
 
     def commit(self) -> None:
-        """Make it the blob, durably."""
+        """Make it the blob, durably. Called again: what was written since is durable too."""
 
 
 class Store(Protocol):

@@ -139,6 +139,7 @@ class FileDraft:
 
     def __init__(self, target: Path, aside: Path):
         self._target, self._aside = target, aside
+        self._is_committed = False
         self._descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         self._end = weakref.finalize(self, _discard, self._descriptor, aside)
 
@@ -160,10 +161,12 @@ class FileDraft:
         return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
 
     def commit(self) -> None:
-        """Flush to the disk, then take the place of the old blob."""
+        """Flush to the disk, then take the place of the old blob, unless that was done before."""
         os.fsync(self._descriptor)
-        os.replace(self._aside, self._target)
-        _sync_directory(self._target.parent)
+        if not self._is_committed:
+            os.replace(self._aside, self._target)
+            _sync_directory(self._target.parent)
+            self._is_committed = True
 
 
 class MemoryStore:
@@ -252,7 +255,8 @@ class MemoryDraft:
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes there."""
         view = memoryview(data).cast("B")
-        self._content.extend(bytes(max(0, offset + len(view) - len(self._content))))
+        if offset + len(view) > len(self._content):
+            self._content.extend(bytes(offset + len(view) - len(self._content)))
         self._content[offset : offset + len(view)] = view
 
     def read(self, offset: int, length: int) -> bytes:
@@ -260,8 +264,8 @@ class MemoryDraft:
         return bytes(self._content[offset : offset + length])
 
     def view(self) -> memoryview:
-        """A copy."""
-        return memoryview(bytes(self._content))
+        """What is written into it later shows; it cannot grow any more."""
+        return memoryview(self._content).toreadonly()
 
     def commit(self) -> None:
         """Replace the blob."""

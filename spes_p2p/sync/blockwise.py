@@ -18,6 +18,7 @@ class Blockwise:
     def __init__(self, name: str, bits: int):
         """`bits`: 8 or 4."""
         self.name = name
+        self.is_lossy = True
         self._bits = bits
         self._levels = np.float32(2 ** (bits - 1) - 1)
 

@@ -19,6 +19,8 @@ class Codec(Protocol):
     """Encodes float32 vectors; what it drops stays with the caller (error feedback)."""
 
     name: str
+    is_lossy: bool
+    """May decoding give other values than were encoded?"""
 
     def encoded_bytes(self, elements: int) -> int:
         """Exact length of an encoded vector of so many elements."""
@@ -37,6 +39,7 @@ class Uncompressed:
     """float32, little-endian."""
 
     name = "none"
+    is_lossy = False
 
     def encoded_bytes(self, elements: int) -> int:
         """Four bytes an element."""
@@ -60,6 +63,7 @@ class HalfPrecision:
     """IEEE half precision, rounded to nearest even; values beyond its range are clipped."""
 
     name = "fp16"
+    is_lossy = True
 
     def encoded_bytes(self, elements: int) -> int:
         """Two bytes an element."""
@@ -84,6 +88,7 @@ class BFloat16:
     """The upper half of a float32, rounded to nearest even; values beyond its range are clipped."""
 
     name = "bf16"
+    is_lossy = True
 
     def encoded_bytes(self, elements: int) -> int:
         """Two bytes an element."""

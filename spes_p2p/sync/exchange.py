@@ -64,7 +64,9 @@ class Exchange:
         timeout_s: float,
         revision: int = 0,
     ):
-        """`pending`: my update by group name. `carried`: what my encoding dropped before, by start of the part's range.
+        """`pending`: my update by group name; it is overwritten with what was sent.
+
+        `carried`: what my encoding dropped before, by start of the part's range.
 
         `revision`: which of the results' part tables is exchanged.
         """
@@ -262,8 +264,12 @@ class Exchange:
         return self._pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
 
     def _encode_own(self, part: Part) -> bytes:
-        codes = part.codec.encode(self._own(part))
-        self.sent[part.index] = (part, part.codec.decode(codes, part.size))
+        """Encode my update; from now on it is what the others decode: what the codec dropped stays with the trainer."""
+        update = self._own(part)
+        codes = part.codec.encode(update)
+        if part.codec.is_lossy:
+            np.copyto(update, part.codec.decode(codes, part.size))
+        self.sent[part.index] = (part, update)
         return codes
 
     # Calling -----------------------------------------------------------------------------------------------------------
@@ -336,8 +342,8 @@ async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: 
     results.discard_unverified()
 
 
-def _frame(index: int, body: bytes) -> bytes:
-    return index.to_bytes(4, "little") + body
+def _frame(index: int, body: bytes | memoryview) -> bytes:
+    return b"".join((index.to_bytes(4, "little"), body))
 
 
 def _unframe(message: bytes) -> tuple[int, bytes]:

@@ -25,8 +25,18 @@ from spes_p2p.sync.base import Base, StagedBase, load_base, pieces_of, stage_bas
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
 from spes_p2p.sync.parts import Part
-from spes_p2p.sync.results import RESULTS_OF, Results, load_results, round_of, save_results
+from spes_p2p.sync.results import (
+    BODIES_OF,
+    RESULTS_OF,
+    Results,
+    bodies_name,
+    load_results,
+    results_name,
+    round_of,
+    save_results,
+)
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, Offer, Snapshots, collect_offers, download
+from spes_p2p.sync.spool import Spool
 from spes_p2p.training.checkpoint import save_checkpoint
 from spes_p2p.training.interface import Trainer
 
@@ -147,7 +157,7 @@ class Replica:
 
     def open_exchange(self, plan: Plan) -> Exchange:
         """Take part in a plan with what is pending; a helper has nothing of its own."""
-        results = Results.empty(plan, self.layout, self.codecs, self.part_bytes)
+        results = self._begin(plan, ())
         pending = {} if self.trainer is None else self.ledger.pending(self.trainer, self.base.values)
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
         exchange = Exchange(self.node.board, results, pending, self._carried, timeout_s)
@@ -155,6 +165,13 @@ class Replica:
         self._kept[plan.id] = results
         self._news.set()
         return exchange
+
+    def _begin(self, plan: Plan, lost: tuple[tuple[int, ...], ...]) -> Results:
+        """Results of a plan that are kept on disk as they arrive."""
+        results = Results.empty(plan, self.layout, self.codecs, self.part_bytes, lost)
+        if results.parts:
+            results.spool = Spool(self.node.world.store.draft(bodies_name(results_name(plan))), results.parts)
+        return results
 
     def revise_exchange(self, plan: Plan, revision: Revision) -> list[Exchange]:
         """Reducers are lost: exchanges over their parts, which moved to backups. Raises WireError when that cannot be."""
@@ -285,7 +302,7 @@ class Replica:
                 if plan.id != head.plan:
                     raise WireError("another plan than was asked for")
                 if results is None:
-                    results = Results.empty(plan, self.layout, self.codecs, self.part_bytes, head.lost)
+                    results = self._begin(plan, head.lost)
                     self._kept[plan.id] = results
                 while message := await talk.message():
                     manifest = unpack(Manifest, message)
@@ -361,9 +378,10 @@ class Replica:
             del self._kept[plan_id]
         for key in [key for key, exchange in self._exchanges.items() if exchange.plan.round <= self.base.round]:
             del self._exchanges[key]
-        for name in self.node.world.store.names(RESULTS_OF):
+        store = self.node.world.store
+        for name in (*store.names(RESULTS_OF), *store.names(BODIES_OF)):
             if round_of(name) <= oldest:
-                self.node.world.store.delete(name)
+                store.delete(name)
 
     # Serving -----------------------------------------------------------------------------------------------------------
 

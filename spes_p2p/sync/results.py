@@ -11,10 +11,12 @@ from spes_p2p.swarm.records import Head, Manifest, Plan
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.codecs import GroupCodecs
 from spes_p2p.sync.parts import Part, from_mask, mask_bytes, moved_parts, part_table
+from spes_p2p.sync.spool import Spool, places_of
 
 ABSENT = bytes(32)
 """Digest of a part that got no contribution."""
 RESULTS_OF = "results-"
+BODIES_OF = "bodies-of-"
 
 
 class Results:
@@ -30,8 +32,10 @@ class Results:
         """Every part, as the last revision says."""
         self.lost: tuple[tuple[int, ...], ...] = ()
         """Members lost before each revision."""
-        self.encoded: dict[int, bytes] = {}
+        self.encoded: dict[int, bytes | memoryview] = {}
         """By part index."""
+        self.spool: Spool | None = None
+        """Where what is put here is kept; None: in memory."""
         self.digests: dict[int, bytes] = {}
         """sha256 of each result that is here, by part index."""
         self.manifests: dict[tuple[int, int], Manifest] = {}
@@ -72,9 +76,9 @@ class Results:
         for index in moved:
             self.drop(index)
 
-    def put(self, index: int, encoded: bytes) -> None:
+    def put(self, index: int, encoded: bytes | memoryview) -> None:
         """Take a part's result."""
-        self.encoded[index] = encoded
+        self.encoded[index] = encoded if self.spool is None else self.spool.keep(index, encoded)
         self.digests[index] = hashlib.sha256(encoded).digest()
 
     def drop(self, index: int) -> None:
@@ -166,7 +170,7 @@ class Results:
         for (revision, _), manifest in self.manifests.items():
             if lost[:revision] == self.lost[:revision] and revision <= len(lost):
                 other.add_manifest(manifest)
-        other.encoded, other.digests = dict(self.encoded), dict(self.digests)
+        other.encoded, other.digests, other.spool = dict(self.encoded), dict(self.digests), self.spool
         other.discard_unverified()
         return other
 
@@ -193,35 +197,33 @@ class _Saved:
     plan: bytes
     lost: tuple[tuple[int, ...], ...]
     manifests: tuple[bytes, ...]
-    lengths: tuple[int, ...]
-    """Bytes of each part's result, -1 where it is missing."""
+    here: bytes
+    """One byte a part: 1 if its result is in the blob of bodies."""
 
 
 def save_results(store: Store, results: Results) -> None:
-    """Make the results durable under their round and plan."""
-    lengths = tuple(len(results.encoded.get(part.index, b"")) or -1 for part in results.parts)
-    header = pack(_Saved(pack(results.plan), results.lost, tuple(pack(m) for m in results.manifests.values()), lengths))
-    bodies = [results.encoded[part.index] for part in results.parts if part.index in results.encoded]
-    store.write(results_name(results.plan), [len(header).to_bytes(8, "little"), header, *bodies])
+    """Make the results durable under their round and plan: bodies first, then what they are."""
+    here = bytes(part.index in results.encoded for part in results.parts)
+    header = pack(_Saved(pack(results.plan), results.lost, tuple(pack(m) for m in results.manifests.values()), here))
+    if results.spool is not None:
+        results.spool.commit()
+    store.write(results_name(results.plan), [header])
 
 
 def load_results(store: Store, name: str, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results | None:
     """Results that were staged under this name (`results_name`); None when they are gone. Raises WireError when damaged."""
-    blob = store.read(name)
-    if blob is None:
+    header, bodies = store.read(name), store.read(bodies_name(name))
+    if header is None:
         return None
-    size = int.from_bytes(blob[:8], "little")
-    saved = unpack(_Saved, blob[8 : 8 + size])
+    saved = unpack(_Saved, bytes(header))
     results = Results.empty(unpack(Plan, saved.plan), layout, codecs, part_bytes, saved.lost)
     for manifest in saved.manifests:
         results.add_manifest(unpack(Manifest, manifest))
-    if len(saved.lengths) != len(results.parts):
+    if len(saved.here) != len(results.parts):
         raise WireError("results of another part table")
-    offset = 8 + size
-    for part, length in zip(results.parts, saved.lengths, strict=True):
-        if length >= 0:
-            results.put(part.index, bytes(blob[offset : offset + length]))
-            offset += length
+    for part, start, is_here in zip(results.parts, places_of(results.parts), saved.here, strict=False):
+        if is_here and bodies is not None:
+            results.put(part.index, bodies[start : start + part.encoded_bytes])
     return results
 
 
@@ -230,6 +232,11 @@ def results_name(plan: Plan) -> str:
     return f"{RESULTS_OF}{plan.round}-{plan.id[:16]}"
 
 
+def bodies_name(name: str) -> str:
+    """Name of the blob that holds the bodies of the results of that name."""
+    return BODIES_OF + name
+
+
 def round_of(name: str) -> int:
-    """The round of a results blob, by its name."""
-    return int(name.removeprefix(RESULTS_OF).split("-")[0])
+    """The round of a blob of results or of their bodies, by its name."""
+    return int(name.removeprefix(BODIES_OF).removeprefix(RESULTS_OF).split("-")[0])
