@@ -283,6 +283,7 @@ def export(
 ) -> None:
     """Write the last committed base of a run-dir as a Hugging Face checkpoint."""
     from spes_p2p.campaign import TOKENIZER_FILE
+    from spes_p2p.model.build import layout_of
     from spes_p2p.model.export import export_checkpoint
     from spes_p2p.session import load_run_dir_base
 
@@ -290,9 +291,10 @@ def export(
     if base.round < 0:
         raise UserError(f"{run_dir}: holds base 0 only, which is not trained (a bootstrap peer keeps no newer one); "
                         "give a trainer's --run-dir")
-    data = files.campaign.config.data
+    config = files.campaign.config
+    data, weights = config.data, base.values[: layout_of(config.model).size]
     tokenizer = run_dir / TOKENIZER_FILE
-    export_checkpoint(files.campaign.config.model, base.values, tokenizer, data.eos_token, data.pad_token, output)
+    export_checkpoint(config.model, weights, tokenizer, data.eos_token, data.pad_token, output)
     print(f"base of round {base.round} (digest {base.digest[:12]}): {output}")
 
 

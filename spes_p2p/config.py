@@ -161,6 +161,21 @@ class CodecConfig(Section):
         return value
 
 
+class OuterConfig(Section):
+    """The outer step: how a round's mean update moves the base.
+
+    `m <- momentum * m + update; w <- w + learning_rate * (update + momentum * m)`; 1 and 0 are plain averaging, as SPES has it.
+    """
+
+    shared_learning_rate: PositiveNumber = Field(1.0, description="Outer learning rate of the shared weights.")
+    shared_momentum: Decay = Field(
+        0.0, description="Nesterov momentum of the shared weights; where it is not 0, a base is larger by them.")
+    router_learning_rate: PositiveNumber = Field(1.0, description="Outer learning rate of the routers.")
+    router_momentum: Decay = Field(0.0, description="Nesterov momentum of the routers.")
+    experts_learning_rate: PositiveNumber = Field(1.0, description="Outer learning rate of the experts.")
+    experts_momentum: Decay = Field(0.0, description="Nesterov momentum of the experts; a base is larger by all of them.")
+
+
 class SyncConfig(Section):
     """The round: what is sent, and how long anybody is waited for."""
 
@@ -206,6 +221,7 @@ class CampaignConfig(Section):
     training: TrainingConfig
     experts: ExpertsConfig = ExpertsConfig()
     merge: MergeConfig = MergeConfig()
+    outer: OuterConfig = OuterConfig()
     sync: SyncConfig = SyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     data: DataConfig

@@ -24,7 +24,7 @@ from spes_p2p.campaign import (
     read_campaign,
     read_run_dir,
 )
-from spes_p2p.config import PeerConfig
+from spes_p2p.config import CampaignConfig, PeerConfig
 from spes_p2p.data.manifest import Manifest, open_corpus
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
@@ -49,6 +49,7 @@ from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import DirectoryStore
 from spes_p2p.sync.base import BASE, Base, load_base
 from spes_p2p.sync.digest import state_digest
+from spes_p2p.sync.outer import base_size, first_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
@@ -157,8 +158,8 @@ def load_run_dir_base(run_dir: Path) -> tuple[CampaignFiles, Base]:
     known = read_run_dir(run_dir)
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it holds no campaign); give the --run-dir of a peer")
-    size = layout_of(known[0].campaign.config.model).size
-    base = load_base(DirectoryStore(run_dir), size, str(run_dir))
+    config = known[0].campaign.config
+    base = load_base(DirectoryStore(run_dir), base_size(layout_of(config.model), config.outer), str(run_dir))
     if base is None:
         raise UserError(f"{run_dir}: holds no base yet; wait until the peer has downloaded one")
     return known[0], base
@@ -240,17 +241,21 @@ def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: st
 
 def _genesis(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstrap: str) -> Head:
     """The genesis head; base 0 is made once and kept in the run-dir."""
-    model = files.campaign.config.model
+    config = files.campaign.config
     known = read_run_dir(run_dir)
     if known is not None:
         check_run_dir(files, known[1], run_dir)
-        if store.read(BASE) is None and state_digest(values := initial_state(model)) == known[1].base_digest:
+        if store.read(BASE) is None and state_digest(values := _first_base(config)) == known[1].base_digest:
             save_base_0(store, known[1], values)
         return known[1]
-    values = initial_state(model)
+    values = _first_base(config)
     genesis = make_genesis(files.campaign, bootstrap, values, open_votes(store, random.Random()).disk)
     save_base_0(store, genesis, values)
     return genesis
+
+
+def _first_base(config: CampaignConfig) -> np.ndarray:
+    return first_base(initial_state(config.model), layout_of(config.model), config.outer)
 
 
 def _open_text(files: CampaignFiles, run_dir: Path) -> tuple[SampleReader, SampleReader | None]:

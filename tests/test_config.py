@@ -75,7 +75,7 @@ BAD_FILES = [
     ("  experts_per_peer: 2", "  zebra: 2",
      "FILE, line 19: unknown field 'experts.zebra'; known here: experts_per_peer, redundancy"),
     ("name: tiny", "name: tiny\n7: x",
-     "FILE, line 2: unknown field '7'; known here: data, evaluation, experts, merge, model, name, sync, training"),
+     "FILE, line 2: unknown field '7'; known here: data, evaluation, experts, merge, model, name, outer, sync, training"),
     ("  sync_steps: 5\n", "", "FILE, line 12: field 'training.sync_steps' is missing; add it"),
     ("data:\n  manifest: tokens/manifest.json\n  tokenizer: tokenizer.json\n", "", "FILE: section 'data' is missing; add it"),
     ("experts:\n  experts_per_peer: 2", "experts:", "FILE, line 18: section 'experts' is empty; indent its fields below it"),

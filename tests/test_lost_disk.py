@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from virtual_swarm import VirtualSwarm, campaign, simulate
 
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.swarm.electors import disks_of
 
 

@@ -27,6 +27,7 @@ from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.sync.base import BASE
+from spes_p2p.sync.outer import first_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.synthetic import SyntheticTrainer
@@ -134,7 +135,8 @@ class VirtualSwarm:
         self.bootstrap = bootstrap
         self.network = MemoryNetwork(seed, latency_s=0.05) if network is None else network
         self.rules = Rules(the_campaign.config, the_campaign.hash, NUM_SAMPLES)
-        self.base0 = np.random.default_rng(seed).standard_normal(LAYOUT.size, np.float32)
+        weights = np.random.default_rng(seed).standard_normal(LAYOUT.size, np.float32)
+        self.base0 = first_base(weights, LAYOUT, the_campaign.config.outer)
         self.stores: dict[str, MemoryStore] = {bootstrap: MemoryStore()}
         disk = open_votes(self.stores[bootstrap], random.Random(seed)).disk
         self.genesis = make_genesis(the_campaign, bootstrap, self.base0, disk)

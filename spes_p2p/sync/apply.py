@@ -8,17 +8,21 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from spes_p2p.config import OuterConfig
 from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.records import Merge
 from spes_p2p.sync.digest import PIECE_ELEMENTS
 from spes_p2p.sync.merge import merge_range, merged_rows
+from spes_p2p.sync.outer import momentum_offsets, next_momentum, next_weights, outer_settings
 from spes_p2p.sync.parts import Part
 
 DECODED_PARTS = 16
 """Decoded parts that are kept at hand; a merge looks at several places at once."""
+PLAIN = OuterConfig()
 
 
 def next_base(
@@ -27,37 +31,71 @@ def next_base(
     committed: Sequence[Part],
     encoded: Mapping[int, bytes | memoryview],
     merge: Merge | None,
+    outer: OuterConfig = PLAIN,
 ) -> Iterator[np.ndarray]:
-    """The new base in pieces, float32 `[PIECE_ELEMENTS]` each but the last, new arrays.
+    """The new base (float32 `[base_size(layout, outer)]`) in pieces, `[PIECE_ELEMENTS]` each but the last, new arrays.
 
-    `committed`: the committed parts, ascending; `encoded`: their mean updates, by part index. The outer step is plain
-    averaging: new = base + mean update. Parts that are not there keep the old value.
+    `committed`: the committed parts, ascending; `encoded`: their mean updates, by part index. Parts that are not there keep
+    their old weights and momentum. The merge moves weights, never momentum.
     """
-    stepped = _OuterStep(base, committed, encoded)
+    stepped = _OuterStep(base, layout, committed, encoded, outer)
     rows, alpha = (merged_rows(layout, merge.donors), merge.alpha) if merge is not None else ((), 0.0)
-    for start in range(0, layout.size, PIECE_ELEMENTS):
-        yield merge_range(stepped.values, rows, alpha, start, min(start + PIECE_ELEMENTS, layout.size))
+    for start in range(0, base.size, PIECE_ELEMENTS):
+        yield merge_range(stepped.values, rows, alpha, start, min(start + PIECE_ELEMENTS, base.size))
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Where a part's update goes: its weights, or their momentum."""
+
+    start: int
+    stop: int
+    part: Part
+    momentum_at: int | None
+    """Where the momentum of the part begins in the base; None where its group has none."""
+
+    @property
+    def is_momentum(self) -> bool:
+        return self.start == self.momentum_at
 
 
 class _OuterStep:
     """Values after the outer step, for any range."""
 
-    def __init__(self, base: np.ndarray, committed: Sequence[Part], encoded: Mapping[int, bytes | memoryview]):
-        self._base, self._parts, self._encoded = base, committed, encoded
-        self._stops = [part.stop for part in committed]
+    def __init__(
+        self,
+        base: np.ndarray,
+        layout: Layout,
+        committed: Sequence[Part],
+        encoded: Mapping[int, bytes | memoryview],
+        outer: OuterConfig,
+    ):
+        self._base, self._encoded, self._outer = base, encoded, outer
+        self._stretches = _stretches(layout, committed, outer)
+        self._stops = [stretch.stop for stretch in self._stretches]
         self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def values(self, start: int, stop: int) -> np.ndarray:
         """float32 `[stop - start]`, a new array."""
         new = self._base[start:stop].copy()
-        for place in range(bisect.bisect_right(self._stops, start), len(self._parts)):
-            part = self._parts[place]
-            if part.start >= stop:
+        for place in range(bisect.bisect_right(self._stops, start), len(self._stretches)):
+            stretch = self._stretches[place]
+            if stretch.start >= stop:
                 break
-            a, b = max(start, part.start), min(stop, part.stop)
-            place_of_part = new[a - start : b - start]
-            np.add(place_of_part, self._update(part)[a - part.start : b - part.start], out=place_of_part)
+            a, b = max(start, stretch.start), min(stop, stretch.stop)
+            self._step(stretch, a - stretch.start, b - stretch.start, new[a - start : b - start])
         return new
+
+    def _step(self, stretch: _Stretch, a: int, b: int, values: np.ndarray) -> None:
+        """In place, on elements `[a, b)` of a stretch, which hold the old base's values."""
+        rate, mu = outer_settings(stretch.part.group, self._outer)
+        update, momentum = self._update(stretch.part)[a:b], None
+        if stretch.momentum_at is not None:
+            momentum = next_momentum(self._base[stretch.momentum_at + a : stretch.momentum_at + b], update, mu)
+        if stretch.is_momentum:
+            values[:] = momentum
+        else:
+            next_weights(values, update, momentum, rate, mu)
 
     def _update(self, part: Part) -> np.ndarray:
         update = self._decoded.get(part.index)
@@ -67,3 +105,16 @@ class _OuterStep:
             if len(self._decoded) > DECODED_PARTS:
                 self._decoded.popitem(last=False)
         return update
+
+
+def _stretches(layout: Layout, committed: Sequence[Part], outer: OuterConfig) -> list[_Stretch]:
+    """Of all committed parts, ascending: the weights, then the momentum of those groups that have one."""
+    offsets = momentum_offsets(layout, outer)
+    weights, momentum = [], []
+    for part in committed:
+        begin = offsets.get(part.group.name)
+        at = None if begin is None else begin + part.start - part.group.start
+        weights.append(_Stretch(part.start, part.stop, part, at))
+        if at is not None:
+            momentum.append(_Stretch(at, at + part.size, part, at))
+    return weights + momentum

@@ -27,7 +27,7 @@ class Base:
     head: str
     round: int
     values: np.ndarray
-    """float32 `[layout.size]`, never written to; memory-mapped where the store has files."""
+    """float32 `[base_size]` (outer.py): weights, then outer momentum; never written to, memory-mapped where there are files."""
     digest: str
     plan: Plan | None
     """The plan of that round; None for base 0 and for a base that was downloaded."""

@@ -24,6 +24,7 @@ from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.base import Base, StagedBase, load_base, pieces_of, stage_base
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
+from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.parts import Part
 from spes_p2p.sync.results import (
     BODIES_OF,
@@ -78,6 +79,7 @@ class Replica:
         self.layout = layout
         self.codecs = group_codecs(sync.codec)
         self.part_bytes = sync.part_bytes
+        self.outer = node.campaign.config.outer
         self.ledger = Ledger(layout)
         self.snapshots = Snapshots()
         self.trainer: Trainer | None = None
@@ -102,7 +104,7 @@ class Replica:
 
     def restore(self, where: str) -> bool:
         """Take up the base and the staged results of this run-dir; False when there is none. Raises UserError when damaged."""
-        base = load_base(self.node.world.store, self.layout.size, where)
+        base = load_base(self.node.world.store, base_size(self.layout, self.outer), where)
         if base is None:
             return False
         for name in self.node.world.store.names(RESULTS_OF):
@@ -133,7 +135,7 @@ class Replica:
     async def repair(self) -> None:
         """My bits differ from most members': download the pieces that differ; pending work stays on top."""
         donors = self.node.others()
-        offers = await collect_offers(self.node.board, donors, self.base.head, self.layout.size)
+        offers = await collect_offers(self.node.board, donors, self.base.head, self.base.values.size)
         if not offers or offers[0].info.digest == self.base.digest:
             raise PeerUnreachable("nobody offers another base for this round")
         self._observer.tell(DigestMismatch(self.base.round, self.base.digest, offers[0].info.digest))
@@ -144,7 +146,7 @@ class Replica:
         """Offers of the newest head that living peers have, after learning its certificate."""
         await self.node.learn_from_all()
         donors, head = self.node.others(), self.node.log.head
-        offers = await collect_offers(self.node.board, donors, head.id, self.layout.size)
+        offers = await collect_offers(self.node.board, donors, head.id, base_size(self.layout, self.outer))
         offers = [offer for offer in offers if offer.info.round == head.round]
         if head.round < 0:
             offers = [offer for offer in offers if offer.info.digest == head.base_digest]
@@ -215,7 +217,7 @@ class Replica:
     async def _apply(self, decided: Decided, results: Results) -> None:
         head, plan, run = decided.head, results.plan, self.node.world.run_blocking
         parts = results.committed(head)
-        pieces = next_base(self.base.values, self.layout, parts, results.encoded, plan.merge)
+        pieces = next_base(self.base.values, self.layout, parts, results.encoded, plan.merge, self.outer)
         staged: StagedBase = await run(stage_base, self.node.world.store, head.id, head.round, plan, pieces)
         base = staged.base
         self.snapshots.publish(head.id, head.round, base.values, staged.digests)

@@ -6,14 +6,16 @@ import hashlib
 
 import numpy as np
 
+from spes_p2p.config import OuterConfig
 from spes_p2p.errors import UserError
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.swarm.records import Member, Merge
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.codecs import CODECS, GroupCodecs
+from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.parts import part_table
 
-KNOWN_ANSWER = "13e07a40dc7b46fb982dd5f32a0488707fe109cc962d307d1d3e8c7bdea4334f"
+KNOWN_ANSWER = "5046cb11b9b854d9e58f07add0db9216804e5ad0a9fb013e1f3bf86ff3710337"
 
 
 def check_arithmetic() -> None:
@@ -27,7 +29,7 @@ def check_arithmetic() -> None:
 
 
 def _answer() -> str:
-    """Hex digest over a small round in every codec, with denormals, signed zeros and large values."""
+    """Hex digest over a small round in every codec, with and without momentum, with denormals, signed zeros, large values."""
     layout = Layout(
         [TensorSpec("shared", (64,), "shared")]
         + [
@@ -36,7 +38,8 @@ def _answer() -> str:
             for name, shape in (("gate_up_proj", (8, 4)), ("down_proj", (4, 4)))
         ]
     )
-    base = _values(layout.size, 1)
+    momentum = OuterConfig(shared_learning_rate=0.7, shared_momentum=0.9, experts_learning_rate=0.3, experts_momentum=0.5)
+    base = _values(base_size(layout, momentum), 1)
     digest = hashlib.sha256()
     members = (Member("a", 3, (5, 0, 2), 1.0),)
     merge = Merge(0.1, (((1, 2), (2,), ()),))
@@ -44,8 +47,9 @@ def _answer() -> str:
         parts = part_table(layout, members, GroupCodecs(codec, codec, codec), 64)
         update = _values(layout.size, 2)
         encoded = {part.index: codec.encode(update[part.start : part.stop]) for part in parts}
-        for piece in next_base(base, layout, parts, encoded, merge):
-            digest.update(piece.astype("<f4").tobytes())
+        for outer in (OuterConfig(), momentum):
+            for piece in next_base(base, layout, parts, encoded, merge, outer):
+                digest.update(piece.astype("<f4").tobytes())
     return digest.hexdigest()
 
 
