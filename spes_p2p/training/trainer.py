@@ -99,6 +99,17 @@ class TorchTrainer:
         """Experts that are trained here, ascending."""
         return self._owned
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, for whoever measures it."""
+        return self._model
+
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients, moments and stored experts as tensors; activations are not among them."""
+        trained = sum(tensor.nbytes for tensor in self._model.parameters())
+        stored: int = sum(tensor.nbytes for block in self._blocks.values() for tensor in block.stored_tensors())
+        return 2 * trained + stored + self._optimizer.state_bytes()
+
     def load_base(self, base: State) -> None:
         """Set all local weights to the base (flat float32 `[layout.size]`)."""
         for group in self._layout.groups:

@@ -1,0 +1,277 @@
+"""One training run: the life of real peers (`peer.py`) on the in-memory network under virtual time, watched from outside.
+
+Training, plan, exchange, commit, outer step, merge and accounting are the product's own; only clock, transport and disk are in
+memory. Every phase counts as equally fast, so that all peers do the same number of steps. A centralised run is a swarm of one
+peer with the whole batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from spes_p2p.config import Campaign, CampaignConfig
+from spes_p2p.experiments import probe
+from spes_p2p.experiments.spec import Run
+from spes_p2p.experiments.text import Text
+from spes_p2p.helper import Helper, make_genesis
+from spes_p2p.model.build import State, initial_state, layout_of
+from spes_p2p.model.layout import Group, Layout
+from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, WorkDropped
+from spes_p2p.peer import Capacity, Peer
+from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.swarm.node import Node
+from spes_p2p.sync.outer import first_base
+from spes_p2p.sync.plan import Rules
+from spes_p2p.training.interface import Phase, PhaseReport, Trainer
+from spes_p2p.training.trainer import Reader, TorchTrainer
+
+Record = dict[str, Any]
+
+BOOTSTRAP = "bootstrap"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one peer did in a phase, kept when the round is measured."""
+
+    routed: tuple[int, ...]
+    tokens: int
+    owned: tuple[int, ...]
+    updates: Mapping[str, State]
+    """Local weights minus base by group."""
+    loss: float
+    """Held-out loss of the peer's local weights, before the round."""
+    routing: probe.Routing
+
+
+class Watched:
+    """A TorchTrainer whose phases take equal time, and that shows its work where a round is measured."""
+
+    def __init__(self, inner: TorchTrainer, watch: Watch):
+        self._inner, self._watch = inner, watch
+        watch.trainers.append(inner)
+
+    @property
+    def layout(self) -> Layout:
+        """The model's layout."""
+        return self._inner.layout
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Experts that are trained here."""
+        return self._inner.owned
+
+    def load_base(self, base: State) -> None:
+        """Set all local weights to the base."""
+        self._inner.load_base(base)
+
+    def assign(self, owned: tuple[int, ...], base: State) -> None:
+        """Train these experts from now on."""
+        self._inner.assign(owned, base)
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        """Do the phase's steps."""
+        report = self._inner.train(phase, should_stop, on_step)
+        self._watch.trained(self._inner, phase, report)
+        return replace(report, seconds=float(report.steps))
+
+    def read(self, group: Group) -> State:
+        """A copy of the local weights of a group."""
+        return self._inner.read(group)
+
+    def add(self, group: Group, delta: State) -> None:
+        """local += delta."""
+        self._inner.add(group, delta)
+
+    def refresh(self, group: Group, values: State) -> None:
+        """Set a foreign expert."""
+        self._inner.refresh(group, values)
+
+    def validation_loss(self) -> float:
+        """Held-out loss of the local weights."""
+        return self._inner.validation_loss()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """None: nothing is restarted here, and saving moments every round would cost time."""
+        return {}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+@dataclass
+class Watch:
+    """Collects a run's results: held-out losses, bytes, and the diagnostics of some rounds."""
+
+    run: Run
+    config: CampaignConfig
+    judge: probe.Judge
+    base: State
+    curve: list[Record] = field(default_factory=list)
+    rounds: list[Record] = field(default_factory=list)
+    work: dict[int, list[Work]] = field(default_factory=dict)
+    trainers: list[TorchTrainer] = field(default_factory=list)
+    sent_bytes: int = 0
+    """By all peers."""
+    failed: int = 0
+    dropped_tokens: int = 0
+    train_losses: list[float] = field(default_factory=list)
+    memory_bytes: int = 0
+    last_round: int = 0
+
+    def trained(self, trainer: TorchTrainer, phase: Phase, report: PhaseReport) -> None:
+        """A phase ended: keep what the round's diagnostics need."""
+        self.memory_bytes = max(self.memory_bytes, trainer.state_bytes())
+        if phase.round not in spread(self.config.total_rounds, self.run.experiment.measured_rounds):
+            return
+        groups = [g for g in trainer.layout.groups if g.expert is None or g.expert in trainer.owned]
+        updates = {g.name: trainer.read(g) - self.base[g.start : g.stop] for g in groups}
+        loss = probe.loss_of(trainer.model, self.judge.fixed)
+        routing = probe.routing_of(trainer.model, self.judge.fixed)
+        self.work.setdefault(phase.round, []).append(
+            Work(report.routed, report.tokens, trainer.owned, updates, loss, routing)
+        )
+
+    def tell(self, peer: Peer, event: Event) -> None:
+        """What a peer told."""
+        if isinstance(event, RoundFailed):
+            self.failed += 1
+        elif isinstance(event, WorkDropped):
+            self.dropped_tokens += event.tokens
+        elif isinstance(event, PhaseTrained):
+            self.train_losses.append(event.loss)
+        elif isinstance(event, RoundCommitted):
+            self.sent_bytes += event.sent_bytes
+            if event.round > self.last_round:
+                self.last_round = event.round
+                self._committed(event, peer.replica.base.values)
+
+    def _committed(self, event: RoundCommitted, new: State) -> None:
+        experiment, total = self.run.experiment, self.config.total_rounds
+        if event.round in self.work:
+            self.rounds.append(self._diagnose(event, new, self.work.pop(event.round)))
+        if event.round in spread(total, experiment.evaluations):
+            last = event.round == total
+            losses = self.judge.losses(new, experiment.final_samples if last else experiment.samples)
+            self.curve.append({
+                "step": event.campaign_step, "tokens": event.total_tokens, "sent_bytes": self.sent_bytes // self.run.members,
+                "loss": float(np.mean(list(losses.values()))), "domains": losses,
+                "train_loss": float(np.mean(self.train_losses)) if self.train_losses else None,
+            })
+            self.train_losses.clear()
+        self.base = new.copy()
+
+    def _diagnose(self, event: RoundCommitted, new: State, work: Sequence[Work]) -> Record:
+        layout, model = layout_of(self.config.model), self.config.model
+        before, after = self.judge.routing(self.base), self.judge.routing(new)
+        assignments = model.moe_top_k * model.num_hidden_layers * sum(w.tokens for w in work)
+        owner_tokens = np.sum([w.routed for w in work], axis=0)
+        peers: dict[str, list[State]] = {}
+        for each in work:
+            for name, update in each.updates.items():
+                peers.setdefault(layout.group(name).kind, []).append(update) if layout.group(name).expert is None else (
+                    peers.setdefault(name, []).append(update)
+                )
+        drifts = {name: found for name, updates in peers.items() if (found := probe.drift(updates)) is not None}
+        experts = [found for name, found in drifts.items() if name.startswith("expert.")]
+        if experts:
+            drifts = {n: d for n, d in drifts.items() if not n.startswith("expert.")}
+            drifts["expert"] = {key: float(np.mean([each[key] for each in experts])) for key in experts[0]}
+        return {
+            "round": event.round, "step": event.campaign_step, "tokens": event.total_tokens,
+            "drift": drifts,
+            "loss_before": float(np.mean([w.loss for w in work])),
+            "loss_after": self._fixed_loss(new),
+            "owner_share": (owner_tokens / assignments * layout.num_experts).tolist(),
+            "topk_agreement_local": float(np.mean([probe.agreement(w.routing, after) for w in work])),
+            "topk_agreement_base": probe.agreement(before, after),
+            "load_violation": probe.load_violation(after, layout.num_experts),
+            "owned_share_local": float(np.mean([sum(w.routed) / (assignments * w.tokens / sum(v.tokens for v in work))
+                                                for w in work])),
+            "owned_share_global": float(np.mean([probe.share_of(after, w.owned) for w in work])),
+            "expert_similarity": probe.similarity(new, layout),
+            "update_norms": probe.norms(new[: layout.size] - self.base[: layout.size], layout),
+            "weight_norms": probe.norms(new, layout),
+            "merge_alpha": event.merge_alpha,
+        }
+
+    def _fixed_loss(self, base: State) -> float:
+        return self.judge.loss(base, self.judge.fixed)
+
+
+def train(run: Run, text: Text) -> Record:
+    """Do a run from base 0 to its end; everything that is known of it, ready for JSON."""
+    started, cpu = time.monotonic(), time.process_time()
+    config = run.config
+    layout = layout_of(config.model)
+    held_out = text.held_out_readers(config.training.sequence_length)
+    base0 = first_base(initial_state(config.model), layout, config.outer)
+    watch = Watch(run, config, probe.Judge(config, base0, held_out), base0)
+    reader = text.reader(config.training.sequence_length, config.training.seed)
+    run_virtual(_live(run, config, layout, base0, reader, watch))
+    peers = run.members
+    return {
+        "experiment": run.experiment.name, "arm": run.arm.name, "mode": run.arm.mode, "rate": run.rate, "seed": run.seed,
+        "key": run.key(text.digest), "peers": peers, "owners": run.arm.owners, "sync_steps": config.training.sync_steps,
+        "batch_tokens": config.training.batch_size * config.training.sequence_length,
+        "steps": config.training.total_steps,
+        "tokens": watch.curve[-1]["tokens"], "loss": watch.curve[-1]["loss"], "domains": watch.curve[-1]["domains"],
+        "memory_bytes": watch.memory_bytes, "base_bytes": base0.nbytes, "sent_bytes": watch.sent_bytes // peers,
+        "failed_rounds": watch.failed, "dropped_tokens": watch.dropped_tokens,
+        "cpu_seconds": round(time.process_time() - cpu, 1), "seconds": round(time.monotonic() - started, 1),
+        "campaign": run.arm.campaign, "curve": watch.curve, "rounds": watch.rounds,
+    }
+
+
+async def _live(run: Run, config: CampaignConfig, layout: Layout, base0: State, reader: Reader, watch: Watch) -> None:
+    """All lives on one network, until every trainer has come to the end of the campaign."""
+    campaign = Campaign(config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="0" * 64)
+    network = MemoryNetwork(run.seed)
+    genesis = make_genesis(campaign, BOOTSTRAP, base0)
+    rules = Rules(config, campaign.hash, reader.num_samples)
+
+    def make_trainer(base: State, owned: tuple[int, ...]) -> Trainer:
+        return Watched(TorchTrainer(config, base, owned, reader), watch)
+
+    helper = Helper(Node(in_memory_world(network, BOOTSTRAP), campaign, genesis, rules, "helper", {}, _Silent()),
+                    layout, base0, _Silent(), lambda: b"")
+    network.run_peer(BOOTSTRAP, helper.run())
+    lives = []
+    for number in range(run.members):
+        name = f"peer-{number}"
+        observer = _Teller(watch)
+        node = Node(in_memory_world(network, name), campaign, genesis, rules, "trainer", {}, observer)
+        observer.peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
+        lives.append(network.run_peer(name, observer.peer.run()))
+    await asyncio.gather(*lives)
+    helper.leave()
+
+
+class _Silent:
+    def tell(self, event: Event) -> None:
+        """Nothing."""
+
+
+class _Teller:
+    """Passes one peer's events on, with the peer."""
+
+    peer: Peer
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
+
+    def tell(self, event: Event) -> None:
+        """Pass it on."""
+        if hasattr(self, "peer"):
+            self._watch.tell(self.peer, event)
+
+
+def spread(total: int, count: int) -> frozenset[int]:
+    """At most `count` rounds of 1 to `total`, at even distances; the last one is among them."""
+    return frozenset(-(-total * i // count) for i in range(1, count + 1)) if count else frozenset()
