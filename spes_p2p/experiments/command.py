@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from spes_p2p.errors import UserError
@@ -13,9 +14,12 @@ from spes_p2p.errors import UserError
 DESCRIPTION = """\
 Learning experiments: arms x learning rates x seeds from one YAML file, in one process, resumable.
 
-./tools/experiments prepare --text FOLDER --output FOLDER    tokenize {domain}.train.jsonl.zst, {domain}.val.jsonl.zst
-./tools/experiments run FILE                                 what is not done yet; start it twice to use two cores
-./tools/experiments report FILE                              tables and plots of what is done
+./tools/experiments prepare --text FOLDER --output FOLDER
+                                      tokenize {domain}.train.jsonl.zst and {domain}.val.jsonl.zst
+./tools/experiments run FILE...       what is not done yet, in this order; start it twice to use two cores
+./tools/experiments report FILE       tables and plots of what is done
+
+Results are results.jsonl beside the files. A running one looks at the files again before each run.
 """
 
 
@@ -28,10 +32,11 @@ def main() -> int:
     prepare.add_argument("--output", type=Path, required=True)
     prepare.add_argument("--vocab-size", type=int, default=2048)
     run = commands.add_parser("run")
-    run.add_argument("file", type=Path)
+    run.add_argument("files", type=Path, nargs="+")
     run.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so many minutes")
     report = commands.add_parser("report")
     report.add_argument("file", type=Path)
+    report.add_argument("--output", type=Path, default=Path("docs/learning"), help="folder of NAME.md and NAME.png")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("spes_p2p").setLevel(logging.WARNING)
@@ -45,8 +50,8 @@ def main() -> int:
 
 
 def results_of(file: Path) -> Path:
-    """The JSON lines of an experiment file's runs: beside it."""
-    return file.with_suffix(".jsonl")
+    """The JSON lines of all runs of a folder's experiment files: arms that two files share are run once."""
+    return file.parent / "results.jsonl"
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -56,21 +61,42 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from spes_p2p.experiments.queue import work
-    from spes_p2p.experiments.spec import load_experiment
+    from spes_p2p.experiments.queue import losses_of, read_results, work
+    from spes_p2p.experiments.spec import Run, load_experiment, open_runs
     from spes_p2p.experiments.swarm import train
     from spes_p2p.experiments.text import open_text
 
-    file: Path = arguments.file
-    experiment = load_experiment(file)
-    folder = (file.parent / experiment.text).resolve()
+    files: list[Path] = arguments.files
+    results = results_of(files[0])
+    folder = (files[0].parent / load_experiment(files[0]).text).resolve()
     text = open_text(folder)
-    until = time.time() + 60 * arguments.minutes
-    work(experiment, results_of(file), folder / "claims", text.digest, lambda run: train(run, text), until)
+
+    def find() -> Iterator[tuple[Run, str]]:
+        for file in files:
+            experiment = load_experiment(file)
+            for run in open_runs(experiment, losses_of(experiment, read_results(results), text.digest)):
+                yield run, run.key(text.digest)
+
+    work(find, results, folder / "claims", lambda run: train(run, text), time.time() + 60 * arguments.minutes)
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    raise UserError("not there yet")
+    from spes_p2p.experiments.plots import draw
+    from spes_p2p.experiments.queue import read_results
+    from spes_p2p.experiments.report import outcomes, report
+    from spes_p2p.experiments.spec import load_experiment
+    from spes_p2p.experiments.text import text_digest
+
+    file: Path = arguments.file
+    experiment = load_experiment(file)
+    found = outcomes(experiment, read_results(results_of(file)), text_digest((file.parent / experiment.text).resolve()))
+    if not found:
+        raise UserError(f"{results_of(file)}: holds no run of {file}; do some: tools/experiments run {file}")
+    text = report(experiment, found)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / f"{experiment.name}.md").write_text(text, encoding="utf-8")
+    draw(experiment.name, found, arguments.output / f"{experiment.name}.png")
+    print(text)
 
 
 _COMMANDS = {"prepare": _prepare, "run": _run, "report": _report}

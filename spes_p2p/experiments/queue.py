@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import UserError
-from spes_p2p.experiments.spec import Experiment, Run, open_runs
+from spes_p2p.experiments.spec import Experiment, Run
 
 logger = logging.getLogger(__name__)
 
@@ -66,24 +66,27 @@ def losses_of(experiment: Experiment, records: Sequence[Record], text_digest: st
     return losses
 
 
-def work(experiment: Experiment, results: Path, claims: Path, text_digest: str, train: Train, until: float) -> int:
-    """Do runs until none is open or the time (`time.time()`) has come; a run that began is finished. Returns how many."""
+def work(find: Callable[[], Iterator[tuple[Run, str]]], results: Path, claims: Path, train: Train, until: float) -> int:
+    """Do runs until none is open or the time (`time.time()`) has come; a run that began is finished. Returns how many.
+
+    `find` is asked before each run for the runs that are open, with their keys: an experiment file may change meanwhile.
+    """
     count = 0
-    while time.time() < until:
-        for run in open_runs(experiment, losses_of(experiment, read_results(results), text_digest)):
-            key = run.key(text_digest)
-            with claim(claims / key) as mine:
-                if not mine or key in {record["key"] for record in read_results(results)}:
-                    continue
-                logger.info("%s: %s, rate %g, seed %d", experiment.name, run.arm.name, run.rate, run.seed)
-                record = train(run)
-                append_result(results, record)
-                logger.info("%s: loss %.4f, %.0f s", run.arm.name, record["loss"], record["seconds"])
-                count += 1
-                break
-        else:
-            return count
+    while time.time() < until and any(_did(run, key, results, claims, train) for run, key in find()):
+        count += 1
     return count
+
+
+def _did(run: Run, key: str, results: Path, claims: Path, train: Train) -> bool:
+    with claim(claims / key) as mine:
+        if not mine or key in {record["key"] for record in read_results(results)}:
+            return False
+        name = f"{run.experiment.name}: {run.arm.name}, rate {run.rate:g}, seed {run.seed}"
+        logger.info("%s", name)
+        record = train(run)
+        append_result(results, record)
+        logger.info("%s: loss %.4f, %.0f s, %.0f CPU-s", name, record["loss"], record["seconds"], record["cpu_seconds"])
+        return True
 
 
 @contextmanager

@@ -100,10 +100,9 @@ class Run:
 
     def key(self, text_digest: str) -> str:
         """Names what the result depends on: a run whose key is among the results is not done again."""
-        config = self.config.model_dump(mode="json", exclude={"name"})
-        experiment = self.experiment
-        measured = (experiment.evaluations, experiment.samples, experiment.final_samples, experiment.measured_rounds)
-        content = json.dumps([config, self.members, self.experts_per_peer, measured, text_digest], sort_keys=True)
+        config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True})
+        samples = self.experiment.final_samples
+        content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -126,17 +125,18 @@ def load_experiment(path: Path) -> Experiment:
 def open_runs(experiment: Experiment, losses: Mapping[tuple[str, float, int], float]) -> Iterator[Run]:
     """Runs that remain, given the final losses of those that are done, by (arm, rate, seed): the most informative first.
 
-    Every arm's learning rates with seed 0 in the file's order; then seed after seed, each arm at its best rate.
+    With seed 0 every arm's first learning rate, then their second ones, ...; then seed after seed, each arm at its best rate.
     """
-    for arm in experiment.arms:
-        for rate in arm.learning_rates:
-            if (arm.name, rate, 0) not in losses:
-                yield Run(experiment, arm, rate, 0)
+    for place in range(max(len(arm.learning_rates) for arm in experiment.arms)):
+        for arm in experiment.arms:
+            for rate in arm.learning_rates[place : place + 1]:
+                if (arm.name, rate, 0) not in losses:
+                    yield Run(experiment, arm, rate, 0)
     for seed in range(1, max(arm.seeds for arm in experiment.arms)):
         for arm in experiment.arms:
-            rate = best_rate(arm, losses)
-            if seed < arm.seeds and rate is not None and (arm.name, rate, seed) not in losses:
-                yield Run(experiment, arm, rate, seed)
+            best = best_rate(arm, losses)
+            if seed < arm.seeds and best is not None and (arm.name, best, seed) not in losses:
+                yield Run(experiment, arm, best, seed)
 
 
 def best_rate(arm: Arm, losses: Mapping[tuple[str, float, int], float]) -> float | None:

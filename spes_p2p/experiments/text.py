@@ -30,7 +30,7 @@ class Text:
     train: Mapping[str, Sequence[TokenArray]]
     held_out: Mapping[str, Sequence[TokenArray]]
     digest: str
-    """Of all manifests: results on other text are other results."""
+    """`text_digest` of the folder."""
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -63,20 +63,25 @@ def prepare(source: Path, output: Path, vocab_size: int) -> None:
 
 def open_text(folder: Path) -> Text:
     """A folder that `prepare` made. Raises UserError when there is none."""
-    manifests = {path.name: read_manifest(path) for path in sorted(folder.glob(f"*{MANIFEST_NAME}"))}
-    if not manifests:
-        raise UserError(f"{folder}: holds no prepared text; make it: tools/experiments prepare --text FOLDER --output {folder}")
-    digest = hashlib.sha256("".join(manifest.sha256 for manifest in manifests.values()).encode()).hexdigest()
+    manifests = _manifests(folder)
     train, held_out = (
-        {name.removesuffix(f"_{part}_{MANIFEST_NAME}"): _files(manifest, folder)
+        {name.removesuffix(f"_{part}_{MANIFEST_NAME}"): open_corpus(manifest, [folder])
          for name, manifest in manifests.items() if name.endswith(f"_{part}_{MANIFEST_NAME}")}
         for part in (TRAIN, HELD_OUT)
     )
-    return Text(train, held_out, digest)
+    return Text(train, held_out, text_digest(folder))
 
 
-def _files(manifest: Manifest, folder: Path) -> Sequence[TokenArray]:
-    return open_corpus(manifest, [folder])
+def text_digest(folder: Path) -> str:
+    """Of all manifests of a prepared folder: results on other text are other results. Raises UserError when there is none."""
+    return hashlib.sha256("".join(manifest.sha256 for manifest in _manifests(folder).values()).encode()).hexdigest()
+
+
+def _manifests(folder: Path) -> dict[str, Manifest]:
+    manifests = {path.name: read_manifest(path) for path in sorted(folder.glob(f"*{MANIFEST_NAME}"))}
+    if not manifests:
+        raise UserError(f"{folder}: holds no prepared text; make it: tools/experiments prepare --text FOLDER --output {folder}")
+    return manifests
 
 
 def _beginnings(path: Path) -> Iterator[str]:

@@ -106,7 +106,7 @@ class TorchTrainer:
 
     def state_bytes(self) -> int:
         """Bytes of weights, gradients, moments and stored experts as tensors; activations are not among them."""
-        trained = sum(tensor.nbytes for tensor in self._model.parameters())
+        trained: int = sum(tensor.nbytes for tensor in self._model.parameters())
         stored: int = sum(tensor.nbytes for block in self._blocks.values() for tensor in block.stored_tensors())
         return 2 * trained + stored + self._optimizer.state_bytes()
 
