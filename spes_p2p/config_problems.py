@@ -106,7 +106,7 @@ def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, t
 
 
 def _field_type(model: type[BaseModel], location: Location) -> Any:
-    """The declared type of the field at `location`; the model itself for ()."""
+    """The declared type of the field, or of the item of a list, at `location`; the model itself for ()."""
     kind: Any = model
     for name in location:
         inner = typing.get_args(kind)

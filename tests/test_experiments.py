@@ -1,0 +1,262 @@
+"""Learning experiments: modes that must be equal are, runs resume where they stopped, the yardstick measures what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spes_p2p.data.samples import SampleReader
+from spes_p2p.data.slices import Interval
+from spes_p2p.errors import UserError
+from spes_p2p.experiments import probe
+from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
+from spes_p2p.experiments.report import gap_in_spreads, outcomes, report, share_closed, shares
+from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
+from spes_p2p.experiments.swarm import spread, train
+from spes_p2p.experiments.text import Text
+from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.training.interface import Phase
+from spes_p2p.training.trainer import TorchTrainer
+
+CAMPAIGN = {
+    "model": {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 16, "moe_num_experts": 4, "moe_top_k": 2,
+    },
+    "training": {"sequence_length": 16, "total_steps": 6, "warmup_steps": 1},
+    "sync": {"codec": "none"},
+}
+
+
+def experiment(*arms: dict[str, Any]) -> Experiment:
+    return Experiment.model_validate({
+        "name": "test", "text": ".", "campaign": CAMPAIGN, "arms": arms, "evaluations": 2, "samples": 2, "final_samples": 4,
+        "measured_rounds": 2, "yardstick": {"alone": "alone", "centralised": "centralised"},
+    })
+
+
+def arm(name: str, mode: str, **settings: Any) -> dict[str, Any]:
+    return {"name": name, "mode": mode, "batch": 2, "sync_steps": 3, "learning_rates": [1e-2], **settings}
+
+
+def text() -> Text:
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> np.ndarray:
+        return (np.cumsum(rng.integers(0, 3, count)) % 64).astype(np.uint16)
+
+    return Text({"a": [tokens(4000)], "b": [tokens(3000)]}, {"a": [tokens(400)], "b": [tokens(400)]}, "digest")
+
+
+def only_run(**settings: Any) -> Run:
+    made = experiment(arm("arm", **settings))
+    return Run(made, made.arms[0], 1e-2, 0)
+
+
+def test_a_centralised_run_is_the_trainer_alone_on_the_same_samples() -> None:
+    run, the_text = only_run(mode="centralised", peers=3), text()
+    config = run.config
+    reader: SampleReader = the_text.reader(16, 0)
+    trainer = TorchTrainer(config, initial_state(config.model), (0, 1, 2, 3), reader)
+    trainer.train(Phase(1, 0, 6, 6, (Interval(0, 0, 36),)), lambda: False, lambda steps, speed: None)
+    bare = [probe.loss_of(trainer.model, r.read_spread(4)) for r in the_text.held_out_readers(16).values()]
+    found = train(run, the_text)
+    assert found["tokens"] == 6 * 6 * 16
+    assert found["loss"] == pytest.approx(float(np.mean(bare)), abs=1e-4)
+
+
+def test_diloco_with_one_peer_and_a_round_every_step_is_centralised() -> None:
+    diloco, centralised = (only_run(mode=mode, peers=1, sync_steps=1) for mode in ("diloco", "centralised"))
+    assert diloco.key("") == centralised.key("")
+
+
+def test_spes_with_as_many_owners_as_peers_is_diloco() -> None:
+    assert only_run(mode="spes", owners=4).key("") == only_run(mode="diloco").key("")
+    assert only_run(mode="spes", owners=2).key("") != only_run(mode="diloco").key("")
+
+
+@pytest.mark.parametrize(
+    ("mode", "owners", "experts"), [("spes", 1, 1), ("spes", 2, 2), ("diloco", 1, 4), ("centralised", 1, 4)]
+)
+def test_how_many_experts_a_peer_trains(mode: str, owners: int, experts: int) -> None:
+    assert only_run(mode=mode, owners=owners).experts_per_peer == experts
+
+
+@pytest.mark.parametrize("mode", ["spes", "diloco"])
+def test_a_run_gives_the_same_result_again(mode: str) -> None:
+    run = only_run(mode=mode, peers=2)
+    first, second = train(run, text()), train(run, text())
+    for record in (first, second):
+        del record["seconds"], record["cpu_seconds"]
+    assert json.dumps(first) == json.dumps(second)
+    assert first["failed_rounds"] == 0
+    assert [point["step"] for point in first["curve"]] == [3, 6]
+    assert first["sent_bytes"] > 0
+    drifts = first["rounds"][-1]["drift"]
+    assert ("expert" in drifts) == (mode == "diloco")
+    assert -1 <= drifts["shared"]["cosine"] <= 1
+
+
+def test_all_modes_train_on_the_same_samples() -> None:
+    tokens = {train(only_run(mode=mode, peers=2), text())["tokens"] for mode in ("centralised", "diloco", "spes")}
+    assert tokens == {6 * 2 * 2 * 16}
+
+
+def test_the_measured_rounds_end_with_the_last() -> None:
+    assert spread(12, 3) == {4, 8, 12}
+    assert spread(2, 6) == {1, 2}
+    assert spread(7, 0) == frozenset()
+
+
+# The queue ---------------------------------------------------------------------------------------------------------------
+
+TWO_ARMS = experiment(
+    arm("alone", "centralised", peers=1, learning_rates=[1.0, 2.0], seeds=2), arm("centralised", "centralised", seeds=2)
+)
+
+
+class Trained:
+    """Stands for training: the loss is the rate plus the seed; fails at a given run."""
+
+    def __init__(self, fail_at: int = -1):
+        self.runs: list[tuple[str, float, int]] = []
+        self._fail_at = fail_at
+
+    def __call__(self, run: Run) -> dict[str, Any]:
+        if len(self.runs) == self._fail_at:
+            raise KeyboardInterrupt
+        self.runs.append((run.arm.name, run.rate, run.seed))
+        return {"key": run.key(""), "loss": run.rate + run.seed, "seconds": 0.0, "cpu_seconds": 0.0}
+
+
+def do(results: Path, trained: Trained) -> int:
+    def find() -> Iterator[tuple[Run, str]]:
+        return ((run, run.key("")) for run in open_runs(TWO_ARMS, losses_of(TWO_ARMS, read_results(results), "")))
+
+    return work(find, results, results.parent / "claims", trained, float("inf"))
+
+
+ALL_RUNS = [("alone", 1.0, 0), ("centralised", 0.01, 0), ("alone", 2.0, 0), ("alone", 1.0, 1), ("centralised", 0.01, 1)]
+
+
+def test_first_all_rates_with_one_seed_then_the_best_rate_with_the_others(tmp_path: Path) -> None:
+    trained = Trained()
+    assert do(tmp_path / "results.jsonl", trained) == 5
+    assert trained.runs == ALL_RUNS
+
+
+@pytest.mark.parametrize("stopped_after", range(5))
+def test_a_queue_that_was_stopped_goes_on_where_it_was(tmp_path: Path, stopped_after: int) -> None:
+    first, second = Trained(fail_at=stopped_after), Trained()
+    with pytest.raises(KeyboardInterrupt):
+        do(tmp_path / "results.jsonl", first)
+    do(tmp_path / "results.jsonl", second)
+    assert first.runs + second.runs == ALL_RUNS
+    assert do(tmp_path / "results.jsonl", Trained()) == 0
+
+
+def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
+    taken = Run(TWO_ARMS, TWO_ARMS.arms[0], 1.0, 0)
+    trained = Trained()
+    with claim(tmp_path / "claims" / taken.key("")) as mine:
+        assert mine
+        do(tmp_path / "results.jsonl", trained)
+    assert ("alone", 1.0, 0) not in trained.runs
+    assert ("centralised", 0.01, 1) in trained.runs
+
+
+def test_a_result_that_was_cut_off_is_no_result(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_result(results, {"key": "a"})
+    with results.open("a") as file:
+        file.write('{"key": "b", "lo')
+    assert read_results(results) == [{"key": "a"}]
+    append_result(results, {"key": "c"})
+    assert read_results(results) == [{"key": "a"}, {"key": "c"}]
+
+
+def test_a_damaged_result_is_named_by_its_line(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text('{"key": "a"}\nnonsense\n{"key": "b"}\n')
+    with pytest.raises(UserError, match="line 2: not JSON"):
+        read_results(results)
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("name: spes", "nam: spes", "line 5: unknown field 'arms.0.nam'"),
+    ("batch: 2", "batch: 0", "batch = 0: must be greater than 0"),
+    ("sync_steps: 3", "sync_steps: 4", "arm spes: training.total_steps = 6: must be a multiple of sync_steps = 4"),
+])
+def test_a_mistake_in_an_experiment_file_costs_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = tmp_path / "experiment.yaml"
+    arms = "arms:\n- {name: spes, batch: 2, sync_steps: 3, learning_rates: [0.1]}"
+    good = f"name: e\ntext: t\ncampaign: {json.dumps(CAMPAIGN)}\n{arms}\n"
+    file.write_text(good)
+    assert load_experiment(file).arms[0].name == "spes"
+    file.write_text(good.replace(old, new))
+    with pytest.raises(UserError) as caught:
+        load_experiment(file)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# The yardstick and the probes ---------------------------------------------------------------------------------------------
+
+
+def test_the_share_of_the_gap() -> None:
+    assert share_closed(5.0, 5.0, 4.0) == 0
+    assert share_closed(5.0, 4.0, 4.0) == 1
+    assert share_closed(5.0, 4.25, 4.0) == 0.75
+    assert share_closed(5.0, 5.5, 4.0) == -0.5
+
+
+def record(run: Run, loss: float) -> dict[str, Any]:
+    return {"key": run.key(""), "arm": run.arm.name, "loss": loss, "tokens": 1000, "sent_bytes": 0, "peers": 1, "rounds": [],
+            "memory_bytes": 10}
+
+
+def test_the_report_compares_seed_by_seed_at_each_arms_best_rate() -> None:
+    made = experiment(
+        arm("alone", "centralised", peers=1, seeds=2), arm("centralised", "centralised", seeds=2),
+        arm("spes", "spes", seeds=2, learning_rates=[1e-2, 1.0]),
+    )
+    losses = {("alone", 1e-2): (5.0, 6.0), ("centralised", 1e-2): (4.0, 4.5), ("spes", 1.0): (4.5, 4.8), ("spes", 1e-2): (4.9,)}
+    records = [record(Run(made, a, rate, s), loss)
+               for a in made.arms for rate in a.learning_rates for s, loss in enumerate(losses[a.name, rate])]
+    found = {outcome.arm: outcome for outcome in outcomes(made, records, "")}
+    assert made.yardstick is not None
+    assert found["spes"].rate == 1.0
+    assert shares(found["spes"], made.yardstick, found) == pytest.approx([0.5, 0.8])
+    assert gap_in_spreads(found["spes"], found["centralised"]) == pytest.approx(0.4 / 0.35355339)
+    assert "| spes | 1 | 2 | 0.00 | 4.650 ± 0.212 | +9.4 % | 1 | 65 ± 21 % |" in report(made, list(found.values()))
+
+
+def test_drift_of_equal_opposite_and_orthogonal_updates() -> None:
+    a, b = np.array([3.0, 0.0], np.float32), np.array([0.0, 3.0], np.float32)
+    assert probe.drift([a]) is None
+    assert probe.drift([a, a]) == pytest.approx({"cosine": 1.0, "shrink": 1.0})
+    assert probe.drift([a, -a]) == pytest.approx({"cosine": -1.0, "shrink": 0.0})
+    assert probe.drift([a, b]) == pytest.approx({"cosine": 0.0, "shrink": 0.5**0.5})
+
+
+def test_agreement_and_balance_of_routing() -> None:
+    routing = np.array([[[0, 1], [2, 3]], [[0, 1], [0, 1]]])
+    assert probe.agreement(routing, routing[..., ::-1]) == 1.0
+    assert probe.agreement(routing, np.array([[[0, 2], [2, 3]], [[2, 3], [2, 3]]])) == 3 / 8
+    assert probe.load_violation(routing, 4) == [0.0, 1.0]
+    assert probe.share_of(routing, (0, 2)) == 0.5
+
+
+def test_experts_that_are_the_same_have_similarity_one() -> None:
+    layout = layout_of(only_run(mode="spes").config.model)
+    state = np.random.default_rng(0).standard_normal(layout.size).astype(np.float32)
+    assert abs(probe.similarity(state, layout)) < 0.1
+    for expert in range(layout.num_experts):
+        group, first = layout.expert(expert), layout.expert(0)
+        state[group.start : group.stop] = state[first.start : first.stop]
+    assert probe.similarity(state, layout) == pytest.approx(1.0)
