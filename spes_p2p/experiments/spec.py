@@ -99,8 +99,11 @@ class Run:
         return experts if self.arm.mode != "spes" else -(-experts * min(self.arm.owners, self.members) // self.members)
 
     def key(self, text_digest: str) -> str:
-        """Names what the result depends on: a run whose key is among the results is not done again."""
-        config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True})
+        """Names what the result depends on, as far as the files say: a run whose key is among the results is not done again.
+
+        Settings that no file gives do not count, so that a new one with a neutral default leaves old results valid.
+        """
+        config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
         content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -19,11 +19,11 @@ from spes_p2p.config import Campaign, CampaignConfig
 from spes_p2p.experiments import probe
 from spes_p2p.experiments.spec import Run
 from spes_p2p.experiments.text import Text
-from spes_p2p.helper import Helper, make_genesis
+from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import State, initial_state, layout_of
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, WorkDropped
-from spes_p2p.peer import Capacity, Peer
+from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.sync.outer import first_base
@@ -239,8 +239,10 @@ async def _live(run: Run, config: CampaignConfig, layout: Layout, base0: State, 
     def make_trainer(base: State, owned: tuple[int, ...]) -> Trainer:
         return Watched(TorchTrainer(config, base, owned, reader), watch)
 
-    helper = Helper(Node(in_memory_world(network, BOOTSTRAP), campaign, genesis, rules, "helper", {}, _Silent()),
-                    layout, base0, _Silent(), lambda: b"")
+    world = in_memory_world(network, BOOTSTRAP)
+    save_base_0(world.store, genesis, base0)
+    node = Node(world, campaign, genesis, rules, "helper", {}, _Silent())
+    helper = Peer(node, layout, None, NOTHING_TO_TRAIN, _Silent(), lambda: b"", BOOTSTRAP)
     network.run_peer(BOOTSTRAP, helper.run())
     lives = []
     for number in range(run.members):
