@@ -124,6 +124,10 @@ class ExpertsConfig(Section):
     experts_per_peer: Positive | None = Field(
         None, description="Most experts one peer trains. Default: as many as it takes to own all.")
     redundancy: Positive = Field(1, description="Owners an expert has where capacity allows.")
+    dense_steps: Count = Field(
+        0, description="Campaign steps at the start in which every peer trains every expert that it has capacity for.")
+    rotate_rounds: Positive | None = Field(
+        None, description="Rounds after which each expert goes on to the owners of the next one. Default: owners stay.")
 
 
 class MergeConfig(Section):

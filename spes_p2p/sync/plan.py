@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spes_p2p.config import CampaignConfig
+from spes_p2p.config import CampaignConfig, ExpertsConfig
 from spes_p2p.data.slices import Cursor, Interval, give_back, take
 from spes_p2p.errors import Refused
 from spes_p2p.swarm.electors import DISK_ID_BYTES, choose_electorate, disks_of
@@ -90,12 +90,11 @@ def make_plan(
     tokens = sum(member.tokens for member in members)
     step = campaign_step(head, tokens, rules)
     alpha = alpha_due(head, tokens, rules)
-    last = [[head.members[i] for i in owners] for owners in head.owners]
     owners = assign_experts(
         config.model.moe_num_experts,
         {peer: a.capacity for peer, a in announcements.items() if a.trains},
-        last,
-        config.experts.redundancy,
+        last_owners(head, config.experts),
+        len(peers) if step < config.experts.dense_steps else config.experts.redundancy,
         rules.campaign_hash,
     )
     back = [interval for peer in peers for interval in announcements[peer].untrained]
@@ -118,6 +117,13 @@ def make_plan(
         cursor=cursor,
         lateness=lateness,
     )
+
+
+def last_owners(head: Head, experts: ExpertsConfig) -> list[list[str]]:
+    """Whose each expert was, for the plan of the round after `head`; where owners rotate now, the owners of the next expert."""
+    last = [[head.members[i] for i in owners] for owners in head.owners]
+    rotates = experts.rotate_rounds is not None and head.round >= 0 and (head.round + 1) % experts.rotate_rounds == 0
+    return [*last[1:], *last[:1]] if rotates else last
 
 
 def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float]) -> dict[str, int]:
