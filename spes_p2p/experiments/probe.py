@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spes_p2p.config import CampaignConfig
 from spes_p2p.model.build import State
@@ -56,13 +57,14 @@ class Judge:
         return routing_of(self._trainer.model, self.fixed)
 
 
-def loss_of(model: nn.Module, samples: Samples) -> float:
+def loss_of(model: PreTrainedModel, samples: Samples) -> float:
     """Mean cross-entropy a token of a model on samples `[n, sequence]`."""
     total = 0.0
     model.eval()
     with torch.no_grad():
         for chunk in _chunks(samples):
-            total += float(next_token_loss(model(input_ids=chunk, use_cache=False).logits[:, :-1], chunk)) * len(chunk)
+            hidden = model.base_model(input_ids=chunk, use_cache=False).last_hidden_state
+            total += float(next_token_loss(model, hidden, chunk).cross_entropy) * len(chunk)
     return total / len(samples)
 
 

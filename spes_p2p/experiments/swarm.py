@@ -24,6 +24,7 @@ from spes_p2p.model.build import State, initial_state, layout_of
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, WorkDropped
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
+from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.sync.outer import first_base
@@ -233,13 +234,13 @@ async def _live(run: Run, config: CampaignConfig, layout: Layout, base0: State, 
     """All lives on one network, until every trainer has come to the end of the campaign."""
     campaign = Campaign(config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="0" * 64)
     network = MemoryNetwork(run.seed)
-    genesis = make_genesis(campaign, BOOTSTRAP, base0)
+    world = in_memory_world(network, BOOTSTRAP)
+    genesis = make_genesis(campaign, BOOTSTRAP, base0, open_votes(world.store, world.rng).disk)
     rules = Rules(config, campaign.hash, reader.num_samples)
 
     def make_trainer(base: State, owned: tuple[int, ...]) -> Trainer:
         return Watched(TorchTrainer(config, base, owned, reader), watch)
 
-    world = in_memory_world(network, BOOTSTRAP)
     save_base_0(world.store, genesis, base0)
     node = Node(world, campaign, genesis, rules, "helper", {}, _Silent())
     helper = Peer(node, layout, None, NOTHING_TO_TRAIN, _Silent(), lambda: b"", BOOTSTRAP)
