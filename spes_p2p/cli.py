@@ -34,7 +34,8 @@ Addresses = Annotated[list[str], typer.Argument(metavar="ADDRESS...", help="Of a
 Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; may be given several times.")]
 Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that others should dial, behind NAT.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key of the peer's id. Default: identity.key in the run-dir.")]
-MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port of 127.0.0.1.")]
+MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any.")]
+MetricsHost = Annotated[str | None, typer.Option(help="Address to serve the metrics on. Default: 127.0.0.1.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -72,6 +73,7 @@ def bootstrap(
     announce: Announce = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
     log_level: LogLevel = None,
     log_json: LogJson = False,
 ) -> None:
@@ -80,7 +82,8 @@ def bootstrap(
     from spes_p2p.session import run_bootstrap
 
     settings = make_peer_config(
-        run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port, log_level=log_level
+        run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
+        metrics_host=metrics_host, log_level=log_level,
     )
     _log(settings.log_level, log_json)
 
@@ -111,6 +114,7 @@ def join(
     announce: Announce = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
     log_level: LogLevel = None,
     log_json: LogJson = False,
 ) -> None:
@@ -124,7 +128,8 @@ def join(
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         stored=stored, stored_on=stored_on, backend=backend,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
-        data_dir=data_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port, log_level=log_level,
+        data_dir=data_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
+        metrics_host=metrics_host, log_level=log_level,
     )
     _log(settings.log_level, log_json)
 

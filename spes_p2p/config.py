@@ -23,6 +23,7 @@ from spes_p2p.config_types import (
     Decay,
     ExpertCapacity,
     Fraction,
+    IPAddress,
     Multiaddr,
     NonNegative,
     Port,
@@ -290,6 +291,8 @@ class PeerConfig(Section):
     micro_batch_size: Positive | None = Field(
         None, description="Samples in one forward pass on this machine. Default: the campaign's.")
     metrics_port: Port | None = Field(None, description="Port of the Prometheus metrics; 0: any free one. Default: no metrics.")
+    metrics_host: IPAddress = Field(
+        "127.0.0.1", description="Address that the metrics are served on. Anybody who reaches it can read them.")
     listen: tuple[Multiaddr, ...] = Field(
         (), description="Addresses to listen on. Default: any free TCP port of every interface.")
     announce: tuple[Multiaddr, ...] = Field(

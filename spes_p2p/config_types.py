@@ -46,6 +46,14 @@ def _is_host(kind: str, host: str) -> bool:
         return False
 
 
+def _ip_address(host: str) -> str:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise broken_rule("must be an address of this machine such as 127.0.0.1, or 0.0.0.0 for all of them") from None
+    return host
+
+
 def _expert_capacity(value: object) -> object:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number == "auto" or (isinstance(number, int) and not isinstance(number, bool) and number > 0):
@@ -55,4 +63,5 @@ def _expert_capacity(value: object) -> object:
 
 CampaignName = Annotated[str, AfterValidator(_campaign_name)]
 Multiaddr = Annotated[str, AfterValidator(_multiaddr)]
+IPAddress = Annotated[str, AfterValidator(_ip_address)]
 ExpertCapacity = Annotated[Literal["auto"] | int, BeforeValidator(_expert_capacity)]

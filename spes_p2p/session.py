@@ -169,7 +169,7 @@ def load_run_dir_base(run_dir: Path) -> tuple[CampaignFiles, Base]:
 async def _connected(settings: PeerConfig, addresses: Sequence[str]) -> Any:
     """In the swarm's DHT, as the identity of the run-dir."""
     if settings.metrics_port:
-        Metrics().serve(settings.metrics_port).close()
+        Metrics().serve(settings.metrics_port, settings.metrics_host).close()
     listen = settings.listen or (("/ip4/127.0.0.1/tcp/0",) if addresses and _all_loopback(addresses) else DEFAULT_LISTEN)
     with _no_trace_of_a_failed_start(settings.run_dir):
         net = await start_libp2p(settings.identity_path, listen, settings.announce, addresses)
@@ -228,9 +228,9 @@ def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: st
     board = StatusBoard(status, time.monotonic)
     metrics = Metrics(peer_id, config.name, campaign_hash)
     history = History(settings.run_dir)
-    server = metrics.serve(settings.metrics_port) if settings.metrics_port is not None else None
+    server = metrics.serve(settings.metrics_port, settings.metrics_host) if settings.metrics_port is not None else None
     if server is not None:
-        logger.info("metrics on http://127.0.0.1:%d/metrics", server.port)
+        logger.info("metrics on %s", server.url)
     try:
         yield Watchers(Observers(board, metrics, history, RoundLog(board, time.monotonic)), board)
     finally:

@@ -171,6 +171,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "malformed announce": (lambda p: bootstrap(p, "--announce", "example.org"), ("--announce", "example.org")),
     "run-dir is a file": (lambda p: ["bootstrap", "--config", str(p.campaign), "--run-dir", a_file(p)], ("run-dir",)),
     "metrics port beyond": (lambda p: bootstrap(p, "--metrics-port", "70000"), ("--metrics-port", "70000")),
+    "metrics host": (lambda p: bootstrap(p, "--metrics-host", "localhost"), ("--metrics-host = 'localhost'", "0.0.0.0")),
+    "metrics host elsewhere": (
+        lambda p: bootstrap(p, "--metrics-host", "203.0.113.7", "--metrics-port", "9"), ("--metrics-host 203.0.113.7",)),
     "log level": (lambda p: bootstrap(p, "--log-level", "loud"), ("--log-level", "loud")),
     "no peers": (lambda p: ["swarm", "--config", str(p.campaign), "--peers", "0", "--run-dir", p.output], ("--peers 0",)),
     "too few peers": (

@@ -4,6 +4,7 @@ import math
 import shutil
 import subprocess
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,23 @@ def test_base_0_shows_round_0() -> None:
     assert metrics.registry.get_sample_value("spes_round") == 0
 
 
+def test_seconds_between_two_commits_are_known_from_the_second_on() -> None:
+    clock = iter([1000.0, 1060.0])
+    metrics = Metrics("me", wall_time=lambda: next(clock))
+    metrics.tell(COMMIT)
+    assert metrics.registry.get_sample_value("spes_round_interval_seconds") == 0
+    metrics.tell(replace(COMMIT, round=8))
+    assert metrics.registry.get_sample_value("spes_round_interval_seconds") == 60
+    assert metrics.registry.get_sample_value("spes_last_commit_timestamp_seconds") == 1060
+
+
+def test_a_reform_is_counted_and_is_no_round() -> None:
+    metrics = Metrics("me")
+    metrics.tell(BaseRestored(4, 30, 600, 500, "d", "reform", ((), ())))
+    assert metrics.registry.get_sample_value("spes_reforms_total") == 1
+    assert metrics.registry.get_sample_value("spes_rounds_total") == 0
+
+
 def test_repair_that_knows_no_owners_keeps_the_known_ones(told: Metrics) -> None:
     told.tell(BaseRestored(7, 70, 600, 8000, "d", "download"))
     assert told.registry.get_sample_value("spes_owned_experts") == 2
@@ -183,6 +201,19 @@ def test_port_in_use_is_named_with_the_option_to_change(told: Metrics) -> None:
     try:
         with pytest.raises(UserError, match=rf"--metrics-port {server.port}: .*in use.*choose another port"):
             Metrics().serve(server.port)
+    finally:
+        server.close()
+
+
+def test_an_address_of_another_machine_is_named_with_the_option_to_change(told: Metrics) -> None:
+    with pytest.raises(UserError, match=r"--metrics-host 203.0.113.7: not an address of this machine; give .* 0.0.0.0"):
+        told.serve(0, "203.0.113.7")
+
+
+def test_url_is_what_prometheus_scrapes(told: Metrics) -> None:
+    server = told.serve(0, "0.0.0.0")
+    try:
+        assert server.url == f"http://0.0.0.0:{server.port}/metrics"
     finally:
         server.close()
 

@@ -1,0 +1,109 @@
+"""The files that a campaign's owner starts a Prometheus, a Grafana and a bootstrap peer with: right by themselves, and all that
+they name exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from spes_p2p.cli import app
+from spes_p2p.observe.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+BOOTSTRAP = ROOT / "bootstrap"
+DASHBOARD = BOOTSTRAP / "grafana/spes_p2p.json"
+ALERTS = BOOTSTRAP / "alerts.yml"
+BY_HISTOGRAMS = ("_bucket", "_sum", "_count")
+
+
+def dashboard_queries() -> dict[str, str]:
+    """PromQL of every panel by its title, as Grafana wrote it."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    return {
+        f"{panel['title']} {target['refId']}": target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
+    }
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian package prometheus)")
+@pytest.mark.parametrize("arguments", [
+    ("check", "config", "bootstrap/prometheus.yml"),
+    ("check", "rules", "bootstrap/alerts.yml"),
+    ("test", "rules", "tests/alerts_test.yml"),
+], ids=" ".join)
+def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
+    check = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_every_alert_has_a_test_that_it_fires_and_one_that_it_does_not() -> None:
+    tests = [test for case in yaml.safe_load((ROOT / "tests/alerts_test.yml").read_text())["tests"]
+             for test in case["alert_rule_test"]]
+    names = {rule["alert"] for rule in alert_rules()}
+    assert {test["alertname"] for test in tests if test["exp_alerts"]} == names
+    assert {test["alertname"] for test in tests if not test["exp_alerts"]} == names
+
+
+@pytest.mark.parametrize("queries", [dashboard_queries(), {rule["alert"]: rule["expr"] for rule in alert_rules()}],
+                         ids=["dashboard", "alerts"])
+def test_every_metric_of_a_query_is_served(queries: dict[str, str]) -> None:
+    served = {row.name for row in Metrics().described}
+    served |= {row.name + suffix for row in Metrics().described if row.kind == "histogram" for suffix in BY_HISTOGRAMS}
+    for where, query in queries.items():
+        assert set(re.findall(r"spes_\w+", query)) <= served, where
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        assert beside or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+
+
+def container_command(text: str, name: str) -> list[str]:
+    found = re.search(rf"^{name} (\[.*\])$", text, re.MULTILINE)
+    assert found, name
+    return list(json.loads(found[1]))
+
+
+def bootstrap_commands() -> dict[str, list[str]]:
+    compose = yaml.safe_load((BOOTSTRAP / "compose.yaml").read_text())["services"]["bootstrap"]["command"]
+    unit = (BOOTSTRAP / "spes-p2p-bootstrap.service").read_text().replace("\\\n", " ")
+    start = re.search(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    assert start
+    container = (BOOTSTRAP / "Containerfile").read_text()
+    entry = container_command(container, "ENTRYPOINT")
+    return {
+        "compose.yaml": [*entry, *compose],
+        "Containerfile": [*entry, *container_command(container, "CMD")],
+        "systemd": [Path(word).name if i == 0 else word for i, word in enumerate(shlex.split(start[1]))],
+    }
+
+
+@pytest.mark.parametrize("place", ["compose.yaml", "Containerfile", "systemd"])
+def test_the_command_line_knows_every_option_that_a_bootstrap_peer_is_started_with(place: str) -> None:
+    program, command, *options = bootstrap_commands()[place]
+    assert (program, command) == ("spes-p2p", "bootstrap")
+    known = typer.main.get_command(app).commands["bootstrap"]  # type: ignore[attr-defined]
+    context = known.make_context("bootstrap", [re.sub(r"\$\{.*\}", "/ip4/203.0.113.7/tcp/31337", word) for word in options])
+    assert list(context.params["announce"] or ()) in ([], ["/ip4/203.0.113.7/tcp/31337"])
+
+
+def test_files_that_compose_mounts_are_there() -> None:
+    services = yaml.safe_load((BOOTSTRAP / "compose.yaml").read_text())["services"]
+    mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    assert [path for path in mounted if path.startswith("./") and not (BOOTSTRAP / path).is_file()] == []
