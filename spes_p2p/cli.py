@@ -216,6 +216,30 @@ def simulate(
 
 
 @app.command()
+def doctor(
+    addresses: Addresses,
+    run_dir: RunDir = Path("runs/peer"),
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    listen: Listen = None,
+    announce: Announce = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether this machine can train in a campaign, and what to mend. Exit code 1 if something must be mended."""
+    from spes_p2p.config import make_peer_config
+    from spes_p2p.doctor import examine, report, worst
+    from spes_p2p.verdicts import render_checks
+
+    settings = make_peer_config(run_dir=run_dir, device=device, listen=listen, announce=announce)
+    _log("error", False)
+    checks = _run(examine(addresses, settings))
+    if as_json:
+        print(json.dumps(report(checks), indent=2))
+    else:
+        Console(soft_wrap=True).print(render_checks(checks))
+    raise typer.Exit(1 if worst(checks) == "failure" else 0)
+
+
+@app.command()
 def plan(
     config: ConfigFile,
     memory: Annotated[str, typer.Option(help="Memory of the GPU: 24GiB, 24GB.")],

@@ -40,6 +40,7 @@ from spes_p2p.observe.status import PeerStatus, StatusBoard
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.plan_table import describe_setup
 from spes_p2p.planner import join_options, most_experts
+from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, start_libp2p
@@ -79,6 +80,7 @@ async def run_bootstrap(config_path: Path, settings: PeerConfig, on_address: Cal
         node_parts = _world(net, store), files, genesis
         with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
             node = _node(*node_parts, "helper", watchers)
+            await _serve_checkup(net, node.board)
             layout = layout_of(files.campaign.config.model)
             helper = Peer(
                 node, layout, None, NOTHING_TO_TRAIN, watchers.observers,
@@ -112,6 +114,7 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
         store = DirectoryStore(settings.run_dir)
         with _watching(files, settings, net.identity.peer_id, "trainer") as watchers:
             node = _node(_world(net, store), files, genesis, "trainer", watchers)
+            await _serve_checkup(net, node.board)
             peer = Peer(
                 node, layout_of(config.model), make_trainer, Capacity(experts), watchers.observers,
                 lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
@@ -199,6 +202,11 @@ def _no_trace_of_a_failed_start(run_dir: Path) -> Iterator[None]:
             if before is None:
                 run_dir.rmdir()
         raise
+
+
+async def _serve_checkup(net: Libp2p, board: Switchboard) -> None:
+    """Answer those who examine themselves against this peer."""
+    await Checkup(time.time, net.transport.seen_at).serve(board)
 
 
 def _world(net: Libp2p, store: DirectoryStore) -> World:

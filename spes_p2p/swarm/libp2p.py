@@ -25,12 +25,14 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht import DHTNode
 from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import get_dht_time
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.identity import RSAIdentity, peer_id_of_public_key
@@ -103,13 +105,13 @@ async def start_libp2p(
 
     Raises UserError for a malformed address, a port in use, an identity in use, or when no initial peer can be reached.
     """
-    _check_addresses(listen, announce, initial_peers)
+    check_addresses(listen, announce, initial_peers)
     identity, is_new, lock = _take_identity(identity_file)
     try:
-        is_public = not all(_is_loopback(address) for address in listen)
+        is_public = not all(is_loopback(address) for address in listen)
         if initial_peers and not is_new:
             await _check_identity_is_free(identity, initial_peers, start_timeout_s)
-        daemon = await _start_daemon(
+        daemon = await start_daemon(
             initial_peers,
             start_timeout_s,
             host_maddrs=list(listen),
@@ -124,13 +126,13 @@ async def start_libp2p(
         lock.close()
         raise
     try:
-        node = await _join_dht(daemon, identity, initial_peers, start_timeout_s)
+        node = await join_dht(daemon, identity, initial_peers, start_timeout_s)
         addresses = tuple(str(address) for address in await daemon.get_visible_maddrs(latest=True))
     except BaseException:
         await daemon.close()
         lock.close()
         raise
-    return Libp2p(daemon, node, identity, lock, tuple(sorted(addresses, key=_is_loopback)))
+    return Libp2p(daemon, node, identity, lock, tuple(sorted(addresses, key=is_loopback)))
 
 
 class Libp2pTransport:
@@ -158,6 +160,11 @@ class Libp2pTransport:
         if usable and usable != self._known.get(peer):
             self._known[peer] = usable
             self._dialled.discard(peer)
+
+    async def seen_at(self, peer: str) -> tuple[str, ...]:
+        """Multiaddrs of the connections that I have with a peer, as they look from here."""
+        connected = await self.daemon.list_peers()
+        return tuple(str(address) for info in connected if str(info.peer_id) == peer for address in info.addrs)
 
     async def serve(self, method: str, handler: Handler) -> None:
         """Call `handler` for each incoming stream. Its failure ends that channel only; Refused is told to the other end."""
@@ -375,7 +382,8 @@ class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
             return False
 
 
-def _check_addresses(listen: Sequence[str], announce: Sequence[str], initial_peers: Sequence[str]) -> None:
+def check_addresses(listen: Sequence[str], announce: Sequence[str], initial_peers: Sequence[str]) -> None:
+    """Raises UserError for a malformed address or a port in use."""
     for address in [*listen, *announce]:
         _check_listen_address(address)
     for address in initial_peers:
@@ -435,7 +443,8 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Is this multiaddr one of this machine only?"""
     host = address.split("/")[2]
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -460,7 +469,7 @@ async def _check_identity_is_free(identity: RSAIdentity, initial_peers: Sequence
     """Ask the swarm, under another name, whether somebody answers to this identity."""
     if any(address.endswith(f"/p2p/{identity.peer_id}") for address in initial_peers):
         raise UserError(f"{identity.path}: this is the identity of an initial peer; choose another identity file")
-    probe = await _start_daemon(initial_peers, timeout_s, nat_port_map=False, auto_nat=False, use_relay=True, dht_mode="client")
+    probe = await start_daemon(initial_peers, timeout_s, nat_port_map=False, auto_nat=False, use_relay=True, dht_mode="client")
     try:
         await asyncio.wait_for(probe.connect(identity.peer_id, (), OPEN_TIMEOUT_S), OPEN_TIMEOUT_S)
     except (PeerUnreachable, asyncio.TimeoutError):
@@ -470,8 +479,8 @@ async def _check_identity_is_free(identity: RSAIdentity, initial_peers: Sequence
     raise UserError(f"{identity.path}: a living peer has this identity; stop it, or choose another identity file")
 
 
-async def _start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:
-    """Raises UserError when no initial peer can be dialled or the addresses cannot be listened on."""
+async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:
+    """A running p2pd. Raises UserError when no initial peer can be dialled or the addresses cannot be listened on."""
     remove_stale_sockets()
     try:
         daemon: Daemon = await Daemon.create(
@@ -486,7 +495,10 @@ async def _start_daemon(initial_peers: Sequence[str], timeout_s: float, **option
         raise UserError(f"the peer daemon did not start: {message}") from None
 
 
-async def _join_dht(daemon: Daemon, identity: RSAIdentity, initial_peers: Sequence[str], timeout_s: float) -> DHTNode:
+async def join_dht(
+    daemon: Daemon, identity: RSAIdentity, initial_peers: Sequence[str], timeout_s: float, *, client_mode: bool = False
+) -> DHTNode:
+    """A node of the DHT that the initial peers are in; `client_mode`: it only asks. Raises UserError."""
     joining = DHTNode.create(
         p2p=daemon,
         initial_peers=list(initial_peers) or None,
@@ -495,6 +507,7 @@ async def _join_dht(daemon: Daemon, identity: RSAIdentity, initial_peers: Sequen
         cache_on_store=False,
         cache_nearest=0,
         cache_refresh_before_expiry=0,
+        client_mode=client_mode,
     )
     try:
         return await asyncio.wait_for(joining, timeout_s)
@@ -502,6 +515,17 @@ async def _join_dht(daemon: Daemon, identity: RSAIdentity, initial_peers: Sequen
         if initial_peers:
             raise _nobody_answers(initial_peers) from None
         raise
+    except ValidationError as error:
+        raise UserError(_not_admitted(initial_peers, str(error))) from None
+
+
+def _not_admitted(initial_peers: Sequence[str], problem: str) -> str:
+    if "local time" in problem:
+        return (
+            f"this machine's clock differs from that of {', '.join(initial_peers)} by more than "
+            f"{MAX_DHT_TIME_DISCREPANCY_SECONDS:g} s; set the clock (timedatectl set-ntp true), or have the other one set"
+        )
+    return f"{', '.join(initial_peers)}: {problem}; see spes-p2p doctor"
 
 
 def _nobody_answers(initial_peers: Sequence[str]) -> UserError:
