@@ -44,7 +44,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def main() -> None:
     """Entry point."""
     try:
-        app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except UserError as error:
         _fail(str(error))
     except typer.Exit as done:
@@ -69,6 +69,7 @@ def version() -> None:
 def bootstrap(
     config: ConfigFile,
     run_dir: RunDir = Path("runs/bootstrap"),
+    peer: Annotated[list[str] | None, typer.Option(help="Address of another bootstrap peer; can be repeated.")] = None,
     listen: Listen = None,
     announce: Announce = None,
     identity: IdentityFile = None,
@@ -77,7 +78,10 @@ def bootstrap(
     log_level: LogLevel = None,
     log_json: LogJson = False,
 ) -> None:
-    """Be the first node of a campaign: publish it, make its base 0, vote. Prints the line that volunteers copy."""
+    """Be the first node of a campaign: publish it, make its base 0, vote. Prints the line that volunteers copy.
+
+    With --peer: be one more bootstrap peer of a campaign that another one has begun, from the same files.
+    """
     from spes_p2p.config import make_peer_config
     from spes_p2p.session import run_bootstrap
 
@@ -91,7 +95,7 @@ def bootstrap(
         (run_dir / "address").write_text(address + "\n")
         print(f"spes-p2p join {address}", flush=True)
 
-    _run(run_bootstrap(config, settings, show))
+    _run(run_bootstrap(config, settings, peer or (), show))
 
 
 @app.command()

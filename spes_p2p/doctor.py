@@ -56,8 +56,9 @@ RELAY_TIMEOUT_S = 10.0
 
 async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]:
     """Everything that a volunteer can have wrong. Raises UserError when the addresses lead to no campaign."""
+    check_addresses((), settings.announce, addresses)
     listen = settings.listen or (("/ip4/127.0.0.1/tcp/0",) if all(map(is_loopback, addresses)) else DEFAULT_LISTEN)
-    check_addresses(listen, settings.announce, addresses)
+    check_addresses(listen, (), ())
     with tempfile.TemporaryDirectory(prefix="spes-doctor-") as folder:
         async with _listening(Path(folder) / "identity.key", addresses, listen, settings.announce) as transport:
             board = Switchboard(transport, SILENCE_S)
@@ -144,8 +145,8 @@ async def _reachability(board: Switchboard, transport: Libp2pTransport, peers: S
     for peer in peers:
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
             answers[peer] = await ask_dial_back(board, peer, ports)
-    dialled = any(answer.reached for answer in answers.values())
-    relays = [] if dialled else await _relays(transport)
+    needs_relay = not any(answer.reached for answer in answers.values()) and not all(map(is_loopback, transport.addresses))
+    relays = await _relays(transport) if needs_relay else []
     return [judge_reachability(answers, ports, relays), judge_nat(answers, _own_hosts(), ports)]
 
 

@@ -27,7 +27,7 @@ from spes_p2p.campaign import (
 from spes_p2p.config import CampaignConfig, PeerConfig
 from spes_p2p.data.manifest import Manifest, open_corpus
 from spes_p2p.data.samples import SampleReader
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.free_memory import measured
 from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import initial_state, layout_of
@@ -70,26 +70,47 @@ class Watchers:
     board: StatusBoard
 
 
-async def run_bootstrap(config_path: Path, settings: PeerConfig, on_address: Callable[[str], None]) -> None:
-    """Be the first node of a campaign until a signal comes. `on_address` gets the address that volunteers join with."""
+async def run_bootstrap(
+    config_path: Path, settings: PeerConfig, others: Sequence[str], on_address: Callable[[str], None]
+) -> None:
+    """Be a bootstrap peer of a campaign until a signal comes: the first one, or one more beside `others`.
+
+    Started again on its run-dir it goes on without the others when none of them answers. `on_address` gets the address that
+    volunteers join with.
+    """
     files = read_campaign(config_path)
-    async with _connected(settings, ()) as net:
-        store = DirectoryStore(settings.run_dir)
+    try:
+        async with _connected(settings, others) as net:
+            await _live_as_bootstrap(net, files, settings, others, on_address)
+    except NobodyAnswers as error:
+        if read_run_dir(settings.run_dir) is None:
+            raise
+        logger.warning("%s; starting without them", error)
+        async with _connected(settings, ()) as net:
+            await _live_as_bootstrap(net, files, settings, (), on_address)
+
+
+async def _live_as_bootstrap(
+    net: Libp2p, files: CampaignFiles, settings: PeerConfig, others: Sequence[str], on_address: Callable[[str], None]
+) -> None:
+    store = DirectoryStore(settings.run_dir)
+    if others:
+        genesis = await _genesis_of(others, files, net, settings.run_dir)
+    else:
         genesis = await asyncio.to_thread(_genesis, files, settings.run_dir, store, net.identity.peer_id)
-        keep_campaign(files, genesis, settings.run_dir)
-        node_parts = _world(net, store), files, genesis
-        with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
-            node = _node(*node_parts, "helper", watchers)
-            await _serve_checkup(net, node.board)
-            layout = layout_of(files.campaign.config.model)
-            helper = Peer(
-                node, layout, None, NOTHING_TO_TRAIN, watchers.observers,
-                lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
-            )
-            _on_signals(helper.leave)
-            life = asyncio.ensure_future(helper.run())
-            on_address(net.transport.addresses[0])
-            await _with_daemon(life, net)
+    keep_campaign(files, genesis, settings.run_dir)
+    with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
+        node = _node(_world(net, store), files, genesis, "helper", watchers)
+        await _serve_checkup(net, node.board)
+        layout = layout_of(files.campaign.config.model)
+        helper = Peer(
+            node, layout, None, NOTHING_TO_TRAIN, watchers.observers,
+            lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
+        )
+        _on_signals(helper.leave)
+        life = asyncio.ensure_future(helper.run())
+        on_address(net.transport.addresses[0])
+        await _with_daemon(life, net)
 
 
 async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Callable[[CampaignFiles, str], None]) -> None:
@@ -264,6 +285,19 @@ def _genesis(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstr
 
 def _first_base(config: CampaignConfig) -> np.ndarray:
     return first_base(initial_state(config.model), layout_of(config.model), config.outer)
+
+
+async def _genesis_of(others: Sequence[str], files: CampaignFiles, net: Libp2p, run_dir: Path) -> Head:
+    """The genesis head that other bootstrap peers serve. Raises UserError when their campaign is not this one."""
+    board = Switchboard(net.transport, FIRST_CONTACT_SILENCE_S)
+    theirs, genesis = await fetch_campaign(board, [_peer_of(address) for address in others], None)
+    if theirs.campaign.hash != files.campaign.hash:
+        raise UserError(
+            f"--peer {others[0]}: has campaign {theirs.campaign.config.name} ({theirs.campaign.hash[:12]}), not "
+            f"{files.campaign.config.name} ({files.campaign.hash[:12]}); give all bootstrap peers the same files"
+        )
+    check_run_dir(files, genesis, run_dir)
+    return genesis
 
 
 def _open_text(files: CampaignFiles, run_dir: Path) -> tuple[SampleReader, SampleReader | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ def judge_clock(peer: str, skew: Skew) -> Check:
 
 
 def judge_dht(seen: Mapping[str, frozenset[str] | str]) -> Check:
-    """Do all addresses lead to one DHT? `seen`: for each address, the campaign's peers in the DHT that it leads to, or why not."""
+    """Do all addresses lead to one DHT? `seen`: for each, the campaign's peers in the DHT that it leads to, or why not."""
     values = {address: sorted(peers) if isinstance(peers, frozenset) else peers for address, peers in seen.items()}
     broken = [f"{address}: {why}" for address, why in seen.items() if isinstance(why, str)]
     if broken:
@@ -92,7 +93,8 @@ def judge_reachability(answers: Mapping[str, DialBack], ports: Sequence[int], re
     if not answers:
         return Check("reachability", "warning", "no peer could try to dial back", "try again in a moment", values)
     if reached:
-        return Check("reachability", "pass", f"dialled back on port {reached[0]}", values=values)
+        near = "" if _is_far(answers) else ", from the same network: this says nothing of the internet"
+        return Check("reachability", "pass", f"dialled back on port {reached[0]}{near}", values=values)
     if relays:
         found = "cannot be dialled; others reach it through a relay"
         return Check("reachability", "warning", found, f"relays are slow: {OPEN_A_PORT}", values)
@@ -156,6 +158,12 @@ def render_checks(checks: Sequence[Check]) -> Text:
         if check.advice:
             lines.append(Text(f"{'':21} -> {check.advice}"))
     return Text("\n").join(lines)
+
+
+def _is_far(answers: Mapping[str, DialBack]) -> bool:
+    """Does any of these peers see this machine at an address of the internet?"""
+    hosts = (direct_host(address) for answer in answers.values() for address in answer.seen_at)
+    return any(host is not None and ipaddress.ip_address(host).is_global for host in hosts)
 
 
 def _peer_of(address: str) -> str:

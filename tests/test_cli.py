@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +140,18 @@ def join(place: Place, *options: str) -> list[str]:
     return ["join", place.address, "--run-dir", place.output, "--listen", LOOPBACK, *options]
 
 
+def second(place: Place) -> list[str]:
+    return bootstrap(place, "--peer", place.address, "--listen", LOOPBACK)
+
+
+def status(place: Place) -> list[str]:
+    return ["status", place.address]
+
+
+def doctor(place: Place) -> list[str]:
+    return ["doctor", place.address]
+
+
 def tokenize(place: Place, name: str, content: str | None, *options: str) -> list[str]:
     path = place.folder / name
     if content is not None:
@@ -191,6 +203,13 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join device": (lambda p: join(p, "--device", "tpu"), ("--device", "tpu")),
     "join experts word": (lambda p: join(p, "--experts", "many"), ("--experts", "many")),
     "join no experts": (lambda p: join(p, "--experts", "0"), ("--experts", "0")),
+    "bootstrap other nobody": (
+        lambda p: bootstrap(p, "--listen", LOOPBACK, "--peer", NOBODY), ("no peer answers at", NOBODY)),
+    "bootstrap other malformed": (lambda p: bootstrap(p, "--peer", "localhost"), ("'localhost'", "/p2p/")),
+    "doctor nothing": (lambda p: ["doctor"], ("ADDRESS",)),
+    "doctor malformed": (lambda p: ["doctor", "203.0.113.7:31337"], ("'203.0.113.7:31337'", "/p2p/")),
+    "doctor nobody": (lambda p: ["doctor", NOBODY, "--json"], ("no peer answers at", NOBODY)),
+    "doctor device": (lambda p: ["doctor", NOBODY, "--device", "tpu"], ("--device", "tpu")),
     "status malformed": (lambda p: ["status", "localhost"], ("'localhost'",)),
     "status nobody": (lambda p: ["status", NOBODY, "--json"], ("no peer answers at", NOBODY)),
     "tokenize nothing there": (lambda p: tokenize(p, "no.txt", None), ("no.txt: no such file",)),
@@ -223,6 +242,24 @@ def test_a_port_in_use_is_refused(option: str, command: Callable[..., list[str]]
         port = taken.getsockname()[1]
         value = f"/ip4/127.0.0.1/tcp/{port}" if option == "--listen" else str(port)
         assert_refused(place.folder, command(place, option, value), str(port), "choose another port")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a libp2p peer that is in a DHT, but in no campaign."""
+    folder = tmp_path_factory.mktemp("foreign")
+    program = [sys.executable, str(ROOT / "tests/libp2p_peer.py"), str(folder / "identity.key")]
+    with subprocess.Popen(program, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdout is not None
+        yield peer.stdout.readline().split()[1]
+        peer.terminate()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("command", [join, status, doctor, second])
+def test_a_foreign_address_is_refused(command: Callable[..., list[str]], foreign: str, place: Place) -> None:
+    elsewhere = replace(place, address=foreign)
+    assert_refused(place.folder, command(elsewhere), "check", "who runs the campaign")
 
 
 # Commands that meet a swarm ---------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.identity import RSAIdentity, peer_id_of_public_key
 from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Handler
 from spes_p2p.swarm.p2pd import Daemon, remove_stale_sockets
@@ -528,8 +528,8 @@ def _not_admitted(initial_peers: Sequence[str], problem: str) -> str:
     return f"{', '.join(initial_peers)}: {problem}; see spes-p2p doctor"
 
 
-def _nobody_answers(initial_peers: Sequence[str]) -> UserError:
-    return UserError(
+def _nobody_answers(initial_peers: Sequence[str]) -> NobodyAnswers:
+    return NobodyAnswers(
         f"no peer answers at {', '.join(initial_peers)}; check the address, that the bootstrap peer runs, "
         "and that a firewall does not block its port"
     )
