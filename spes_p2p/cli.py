@@ -36,6 +36,7 @@ Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that others 
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key of the peer's id. Default: identity.key in the run-dir.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any.")]
 MetricsHost = Annotated[str | None, typer.Option(help="Address to serve the metrics on. Default: 127.0.0.1.")]
+TrackerName = Annotated[str | None, typer.Option("--tracker", help="none, wandb or trackio: gets numbers once a round.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -66,6 +67,38 @@ def version() -> None:
 
 
 @app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where the campaign is written.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Text to train on: .jsonl, .parquet, .txt; can be repeated.")] = None,
+    held_out: Annotated[list[Path] | None, typer.Option(help="Text to evaluate on; can be repeated.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, or a number: train one of so many ids.")] = None,
+    size: Annotated[str | None, typer.Option(help="Model: tiny, small, medium, 1b or 7b.")] = None,
+    peers: Annotated[int | None, typer.Option(help="Trainers that you expect.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="How often the text is trained on.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: the folder's.")] = None,
+) -> None:
+    """Write a campaign: a commented file, token files, tokenizer. Asks on a terminal for what no option says."""
+    from spes_p2p.new_campaign import CAMPAIGN_YAML, Answers, ask, describe_size, make_campaign
+
+    asks = sys.stdin.isatty()
+    answers = Answers(
+        folder=folder,
+        name=name or folder.resolve().name,
+        size=size or ask("size", asks),
+        texts=tuple(text or map(Path, ask("text", asks).split())),
+        held_out=tuple(held_out or map(Path, ask("held-out", asks).split())),
+        tokenizer=_number_or_path(tokenizer or ask("tokenizer", asks)),
+        peers=peers if peers is not None else int(ask("peers", asks)),
+        epochs=epochs if epochs is not None else float(ask("epochs", asks)),
+    )
+    with _ProgressBar("tokenizing") as update:
+        made = make_campaign(answers, lambda p: update(p.bytes_done, p.bytes_total))
+    path = folder / CAMPAIGN_YAML
+    print(f"{path}: {describe_size(made.campaign.config)}, {made.training_manifest.tokens} tokens of text")
+    print(f"spes-p2p bootstrap --config {path} --listen /ip4/0.0.0.0/tcp/31337 --announce /ip4/YOUR.PUBLIC.IP/tcp/31337")
+
+
+@app.command()
 def bootstrap(
     config: ConfigFile,
     run_dir: RunDir = Path("runs/bootstrap"),
@@ -75,6 +108,7 @@ def bootstrap(
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
+    tracker: TrackerName = None,
     log_level: LogLevel = None,
     log_json: LogJson = False,
 ) -> None:
@@ -87,7 +121,7 @@ def bootstrap(
 
     settings = make_peer_config(
         run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
-        metrics_host=metrics_host, log_level=log_level,
+        metrics_host=metrics_host, tracker=tracker, log_level=log_level,
     )
     _log(settings.log_level, log_json)
 
@@ -119,6 +153,7 @@ def join(
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
+    tracker: TrackerName = None,
     log_level: LogLevel = None,
     log_json: LogJson = False,
 ) -> None:
@@ -133,7 +168,7 @@ def join(
         stored=stored, stored_on=stored_on, backend=backend,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         data_dir=data_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
-        metrics_host=metrics_host, log_level=log_level,
+        metrics_host=metrics_host, tracker=tracker, log_level=log_level,
     )
     _log(settings.log_level, log_json)
 
@@ -388,6 +423,10 @@ def _log(level: str, as_json: bool) -> None:
 
 def _number_or_word(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+def _number_or_path(text: str) -> int | Path:
+    return int(text) if text.isdigit() else Path(text)
 
 
 def _fail(message: str) -> None:

@@ -293,6 +293,8 @@ class PeerConfig(Section):
     metrics_port: Port | None = Field(None, description="Port of the Prometheus metrics; 0: any free one. Default: no metrics.")
     metrics_host: IPAddress = Field(
         "127.0.0.1", description="Address that the metrics are served on. Anybody who reaches it can read them.")
+    tracker: Literal["none", "wandb", "trackio"] = Field(
+        "none", description="Experiment tracker that gets this peer's numbers once a round; it must be installed.")
     listen: tuple[Multiaddr, ...] = Field(
         (), description="Addresses to listen on. Default: any free TCP port of every interface.")
     announce: tuple[Multiaddr, ...] = Field(

@@ -37,6 +37,8 @@ from spes_p2p.observe.events import Observers
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.observe.status import PeerStatus, StatusBoard
+from spes_p2p.observe.tracker import Tracker
+from spes_p2p.observe.units import short_peer
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.plan_table import describe_setup
 from spes_p2p.planner import join_options, most_experts
@@ -261,11 +263,22 @@ def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: st
     if server is not None:
         logger.info("metrics on %s", server.url)
     try:
-        yield Watchers(Observers(board, metrics, history, RoundLog(board, time.monotonic)), board)
+        tracker = _tracker(files, settings, f"{role} {short_peer(peer_id)}")
+        trackers = [] if tracker is None else [tracker]
+        yield Watchers(Observers(board, metrics, history, RoundLog(board, time.monotonic), *trackers), board)
+        if tracker is not None:
+            tracker.close()
     finally:
         history.close()
         if server is not None:
             server.close()
+
+
+def _tracker(files: CampaignFiles, settings: PeerConfig, name: str) -> Tracker | None:
+    if settings.tracker == "none":
+        return None
+    config = files.campaign.config
+    return Tracker(settings.tracker, config.name, name, config.model_dump(mode="json"))
 
 
 def _genesis(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstrap: str) -> Head:

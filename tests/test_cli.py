@@ -140,6 +140,16 @@ def join(place: Place, *options: str) -> list[str]:
     return ["join", place.address, "--run-dir", place.output, "--listen", LOOPBACK, *options]
 
 
+def init(place: Place, *options: str) -> list[str]:
+    return ["init", place.output, *options]
+
+
+def init_with_text(place: Place, *options: str) -> list[str]:
+    path = place.folder / "text.txt"
+    path.write_text("Some words.")
+    return init(place, "--text", str(path), *options)
+
+
 def second(place: Place) -> list[str]:
     return bootstrap(place, "--peer", place.address, "--listen", LOOPBACK)
 
@@ -179,6 +189,16 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "no such command": (lambda p: ["trian"], ("No such command 'trian'; see spes-p2p --help",)),
     "no such option": (lambda p: bootstrap(p, "--metric-port", "1"), ("--metric-port",)),
     "no campaign file": (lambda p: ["bootstrap", "--config", str(p.folder / "no.yaml"), "--run-dir", p.output], ("no.yaml",)),
+    "init no text": (lambda p: init(p), ("--text", "Give this option")),
+    "init text is not there": (lambda p: init(p, "--text", str(p.folder / "no.txt")), ("no.txt: no such file",)),
+    "init another kind": (lambda p: init(p, "--text", a_file(p)), ("unknown format",)),
+    "init size": (lambda p: init_with_text(p, "--size", "huge"), ("--size huge", "tiny, small")),
+    "init peers": (lambda p: init_with_text(p, "--peers", "0"), ("--peers 0",)),
+    "init epochs": (lambda p: init_with_text(p, "--epochs", "0"), ("--epochs 0",)),
+    "init name": (lambda p: init_with_text(p, "--name", "my campaign"), ("--name", "my campaign")),
+    "init tokenizer": (lambda p: init_with_text(p, "--tokenizer", "no.json"), ("no.json: cannot read the tokenizer",)),
+    "init few ids": (lambda p: init_with_text(p, "--tokenizer", "10"), ("--tokenizer 10", "300")),
+    "init short text": (lambda p: init_with_text(p, "--tokenizer", "300"), ("holds a whole sample of 128 tokens",)),
     "malformed listen": (lambda p: bootstrap(p, "--listen", "127.0.0.1:9"), ("--listen = '127.0.0.1:9'", "multiaddress")),
     "malformed announce": (lambda p: bootstrap(p, "--announce", "example.org"), ("--announce", "example.org")),
     "run-dir is a file": (lambda p: ["bootstrap", "--config", str(p.campaign), "--run-dir", a_file(p)], ("run-dir",)),
@@ -201,6 +221,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join no peer id": (lambda p: ["join", "/ip4/127.0.0.1/tcp/9", "--run-dir", p.output], ("does not end in /p2p/<peer id>",)),
     "join nobody": (join, ("no peer answers at", NOBODY)),
     "join device": (lambda p: join(p, "--device", "tpu"), ("--device", "tpu")),
+    "join tracker": (lambda p: join(p, "--tracker", "tensorboard"), ("--tracker", "wandb", "trackio")),
     "join experts word": (lambda p: join(p, "--experts", "many"), ("--experts", "many")),
     "join no experts": (lambda p: join(p, "--experts", "0"), ("--experts", "0")),
     "bootstrap other nobody": (

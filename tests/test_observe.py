@@ -431,6 +431,17 @@ def test_json_log_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> No
     assert "two\nlines" in record["exception"]
 
 
+def test_json_log_of_an_event_has_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", as_json=True)
+    board = StatusBoard(PeerStatus("me", "trainer", "demo", "abc", 60), lambda: 0.0)
+    RoundLog(board, lambda: 0.0).tell(RoundFailed(8, 1, "timeout", "no plan"))
+    RoundLog(board, lambda: 0.0).tell(Evaluated(7, math.nan))
+    failed, evaluated = map(json.loads, capsys.readouterr().err.splitlines())
+    assert failed["level"] == "warning"
+    assert failed["event"] == {"name": "RoundFailed", "round": 8, "attempt": 1, "reason": "timeout", "detail": "no plan"}
+    assert evaluated["event"] == {"name": "Evaluated", "round": 7, "validation_loss": None}
+
+
 def test_unknown_log_level_is_named() -> None:
     with pytest.raises(UserError, match="log level 'loud': choose one of debug, info"):
         setup_logging("loud")

@@ -17,6 +17,7 @@ from spes_p2p.observe.events import (
     TrainingProgress,
     WorkDropped,
 )
+from spes_p2p.observe.log import EVENT
 from spes_p2p.observe.status import StatusBoard, sync_seconds
 from spes_p2p.observe.units import (
     human_bytes,
@@ -54,7 +55,7 @@ class RoundLog:
         line = self._line(event)
         if line:
             self._spoke_at = self._clock()
-            logger.log(_LEVELS.get(type(event), logging.INFO), "%s", line)
+            logger.log(_LEVELS.get(type(event), logging.INFO), "%s", line, extra={EVENT: event})
 
     def _line(self, event: Event) -> str | None:
         match event:

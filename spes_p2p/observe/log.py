@@ -6,9 +6,13 @@ import json
 import logging
 import sys
 from datetime import datetime, timezone
+from typing import Any
 
 from spes_p2p.errors import UserError
+from spes_p2p.observe.plain import plain
 
+EVENT = "spes_event"
+"""Attribute of a log record that holds an event (`events.py`)."""
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -34,16 +38,19 @@ class JsonFormatter(logging.Formatter):
     """`{"time": "2026-01-31T12:03:44.123+00:00", "level": "info", "logger": "...", "message": "..."}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One JSON object; a traceback, if any, is its `exception`."""
-        line = {
+        """One JSON object; a traceback, if any, is its `exception`, what happened to a peer with all numbers its `event`."""
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": _level(record),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        event = getattr(record, EVENT, None)
+        if event is not None:
+            line["event"] = {"name": type(event).__name__, **plain(event)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+        return json.dumps(line, allow_nan=False)
 
 
 class StderrHandler(logging.Handler):

@@ -1,0 +1,105 @@
+"""Experiment trackers: wandb, or trackio, which has the same calls. A peer's numbers go there once a round."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from spes_p2p.errors import UserError
+from spes_p2p.observe.events import (
+    DigestMismatch,
+    Evaluated,
+    Event,
+    PhaseTrained,
+    RoundCommitted,
+    RoundFailed,
+    WorkDropped,
+    sync_phases,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Run(Protocol):
+    """What both libraries' `init` returns."""
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        """Note these numbers at a step; returns at once."""
+
+    def finish(self) -> None:
+        """Send what is left."""
+
+
+class Tracker:
+    """Observer that logs to a run of wandb or trackio; steps are rounds. Training goes on when the tracker fails."""
+
+    def __init__(self, library: str, project: str, name: str, config: Mapping[str, Any]):
+        """`library`: wandb or trackio. Raises UserError when it is not installed or cannot begin a run."""
+        try:
+            module = importlib.import_module(library)
+        except ImportError:
+            raise UserError(f"--tracker {library}: not installed on this machine; pip install {library}") from None
+        try:
+            self._run: Run | None = module.init(project=project, name=name, config=dict(config))
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"--tracker {library}: cannot begin a run ({reason}); mend that, or leave it out") from None
+        self._round = 0
+        self._failures = 0
+
+    def tell(self, event: Event) -> None:
+        """Log what the event has to say."""
+        match event:
+            case PhaseTrained():
+                speed = event.tokens / event.seconds if event.seconds > 0 else math.nan
+                numbers = {"peer/loss": event.loss, "peer/auxiliary_loss": event.aux_loss, "peer/tokens_per_second": speed}
+                self._log(event.round, {**numbers, "peer/skipped_steps": event.skipped_steps})
+            case RoundCommitted():
+                self._log(event.round, _of_round(event))
+            case Evaluated():
+                self._log(event.round, {"held_out_loss": event.validation_loss})
+            case RoundFailed():
+                self._failures += 1
+                self._log(event.round, {"peer/failed_attempts": self._failures})
+            case WorkDropped():
+                self._log(event.round, {"peer/dropped_tokens": event.tokens})
+            case DigestMismatch():
+                self._log(event.round, {"peer/digest_mismatch": 1})
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._guarded(self._run.finish)
+
+    def _log(self, round_number: int, numbers: Mapping[str, float]) -> None:
+        """Steps never go back: a number of an earlier round is noted at the newest one."""
+        self._round = max(self._round, round_number)
+        known = {name: float(number) for name, number in numbers.items() if math.isfinite(number)}
+        if self._run is not None and known:
+            self._guarded(self._run.log, known, step=self._round)
+
+    def _guarded(self, call: Any, *arguments: Any, **named: Any) -> None:
+        try:
+            call(*arguments, **named)
+        except Exception as error:
+            logger.warning("the tracker fails (%s); training goes on without it", error)
+            self._run = None
+
+
+def _of_round(event: RoundCommitted) -> dict[str, float]:
+    return {
+        "loss": event.loss,
+        "tokens": event.total_tokens,
+        "step": event.campaign_step,
+        "learning_rate": event.learning_rate,
+        "merge_alpha": event.merge_alpha,
+        "members": len(event.members),
+        "experts_without_owner": sum(not owners for owners in event.owners),
+        "dropped_parts": event.dropped_parts,
+        "peer/sent_bytes": event.sent_bytes,
+        "peer/received_bytes": event.received_bytes,
+        **{f"peer/seconds/{phase}": seconds for phase, seconds in sync_phases(event.seconds).items()},
+    }

@@ -1,0 +1,81 @@
+"""`spes-p2p init`: what it writes is a campaign that a bootstrap peer takes, at every size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from network_swarm import LOOPBACK, LocalPeers, call
+from sample_text import TEXT
+
+from spes_p2p.config import parse_campaign_config
+from spes_p2p.new_campaign import SIZES, Answers, ask, campaign_yaml, describe_size, make_schedule
+
+WORDNET = str(TEXT / "train/wordnet.jsonl")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("tokens", "peers", "epochs"), [(1, 1, 1.0), (10**6, 4, 0.5), (10**12, 64, 3.0)])
+def test_every_size_is_a_campaign_with_any_text_and_any_number_of_peers(
+    size: str, tokens: int, peers: int, epochs: float
+) -> None:
+    answers = Answers(Path("c"), "c", size, (), (), 8192, peers, epochs)
+    config = parse_campaign_config(yaml.safe_load(campaign_yaml(answers, 8192, tokens)), "c")
+    assert config.sync.min_peers == peers
+    assert describe_size(config).startswith("olmoe")
+
+
+def test_so_many_steps_are_planned_as_train_the_text_as_often_as_asked_for() -> None:
+    size = SIZES["small"]
+    steps = make_schedule(size, 10**9, peers=8, epochs=2.0).total_steps
+    trained = steps * 8 * size.batch_size * size.sequence_length
+    assert trained == pytest.approx(2e9, rel=0.01)
+    assert steps % size.sync_steps == 0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("init") / "my-campaign"
+    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", "512", "--peers", "2")
+    assert ended.code == 0, ended.stderr
+    path, bootstrap = ended.stdout.splitlines()
+    assert path.startswith(f"{folder / 'campaign.yaml'}: olmoe, 4 layers, 8 experts, ")
+    assert bootstrap.startswith(f"spes-p2p bootstrap --config {folder / 'campaign.yaml'} --listen ")
+    return folder
+
+
+@pytest.mark.network
+def test_a_bootstrap_peer_takes_the_campaign(made: Path, tmp_path: Path) -> None:
+    with LocalPeers(tmp_path) as peers:
+        assert peers.bootstrap(made / "campaign.yaml", LOOPBACK).address
+
+
+def test_every_line_but_names_and_numbers_is_commented(made: Path) -> None:
+    text = (made / "campaign.yaml").read_text()
+    assert yaml.safe_load(text)["name"] == "my-campaign"
+    assert text.count("#") > 12
+    assert max(map(len, text.splitlines())) <= 128
+
+
+def test_an_earlier_campaign_is_not_overwritten(made: Path) -> None:
+    before = (made / "campaign.yaml").read_bytes()
+    ended = call("init", str(made), "--text", WORDNET)
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "campaign.yaml: exists already; choose another folder" in ended.stderr
+    assert (made / "campaign.yaml").read_bytes() == before
+
+
+def test_a_person_is_asked_until_the_answer_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["", "a.txt b.txt", "four", "", "6"])
+    questions: list[str] = []
+
+    def answer(question: str) -> str:
+        questions.append(question)
+        return next(answers)
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert ask("text", True) == "a.txt b.txt"
+    assert ask("peers", True) == "4"
+    assert ask("peers", True) == "6"
+    assert questions[-1] == "Trainers that you expect [4]: "
