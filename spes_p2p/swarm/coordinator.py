@@ -11,15 +11,16 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.deadline import lateness, patience
-from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum, weigh
-from spes_p2p.swarm.records import Announcement, Ballot, Decided, Head, Plan, Pong, Revision, Staged, Vote
+from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum, remaining, weigh
+from spes_p2p.swarm.interfaces import Identity
+from spes_p2p.swarm.records import Announcement, Ballot, Decided, Farewell, Head, Plan, Pong, Revision, Staged, Vote
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
@@ -27,6 +28,8 @@ from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_stage
 from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ROUND, PREPARE, ACCEPT, DECIDE, PING = "round", "prepare", "accept", "decide", "ping"
 MAX_BALLOTS = 5
@@ -76,10 +79,13 @@ class Coordination:
         returned: Callable[[], Mapping[str, tuple[Interval, ...]]],
         decided: Callable[[Decided], None],
         phase_began: float,
+        identity: Identity,
+        farewells: Callable[[], tuple[Farewell, ...]],
     ):
         """`duties`: steps of this phase by peer. `lateness`: of members in earlier rounds (`deadline.py`).
 
-        `returned`: who has left by now, with what they gave back. `phase_began`: loop time.
+        `returned`: who has left by now, with what they gave back; `farewells`: of electors among them. `phase_began`: loop
+        time.
         """
         self.head = log.head
         self._board = board
@@ -92,6 +98,8 @@ class Coordination:
         self._returned = returned
         self._on_decided = decided
         self._phase_began = phase_began
+        self._identity = identity
+        self._farewells = farewells
         loop = asyncio.get_running_loop()
         self._announced: dict[str, Announcement] = {}
         self._arrived_at: dict[str, float] = {}
@@ -219,7 +227,7 @@ class Coordination:
             if late and waited_s > self._patience() + sync.silence_s:
                 return
             if missing:
-                await asyncio.gather(*(self._ping(peer, late) for peer in missing))
+                await asyncio.gather(*(self._ping(peer, late) for peer in sorted(missing)))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), PING_EVERY_S)
 
@@ -274,13 +282,16 @@ class Coordination:
 
     async def _prepare(self) -> tuple[Ballot, Head | None]:
         """Promises from a majority, and the head that they bind me to, if any."""
+        electorate = self._electorate()
         for _ in range(MAX_BALLOTS):
             self._ballot_number += 1
             ballot = Ballot(self._ballot_number, self._board.peer_id)
             request = Prepare(self.head.round + 1, self.head.id, ballot)
-            answers = await asyncio.gather(*(self._ask_promise(elector, request) for elector in self.head.electorate))
-            promises = [answer for answer in answers if answer is not None]
-            weighed = weigh(promises, self.head.electorate)
+            promises = await _until(
+                lambda promises: weigh(promises, electorate).won,
+                (self._ask_promise(elector, request) for elector in electorate),
+            )
+            weighed = weigh(promises, electorate)
             if weighed.won:
                 return ballot, weighed.bound
             if any(promise.round > self.head.round for promise in promises):
@@ -288,7 +299,7 @@ class Coordination:
             if not weighed.highest:
                 break
             self._ballot_number = weighed.highest
-        raise AttemptFailed(f"no quorum: {len(promises)} of {len(self.head.electorate)} electors answered")
+        raise AttemptFailed(f"no quorum: {len(promises)} of {len(electorate)} electors answered")
 
     async def _ask_promise(self, elector: str, request: Prepare) -> Promise | None:
         try:
@@ -365,11 +376,17 @@ class Coordination:
 
     async def _propose(self, ballot: Ballot, head: Head) -> Decided:
         request = pack(Accept(ballot, head))
-        votes = await asyncio.gather(*(self._ask_vote(elector, request) for elector in self.head.electorate))
-        decided = Decided(head, ballot, tuple(vote for vote in votes if vote is not None))
-        if len(decided.votes) < quorum(self.head.electorate):
-            raise AttemptFailed(f"no quorum: {len(decided.votes)} of {len(self.head.electorate)} electors voted")
-        return decided
+        electorate, farewells = self._electorate(), self._farewells()
+        votes = await _until(
+            lambda votes: len(votes) >= quorum(electorate), (self._ask_vote(elector, request) for elector in electorate)
+        )
+        if len(votes) < quorum(electorate):
+            raise AttemptFailed(f"no quorum: {len(votes)} of {len(electorate)} electors voted")
+        return Decided(head, ballot, tuple(votes), farewells)
+
+    def _electorate(self) -> tuple[str, ...]:
+        """Whose majority decides: the electors that have not left."""
+        return remaining(self.head, self._farewells(), self._identity)
 
     async def _ask_vote(self, elector: str, request: bytes) -> Vote | None:
         try:
@@ -380,10 +397,25 @@ class Coordination:
             return None
 
     async def _tell_electors(self, decided: Decided) -> None:
-        outside = set(self.head.electorate) - set(decided.head.members)
+        outside = sorted(set(self.head.electorate) - set(decided.head.members))
         await asyncio.gather(
             *(self._ask(elector, DECIDE, pack(Decide((decided,)))) for elector in outside), return_exceptions=True
         )
 
     async def _ask(self, peer: str, method: str, request: bytes) -> bytes:
         return await self._board.ask(peer, method, request, self._board.silence_s)
+
+
+async def _until(enough: Callable[[list[T]], bool], asks: Iterable[Coroutine[Any, Any, T | None]]) -> list[T]:
+    """The answers that have come when they are enough, or when there will be no more: nobody waits for a silent elector."""
+    tasks = [asyncio.ensure_future(ask) for ask in asks]
+    answers: list[T] = []
+    try:
+        while (open_tasks := [task for task in tasks if not task.done()]) and not enough(answers):
+            await asyncio.wait(open_tasks, return_when=asyncio.FIRST_COMPLETED)
+            answers = [answer for task in tasks if task.done() and (answer := task.result()) is not None]
+        return answers
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.errors import Refused
 from spes_p2p.swarm.interfaces import Identity, Store
-from spes_p2p.swarm.records import Ballot, Decided, Head, Vote
+from spes_p2p.swarm.records import Ballot, Decided, Farewell, Head, Vote
 from spes_p2p.swarm.store import frame_record, parse_records
 from spes_p2p.swarm.wire import WireError, pack, unpack
 
@@ -83,6 +83,8 @@ class VoteState:
     promised: Ballot | None
     accepted_ballot: Ballot | None
     accepted: Head | None
+    left: bool = False
+    """Has it said farewell? Then it casts no vote in this round any more."""
 
 
 def quorum(electorate: tuple[str, ...]) -> int:
@@ -149,6 +151,25 @@ def vote_message(ballot: Ballot, head_id: str) -> bytes:
     return b"spes accept\0" + pack(ballot) + head_id.encode()
 
 
+def farewell_message(parent: str) -> bytes:
+    """What an elector signs that leaves."""
+    return b"spes leave\0" + parent.encode()
+
+
+def remaining(head: Head, farewells: Iterable[Farewell], identity: Identity) -> tuple[str, ...]:
+    """The electors of the round after `head` whose majority decides: without those who left before they cast a vote in it.
+
+    Who left votes in no ballot of the round; so any two majorities, counted with or without it, still share an elector. When
+    all left, nobody's leaving counts: a majority of nobody would prove anything.
+    """
+    left = {
+        farewell.elector
+        for farewell in farewells
+        if farewell.parent == head.id and identity.verify(farewell.elector, farewell_message(head.id), farewell.signature)
+    }
+    return tuple(elector for elector in head.electorate if elector not in left) or head.electorate
+
+
 def reform_head(parent: Head, helper: str, disk: str) -> Head:
     """The head by which a helper opens a new epoch when the electorate lost its majority: nothing moves, the helper decides.
 
@@ -178,12 +199,13 @@ def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
     if head.epoch != parent.epoch:
         return _proves_reform(decided, parent, identity)
     message = vote_message(decided.ballot, head.id)
+    electorate = remaining(parent, decided.farewells, identity)
     valid = {
         vote.elector
         for vote in decided.votes
-        if vote.elector in parent.electorate and identity.verify(vote.elector, message, vote.signature)
+        if vote.elector in electorate and identity.verify(vote.elector, message, vote.signature)
     }
-    return len(valid) >= quorum(parent.electorate)
+    return len(valid) >= quorum(electorate)
 
 
 def _proves_reform(decided: Decided, parent: Head, identity: Identity) -> bool:
@@ -290,6 +312,14 @@ class Elector:
             return False
         return True
 
+    def leave(self) -> Farewell | None:
+        """Give up my seat in the next round; None when I have none, or have cast a vote in it already. Durable."""
+        if not self.may_vote or (state := self._state()).promised is not None:
+            return None
+        self._remember(replace(state, left=True))
+        signature = self._identity.sign(farewell_message(self._log.head.id))
+        return Farewell(self._identity.peer_id, self._log.head.id, signature)
+
     def prepare(self, request: Prepare) -> Promise:
         """Promise not to accept lower ballots, and say what was accepted. Each ballot is promised once.
 
@@ -334,6 +364,8 @@ class Elector:
             raise Refused("my votes were lost: I vote again when a commit has listed my new disk")
         if (head.epoch, head.round + 1) < (state.epoch, state.round):
             raise Refused(f"my log was cut: I voted on round {state.round} already")
+        if state.parent == head.id and state.left:
+            raise Refused("I left this round")
 
     def _state(self) -> VoteState:
         head, state = self._log.head, open_votes(self._store, self._rng)

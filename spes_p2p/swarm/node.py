@@ -26,7 +26,7 @@ from spes_p2p.swarm.coordinator import (
     coordinator_order,
 )
 from spes_p2p.swarm.deadline import KEPT_ARRIVALS
-from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare, quorum, reform_head, vote_message
+from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare, quorum, reform_head, remaining, vote_message
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.records import (
     Announcement,
@@ -35,6 +35,7 @@ from spes_p2p.swarm.records import (
     CampaignRequest,
     Contact,
     Decided,
+    Farewell,
     Head,
     Plan,
     Pong,
@@ -76,6 +77,8 @@ class Leave:
 
     round: int
     untrained: tuple[Interval, ...]
+    farewell: Farewell | None = None
+    """When I was an elector, and nobody had my vote yet."""
 
 
 @dataclass
@@ -237,8 +240,8 @@ class Node:
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
         """Tell the electors that I go, so that my experts and samples find others at once."""
-        request = pack(Leave(self.log.round + 1, untrained))
-        others = set(self.log.head.electorate) - {self.peer_id}
+        request = pack(Leave(self.log.round + 1, untrained, self._elector.leave()))
+        others = sorted(set(self.log.head.electorate) - {self.peer_id})
         await asyncio.gather(*(self.board.ask(peer, LEAVE, request, 2.0) for peer in others), return_exceptions=True)
 
     # Handlers ----------------------------------------------------------------------------------------------------------
@@ -316,7 +319,7 @@ class Node:
         await talk.send(pack(Decide((self._reform(),))))
 
     async def _sees_majority(self) -> bool:
-        electorate = self.log.head.electorate
+        electorate = remaining(self.log.head, self._farewells(), self.world.identity)
         answers = await asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in electorate))
         return sum(answer is not None and self._counts(answer) for answer in answers) >= quorum(electorate)
 
@@ -340,7 +343,8 @@ class Node:
 
     async def _on_leave(self, talk: Talk) -> None:
         leave = unpack(Leave, await talk.message())
-        if talk.remote in self.log.head.members and leave.round == self.log.round + 1:
+        head = self.log.head
+        if talk.remote in {*head.members, *head.electorate} and leave.round == head.round + 1:
             self._returned[talk.remote] = leave
         await talk.send(b"")
 
@@ -386,11 +390,15 @@ class Node:
 
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
-            self._duties(), self.lateness, returned, self.learn, self._phase_began,
+            self._duties(), self.lateness, returned, self.learn, self._phase_began, self.world.identity, self._farewells,
         )
         self._coordination = made
         self._spawn(self._coordinate(made))
         return made
+
+    def _farewells(self) -> tuple[Farewell, ...]:
+        """Of electors that left the next round."""
+        return tuple(leave.farewell for leave in self._returned.values() if leave.farewell is not None)
 
     def _duties(self) -> Mapping[str, int]:
         """Steps by peer in this phase. A coordinator that does not hold the last plan expects the same of every trainer."""

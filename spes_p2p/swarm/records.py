@@ -221,12 +221,23 @@ class Vote:
 
 
 @dataclass(frozen=True)
+class Farewell:
+    """An elector leaves before it cast any vote in the round after `parent`, and will cast none: its seat does not count."""
+
+    elector: str
+    parent: str
+    signature: bytes
+
+
+@dataclass(frozen=True)
 class Decided:
     """A head with its certificate: accepted by a majority of the electorate in one ballot. It proves itself."""
 
     head: Head
     ballot: Ballot
     votes: tuple[Vote, ...]
+    farewells: tuple[Farewell, ...] = ()
+    """Electors without whom the majority is counted."""
 
 
 @dataclass(frozen=True)
