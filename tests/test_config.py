@@ -73,7 +73,7 @@ BAD_FILES = [
     ("  manifest:", "  name: tiny\n  manifest:",
      "FILE, line 23: unknown field 'data.name'; it belongs at the top, in no section"),
     ("  experts_per_peer: 2", "  zebra: 2",
-     "FILE, line 19: unknown field 'experts.zebra'; known here: experts_per_peer, redundancy"),
+     "FILE, line 19: unknown field 'experts.zebra'; known here: dense_steps, experts_per_peer, redundancy, rotate_rounds"),
     ("name: tiny", "name: tiny\n7: x",
      "FILE, line 2: unknown field '7'; known here: data, evaluation, experts, merge, model, name, outer, sync, training"),
     ("  sync_steps: 5\n", "", "FILE, line 12: field 'training.sync_steps' is missing; add it"),

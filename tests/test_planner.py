@@ -289,13 +289,16 @@ def test_available_memory_is_read_in_kib() -> None:
     assert available_bytes("MemTotal:  100 kB\nMemFree:  7 kB\nMemAvailable:   42 kB\n") == 42 * 1024
 
 
-def run_plan(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+def run_plan(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
+    """Returns the exit code."""
     monkeypatch.setattr(sys, "argv", ["spes-p2p", "plan", "--config", str(ROOT / "configs" / "1b.yaml"), *options])
-    cli.main()
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    return done.value.code
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run_plan(monkeypatch, "--memory", "24GiB", "--peers", "4", "--json")
+    assert run_plan(monkeypatch, "--memory", "24GiB", "--peers", "4", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["choice"]["setup"]["owned"] == 16
     assert plan["join_with"] == join_flags(Setup(**plan["choice"]["setup"]))
@@ -308,8 +311,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_wrong_number_of_peers_costs_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_plan(monkeypatch, "--memory", "24GiB", "--peers", "0")
+    assert run_plan(monkeypatch, "--memory", "24GiB", "--peers", "0") == 2
     assert capsys.readouterr().err == "error: --peers 0: must be 1 to 1024\n"
 
 

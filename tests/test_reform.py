@@ -19,7 +19,7 @@ def test_a_swarm_goes_on_when_most_of_it_dies_at_once(killed: str) -> None:
         for name in killed:
             swarm.kill(name)
         left = [name for name in "ABCD" if name not in killed]
-        await swarm.until(lambda: all(swarm.peers[name].finished for name in left))
+        await swarm.until(lambda: all(swarm.tasks[name].done() for name in left))
         final = max(swarm.recorders["D"].commits().items())[1]
         assert final.campaign_step == 100
         assert set(final.members) == set(left)
@@ -40,7 +40,7 @@ def test_two_volunteers_gone_and_the_one_who_just_joined_goes_on() -> None:
         await swarm.until(lambda: swarm.round_of("C") >= 2)
         swarm.kill("A")
         swarm.kill("B")
-        await swarm.until(lambda: swarm.peers["C"].finished)
+        await swarm.until(lambda: swarm.tasks["C"].done())
 
     run_virtual(main())
 
@@ -58,7 +58,7 @@ def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
         forked = swarm.round_of("A")
         assert swarm.peers["A"].node.log.head.epoch == 0
         swarm.network.heal()
-        await swarm.until(lambda: all(swarm.peers[name].finished for name in "ABCD"))
+        await swarm.until(lambda: all(swarm.tasks[name].done() for name in "ABCD"))
         assert forked >= 10
         last = {name: swarm.peers[name].replica.base for name in "ABCD"}
         assert len({base.digest for base in last.values()}) == 1
@@ -76,7 +76,7 @@ def test_nothing_is_reformed_while_a_majority_is_there() -> None:
             swarm.start(name)
         await swarm.until(lambda: swarm.round_of("C") >= 2)
         swarm.kill("A")
-        await swarm.until(lambda: all(swarm.peers[name].finished for name in "BC"))
+        await swarm.until(lambda: all(swarm.tasks[name].done() for name in "BC"))
         assert swarm.peers["B"].node.log.head.epoch == 0
 
     run_virtual(main())

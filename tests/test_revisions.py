@@ -18,7 +18,8 @@ from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.swarm.wire import WireError, pack
 from spes_p2p.sync.codecs import CODECS, GroupCodecs
-from spes_p2p.sync.results import Results, load_results, results_name, save_results
+from spes_p2p.sync.results import Results, bodies_name, load_results, results_name, save_results
+from spes_p2p.sync.spool import Spool
 
 CODEC = GroupCodecs(CODECS["none"], CODECS["none"], CODECS["none"])
 PLAN = make_plan_of([
@@ -67,6 +68,7 @@ def test_a_revision_that_cannot_be_is_refused(lost: tuple[int, ...]) -> None:
 
 def test_results_of_a_revision_survive_the_disk() -> None:
     results, store = results_of_plan(), MemoryStore()
+    results.spool = Spool(store.draft(bodies_name(results_name(PLAN))), results.parts)
     results.revise((1,))
     for part in results.parts:
         results.put(part.index, bytes(part.encoded_bytes))

@@ -32,7 +32,7 @@ def test_a_strangers_ballots_are_refused_and_the_swarm_finishes(name: str) -> No
                 await board.ask(elector, PREPARE, pack(Prepare(head.round + 1, head.id, Ballot(2**63, name))), 5.0)
             with pytest.raises(Refused):
                 await board.ask(elector, ACCEPT, pack(Accept(Ballot(10**6, name), forged)), 5.0)
-        await swarm.until(lambda: all(swarm.peers[peer].finished for peer in "ABC"))
+        await swarm.until(lambda: all(swarm.tasks[peer].done() for peer in "ABC"))
         assert swarm.recorders["A"].commits()[6].campaign_step == 60
 
     run_virtual(main())
