@@ -139,11 +139,11 @@ async def _watch(
     processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, stopped: asyncio.Event
 ) -> None:
     """Show the swarm until it is done."""
-    async with visiting([address], run_dir / "viewer.key") as ask_all:
+    async with visiting([address], run_dir / "viewer.key") as visit:
         last_seen: list[PeerStatus] = []
         with SwarmView() as view:
             while not stopped.is_set():
-                statuses: list[PeerStatus] = await ask_all()
+                statuses: list[PeerStatus] = await visit.ask_all()
                 notes = [
                     f"{name} ended with code {process.returncode}: {last_line(run_dir / name / 'log.txt')}"
                     for name, process in processes.items()

@@ -8,7 +8,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,17 @@ from spes_p2p.campaign import (
 from spes_p2p.config import CampaignConfig, PeerConfig
 from spes_p2p.data.manifest import Manifest, open_corpus
 from spes_p2p.data.samples import SampleReader
-from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
+from spes_p2p.errors import NobodyAnswers, UserError
 from spes_p2p.free_memory import measured
 from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.stored import StoredFormat
+from spes_p2p.observe.chronicle import Chronicle
 from spes_p2p.observe.console import RoundLog
 from spes_p2p.observe.events import Observers
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import Metrics
+from spes_p2p.observe.progress import ProgressLine
 from spes_p2p.observe.status import PeerStatus, StatusBoard
 from spes_p2p.observe.tracker import Tracker
 from spes_p2p.observe.units import short_peer
@@ -46,8 +48,9 @@ from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, start_libp2p
-from spes_p2p.swarm.node import STATUS, Node, find_contacts
+from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Head
+from spes_p2p.swarm.remember import HISTORY, remember, serving
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import DirectoryStore
 from spes_p2p.sync.base import BASE, Base, load_base
@@ -56,12 +59,12 @@ from spes_p2p.sync.outer import base_size, first_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
+from spes_p2p.visit import VISIT_SILENCE_S, Visit
 
 logger = logging.getLogger(__name__)
 
 VERIFIED_FILE = "verified_files.json"
 FIRST_CONTACT_SILENCE_S = 10.0
-STATUS_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Watchers:
 
     observers: Observers
     board: StatusBoard
+    chronicle: Chronicle
 
 
 async def run_bootstrap(
@@ -110,9 +114,10 @@ async def _live_as_bootstrap(
             lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
         )
         _on_signals(helper.leave)
-        life = asyncio.ensure_future(helper.run())
-        on_address(net.transport.addresses[0])
-        await _with_daemon(life, net)
+        async with _remembering(node, watchers):
+            life = asyncio.ensure_future(helper.run())
+            on_address(net.transport.addresses[0])
+            await _with_daemon(life, net)
 
 
 async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Callable[[CampaignFiles, str], None]) -> None:
@@ -143,27 +148,18 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
                 lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
             )
             _on_signals(peer.leave)
-            await _with_daemon(asyncio.ensure_future(peer.run()), net)
+            async with _remembering(node, watchers):
+                await _with_daemon(asyncio.ensure_future(peer.run()), net)
 
 
 @contextlib.asynccontextmanager
-async def visiting(addresses: Sequence[str], identity: Path) -> Any:
-    """Look at a swarm without taking part: yields a function that asks all of its peers for their status.
-
-    Raises UserError when the addresses lead nowhere.
-    """
+async def visiting(addresses: Sequence[str], identity: Path) -> AsyncIterator[Visit]:
+    """Look at a swarm without taking part. Raises UserError when the addresses lead nowhere."""
     net = await start_libp2p(identity, ("/ip4/127.0.0.1/tcp/0",) if _all_loopback(addresses) else DEFAULT_LISTEN, (), addresses)
     try:
-        board = Switchboard(net.transport, STATUS_TIMEOUT_S)
-        files, _ = await fetch_campaign(board, [_peer_of(address) for address in addresses], None)
-        world = _world(net, DirectoryStore(identity.parent))
-
-        async def ask_all() -> list[PeerStatus]:
-            contacts = await find_contacts(world, files.campaign.hash)
-            answers = await asyncio.gather(*(_ask_status(board, peer) for peer in contacts))
-            return [answer for answer in answers if answer is not None]
-
-        yield ask_all
+        board = Switchboard(net.transport, VISIT_SILENCE_S)
+        files, genesis = await fetch_campaign(board, [_peer_of(address) for address in addresses], None)
+        yield Visit(files, genesis, _world(net, DirectoryStore(identity.parent)), board)
     finally:
         await net.close()
 
@@ -250,6 +246,18 @@ def _node(world: World, files: CampaignFiles, genesis: Head, role: str, watchers
     return Node(world, files.campaign, genesis, rules, role, files.blobs, watchers.observers, folders)
 
 
+@contextlib.asynccontextmanager
+async def _remembering(node: Node, watchers: Watchers) -> AsyncIterator[None]:
+    """Serve what this peer remembers of the rounds, and complete it from others."""
+    await node.board.serve(HISTORY, serving(watchers.chronicle, time.time))
+    task = asyncio.ensure_future(remember(node, watchers.chronicle))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 @contextlib.contextmanager
 def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: str) -> Iterator[Watchers]:
     config, campaign_hash = files.campaign.config, files.campaign.hash
@@ -259,17 +267,23 @@ def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: st
     board = StatusBoard(status, time.monotonic)
     metrics = Metrics(peer_id, config.name, campaign_hash)
     history = History(settings.run_dir)
+    chronicle = Chronicle(peer_id, settings.run_dir)
+    progress = ProgressLine(board)
     server = metrics.serve(settings.metrics_port, settings.metrics_host) if settings.metrics_port is not None else None
     if server is not None:
         logger.info("metrics on %s", server.url)
     try:
         tracker = _tracker(files, settings, f"{role} {short_peer(peer_id)}")
         trackers = [] if tracker is None else [tracker]
-        yield Watchers(Observers(board, metrics, history, RoundLog(board, time.monotonic), *trackers), board)
+        log = RoundLog(board, time.monotonic)
+        progress.start()
+        yield Watchers(Observers(board, metrics, history, chronicle, log, progress, *trackers), board, chronicle)
         if tracker is not None:
             tracker.close()
     finally:
+        progress.close()
         history.close()
+        chronicle.close()
         if server is not None:
             server.close()
 
@@ -391,13 +405,6 @@ async def _with_daemon(life: asyncio.Future[None], net: Libp2p) -> None:
         await asyncio.gather(life, return_exceptions=True)
         raise UserError("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
     await life
-
-
-async def _ask_status(board: Switchboard, peer: str) -> PeerStatus | None:
-    try:
-        return PeerStatus.from_bytes(await board.ask(peer, STATUS, b"", STATUS_TIMEOUT_S))
-    except (PeerUnreachable, Refused, ValueError):
-        return None
 
 
 def _peer_of(address: str) -> str:

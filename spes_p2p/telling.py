@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
 from collections.abc import Mapping
 
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,
+    DownloadProgress,
     Evaluated,
     Observer,
     PhaseEntered,
@@ -18,13 +17,11 @@ from spes_p2p.observe.events import (
 )
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Head, Plan
+from spes_p2p.sync.plan import contributions
 from spes_p2p.sync.replica import Applied, Replica
 from spes_p2p.training.optimizer import learning_rate
 
-logger = logging.getLogger(__name__)
-
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot": "download", "blob": "download"}
-DOWNLOAD_LOG_EVERY_S = 10.0
 
 
 class Teller:
@@ -36,7 +33,6 @@ class Teller:
         self._replica = replica
         self._observer = observer
         self._evaluated_round = -1
-        self._download_logged_at: float | None = None
         self._moved: Counter[tuple[str, bool]] = Counter()
 
     def enter(self, phase: str) -> None:
@@ -86,17 +82,13 @@ class Teller:
                 seconds=dict(seconds),
                 merge_alpha=plan.merge.alpha if plan.merge is not None else 0.0,
                 learning_rate=learning_rate(head.step, training),
+                contributions=contributions(head, applied.results, training.batch_size * training.sequence_length),
             )
         )
 
     def downloading(self, done: int, total: int) -> None:
-        """Log progress now and then."""
-        now = asyncio.get_running_loop().time()
-        if self._download_logged_at is None:
-            self._download_logged_at = now
-        elif now - self._download_logged_at >= DOWNLOAD_LOG_EVERY_S:
-            self._download_logged_at = now
-            logger.info("downloading the base: %d %%", 100 * done // total)
+        """So much of the base is here."""
+        self._observer.tell(DownloadProgress("the base", done, total))
 
     def _bytes(self) -> tuple[int, int]:
         """Report what crossed the transport since the last time; returns (sent, received) in all."""

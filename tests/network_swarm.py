@@ -172,14 +172,19 @@ class LocalPeers:
         return self.run(name, ["join", address, "--listen", LOOPBACK, *options], cwd)
 
     def run(
-        self, name: str, arguments: list[str], cwd: Path = ROOT, program: tuple[str, str] = ("-m", "spes_p2p")
+        self,
+        name: str,
+        arguments: list[str],
+        cwd: Path = ROOT,
+        program: tuple[str, str] = ("-m", "spes_p2p"),
+        run_dir_option: bool = True,
     ) -> LocalPeer:
-        """Start a command on the run-dir of this name; `program` is what Python runs."""
+        """Start a command on the run-dir of this name; one without `run_dir_option` has none. `program` is what Python runs."""
         run_dir, log = self.folder / name, self.folder / f"{name}.log"
         log_start = log.stat().st_size if log.exists() else 0
         guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
         python = ["nice", "-n", str(self.niceness), *guard, sys.executable]
-        command = [*python, *program, *arguments, "--run-dir", str(run_dir)]
+        command = [*python, *program, *arguments, *(("--run-dir", str(run_dir)) if run_dir_option else ())]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=cwd

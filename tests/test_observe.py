@@ -344,7 +344,7 @@ def test_a_round_is_one_line_with_what_a_person_wants(log: pytest.LogCaptureFixt
         peer.tell(PhaseTrained(number, 10, 500, 4.6, 0.1, 12.0, 0))
         peer.tell(commit(number))
     assert log.messages[1:] == [
-        "round 2/10 · loss 4.500 · 1.23k tokens/s · experts 0 2 · 2 peers · trained 12.0 s · "
+        "round 2/10 · loss 4.500 · 1.23k tokens/s · experts 0 2 · 2 trainers · trained 12.0 s · "
         "synced 2.00 s, 1.50 MB up, 2.00 MB down · 2m40s left"
     ]
 

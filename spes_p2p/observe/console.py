@@ -9,8 +9,10 @@ from spes_p2p.observe.events import (
     BEFORE_TRAINING,
     BaseRestored,
     DigestMismatch,
+    DownloadProgress,
     Evaluated,
     Event,
+    PeersSeen,
     PhaseTrained,
     RoundCommitted,
     RoundFailed,
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 60.0
 """In a phase longer than this, a line says how far it is."""
+DOWNLOAD_EVERY_S = 10.0
+"""Between two lines about one download."""
 
 _SOURCES = {"created": "made base {}", "disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
             "reform": "no majority was left: the swarm was reformed on base {}"}
@@ -47,10 +51,15 @@ class RoundLog:
         self._board = board
         self._clock = clock
         self._spoke_at = clock()
+        self._living: frozenset[str] | None = None
+        self._waiting = {"announcing": "waiting for the plan", "downloading": "waiting for a peer that has the base"}
 
     def tell(self, event: Event) -> None:
         """Log the event if a person wants to know of it."""
-        if isinstance(event, TrainingProgress) and self._clock() - self._spoke_at < HEARTBEAT_S:
+        silent_s = self._clock() - self._spoke_at
+        if isinstance(event, TrainingProgress) and silent_s < HEARTBEAT_S:
+            return
+        if isinstance(event, DownloadProgress) and silent_s < DOWNLOAD_EVERY_S and event.done < event.total:
             return
         line = self._line(event)
         if line:
@@ -64,6 +73,10 @@ class RoundLog:
             case TrainingProgress():
                 speed = human_rate(event.tokens_per_second)
                 return f"{self._nth(event.round)} · training, step {event.steps_done}/{event.steps_planned} · {speed}"
+            case DownloadProgress():
+                return f"downloading {event.what}: {100 * event.done // max(1, event.total)} %"
+            case PeersSeen():
+                return self._who_came_and_went(event) or self._still_waiting(event)
             case PhaseTrained() if event.skipped_steps:
                 return f"{self._nth(event.round)}: {event.skipped_steps} steps left out, their loss or gradient was not finite"
             case RoundCommitted():
@@ -80,6 +93,27 @@ class RoundLog:
                 theirs = f"agreed {event.agreed[:12]}, mine {event.mine[:12]}"
                 return f"{self._nth(event.round)}: my base differs from the agreed one ({theirs}); downloading it again"
         return None
+
+    def _who_came_and_went(self, event: PeersSeen) -> str | None:
+        """For a helper, whose owner wants to know who is there."""
+        living = frozenset(event.living) - {self._board.status.peer_id}
+        before, self._living = self._living, living
+        if self._board.status.role != "helper" or before is None or before == living:
+            return None
+        came = [f"{short_peer(peer)} is here" for peer in sorted(living - before)]
+        went = [f"{short_peer(peer)} is gone" for peer in sorted(before - living)]
+        return f"{', '.join(came + went)} · {event.trainers} {'trainer' if event.trainers == 1 else 'trainers'}"
+
+    def _still_waiting(self, event: PeersSeen) -> str | None:
+        """When a wait is long, what for, and which electors the registry does not show."""
+        status = self._board.status
+        what = self._waiting.get(status.phase)
+        if what is None or min(status.phase_seconds, self._clock() - self._spoke_at) < HEARTBEAT_S:
+            return None
+        missing = sorted(set(event.electorate) - set(event.living) - {status.peer_id})
+        names = ", ".join(short_peer(peer) for peer in missing)
+        gone = f" · {len(missing)} of {len(event.electorate)} electors are not there ({names})" if missing else ""
+        return f"{self._nth(status.round + 1)} · {what} for {human_seconds(status.phase_seconds)}{gone}"
 
     def _restored(self, event: BaseRestored) -> str:
         what = _SOURCES.get(event.source, "loaded base {}").format(max(0, event.round))
@@ -98,7 +132,7 @@ class RoundLog:
         parts = [
             self._nth(event.round),
             f"swarm assembled: {len(event.members)} trainers",
-            f"I train experts {human_indices(status.owned)}",
+            f"I train experts {human_indices(status.owned)}" if status.role == "trainer" else "",
             ", ".join(f"{short_peer(peer)} {human_indices(experts)}" for peer, experts in owned),
         ]
         return " · ".join(part for part in parts if part)
@@ -107,13 +141,14 @@ class RoundLog:
         status = self._board.status
         train_s = status.round_seconds.get("train", 0.0)
         sync_s = sync_seconds(event.seconds)
+        trains = status.role == "trainer"
         parts = [
             self._nth(event.round),
             f"loss {human_loss(event.loss)}",
-            human_rate(status.tokens_per_second),
-            f"experts {human_indices(status.owned)}",
-            f"{len(event.members)} {'peer' if len(event.members) == 1 else 'peers'}",
-            f"trained {human_seconds(train_s)}" if train_s else "trained nothing",
+            human_rate(status.tokens_per_second) if trains else f"{human_count(event.tokens)} tokens",
+            f"experts {human_indices(status.owned)}" if trains else "",
+            f"{len(event.members)} {'trainer' if len(event.members) == 1 else 'trainers'}",
+            (f"trained {human_seconds(train_s)}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
         if event.dropped_parts:

@@ -91,6 +91,8 @@ class RoundCommitted:
     """Seconds by phase: announce, exchange, commit, apply."""
     merge_alpha: float = 0.0
     learning_rate: float = 0.0
+    contributions: tuple[tuple[str, int, int], ...] = ()
+    """For each member: peer id, tokens, local steps times experts trained in them."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,20 @@ class PeersSeen:
 
     trainers: int
     helpers: int
+    living: tuple[str, ...] = ()
+    """Ids of them all."""
+    electorate: tuple[str, ...] = ()
+    """Whose majority decides the next round."""
+
+
+@dataclass(frozen=True)
+class DownloadProgress:
+    """Of something that takes long to fetch."""
+
+    what: str
+    done: int
+    total: int
+    """In the same unit as `done`; both equal at the end."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,7 @@ Event = (
     | DigestMismatch
     | Evaluated
     | PeersSeen
+    | DownloadProgress
     | BytesMoved
 )
 

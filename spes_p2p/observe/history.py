@@ -46,7 +46,7 @@ class History:
         path = run_dir / HISTORY_FILE
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            _cut_torn_line(path)
+            cut_torn_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from None
@@ -100,7 +100,7 @@ def _restored(value: Any, annotation: Any) -> Any:
     return value
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
     """Drop what follows the last newline: a line that the writer did not finish."""
     if not path.exists():
         return

@@ -25,10 +25,13 @@ from spes_p2p.observe.events import (
     RoundCommitted,
     RoundFailed,
     TrainingProgress,
+    WorkDropped,
     sync_phases,
 )
 from spes_p2p.observe.plain import plain
 
+KEPT_PHASES = 12
+"""Of the round under way; a stalled one may have many."""
 PACE_ROUNDS = 8
 """Time left is estimated from the median of so many rounds."""
 
@@ -59,6 +62,10 @@ class PeerStatus:
     protocol: Count = PROTOCOL_VERSION
     phase: Word = "joining"
     """See events.PhaseEntered."""
+    phase_seconds: float = 0.0
+    """For so long it has been in this phase."""
+    phases: tuple[tuple[Word, float], ...] = ()
+    """Since the last commit: each phase, and how many seconds ago it began; the present one is the last."""
     round: Count = 0
     """The last round in its base, 0 also before any. Round 0 only assembles the swarm: so many rounds have moved weights."""
     campaign_step: Count = 0
@@ -99,6 +106,10 @@ class PeerStatus:
     received_bytes: Count = 0
     trainers_alive: Count = 0
     helpers_alive: Count = 0
+    electorate: tuple[Word, ...] = ()
+    """Peers whose majority decides the next round."""
+    dropped_tokens: Count = 0
+    """Work of this peer that was given up since it started."""
     failures: dict[Word, Count] = field(default_factory=dict)
     """Attempts that did not commit since this peer started, by reason."""
     digest_mismatches: Count = 0
@@ -134,18 +145,27 @@ class StatusBoard:
         self._status = status
         self._clock = clock
         self._started = clock()
+        self._phases: deque[tuple[str, float]] = deque([(status.phase, self._started)], maxlen=KEPT_PHASES)
         self._train_seconds = 0.0
         self._commits: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS + 1)
 
     @property
     def status(self) -> PeerStatus:
         """As of now."""
-        return replace(self._status, seconds_left=self._seconds_left(), uptime_s=self._clock() - self._started)
+        now = self._clock()
+        return replace(
+            self._status,
+            seconds_left=self._seconds_left(),
+            phase_seconds=now - self._phases[-1][1],
+            phases=tuple((name, now - began) for name, began in self._phases),
+            uptime_s=now - self._started,
+        )
 
     def tell(self, event: Event) -> None:
         """Take note of the event."""
         match event:
             case PhaseEntered():
+                self._phases.append((event.name, self._clock()))
                 self._set(phase=event.name)
             case BaseRestored():
                 self._base_restored(event)
@@ -160,6 +180,8 @@ class StatusBoard:
                 self._set(local_loss=event.loss)
             case RoundCommitted():
                 self._round_committed(event)
+            case WorkDropped():
+                self._set(dropped_tokens=self._status.dropped_tokens + event.tokens)
             case RoundFailed():
                 failures = self._status.failures
                 self._set(failures={**failures, event.reason: failures.get(event.reason, 0) + 1})
@@ -168,7 +190,7 @@ class StatusBoard:
             case Evaluated():
                 self._set(validation_loss=event.validation_loss, validation_round=max(0, event.round))
             case PeersSeen():
-                self._set(trainers_alive=event.trainers, helpers_alive=event.helpers)
+                self._set(trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate)
 
     def _base_restored(self, event: BaseRestored) -> None:
         """This peer took no part in the last round of such a base, unless it is a repair of the base that it had."""
@@ -181,6 +203,7 @@ class StatusBoard:
     def _round_committed(self, event: RoundCommitted) -> None:
         if set(event.seconds) != {"apply"}:  # a round that is only replayed to catch up tells nothing of the pace
             self._commits.append((event.round, self._clock()))
+        self._phases = deque([(self._status.phase, self._clock())], maxlen=KEPT_PHASES)
         self._base_is(event)
         trained = {"train": self._train_seconds} if self._train_seconds else {}
         self._set(
@@ -264,8 +287,15 @@ class SwarmStatus:
     owners: tuple[tuple[str, ...], ...]
     ownerless: tuple[int, ...]
     """Experts that nobody trains, once the swarm is assembled."""
+    electorate: tuple[str, ...]
+    """Peers whose majority decides the next round."""
+    electors_missing: tuple[str, ...]
+    """Those of them that did not answer."""
     failures: Mapping[str, int]
     """The most that any peer counted, by reason (one failed attempt is seen by all of its members)."""
+    digest_mismatches: int
+    dropped_tokens: int
+    """Work that was given up, all peers."""
     peers: tuple[PeerStatus, ...]
     """Trainers first, then by id."""
 
@@ -273,6 +303,11 @@ class SwarmStatus:
     def assembled(self) -> bool:
         """Has round 0 given out the experts?"""
         return any(self.owners)
+
+    @property
+    def majority_missing(self) -> bool:
+        """Do so few electors answer that no round can be decided?"""
+        return bool(self.electorate) and 2 * (len(self.electorate) - len(self.electors_missing)) <= len(self.electorate)
 
     @property
     def done(self) -> bool:
@@ -285,9 +320,10 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
     if not statuses:
         raise ValueError("no peer answered")
     peers = tuple(sorted(statuses, key=lambda status: (status.role != "trainer", status.peer_id)))
-    newest = max(status.round for status in peers)
-    leading = [status for status in peers if status.round == newest]
-    # A helper that only serves the base knows no loss or pace: prefer a peer that took part in the last round.
+    with_base = [status for status in peers if status.base_digest] or peers
+    newest = max(status.round for status in with_base)
+    leading = [status for status in with_base if status.round == newest]
+    # A peer that only downloaded the base knows no loss or pace: prefer one that took part in the last round.
     best = max(leading, key=lambda status: (status.peer_id in status.members, math.isfinite(status.loss)))
     lefts = (status.seconds_left for status in (best, *leading, *peers))
     judged = max([best, *peers], key=lambda status: (math.isfinite(status.validation_loss), status.validation_round))
@@ -315,7 +351,11 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         round_seconds=_largest([status.round_seconds for status in leading]),
         owners=best.owners,
         ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners) if any(best.owners) else (),
+        electorate=best.electorate,
+        electors_missing=tuple(sorted(set(best.electorate) - {status.peer_id for status in peers})),
         failures={reason: int(count) for reason, count in _largest([status.failures for status in peers]).items()},
+        digest_mismatches=sum(status.digest_mismatches for status in peers),
+        dropped_tokens=sum(status.dropped_tokens for status in peers),
         peers=peers,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -44,7 +44,7 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
         *last_round,
         Text(),
         _peer_table(swarm),
-        *_warnings([*_troubles(swarm), *notes]),
+        *_warnings([*troubles(swarm), *notes]),
     )
 
 
@@ -52,7 +52,7 @@ def round_line(statuses: Sequence[PeerStatus]) -> str:
     """The same in one plain line; `statuses` must not be empty."""
     swarm = gather(statuses)
     parts = _assembled(swarm) if swarm.round == 0 else _trained(swarm)
-    return " · ".join(part for part in (f"round {swarm.round}/{swarm.total_rounds}", *parts, *_troubles(swarm)) if part)
+    return " · ".join(part for part in (f"round {swarm.round}/{swarm.total_rounds}", *parts, *troubles(swarm)) if part)
 
 
 def _assembled(swarm: SwarmStatus) -> list[str]:
@@ -88,10 +88,13 @@ def _trainers(swarm: SwarmStatus) -> str:
 class SwarmView:
     """Shows a swarm until it is closed. The caller asks the peers and passes their answers to `update`."""
 
-    def __init__(self, console: Console | None = None):
-        """On a terminal a live table; otherwise one plain line whenever a round was committed."""
+    def __init__(
+        self, console: Console | None = None, line: Callable[[Sequence[PeerStatus]], str] = round_line, live: bool = True
+    ):
+        """On a terminal a live table, if `live`; otherwise one plain `line` whenever a round was committed."""
         self._console = console or Console()
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._line = line
+        self._live = Live(console=self._console, auto_refresh=False) if live and self._console.is_terminal else None
         self._printed_round = -1
         self._printed_notes: set[str] = set()
 
@@ -120,7 +123,7 @@ class SwarmView:
         committed = max((status.round for status in statuses if status.members), default=-1)
         if committed > self._printed_round:
             self._printed_round = committed
-            self._console.out(round_line(statuses), highlight=False)
+            self._console.out(self._line(statuses), highlight=False)
 
 
 def _warnings(lines: Sequence[str]) -> list[Text]:
@@ -212,13 +215,18 @@ def _owned(status: PeerStatus, experts: int) -> Text:
     return grid
 
 
-def _troubles(swarm: SwarmStatus) -> list[str]:
-    troubles = []
+def troubles(swarm: SwarmStatus) -> list[str]:
+    """What is wrong, a line each."""
+    found = []
     if swarm.ownerless:
-        troubles.append(f"nobody trains expert {human_indices(swarm.ownerless)}")
+        found.append(f"nobody trains expert {human_indices(swarm.ownerless)}")
     if not swarm.digests_equal:
-        troubles.append(f"peers at round {swarm.round} hold different bases")
+        found.append(f"peers at round {swarm.round} hold different bases")
+    if swarm.electors_missing and not swarm.done:
+        missing = ", ".join(short_peer(peer) for peer in swarm.electors_missing)
+        wait = "; rounds wait until a majority is back or the swarm reforms" if swarm.majority_missing else ""
+        found.append(f"{len(swarm.electors_missing)} of {len(swarm.electorate)} electors do not answer ({missing}){wait}")
     if swarm.failures:
         counted = ", ".join(f"{reason} {count}" for reason, count in swarm.failures.items())
-        troubles.append(f"failed attempts: {counted}")
-    return troubles
+        found.append(f"failed attempts: {counted}")
+    return found

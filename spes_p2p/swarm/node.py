@@ -179,7 +179,8 @@ class Node:
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
             self.contacts = await find_contacts(self.world, self.campaign_hash)
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
-        self._observer.tell(PeersSeen(trainers, len(self.contacts) - trainers))
+        helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
+        self._observer.tell(PeersSeen(trainers, helpers, living, self.log.head.electorate))
         await self._look_for_forks()
 
     async def _look_for_forks(self) -> None:

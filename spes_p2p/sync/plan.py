@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -135,6 +136,24 @@ def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float]) -> dict
         ratio = speed / median if speed > 0 else 1.0
         steps[peer] = max(1, round(sync_steps * min(max(ratio, 1 / MAX_SPEED_RATIO), MAX_SPEED_RATIO)))
     return steps
+
+
+def contributions(head: Head, results: Results, tokens_a_step: int) -> tuple[tuple[str, int, int], ...]:
+    """What each trainer brought into a committed round: peer id, tokens, and local steps times experts trained in them."""
+    heard, trained = set(), set()
+    for part in results.committed(head):
+        for member in results.contributors(part):
+            if part.group.expert is None:
+                heard.add(member)
+            else:
+                trained.add((member, part.group.expert))
+    experts = Counter(member for member, _ in trained)
+    members = results.plan.members
+    return tuple(
+        (member.peer, member.tokens if i in heard else 0, round(member.tokens / tokens_a_step) * experts[i])
+        for i, member in enumerate(members)
+        if member.trains
+    )
 
 
 def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Staged], helpers: tuple[str, ...]) -> Head:

@@ -1,0 +1,69 @@
+"""What a peer does at this moment, in one live line below its log: for a person at a terminal, nothing otherwise."""
+
+from __future__ import annotations
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from spes_p2p.observe.events import DownloadProgress, Event, PhaseEntered, TrainingProgress
+from spes_p2p.observe.status import StatusBoard
+from spes_p2p.observe.units import human_rate
+
+DOING = {
+    "joining": "looking around in the swarm",
+    "downloading": "waiting for a peer that has the base",
+    "training": "training",
+    "announcing": "waiting for the others and the plan",
+    "exchanging": "exchanging updates",
+    "committing": "waiting for the electors' votes",
+    "applying": "applying the round",
+    "evaluating": "evaluating on held-out text",
+    "waiting": "serving",
+    "leaving": "leaving",
+}
+
+
+class ProgressLine:
+    """Observer that keeps the line current from `start` to `close`."""
+
+    def __init__(self, board: StatusBoard, console: Console | None = None):
+        """`board` must hear of an event before this does. Default console: stderr, where the log goes."""
+        self._board = board
+        console = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[detail]}", style="dim"),
+            TimeElapsedColumn(), console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=None, detail="")
+
+    @property
+    def renderable(self) -> RenderableType:
+        """The line as it is now."""
+        return self._progress.get_renderable()
+
+    def start(self) -> None:
+        """Show it."""
+        self._progress.start()
+
+    def close(self) -> None:
+        """Take it away. Safe to call twice."""
+        self._progress.stop()
+
+    def tell(self, event: Event) -> None:
+        """Follow the event."""
+        match event:
+            case PhaseEntered():
+                status = self._board.status
+                round_number = min(status.round + 1, status.total_rounds) if status.base_digest else 0
+                self._progress.reset(
+                    self._task, total=None, description=f"round {round_number} · {DOING.get(event.name, event.name)}", detail=""
+                )
+            case TrainingProgress():
+                speed = human_rate(event.tokens_per_second)
+                self._bar(event.steps_done, event.steps_planned, f"step {event.steps_done}/{event.steps_planned} · {speed}")
+            case DownloadProgress():
+                self._progress.update(self._task, description=f"downloading {event.what}")
+                self._bar(event.done, event.total, f"{100 * event.done // max(1, event.total)} %")
+
+    def _bar(self, done: int, total: int, detail: str) -> None:
+        self._progress.update(self._task, completed=done, total=max(1, total), detail=detail)

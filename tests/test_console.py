@@ -1,0 +1,152 @@
+"""What a person at a terminal is told: by a helper of rounds and peers, of long waits, and of what goes on at this moment."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+from test_observe import Clock, assembly, commit, new_board, shown, status_after
+
+from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, RoundLog
+from spes_p2p.observe.events import (
+    BaseRestored,
+    DownloadProgress,
+    Observers,
+    PeersSeen,
+    PhaseEntered,
+    TrainingProgress,
+)
+from spes_p2p.observe.progress import ProgressLine
+from spes_p2p.observe.status import gather
+
+ELECTORS = ("helper", "peer-aaaaaa", "peer-bbbbbb")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="spes_p2p")
+    return caplog
+
+
+def console_of(clock: Clock, peer_id: str, role: str) -> Observers:
+    board = new_board(clock, peer_id, role)
+    return Observers(board, RoundLog(board, clock))
+
+
+def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    helper = console_of(clock, "helper", "helper")
+    for committed in (assembly(), commit(1), commit(2, dropped_parts=3)):
+        clock.now += 20
+        helper.tell(committed)
+    assert log.messages == [
+        "round 0/10 · swarm assembled: 2 trainers · aaaaaa 0 2, bbbbbb 1-2",
+        "round 1/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · 3m00s left",
+        "round 2/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · "
+        "3 of 10 parts left out · 2m40s left",
+    ]
+
+
+def test_a_helper_says_who_comes_and_who_goes(log: pytest.LogCaptureFixture) -> None:
+    helper = console_of(Clock(), "helper", "helper")
+    for living in (("helper",), ("helper",), ("helper", "peer-aaaaaa", "peer-bbbbbb"), ("helper", "peer-bbbbbb")):
+        helper.tell(PeersSeen(len(living) - 1, 1, living, ELECTORS))
+    assert log.messages == ["aaaaaa is here, bbbbbb is here · 2 trainers", "aaaaaa is gone · 1 trainer"]
+
+
+def test_a_trainer_does_not_repeat_who_is_there(log: pytest.LogCaptureFixture) -> None:
+    trainer = console_of(Clock(), "peer-aaaaaa", "trainer")
+    for living in (("peer-aaaaaa",), ("peer-aaaaaa", "peer-bbbbbb")):
+        trainer.tell(PeersSeen(len(living), 0, living, ELECTORS))
+    assert log.messages == []
+
+
+def test_a_long_wait_says_what_for_and_which_electors_are_missing(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    trainer = console_of(clock, "peer-aaaaaa", "trainer")
+    trainer.tell(commit(3))
+    trainer.tell(PhaseEntered("announcing"))
+    log.clear()
+    for _ in range(30):
+        clock.now += HEARTBEAT_S / 12
+        trainer.tell(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ELECTORS))
+    assert log.messages == [
+        f"round 4/10 · waiting for the plan for {minutes}m00s · 1 of 3 electors are not there (bbbbbb)" for minutes in (1, 2)
+    ]
+
+
+def test_a_download_speaks_every_ten_seconds_and_at_its_end(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    trainer = console_of(clock, "peer-aaaaaa", "trainer")
+    for done in range(1, 101):
+        clock.now += DOWNLOAD_EVERY_S / 40
+        trainer.tell(DownloadProgress("the base", done, 100))
+    assert log.messages == ["downloading the base: 40 %", "downloading the base: 80 %", "downloading the base: 100 %"]
+
+
+def test_a_peer_without_a_base_does_not_speak_for_those_who_have_one() -> None:
+    waiting = status_after(peer_id="peer-cccccc")
+    swarm = gather([waiting, status_after(commit(5))])
+    assert (swarm.round, swarm.loss, swarm.base_digest) == (5, 4.5, "digest5")
+
+
+def test_missing_electors_are_named_and_a_lost_majority_is_said() -> None:
+    seen = PeersSeen(2, 1, ELECTORS, ELECTORS)
+    one = status_after(commit(5), seen)
+    helper = status_after(seen, peer_id="helper", role="helper")
+    swarm = gather([one, helper])
+    assert (swarm.electorate, swarm.electors_missing, swarm.majority_missing) == (ELECTORS, ("peer-bbbbbb",), False)
+    assert "! 1 of 3 electors do not answer (bbbbbb)" in shown([one, helper])
+    assert gather([one]).majority_missing
+    assert "2 of 3 electors do not answer (helper, bbbbbb); rounds wait until a majority is back" in shown([one], width=200)
+    assert "electors" not in shown([one, helper, status_after(commit(5), seen, peer_id="peer-bbbbbb")])
+
+
+def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
+    clock = Clock()
+    board = new_board(clock)
+    clock.now = 30.0
+    board.tell(PhaseEntered("announcing"))
+    clock.now = 42.0
+    assert board.status.phase_seconds == 12.0
+    assert board.status.phases == (("joining", 42.0), ("announcing", 12.0))
+    board.tell(commit(1))
+    assert board.status.phases == (("announcing", 0.0),)
+
+
+def line_at_a_terminal(*events: PhaseEntered | TrainingProgress | DownloadProgress | BaseRestored) -> str:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=120, color_system=None)
+    board = new_board(Clock())
+    line = ProgressLine(board, console)
+    peer = Observers(board, line)
+    for event in (BaseRestored(2, 20, 100, 2000, "digest2", "disk"), *events):
+        peer.tell(event)
+    console.print(line.renderable)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ((PhaseEntered("announcing"),), ["round 3 · waiting for the others and the plan"]),
+        ((PhaseEntered("training"), TrainingProgress(3, 5, 20, 1234.0)), ["round 3 · training", "step 5/20 · 1.23k tokens/s"]),
+        ((PhaseEntered("downloading"), DownloadProgress("the base", 1, 4)), ["downloading the base", "25 %"]),
+        ((PhaseEntered("invented"),), ["round 3 · invented"]),
+    ],
+)
+def test_at_a_terminal_one_line_says_what_goes_on(events: tuple[PhaseEntered, ...], expected: list[str]) -> None:
+    line = line_at_a_terminal(*events)
+    assert [text for text in expected if text not in line] == []
+
+
+def test_without_a_terminal_there_is_no_live_line() -> None:
+    output = io.StringIO()
+    line = ProgressLine(new_board(Clock()), Console(file=output))
+    line.start()
+    line.tell(PhaseEntered("training"))
+    line.close()
+    line.close()
+    assert output.getvalue() == ""
