@@ -1,0 +1,262 @@
+"""The dashboard's data and server, without a browser: what a page is told of swarms of any size, and of none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from network_swarm import call
+from synthetic_swarm import synthetic_swarm
+
+from spes_p2p.config import load_campaign_config
+from spes_p2p.dashboard.server import content_policy, make_app, run_dashboard, serving
+from spes_p2p.dashboard.view import MAX_POINTS, series, swarm_view, thinned
+from spes_p2p.dashboard.watch import Live, Memory
+from spes_p2p.errors import UserError
+from spes_p2p.observe.rounds import NOTHING
+from spes_p2p.observe.status import swarm_status
+from spes_p2p.swarm.remember import HistoryPage
+
+CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+PAGE = Path(__file__).parents[1] / "spes_p2p/dashboard/page.html"
+
+
+def view_of(peers: int, experts: int, rounds: int = 20) -> dict[str, Any]:
+    swarm = synthetic_swarm(peers, experts, rounds)
+    return swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+
+
+def as_json(document: Any) -> str:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+
+def test_the_view_says_the_same_as_status_json() -> None:
+    swarm = synthetic_swarm(5, 16, 30)
+    view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    status = swarm_status(swarm.statuses)
+    different = {"peers", "owners"}
+    assert {name: view[name] for name in status if name not in different} == {
+        name: value for name, value in status.items() if name not in different
+    }
+    ids = [peer["peer_id"] for peer in view["peers"]]
+    assert [[ids[place] for place in owners] for owners in view["owners"]] == status["owners"]
+    for shown, said in zip(view["peers"], status["peers"], strict=True):
+        assert {name: shown[name] for name in said if name in shown} == {
+            name: value for name, value in said.items() if name not in ("owners", "members", "electorate", "phases")
+        }
+
+
+def test_64_peers_and_128_experts_are_a_message_of_moderate_size() -> None:
+    swarm = synthetic_swarm(64, 128, 2000, total_rounds=4000)
+    view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    curves = series(swarm.records, {}, CONFIG)
+    assert (len(view["peers"]), len(view["owners"])) == (65, 128)
+    assert len(as_json(view)) < 300_000
+    assert len(as_json(curves)) < 100_000
+    assert len(curves["rounds"]["round"]) == MAX_POINTS
+    assert curves["rounds"]["round"][-1] == 2000
+
+
+def test_a_timeline_is_made_of_spans_that_follow_each_other_and_end_now() -> None:
+    for peer in view_of(3, 4)["peers"][:3]:
+        spans = peer["timeline"]
+        assert spans[-1][0] == "train"
+        assert spans[-1][2] == 0
+        assert all(began >= ended for _, began, ended in spans)
+        assert [phase for phase, _, _ in spans[:5]] == ["train", "announce", "exchange", "commit", "apply"]
+        for before, after in pairwise(spans[:5]):
+            assert before[2] == pytest.approx(after[1], abs=0.02)
+
+
+def test_the_round_under_way_is_on_the_timeline_too() -> None:
+    swarm = synthetic_swarm(1, 1, 2)
+    waits = replace(swarm.statuses[0], phase="exchanging", phases=(("training", 9.0), ("announcing", 3.0), ("exchanging", 1.0)))
+    [peer] = swarm_view([waits], {}, swarm.totals, swarm.now)["peers"]
+    assert peer["timeline"] == [("train", 9.0, 3.0), ("announce", 3.0, 1.0), ("exchange", 1.0, 0.0)]
+
+
+def test_who_is_gone_keeps_its_share_of_the_work() -> None:
+    swarm = synthetic_swarm(4, 8, 10)
+    left = swarm.statuses[0].peer_id
+    view = swarm_view([status for status in swarm.statuses if status.peer_id != left], swarm.by_peer, swarm.totals, swarm.now)
+    assert [peer["peer_id"] for peer in view["gone"]] == [left]
+    assert sum(peer["tokens"] for peer in (*view["peers"], *view["gone"])) == view["total_tokens"]
+
+
+def test_tokens_a_second_are_a_rounds_tokens_by_the_time_since_the_round_before() -> None:
+    records = synthetic_swarm(2, 4, 6).records
+    curves = series([record for record in records if record.round != 3], {5: {"a": (10, 1), "b": (20, 3)}}, CONFIG)["rounds"]
+    at = {number: i for i, number in enumerate(curves["round"])}
+    expected = records[2].tokens / (records[2].time - records[1].time)
+    assert curves["tokens_per_second"][at[2]] == pytest.approx(expected)
+    assert curves["tokens_per_second"][at[4]] is None
+    assert (curves["sent_bytes"][at[5]], curves["received_bytes"][at[5]], curves["sent_bytes"][at[4]]) == (15, 2, None)
+
+
+def test_the_schedule_reaches_from_the_first_step_to_the_last() -> None:
+    schedule = series([], {}, CONFIG)["schedule"]
+    assert (schedule[0][0], schedule[-1][0]) == (0, CONFIG.training.total_steps)
+    assert schedule[0][2] == CONFIG.merge.merge_alpha_start
+    assert schedule[-1][2] == 0
+    assert schedule[-1][1] == pytest.approx(CONFIG.training.learning_rate * CONFIG.training.min_lr_ratio)
+
+
+@pytest.mark.parametrize("count", [0, 1, 599, 600, 601, 1201, 10_000])
+def test_a_thinned_curve_ends_where_the_whole_one_does(count: int) -> None:
+    kept = thinned(count, 600)
+    assert len(kept) == min(count, 600)
+    assert kept == sorted(set(kept))
+    assert not count or kept[-1] == count - 1
+
+
+def test_records_are_put_on_our_clock() -> None:
+    record = synthetic_swarm(1, 1, 1).records[1]
+    memory = Memory()
+    [heard] = memory.hear(HistoryPage(record.time + 5.0, (record,), NOTHING), now=1000.0)
+    assert heard.time == pytest.approx(995.0)
+    assert memory.records[1].time == heard.time
+
+
+# The server --------------------------------------------------------------------------------------------------------------
+
+
+def published(peers: int = 3, experts: int = 8) -> Live:
+    swarm = synthetic_swarm(peers, experts, 20)
+    live = Live(join="spes-p2p join somewhere")
+    live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    live.status = swarm_status(swarm.statuses)
+    live.curves, live.curves_version = series(swarm.records, {}, CONFIG), 1
+    live.be("live", "")
+    return live
+
+
+def visit(live: Live, look: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+            await asyncio.wait_for(look(session, url), 20)
+
+    asyncio.run(run())
+
+
+async def next_event(response: aiohttp.ClientResponse) -> tuple[str, Any]:
+    name = (await response.content.readline()).decode().removeprefix("event: ").strip()
+    data = (await response.content.readuntil(b"\n\n")).decode().removeprefix("data: ")
+    return name, json.loads(data)
+
+
+def test_every_document_is_served() -> None:
+    live = published()
+
+    async def look(session: aiohttp.ClientSession, url: str) -> None:
+        for path, expected in (("status.json", live.status), ("series.json", live.curves)):
+            async with session.get(url + path) as response:
+                assert await response.json() == json.loads(as_json(expected))
+        async with session.get(url + "view.json") as response:
+            document = await response.json()
+        assert (document["state"], document["join"]) == ("live", "spes-p2p join somewhere")
+        assert document["swarm"] == json.loads(as_json(live.view))
+        async with session.get(url + "nothing") as response:
+            assert response.status == 404
+
+    visit(live, look)
+
+
+def test_news_reach_an_open_page() -> None:
+    live = published()
+
+    async def look(session: aiohttp.ClientSession, url: str) -> None:
+        async with session.get(url + "events") as response:
+            assert (await next_event(response))[0] == "series"
+            name, document = await next_event(response)
+            assert (name, document["state"]) == ("view", "live")
+            live.be("silent", "gone")
+            assert (await next_event(response))[1]["state"] == "silent"
+            live.curves_version += 1
+            live.publish()
+            assert (await next_event(response))[0] == "series"
+
+    visit(live, look)
+
+
+def test_the_page_brings_everything_and_may_load_nothing() -> None:
+    async def look(session: aiohttp.ClientSession, url: str) -> None:
+        async with session.get(url) as response:
+            assert response.content_type == "text/html"
+            policy = response.headers["Content-Security-Policy"]
+            page = await response.text()
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in page
+
+    visit(Live(), look)
+
+
+def test_the_page_has_no_way_to_turn_text_into_markup() -> None:
+    page = PAGE.read_text()
+    ways = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", " style=", "DOMParser", "srcdoc")
+    assert [way for way in ways if way in page] == []
+    assert content_policy(page).count("sha256-") == 2
+
+
+def test_a_used_port_is_named() -> None:
+    async def run() -> None:
+        async with serving(Live(), "127.0.0.1", 0) as url:
+            port = int(url.rsplit(":", 1)[1].strip("/"))
+            with pytest.raises(UserError, match=rf"--port {port}: cannot listen on 127.0.0.1:{port} \(it is in use\)"):
+                async with serving(Live(), "127.0.0.1", port):
+                    pass
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nonsense"], "is not the address of a peer"),
+        ([NOBODY, "--port", "99999"], "--port 99999: a port is a number"),
+        ([NOBODY, "--port", "many"], "--port"),
+        ([], "Missing argument"),
+        ([NOBODY, "--host", "no.such.host.invalid", "--port", "0"], "no.such.host.invalid"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(arguments: list[str], expected: str) -> None:
+    ended = call("dashboard", *arguments)
+    assert ended.code == 2
+    assert expected in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.network
+def test_without_a_swarm_it_says_so_and_keeps_trying() -> None:
+    async def run() -> None:
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(run_dashboard([NOBODY], "127.0.0.1", 0, url.set_result))
+        try:
+            async with aiohttp.ClientSession() as session, session.get(await url + "events") as response:
+                _, document = await next_event(response)
+                assert (document["state"], document["swarm"]) == ("searching", None)
+                assert NOBODY in document["message"]
+                while "tried 2 times" not in document["message"]:
+                    _, document = await next_event(response)
+                assert document["message"].startswith("no peer answers at")
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_unknown_numbers_are_null() -> None:
+    assert math.isnan(synthetic_swarm(1, 1, 1).statuses[-1].local_loss)
+    assert view_of(1, 1)["peers"][-1]["local_loss"] is None
+    assert make_app(Live()) is not None

@@ -1,0 +1,292 @@
+"""The dashboard in headless Chromium, on a real swarm and on synthetic ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from network_swarm import LocalPeer, LocalPeers, call, write_variant
+from sample_text import write_test_campaign
+from synthetic_swarm import Synthetic, synthetic_swarm
+
+from spes_p2p.config import load_campaign_config
+from spes_p2p.dashboard.server import serving
+from spes_p2p.dashboard.view import series, swarm_view
+from spes_p2p.dashboard.watch import Live
+from spes_p2p.observe.status import PeerStatus
+
+playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.network,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
+]
+
+CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+PATIENCE_S = 60.0
+
+
+@asynccontextmanager
+async def browser_page(url: str, viewport: dict[str, int] = DESKTOP, scheme: str = "light") -> AsyncIterator[Any]:
+    """The page at `url`; a script error in it fails the test."""
+    errors: list[str] = []
+    async with playwright.async_playwright() as engine:
+        browser = await engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            page = await browser.new_page(viewport=viewport, color_scheme=scheme)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            await page.goto(url)
+            yield page
+        finally:
+            await browser.close()
+    assert errors == []
+
+
+def look_at(swarm: Synthetic, look: Callable[[Any, Live], Awaitable[None]], **options: Any) -> None:
+    """Show a synthetic swarm and look at the page."""
+
+    async def run() -> None:
+        live = Live(join="spes-p2p join /ip4/203.0.113.7/tcp/31337/p2p/Qm")
+        show(live, swarm)
+        async with serving(live, "127.0.0.1", 0) as url, browser_page(url, **options) as page:
+            await page.wait_for_selector("#peers tr")
+            await look(page, live)
+
+    asyncio.run(run())
+
+
+def show(live: Live, swarm: Synthetic) -> None:
+    live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    live.curves = series(swarm.records, {}, CONFIG)
+    live.curves_version += 1
+    live.updated = time.time()
+    live.be("live", "")
+
+
+async def value(page: Any, name: str) -> Any:
+    return json.loads(await page.get_attribute(f"#{name}", "data-value"))
+
+
+async def until(page: Any, condition: str) -> None:
+    """Wait for a JavaScript condition (the page's own policy forbids playwright's way of doing that)."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not await page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        await asyncio.sleep(0.05)
+
+
+async def widths(page: Any) -> tuple[int, int]:
+    return tuple(await page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]"))
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_64_peers_and_128_experts_fit(viewport: dict[str, int], scheme: str) -> None:
+    async def look(page: Any, live: Live) -> None:
+        assert await page.locator("#peers tr").count() == 65
+        assert await page.locator("#grid .cell").count() == 128
+        assert await page.locator("#timeline rect").count() > 64 * 8
+        scrolled, shown = await widths(page)
+        assert scrolled <= shown
+        assert await page.locator("#chart-loss path").count() >= 2
+
+    look_at(synthetic_swarm(64, 128, 380), look, viewport=viewport, scheme=scheme)
+
+
+def test_light_and_dark_are_readable() -> None:
+    papers = []
+    for scheme in ("light", "dark"):
+        async def look(page: Any, live: Live) -> None:
+            for name in ("loss", "campaign_hash", "validation_round"):
+                ink, paper = await page.evaluate(
+                    f"[document.getElementById('{name}'), document.body].map(e => getComputedStyle(e))"
+                    ".map((style, i) => i ? style.backgroundColor : style.color)"
+                )
+                assert contrast(ink, paper) >= 4.5
+            papers.append(paper)
+
+        look_at(synthetic_swarm(2, 4, 5), look, scheme=scheme)
+    assert luminance(papers[0]) > 0.9
+    assert luminance(papers[1]) < 0.05
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `rgb(r, g, b)` (WCAG 2.2)."""
+    channels = [int(number) / 255 for number in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_what_peers_say_is_text_and_never_markup() -> None:
+    evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>\"'&"
+
+    def poison(status: PeerStatus) -> PeerStatus:
+        return replace(
+            status, phase=evil, role="trainer", peer_id=f"{evil}{status.peer_id[-4:]}", campaign=evil, campaign_hash=evil,
+            base_digest=evil, failures={evil: 3}, round_seconds={evil: 1.0}, owners=((evil,),), electorate=(evil,),
+        )
+
+    honest = synthetic_swarm(3, 8, 12)
+    swarm = replace(honest, statuses=[poison(status) for status in honest.statuses])
+
+    async def look(page: Any, live: Live) -> None:
+        assert await page.text_content("#campaign") == evil
+        assert await page.locator("img").count() == 0
+        assert await page.locator("script").count() == 1
+        assert "owned" not in (await page.title()).replace(evil, "")
+        assert evil.replace("_", " ") in await page.text_content("#failure_reasons")
+
+    look_at(swarm, look)
+
+
+def test_the_page_follows_without_reloading_and_says_when_nobody_answers() -> None:
+    async def look(page: Any, live: Live) -> None:
+        await page.evaluate("window.loadedOnce = true")
+        show(live, synthetic_swarm(4, 8, 21))
+        await until(page, "document.getElementById('round').dataset.value === '21'")
+        assert await page.locator("#peers tr").count() == 5
+        live.be("silent", "no peer of the campaign answers; trying again")
+        await page.wait_for_selector("#banner:not([hidden])")
+        assert "No peer answers since" in await page.text_content("#banner")
+        assert await page.is_visible("#main")
+        show(live, synthetic_swarm(4, 8, 22))
+        await page.wait_for_selector("#banner", state="hidden")
+        assert await page.evaluate("window.loadedOnce")
+
+    look_at(synthetic_swarm(3, 8, 20), look)
+
+
+def test_trouble_is_said_at_the_top() -> None:
+    honest = synthetic_swarm(3, 8, 12)
+    electorate = ("Qm" + "z" * 44, honest.statuses[0].peer_id, honest.statuses[1].peer_id)
+    statuses = [replace(s, owners=((), *s.owners[1:]), electorate=electorate) for s in honest.statuses]
+
+    async def look(page: Any, live: Live) -> None:
+        banner = await page.text_content("#banner")
+        assert "nobody trains expert 0" in banner
+        assert "1 of 3 electors do not answer (zzzzzz)" in banner
+        assert await page.locator("#grid .ownerless").count() == 1
+
+    look_at(replace(honest, statuses=statuses), look)
+
+
+def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
+    async def run() -> None:
+        live = Live()
+        live.be("searching", "no peer answers at /ip4/127.0.0.1/tcp/9; tried 3 times, trying again")
+        async with serving(live, "127.0.0.1", 0) as url, browser_page(url) as page:
+            await until(page, "document.getElementById('searching-message').textContent.includes('tried 3 times')")
+            assert "Looking for the swarm" in await page.text_content("#searching")
+            assert not await page.is_visible("#main")
+
+    asyncio.run(run())
+
+
+def test_the_join_line_is_copied() -> None:
+    async def look(page: Any, live: Live) -> None:
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await page.click("#copy")
+        await until(page, "document.getElementById('copy').textContent === 'Copied'")
+        assert await page.evaluate("navigator.clipboard.readText()") == live.join
+
+    look_at(synthetic_swarm(2, 4, 5), look)
+
+
+# A real swarm behind it --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+    """Two trainers in a campaign whose rounds last longer than a look at them."""
+    campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
+    training, merge = {"total_steps": 400_000, "sync_steps": 800}, {"merge_interval": 800}
+    config = write_variant(campaign, "long.yaml", training=training, merge=merge)
+    with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
+        peers.niceness = 10
+        address = peers.bootstrap(config).address
+        for name in ("peer-0", "peer-1"):
+            peers.join(name, address)
+        peers.wait_for_round(1, 150)
+        yield peers
+
+
+@pytest.fixture(scope="module")
+def dashboard(swarm: LocalPeers) -> LocalPeer:
+    """The command, as a user starts it."""
+    process = swarm.run("dashboard", ["dashboard", swarm["bootstrap"].address, "--port", "0"], run_dir_option=False)
+    swarm.wait(lambda: dashboard_url(process), PATIENCE_S, "the dashboard says its address")
+    return process
+
+
+def dashboard_url(process: LocalPeer) -> str:
+    found = re.search(r"http://127\.0\.0\.1:\d+/", process.log)
+    return found.group() if found else ""
+
+
+SAME = (
+    "campaign", "campaign_hash", "round", "campaign_step", "total_tokens", "loss", "validation_loss", "validation_round",
+    "round_tokens", "base_digest", "digests_equal", "failures",
+)
+
+
+def test_values_on_the_page_equal_status_json(swarm: LocalPeers, dashboard: LocalPeer) -> None:
+    async def run() -> None:
+        async with browser_page(dashboard_url(dashboard)) as page:
+            await page.wait_for_selector("#peers tr", timeout=1000 * PATIENCE_S)
+            deadline = time.monotonic() + PATIENCE_S
+            while True:
+                before = await asyncio.to_thread(status, swarm)
+                shown = {name: await value(page, name) for name in SAME}
+                owners = await page.eval_on_selector_all("#grid .cell", "cells => cells.map(c => +c.dataset.expert)")
+                peers = await page.eval_on_selector_all("#peers tr", "rows => rows.map(row => row.dataset.peer)")
+                traffic = await value(page, "traffic")
+                different = {name: (before[name], shown[name]) for name in SAME if before[name] != shown[name]}
+                if not different:
+                    break
+                assert time.monotonic() < deadline, different
+            assert sorted(owners) == [0, 1, 2, 3]
+            assert peers == [peer["peer_id"] for peer in before["peers"]]
+            assert traffic == before["round_sent_bytes"]
+            assert swarm["bootstrap"].address in await page.text_content("#join")
+
+    asyncio.run(run())
+
+
+def test_it_shows_the_next_round_by_itself_with_its_curve_and_phases(swarm: LocalPeers, dashboard: LocalPeer) -> None:
+    async def run() -> None:
+        async with browser_page(dashboard_url(dashboard)) as page:
+            await page.wait_for_selector("#peers tr", timeout=1000 * PATIENCE_S)
+            seen = await value(page, "round")
+            await until(page, f"+document.getElementById('round').dataset.value > {seen}")
+            await page.wait_for_selector("#timeline .f-exchange", timeout=1000 * PATIENCE_S)
+            assert await page.locator("#chart-loss path.s-blue").count() == 1
+            shares = [json.loads(text) for text in await page.eval_on_selector_all(
+                "#peers b", "cells => cells.map(cell => cell.dataset.value)")]
+            assert sum(shares) == pytest.approx(1.0)
+
+    asyncio.run(run())
+
+
+def status(swarm: LocalPeers) -> dict[str, Any]:
+    ended = call("status", swarm["bootstrap"].address, "--json")
+    assert ended.code == 0, ended.stderr
+    document: dict[str, Any] = json.loads(ended.stdout)
+    return document
