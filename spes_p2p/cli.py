@@ -19,6 +19,7 @@ from spes_p2p.errors import UserError
 
 if TYPE_CHECKING:
     from spes_p2p.campaign import CampaignFiles
+    from spes_p2p.exporting import Exportable
 
 app = typer.Typer(
     help="Peer-to-peer training of mixture-of-experts language models.",
@@ -31,6 +32,9 @@ app = typer.Typer(
 ConfigFile = Annotated[Path, typer.Option("--config", help="Campaign file (YAML).")]
 RunDir = Annotated[Path, typer.Option(help="Where the peer keeps its state; started on it again, the peer continues.")]
 Addresses = Annotated[list[str], typer.Argument(metavar="ADDRESS...", help="Of any peer of the campaign: /ip4/.../p2p/...")]
+FromAddresses = Annotated[
+    list[str] | None, typer.Option("--from", metavar="ADDRESS", help="Of any peer of a running swarm; several are possible.")
+]
 Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; may be given several times.")]
 Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that others should dial, behind NAT.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key of the peer's id. Default: identity.key in the run-dir.")]
@@ -203,20 +207,23 @@ def swarm(
 
 
 @app.command()
-def status(addresses: Addresses, as_json: AsJson = False) -> None:
+def status(
+    addresses: Addresses,
+    as_json: AsJson = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep showing it until the campaign is done; a line a round when not a terminal.")
+    ] = False,
+) -> None:
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic."""
     from spes_p2p.observe.status import swarm_status
     from spes_p2p.observe.table import render_status
-    from spes_p2p.session import visiting
+    from spes_p2p.watch import look_once, watch_swarm
 
     _log("warning", False)
-
-    async def look() -> Any:
-        with tempfile.TemporaryDirectory(prefix="spes-status-") as folder:
-            async with visiting(addresses, Path(folder) / "identity.key") as ask_all:
-                return await ask_all()
-
-    statuses = _run(look())
+    if watch:
+        _run(watch_swarm(addresses, as_json))
+        return
+    statuses = _run(look_once(addresses))
     if not statuses:
         raise UserError(f"{addresses[0]}: reached, but no peer of the campaign answers; try again in a moment")
     if as_json:
@@ -276,6 +283,19 @@ def doctor(
     else:
         Console(soft_wrap=True).print(render_checks(checks))
     raise typer.Exit(1 if worst(checks) == "failure" else 0)
+
+
+@app.command()
+def dashboard(
+    addresses: Addresses,
+    port: Annotated[int, typer.Option(help="Port of the page; 0: any free one.")] = 8700,
+    host: Annotated[str, typer.Option(help="Address to serve it on; 0.0.0.0: every interface.")] = "127.0.0.1",
+) -> None:
+    """Show a running swarm as a web page that stays live. Ctrl-C ends it."""
+    from spes_p2p.dashboard.server import run_dashboard
+
+    _log("warning", False)
+    _run(run_dashboard(addresses, host, port, lambda url: print(f"dashboard on {url}", flush=True)))
 
 
 @app.command()
@@ -346,47 +366,64 @@ def describe(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Option(help="Run-dir of a trainer.")],
     output: Annotated[Path, typer.Option(help="Folder of the checkpoint; must not exist.")],
+    run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer.")] = None,
+    addresses: FromAddresses = None,
+    push_to: Annotated[str | None, typer.Option(help="Upload it to this repository of the Hub: OWNER/NAME.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make that repository private when it is new.")] = False,
 ) -> None:
-    """Write the last committed base of a run-dir as a Hugging Face checkpoint."""
-    from spes_p2p.campaign import TOKENIZER_FILE
-    from spes_p2p.model.build import layout_of
-    from spes_p2p.model.export import export_checkpoint
-    from spes_p2p.session import load_run_dir_base
+    """Write a committed base as a Hugging Face checkpoint with a model card: of a run-dir, or of a running swarm."""
+    from spes_p2p.exporting import from_run_dir, push_to_hub
 
-    files, base = load_run_dir_base(run_dir)
-    if base.round < 0:
-        raise UserError(f"{run_dir}: holds base 0 only, which is not trained (a bootstrap peer keeps no newer one); "
-                        "give a trainer's --run-dir")
-    config = files.campaign.config
-    data, weights = config.data, base.values[: layout_of(config.model).size]
-    tokenizer = run_dir / TOKENIZER_FILE
-    export_checkpoint(config.model, weights, tokenizer, data.eos_token, data.pad_token, output)
-    print(f"base of round {base.round} (digest {base.digest[:12]}): {output}")
+    if (run_dir is None) == (not addresses):
+        raise UserError("export: give either --run-dir of a peer or --from with an address of the swarm")
+    if output.exists():
+        raise UserError(f"{output}: exists already; give another output directory or remove it")
+    made = from_run_dir(run_dir) if run_dir is not None else _download_base(addresses or [])
+    made.write(output)
+    print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")
+    if push_to is not None:
+        print(push_to_hub(output, push_to, private))
 
 
 @app.command()
 def evaluate(
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint.")],
     tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas.")],
+    model_dir: Annotated[Path | None, typer.Argument(help="A Hugging Face checkpoint.")] = None,
+    addresses: FromAddresses = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt. Default: the task's own number.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder of task definitions of your own.")] = None,
     limit: Annotated[int | None, typer.Option(help="Examples of each task at most.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Write the results to this file as JSON.")] = None,
 ) -> None:
-    """Evaluate a checkpoint with lm-eval."""
+    """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval."""
     from spes_p2p import evaluate as evaluation
 
-    results = evaluation.evaluate(
-        model_dir, [task for task in tasks.split(",") if task], num_fewshot, include_path, limit, device
-    )
+    if (model_dir is None) == (not addresses):
+        raise UserError("evaluate: give either a checkpoint folder or --from with an address of the swarm")
+    named = [task for task in tasks.split(",") if task]
+    with tempfile.TemporaryDirectory(prefix="spes-evaluate-") as folder:
+        origin = {}
+        if model_dir is None:
+            made, model_dir = _download_base(addresses or []), Path(folder) / "checkpoint"
+            made.write(model_dir)
+            origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
+        results = {**evaluation.evaluate(model_dir, named, num_fewshot, include_path, limit, device), **origin}
     text = json.dumps(results, indent=2)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n")
     print(text)
+
+
+def _download_base(addresses: list[str]) -> Exportable:
+    from spes_p2p.exporting import from_swarm
+
+    _log("warning", False)
+    with _ProgressBar("downloading the base") as update:
+        made: Exportable = _run(from_swarm(addresses, update))
+    return made
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

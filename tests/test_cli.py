@@ -244,6 +244,18 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "describe other dtype": (lambda p: describe(p, TOO_LARGE[:2] * 6, "--dtype", "uint32"), ("tokens.npy",)),
     "describe cut short": (lambda p: describe(p, TOO_LARGE[:3]), ("tokens.npy",)),
     "export no run-dir": (lambda p: ["export", "--run-dir", str(p.folder), "--output", p.output], ("not a peer's run-dir",)),
+    "export of nothing": (lambda p: ["export", "--output", p.output], ("give either --run-dir of a peer or --from",)),
+    "export of two": (
+        lambda p: ["export", "--run-dir", str(p.folder), "--from", NOBODY, "--output", p.output], ("give either --run-dir",)
+    ),
+    "export from nobody": (lambda p: ["export", "--from", NOBODY, "--output", p.output], ("no peer answers at", NOBODY)),
+    "export from nonsense": (lambda p: ["export", "--from", "x", "--output", p.output], ("not the address of a peer",)),
+    "export over something": (
+        lambda p: ["export", "--from", NOBODY, "--output", str(p.folder)], ("exists already; give another output",)
+    ),
+    "evaluate nothing": (lambda p: ["evaluate", "--tasks", "arc_easy"], ("a checkpoint folder or --from",)),
+    "evaluate from nobody": (lambda p: ["evaluate", "--from", NOBODY, "--tasks", "arc_easy"], ("no peer answers at", NOBODY)),
+    "watch nobody": (lambda p: ["status", NOBODY, "--watch"], ("no peer answers at", NOBODY)),
     "evaluate no model": (lambda p: ["evaluate", str(p.folder), "--tasks", "arc_easy"], ("config.json",)),
 }
 
@@ -371,7 +383,14 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
 def test_an_untrained_base_is_not_exported(swarm_place: Place, running: LocalPeers) -> None:
     run_dir = str(running["bootstrap"].run_dir)
     arguments = ["export", "--run-dir", run_dir, "--output", str(swarm_place.folder / "exported")]
-    assert_refused(swarm_place.folder, arguments, run_dir, "holds base 0 only", "give a trainer's --run-dir")
+    assert_refused(swarm_place.folder, arguments, run_dir, "holds base 0 only", "give another --run-dir")
+
+
+@pytest.mark.network
+def test_a_swarm_without_a_trained_base_exports_nothing(swarm_place: Place, running: LocalPeers) -> None:
+    address = running["bootstrap"].address
+    arguments = ["export", "--from", address, "--output", str(swarm_place.folder / "exported")]
+    assert_refused(swarm_place.folder, arguments, address, "nobody there serves a trained base")
 
 
 @pytest.mark.network

@@ -168,6 +168,65 @@ def test_status_shows_the_swarm_as_it_is(endless: LocalPeers) -> None:
     assert status["tokens_per_second"] > 0
 
 
+def test_a_watched_swarm_is_a_line_a_round(endless: LocalPeers) -> None:
+    watcher = endless.run("watcher", ["status", "--watch", endless["bootstrap"].address], run_dir_option=False)
+    endless.wait(lambda: len(watcher.log.splitlines()) >= 3, START_S, "three rounds are shown")
+    endless.kill("watcher")
+    numbers = [int(line.split("/")[0].removeprefix("round ")) for line in watcher.log.splitlines()]
+    assert numbers == sorted(set(numbers))
+    assert all(" · loss " in line and " tokens/s · 4 trainers · " in line for line in watcher.log.splitlines())
+
+
+def test_the_bootstrap_tells_of_rounds_and_of_who_came(endless: LocalPeers) -> None:
+    bootstrap = endless["bootstrap"]
+    endless.wait(lambda: f"round {endless.newest_round()}/" in bootstrap.log, START_S, "it tells of the newest round")
+    for peer in endless.trainers:
+        assert f"{peer.peer_id[-6:]} is here" in bootstrap.log
+    told = [line for line in bootstrap.log.splitlines() if " · loss " in line]
+    number, loss = told[0].split("round ")[1].split("/")[0], told[0].split("loss ")[1].split(" ")[0]
+    assert loss == f"{endless.commit(int(number)).loss:.3f}"
+
+
+def test_anybody_exports_the_newest_base_with_its_card(endless: LocalPeers, tmp_path: Path) -> None:
+    before = endless.newest_round()
+    result = call("export", "--from", endless["bootstrap"].address, "--output", str(tmp_path / "checkpoint"))
+    assert result.code == 0, result.stderr
+    facts = json.loads((tmp_path / "checkpoint/spes_p2p.json").read_text())
+    number = facts["round"]
+    assert before - 1 <= number <= endless.newest_round()
+    commit = endless.commit(number)
+    assert (facts["digest"], facts["tokens"], facts["training_loss"]) == (commit.base_digest, commit.total_tokens, commit.loss)
+    assert {each["peer"] for each in facts["contributions"]} == {endless[name].peer_id for name in TRAINERS}
+    upto = endless.commit(facts["contributions_up_to_round"])
+    assert sum(each["tokens"] for each in facts["contributions"]) == upto.total_tokens
+    assert all(each["expert_steps"] > 0 for each in facts["contributions"])
+    card = (tmp_path / "checkpoint/README.md").read_text()
+    for text in (commit.base_digest, facts["config_hash"], endless["peer-0"].peer_id, f"round {number}"):
+        assert text in card
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert all(bool(parameter.isfinite().all()) for parameter in exported.parameters())
+
+
+@pytest.mark.slow
+def test_anybody_evaluates_the_newest_base(endless: LocalPeers, tmp_path: Path) -> None:
+    question = {"question": "the", "choices": [" a", " b"], "answer": 0}
+    (tmp_path / "letters.jsonl").write_text(json.dumps(question) + "\n")
+    task = {
+        "task": "letters", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "letters.jsonl")}},
+        "output_type": "multiple_choice", "test_split": "test", "doc_to_text": "question", "doc_to_choice": "choices",
+        "doc_to_target": "answer", "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "letters.yaml").write_text(json.dumps(task))
+    address = endless["bootstrap"].address
+    result = call("evaluate", "--from", address, "--tasks", "letters", "--include-path", str(tmp_path))
+    assert result.code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["samples"] == {"letters": 1}
+    assert found["digest"] == endless.commit(found["round"]).base_digest
+
+
 @pytest.mark.parametrize("name", ["bootstrap", "peer-0"])
 def test_metrics_are_served_and_promtool_takes_them(endless: LocalPeers, name: str) -> None:
     with urllib.request.urlopen(endless[name].metrics_url, timeout=10) as response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -14,9 +15,15 @@ from spes_p2p.model.build import State, layout_of, plain_model
 
 
 def export_checkpoint(
-    config: ModelConfig, base: State, tokenizer_json: Path, eos_token: str, pad_token: str | None, output: Path
+    config: ModelConfig,
+    base: State,
+    tokenizer_json: Path,
+    eos_token: str,
+    pad_token: str | None,
+    output: Path,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
-    """Write model, config and tokenizer to the directory `output`: float32, the base's exact bits.
+    """Write model, config and tokenizer to the directory `output`: float32, the base's exact bits. `beside`: more text files.
 
     Written aside and renamed, so that `output` is whole or not there. Raises UserError when `output` exists, when the base
     is of another size than the model, or when the tokenizer does not fit.
@@ -36,6 +43,8 @@ def export_checkpoint(
     try:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+        for name, text in (beside or {}).items():
+            (aside / name).write_text(text, encoding="utf-8")
         aside.chmod(0o755)
         aside.rename(output)
     except BaseException:

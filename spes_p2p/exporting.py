@@ -1,0 +1,140 @@
+"""A committed base as a checkpoint with its model card: from a run-dir, or downloaded from the swarm by anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spes_p2p.campaign import TOKENIZER_FILE, CampaignFiles
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.export import export_checkpoint
+from spes_p2p.model_card import Origin, card_files, origin_of
+from spes_p2p.observe.chronicle import read_rounds
+from spes_p2p.observe.rounds import NOTHING, RoundRecord, Totals
+from spes_p2p.session import load_run_dir_base, visiting
+from spes_p2p.swarm.coordinator import Decide
+from spes_p2p.swarm.electors import HeadLog
+from spes_p2p.swarm.node import HEADS, HeadsRequest
+from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.outer import base_size
+from spes_p2p.sync.snapshot import collect_offers, download
+from spes_p2p.visit import Visit
+
+TRIES, RETRY_S = 10, 1.0
+"""A round may be committed while its base is asked for: donors keep the last two."""
+
+
+@dataclass(frozen=True)
+class Exportable:
+    """A base with everything that its checkpoint needs."""
+
+    files: CampaignFiles
+    values: np.ndarray
+    """float32: the weights, then whatever else the base has."""
+    origin: Origin
+
+    def write(self, output: Path) -> None:
+        """Write the checkpoint. Raises UserError when `output` exists."""
+        data = self.files.campaign.config.data
+        with tempfile.TemporaryDirectory(prefix="spes-export-") as folder:
+            tokenizer = Path(folder) / TOKENIZER_FILE
+            tokenizer.write_bytes(self.files.tokenizer)
+            model = self.files.campaign.config.model
+            weights = self.values[: layout_of(model).size]
+            export_checkpoint(model, weights, tokenizer, data.eos_token, data.pad_token, output, card_files(self.origin))
+
+
+def from_run_dir(run_dir: Path) -> Exportable:
+    """The last base of a peer. Raises UserError when there is none that was trained."""
+    files, base = load_run_dir_base(run_dir)
+    if base.round < 0:
+        raise UserError(f"{run_dir}: holds base 0 only, which is not trained; wait for a round, or give another --run-dir")
+    records, totals = read_rounds(run_dir)
+    return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records, totals))
+
+
+async def from_swarm(addresses: Sequence[str], on_progress: Callable[[int, int], None]) -> Exportable:
+    """The newest base that peers of a running swarm serve, every piece verified. Raises UserError when there is none."""
+    with tempfile.TemporaryDirectory(prefix="spes-export-") as folder:
+        async with visiting(addresses, Path(folder) / "identity.key") as visit:
+            log = HeadLog(visit.world.store, visit.world.identity, visit.genesis)
+            for _ in range(TRIES):
+                with contextlib.suppress(PeerUnreachable):
+                    round_number, digest, values = await _newest_base(visit, log, on_progress)
+                    records, totals = await _history(visit, round_number)
+                    origin = origin_of(visit.files.campaign, round_number, digest, records, totals)
+                    return Exportable(visit.files, values, origin)
+                await asyncio.sleep(RETRY_S)
+    raise UserError(f"{addresses[0]}: nobody there serves a trained base; try again when a round is committed")
+
+
+async def _newest_base(visit: Visit, log: HeadLog, on_progress: Callable[[int, int], None]) -> tuple[int, str, np.ndarray]:
+    """(round, digest, values) of the newest base of a proven head. Raises PeerUnreachable when nobody has one."""
+    contacts = await visit.contacts()
+    peers = sorted(contacts, key=lambda peer: -contacts[peer].round)
+    for peer in peers:
+        await _learn_heads(visit, log, peer)
+    config = visit.files.campaign.config
+    size = base_size(layout_of(config.model), config.outer)
+    for number in range(log.round, max(0, log.round - 2), -1):
+        head = log.head_at(number)
+        offers = await collect_offers(visit.board, peers, head.id, size)
+        if offers and head.step > 0:
+            return number, offers[0].info.digest, await download(visit.board, offers, None, on_progress)
+    raise PeerUnreachable("nobody offers a trained base")
+
+
+async def _learn_heads(visit: Visit, log: HeadLog, peer: str) -> None:
+    """Certificates that a peer has and I have not; what does not prove itself is left."""
+    with contextlib.suppress(PeerUnreachable, Refused, WireError):
+        while True:
+            request = pack(HeadsRequest(log.round))
+            found = unpack(Decide, await visit.board.ask(peer, HEADS, request, visit.board.silence_s)).decided
+            if not found:
+                return
+            for decided in found:
+                log.append(decided)
+
+
+async def _history(visit: Visit, round_number: int) -> tuple[dict[int, RoundRecord], Totals]:
+    """What the peers remember of the rounds up to this one; the contributions are those nearest to it."""
+    records: dict[int, RoundRecord] = {}
+    totals, after = NOTHING, -1
+    for peer in await visit.contacts():
+        while (page := await visit.history(peer, after)) is not None:
+            if abs(page.totals.round - round_number) < abs(totals.round - round_number):
+                totals = page.totals
+            records.update((record.round, record) for record in page.records if record.round <= round_number)
+            if not page.records or round_number in records:
+                break
+            after = page.records[-1].round
+        if round_number in records:
+            break
+    return records, totals
+
+
+def push_to_hub(folder: Path, repo: str, private: bool) -> str:
+    """Upload a checkpoint folder to a model repository of the Hub, made if it is not there; returns its URL.
+
+    Raises UserError when the Hub cannot be reached or refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi()
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Checkpoint {folder.name}")
+    except HFValidationError:
+        raise UserError(f"--push-to '{repo}': no name of a repository; give OWNER/NAME") from None
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--push-to '{repo}': {reason}; the checkpoint is in {folder}; log in with `hf auth login`") from None
+    return f"{api.endpoint}/{repo}"

@@ -1,0 +1,147 @@
+"""What an exported checkpoint says of itself, and its way to the Hub."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+from aiohttp import web
+from synthetic_swarm import synthetic_swarm
+
+from spes_p2p.config import Campaign, load_campaign_config
+from spes_p2p.errors import UserError
+from spes_p2p.exporting import push_to_hub
+from spes_p2p.model_card import CARD_FILE, FACTS_FILE, Origin, card_files, origin_of
+from spes_p2p.observe.rounds import NOTHING
+
+CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
+CAMPAIGN = Campaign(config=CONFIG, manifest_sha256="a" * 64, validation_manifest_sha256=None, tokenizer_sha256="b" * 64)
+
+
+def origin(rounds: int = 12) -> Origin:
+    swarm = synthetic_swarm(3, 4, rounds)
+    return origin_of(CAMPAIGN, rounds, "d" * 64, {record.round: record for record in swarm.records}, swarm.totals)
+
+
+def test_the_card_and_the_facts_say_the_same() -> None:
+    files = card_files(origin())
+    card, facts = files[CARD_FILE], json.loads(files[FACTS_FILE])
+    assert (facts["round"], facts["digest"], facts["config_hash"]) == (12, "d" * 64, CAMPAIGN.hash)
+    assert (facts["held_out_round"], facts["contributions_up_to_round"]) == (10, 12)
+    for text in (CAMPAIGN.hash, "d" * 64, "| round | 12 of 8 |", str(facts["tokens"]), f"{facts['training_loss']:.4f}",
+                 f"{facts['held_out_loss']:.4f} nats a token, round 10", "| peers that contributed | 3 |"):
+        assert text in card
+    for each in facts["contributions"]:
+        assert f"| `{each['peer']}` | {each['tokens']} | 33.3 % | {each['expert_steps']} |" in card
+    assert facts["config"] == json.loads(CONFIG.model_dump_json())
+
+
+def test_the_front_matter_is_what_the_hub_reads() -> None:
+    _, front, _ = card_files(origin())[CARD_FILE].split("---\n", 2)
+    assert yaml.safe_load(front)["library_name"] == "transformers"
+
+
+def test_what_nobody_remembers_is_said_to_be_unknown() -> None:
+    files = card_files(origin_of(CAMPAIGN, 3, "d" * 64, {}, NOTHING))
+    assert json.loads(files[FACTS_FILE])["tokens"] is None
+    assert "| tokens | not known |" in files[CARD_FILE]
+    assert "Nobody who was asked remembers the contributions." in files[CARD_FILE]
+
+
+# The Hub -----------------------------------------------------------------------------------------------------------------
+
+
+class LocalHub:
+    """As much of the Hub's HTTP interface as an upload of small files needs."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.created: list[str] = []
+        self.refuses = False
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes([web.post("/api/repos/create", self._create), web.route("*", "/{rest:.*}", self._other)])
+        return app
+
+    async def _create(self, request: web.Request) -> web.Response:
+        if self.refuses:
+            return self._unknown()
+        body = await request.json()
+        self.created.append(f"{body.get('organization') or 'me'}/{body['name']}")
+        name = self.created[-1]
+        return web.json_response({"url": f"{request.url.origin()}/{name}", "name": name, "id": name})
+
+    def _unknown(self) -> web.Response:
+        return web.json_response({"error": "Invalid username or password."}, status=401)
+
+    async def _other(self, request: web.Request) -> web.Response:
+        if self.refuses:
+            return self._unknown()
+        if "/preupload/" in request.path:
+            body = await request.json()
+            answers = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in body["files"]]
+            return web.json_response({"files": answers})
+        if "/commit/" in request.path:
+            for line in (await request.text()).splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    self.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            url = f"{request.url.origin()}/{self.created[-1]}/commit/1"
+            return web.json_response({"commitUrl": url, "commitOid": "1", "pullRequestUrl": None})
+        return web.json_response({"id": "me/model", "siblings": [], "sha": "0", "valid": True})
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """A Hub on loopback, in a thread of its own."""
+    made, loop, ready = LocalHub(), asyncio.new_event_loop(), threading.Event()
+
+    async def serve() -> web.AppRunner:
+        runner = web.AppRunner(made.app())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    runner = loop.run_until_complete(serve())
+    thread = threading.Thread(target=loop.run_forever)
+    loop.call_soon(ready.set)
+    thread.start()
+    ready.wait(10)
+    host, port = runner.addresses[0][:2]
+    original, endpoint = huggingface_hub.HfApi, f"http://{host}:{port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: original(endpoint=endpoint, token="hf_test"))
+    yield made
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_checkpoint_folder_is_uploaded_as_it_is(hub: LocalHub, tmp_path: Path) -> None:
+    for name, text in card_files(origin()).items():
+        (tmp_path / name).write_text(text)
+    url = push_to_hub(tmp_path, "owners/model", private=True)
+    assert hub.created == ["owners/model"]
+    assert hub.files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert url.endswith("/owners/model")
+
+
+def test_a_refusal_of_the_hub_is_one_line(hub: LocalHub, tmp_path: Path) -> None:
+    hub.refuses = True
+    with pytest.raises(UserError, match=r"^--push-to 'owners/model': .*401.*log in with `hf auth login`$"):
+        push_to_hub(tmp_path, "owners/model", private=False)
+
+
+def test_a_name_that_cannot_be_is_refused_before_anything_is_sent(hub: LocalHub, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give OWNER/NAME"):
+        push_to_hub(tmp_path, "a/b/c", private=False)
+    assert hub.created == []
