@@ -76,7 +76,8 @@ def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Loc
         return Problem(location, f"section '{name(location)}' {state}; indent its fields below it")
     if kind == "broken_rule":
         if context["field"]:
-            location, value = (*location, *context["field"].split(".")), context["value"]
+            path = (int(part) if part.isdigit() else part for part in context["field"].split("."))
+            location, value = (*location, *path), context["value"]
         rule = context["rule"]
     elif kind in _RULES:
         rule = _RULES[kind].format(**context)

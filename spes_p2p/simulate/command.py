@@ -12,7 +12,7 @@ from typing import Any
 
 from spes_p2p.errors import UserError
 from spes_p2p.simulate.report import RunReport, lines, summary
-from spes_p2p.simulate.scenario import load_scenario
+from spes_p2p.simulate.scenario import OPTIONS, load_scenario
 from spes_p2p.simulate.seeds import run_seeds
 from spes_p2p.simulate.virtual import SeedResult
 
@@ -53,7 +53,7 @@ def _replay(path: Path | None, options: Mapping[str, Any]) -> str:
     words = ["spes-p2p", "simulate", "--virtual", *([str(path)] if path is not None else [])]
     for name, value in options.items():
         if value is not None:
-            option = {"kinds": "faults"}.get(name, name).replace("_", "-")
+            option = OPTIONS.get(name, name).replace("_", "-")
             words += [f"--{option}", ",".join(value) if isinstance(value, list) else str(value)]
     return shlex.join(words)
 

@@ -23,6 +23,8 @@ from spes_p2p.simulate.points import AT_ONCE, known_point
 from spes_p2p.yaml_file import YamlFile, read_yaml_mapping
 
 BOOTSTRAP = "bootstrap"
+OPTIONS = {"kinds": "faults"}
+"""Fields whose option has another name."""
 DEFAULT_FAULT_RATE = 0.5
 """Without a scenario file."""
 
@@ -61,7 +63,7 @@ class FaultSettings(Section):
     fault: Kind = Field(description="What happens.")
     round: Positive = Field(description="It is armed when the round before this one has been committed.")
     peer: Text | None = Field(None, description="Whom it hits. Default: who reaches the point first.")
-    peers: tuple[Text, ...] = Field((), description="Of a partition: the peers of one side.")
+    peers: tuple[Text, ...] = Field((), description="Of a partition: the peers of one side. Default: `peer` alone.")
     at: Point = Field(AT_ONCE, description="The point of the round at which it strikes.")
     skip: Count = Field(0, description="So many times the point is reached before.")
     delay_s: NonNegative = Field(0.0, description="Seconds from the point to the fault.")
@@ -71,8 +73,6 @@ class FaultSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> FaultSettings:
-        if self.fault == "partition" and not (self.peer or self.peers):
-            raise broken_rule("must name the peers of one side", "peers", self.peers)
         if self.fault == "join" and self.peer is None:
             raise broken_rule("must name the peer that joins", "peer", self.peer)
         if self.fault != "partition" and self.peers:
@@ -164,7 +164,7 @@ def _where(file: YamlFile | None, location: tuple[str | int, ...], options: Mapp
     """Where a wrong value was given: `file, line: ` or the option."""
     name = str(location[0]) if location else ""
     if name in options:
-        return f"--{name.replace('_', '-')}: "
+        return f"--{OPTIONS.get(name, name).replace('_', '-')}: "
     return f"{file.where(location)}: " if file is not None else ""
 
 

@@ -1,0 +1,221 @@
+"""The simulator: swarms under faults keep their invariants, a seed replays exactly, what is broken is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from network_swarm import call
+
+from spes_p2p.observe.events import PhaseTrained, RoundCommitted
+from spes_p2p.peer import Peer
+from spes_p2p.simulate.audit import Audit
+from spes_p2p.simulate.faults import KINDS, Fault
+from spes_p2p.simulate.points import POINTS
+from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
+from spes_p2p.simulate.virtual import SeedResult, run_seed
+from spes_p2p.swarm.electors import Elector, VoteState
+from spes_p2p.swarm.ownership import Owners, assign_experts
+from spes_p2p.sync import plan, replica
+from spes_p2p.sync.apply import next_base
+
+RARE = ("decide", "download", "donate", "replay", "leave")
+"""Points that are reached only after some other fault."""
+REGRESSIONS: tuple[int, ...] = (1, 5)
+"""Seeds of the default scenario that once broke an invariant."""
+
+
+def assert_sound(result: SeedResult) -> None:
+    assert result.violations == ()
+
+
+def rules_broken(scenario: Scenario) -> set[str]:
+    return {violation.rule for violation in run_seed(scenario, 0).violations}
+
+
+def commit(number: int, members: tuple[str, ...], owners: Owners, total_tokens: int) -> RoundCommitted:
+    return RoundCommitted(
+        number, 4 * number, 400, 0, total_tokens, 1.0, members, owners, f"digest {number}", 1, 0, 0, 0, {"exchange": 1.0}
+    )
+
+
+@pytest.mark.parametrize("kind", ["restart", "stop", "partition", "corrupt"])
+def test_a_fault_at_every_point_of_a_round_breaks_no_invariant(kind: str) -> None:
+    points = [point for point in POINTS if point not in RARE]
+    faults = tuple(
+        Fault(kind, number, point, peers=("peer-1",) if kind == "partition" else (), seconds=8.0, what="garbage")
+        for number, point in enumerate(points, start=2)
+    )
+    result = run_seed(Scenario(peer_names(4), len(points) + 3, faults, vary=False), 0)
+    assert_sound(result)
+    assert result.points == dict.fromkeys(points, 1)
+    assert result.figures.rounds_committed >= len(points)
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_a_seed_that_once_failed_stays_sound(seed: int) -> None:
+    assert_sound(run_seed(Scenario(peer_names(5), 50, fault_rate=0.5), seed))
+
+
+def test_a_seed_replays_exactly() -> None:
+    scenario = Scenario(peer_names(4), 8, fault_rate=1.0)
+    first = run_seed(scenario, 3)
+    assert any("fault: " in line for line in first.log)
+    assert run_seed(scenario, 3).log == first.log
+    assert run_seed(scenario, 4).log != first.log
+
+
+def test_the_command_replays_a_seed_in_another_process(tmp_path: Path) -> None:
+    def replay(name: str) -> str:
+        options = ("--rounds", "3", "--fault-rate", "1", "--seed", "3", "--event-log", str(tmp_path / name))
+        assert call("simulate", "--virtual", *options).code == 0
+        return (tmp_path / name).read_text()
+
+    assert replay("first") == replay("again")
+
+
+def test_electors_that_forget_their_votes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each coordinator is cut off with a decision that nobody else has heard of: the next one must come to the same."""
+    faults = tuple(Fault("partition", number, "decided", seconds=30.0) for number in range(2, 6))
+    scenario = Scenario(peer_names(4), 6, faults, vary=False)
+    assert_sound(run_seed(scenario, 0))
+    monkeypatch.setattr(Elector, "_state", lambda self: VoteState(self._log.head.id, None, None, None))
+    assert "fork" in rules_broken(scenario)
+
+
+def test_bases_that_differ_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(10**6))
+
+    def next_base_with_a_flaw(*arguments: Any) -> np.ndarray:
+        values = next_base(*arguments)
+        values[0] += np.float32(1e-3 * (next(calls) % 2))
+        return values
+
+    monkeypatch.setattr(replica, "next_base", next_base_with_a_flaw)
+    assert "digest" in rules_broken(Scenario(peer_names(3), 3, vary=False))
+
+
+def test_experts_of_a_dead_peer_that_find_no_owner_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def assign_once(experts: int, room: Mapping[str, int], last: Sequence[Sequence[str]], *rest: Any) -> Owners:
+        if any(last):
+            return tuple(tuple(peer for peer in owners if peer in room) for owners in last)
+        return assign_experts(experts, room, last, *rest)
+
+    monkeypatch.setattr(plan, "assign_experts", assign_once)
+    scenario = Scenario(peer_names(4), 6, (Fault("kill", 2, "training", "peer-1", ("peer-1",)),), vary=False)
+    assert "ownerless" in rules_broken(scenario)
+
+
+def test_a_peer_that_stands_still_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_for_ever(self: Peer) -> None:
+        await asyncio.sleep(10**6)
+
+    scenario = Scenario(peer_names(3), 3, vary=False)
+    started = iter(range(10**6))
+    original = Peer._train_phase
+    monkeypatch.setattr(Peer, "_train_phase", lambda self: (wait_for_ever if next(started) == 4 else original)(self))
+    assert "stuck" in rules_broken(scenario)
+
+
+def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() -> None:
+    audit = Audit(2)
+    audit.told(0.0, "a", commit(0, ("a", "b"), (("a",), ("b",)), 0))
+    for peer in "ab":
+        audit.told(10.0, peer, PhaseTrained(1, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.told(11.0, "a", commit(1, ("a", "b"), (("a",), ("b",)), 200))
+    audit.gone(13.0, "b")
+    audit.joined(14.0, "c")
+    audit.told(21.0, "a", PhaseTrained(2, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.told(29.0, "a", commit(2, ("a", "c"), (("a",), ("c",)), 300))
+    for peer in "ac":
+        audit.told(39.0, peer, PhaseTrained(3, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.told(40.0, "c", commit(3, ("a", "c"), (("a",), ("c",)), 500))
+    found = audit.figures(pending_tokens=0)
+    assert audit.violations == []
+    assert (found.rounds_committed, found.exclude_s, found.reown_rounds) == (3, (8.0,), (1,))
+    assert found.joiner_first_contribution_s == (26.0,)
+    assert (found.tokens_trained, found.tokens_included, found.work_lost_tokens) == (500, 500, 0)
+
+
+BAD = {
+    "peers: 0": "line 1: peers = 0: must be greater than 0",
+    "peers: 3\nrounds: 0": "line 2: rounds = 0: must be greater than 0",
+    "fault: x": "unknown field 'fault'",
+    "faults:\n  - {fault: explode, round: 2}": "line 2: faults.0.fault = 'explode': must be one of 'kill'",
+    "faults:\n  - {fault: kill, round: 2, peer: peer-9}": "faults.0.peer = 'peer-9': no such peer; there are bootstrap, peer-0",
+    "faults:\n  - {fault: kill, round: 2, at: pusch}": "faults.0.at = 'pusch': did you mean 'push'?",
+    "faults:\n  - {fault: kill, round: 2, at: somewhere}": "faults.0.at = 'somewhere': must be one of start, training",
+    "faults:\n  - {fault: kill, round: 2, when: push}": "unknown field 'faults.0.when'",
+    "faults:\n  - {fault: stop, round: 2, peer: peer-0, seconds: -1}": "faults.0.seconds = -1: must be greater than 0",
+    "rounds: 9\nfaults:\n  - {fault: kill, round: 10}": "line 3: faults.0.round = 10: is after the last round, 9",
+    "faults:\n  - {fault: kill, round: 5, peer: peer-0}\n  - {fault: stop, round: 7, peer: peer-0}":
+        "line 3: faults.1.peer = 'peer-0': was killed before round 7",
+    "faults:\n  - {fault: join, round: 5, peer: late}\n  - {fault: stop, round: 4, peer: late}":
+        "line 3: faults.1.peer = 'late': has not joined yet round 4",
+    "faults:\n  - {fault: join, round: 5, peer: peer-0}":
+        "faults.0.peer = 'peer-0': cannot join in round 5: it is there already",
+    "faults:\n  - {fault: join, round: 5}": "faults.0.peer = (nothing): must name the peer that joins",
+    "faults:\n  - {fault: leave, round: 5, peer: bootstrap}": "the bootstrap peer does not leave; kill or restart it",
+    "machines: {peer-7: {speed: 2}}": "line 1: machines.peer-7 = 'given': no such peer",
+    "bandwidth: fast": "bandwidth = 'fast': must be a bandwidth such as 100mbit or 1gbit",
+    "": "it is empty",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_scenario_is_one_line_and_exit_code_2(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(text)
+    ended = call("simulate", "--virtual", str(path))
+    assert ended.code == 2
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith(f"error: {path}")
+    assert BAD[text] in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--peers", "0"), "--peers: peers = 0: must be greater than 0"),
+        (("--faults", "kill,melt"), "--faults: kinds.1 = 'melt': must be one of"),
+        (("--points", "lunch"), "--points: points.0 = 'lunch': must be one of"),
+        (("--fault-rate", "2"), "--fault-rate: fault_rate = 2.0: must be at most 1"),
+        (("--seeds", "0"), "--seeds 0: give at least 1"),
+        (("--seeds", "2", "--event-log", "x"), "holds one run"),
+        (("missing.yaml",), "missing.yaml: cannot read the scenario file"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(options: tuple[str, ...], message: str) -> None:
+    ended = call("simulate", "--virtual", *options)
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert message in ended.stderr
+
+
+def test_a_scenario_file_says_who_gets_which_fault_and_link(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(
+        "peers: 3\nrounds: 20\nbandwidth: 80mbit\nmachines: {peer-1: {speed: 0.25, bandwidth: 8mbit}}\n"
+        "faults:\n  - {fault: stop, peer: peer-2, round: 4, at: push, seconds: 20}\n  - {fault: join, peer: late, round: 5}\n"
+    )
+    scenario = load_scenario(path, {"rounds": 10})
+    assert scenario.peer_names == ("peer-0", "peer-1", "peer-2")
+    assert (scenario.rounds, scenario.fault_rate, scenario.bandwidth_bytes_per_s) == (10, 0.0, 1e7)
+    assert (scenario.machine("peer-1").speed, scenario.machine("peer-1").bandwidth_bytes_per_s) == (0.25, 1e6)
+    stop, join = scenario.faults
+    assert (stop.kind, stop.peers, stop.reached_by, stop.at, stop.seconds) == ("stop", ("peer-2",), "peer-2", "push", 20)
+    assert (join.kind, join.peers, join.reached_by) == ("join", ("late",), None)
+
+
+@pytest.mark.slow
+def test_ten_thousand_rounds_under_random_faults_break_no_invariant() -> None:
+    ended = call("simulate", "--virtual", "--seeds", "100", "--rounds", "100", "--json")
+    found = json.loads(ended.stdout)
+    assert found["violations"] == []
+    assert ended.code == 0
+    assert found["rounds_committed"] >= 10_000
+    assert set(found["faults"]) == set(KINDS)
