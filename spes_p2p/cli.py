@@ -236,7 +236,8 @@ def status(
 def simulate(
     scenario: Annotated[Path | None, typer.Argument(help="Scenario file (YAML); options below go on top of it.")] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="In this process, in virtual time: fast.")] = False,
-    seeds: Annotated[int, typer.Option(help="Runs, each with another seed.")] = 1,
+    processes: Annotated[bool, typer.Option("--processes", help="As real processes: one run, minutes.")] = False,
+    seeds: Annotated[int, typer.Option(help="Runs, each with another seed (virtual form).")] = 1,
     seed: Annotated[int, typer.Option(help="The first seed; the same seed is the same run.")] = 0,
     peers: Annotated[int | None, typer.Option(help="Trainers at the start.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of each run.")] = None,
@@ -245,20 +246,26 @@ def simulate(
     points: Annotated[str | None, typer.Option(help="Points at which they strike, separated by commas. Default: all.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Seeds run at the same time. Default: one a core.")] = None,
     event_log: Annotated[Path | None, typer.Option(help="Write the event log of a single seed to this file.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="Folder of the processes' run-dirs; must be new.")] = Path("runs/simulate"),
+    config: Annotated[Path | None, typer.Option(help="Campaign file of the processes. Default: a tiny one is made.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a swarm on this machine under faults, and check its invariants. Exit code 1 if one was broken."""
-    from spes_p2p.simulate.command import simulate_virtual
+    from spes_p2p.simulate.command import simulate_processes, simulate_virtual
 
-    if not virtual:
-        raise UserError("simulate: say which form: --virtual")
+    if virtual == processes:
+        raise UserError("simulate: give one of --virtual and --processes")
     options = {
         "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
         "kinds": faults.split(",") if faults is not None else None, "points": points.split(",") if points is not None else None,
     }
-    found, text = simulate_virtual(scenario, options, range(seed, seed + seeds), jobs, event_log, _ProgressBar("simulating"))
+    progress = _ProgressBar("simulating")
+    if virtual:
+        found, text = simulate_virtual(scenario, options, range(seed, seed + seeds), jobs, event_log, progress)
+    else:
+        found, text = simulate_processes(scenario, options, seed, config, run_dir, progress)
     print(json.dumps(found, indent=2) if as_json else "\n".join(text))
-    raise typer.Exit(1 if found["invariant_violations"] else 0)
+    raise typer.Exit(1 if found["invariant_violations"] or found["orphan_processes"] else 0)
 
 
 @app.command()

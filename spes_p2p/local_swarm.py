@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from spes_p2p.swarm import die_with_parent
 
 BOOTSTRAP = "bootstrap"
 ADDRESS_FILE = "address"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_TIMEOUT_S = 90.0
 LEAVE_TIMEOUT_S = 30.0
 POLL_S = 1.0
@@ -68,7 +70,7 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
-        processes[BOOTSTRAP] = _start(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
+        processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
         processes.update(start_trainers(address, peers, run_dir))
         await _watch(processes, address, run_dir, rounds, stopped)
@@ -82,7 +84,7 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
 def start_trainers(address: str, peers: int, run_dir: Path) -> dict[str, subprocess.Popen[bytes]]:
     """Processes by name. Each gets its share of the memory: it would count on all that is free before the others start."""
     share = ["--memory", f"{measured(choose_device('auto')).memory // peers}B"]
-    return {f"peer-{i}": _start(run_dir, f"peer-{i}", ["join", address, *share]) for i in range(peers)}
+    return {f"peer-{i}": start_peer(run_dir, f"peer-{i}", ["join", address, *share]) for i in range(peers)}
 
 
 def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:
@@ -111,16 +113,21 @@ def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str
     )
 
 
-def _start(run_dir: Path, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Start one peer: one compute thread, its log in its run-dir, dead when this process dies."""
+def start_peer(
+    run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start one peer: one compute thread, its log in its run-dir, dead when this process dies.
+
+    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`.
+    """
     folder = run_dir / name
     folder.mkdir(exist_ok=True)
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "spes_p2p", *arguments, "--run-dir", str(folder), "--listen", "/ip4/127.0.0.1/tcp/0"]
+    command = [sys.executable, "-m", "spes_p2p", *arguments, "--run-dir", str(folder), "--listen", listen]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
     with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen([*guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+        return subprocess.Popen([*before, *guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
 
 async def _address(folder: Path, process: subprocess.Popen[bytes]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import UserError
+from spes_p2p.simulate.campaign_files import write_campaign
+from spes_p2p.simulate.processes import check_scenario, run_processes
 from spes_p2p.simulate.report import RunReport, lines, summary
 from spes_p2p.simulate.scenario import OPTIONS, load_scenario
 from spes_p2p.simulate.seeds import run_seeds
@@ -41,16 +44,36 @@ def simulate_virtual(
     if event_log is not None:
         _write(event_log, found[0].log)
     runs = [RunReport(each.seed, each.figures, each.violations, each.faults, each.points) for each in found]
-    made = summary("virtual", len(scenario.peer_names), runs, time.monotonic() - started, _replay(path, options))
+    made = summary("virtual", len(scenario.peer_names), runs, time.monotonic() - started, _replay("--virtual", path, options))
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
     made["control_bytes_max"] = max(each.control_bytes for each in found)
     made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None
     return made, lines(made)
 
 
-def _replay(path: Path | None, options: Mapping[str, Any]) -> str:
+def simulate_processes(
+    path: Path | None, options: Mapping[str, Any], seed: int, config: Path | None, run_dir: Path, progress: Progress
+) -> tuple[dict[str, Any], list[str]]:
+    """Run real processes once; returns the summary and its lines for a person. Raises UserError."""
+    scenario = load_scenario(path, options)
+    kinds = check_scenario(scenario)
+    started = time.monotonic()
+    campaign = config or write_campaign(run_dir.with_name(f"{run_dir.name}-campaign"), len(scenario.peer_names), seed)
+    with progress as update:
+        run = run_processes(scenario, kinds, campaign, run_dir, seed, update)
+    made = summary(
+        "processes", len(scenario.peer_names), [run.report], time.monotonic() - started, _replay("--processes", path, options)
+    )
+    last = max(run.held_out_losses, default=None)
+    made["val_loss_round"], made["val_loss_last"] = last, None if last is None else run.held_out_losses[last]
+    made["val_losses"] = {str(number): loss for number, loss in run.held_out_losses.items()}
+    (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
+    return made, lines(made)
+
+
+def _replay(form: str, path: Path | None, options: Mapping[str, Any]) -> str:
     """The command that runs one seed again, but for the seed."""
-    words = ["spes-p2p", "simulate", "--virtual", *([str(path)] if path is not None else [])]
+    words = ["spes-p2p", "simulate", form, *([str(path)] if path is not None else [])]
     for name, value in options.items():
         if value is not None:
             option = OPTIONS.get(name, name).replace("_", "-")

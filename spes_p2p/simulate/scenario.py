@@ -136,6 +136,8 @@ class Scenario:
     bandwidth_bytes_per_s: float = 12.5e6
     vary: bool = True
     """Each seed chooses speeds, capacities, codec, redundancy and merging."""
+    are_kinds_chosen: bool = False
+    """Were the kinds asked for, or are they all there are?"""
     machines: Mapping[str, Machine] = field(default_factory=dict)
 
     def machine(self, name: str) -> Machine:
@@ -180,6 +182,7 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         latency_s=settings.latency_s,
         bandwidth_bytes_per_s=_bytes_per_s(settings.bandwidth),
         vary=settings.vary,
+        are_kinds_chosen="kinds" in settings.model_fields_set,
         machines={
             name: Machine(m.speed, m.experts, _bytes_per_s(m.bandwidth) if m.bandwidth else None, m.latency_s)
             for name, m in settings.machines.items()

@@ -228,7 +228,7 @@ def _campaign(scenario: Scenario, rng: random.Random) -> Campaign:
     vary = scenario.vary
     return campaign(
         total_steps=SYNC_STEPS * 100_000,
-        codec=rng.choice(("none", "fp16")) if vary else "float16",
+        codec=rng.choice(("none", "fp16")) if vary else "fp16",
         training={"sync_steps": SYNC_STEPS},
         experts={"redundancy": rng.choice((1, 1, 2)) if vary else 1},
         merge={"merge_interval": 2 * SYNC_STEPS if vary and rng.random() < 0.5 else None, "merge_decay_steps": 10**6},
