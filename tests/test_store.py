@@ -85,6 +85,44 @@ def test_a_draft_replaces_the_blob_when_it_is_committed(disk: Reopen) -> None:
     assert bytes(view) == b"headtail"
 
 
+def test_files_that_drafts_replaced_are_used_again_but_never_while_somebody_maps_them(tmp_path: Path) -> None:
+    store, size = DirectoryStore(tmp_path / "store"), 2**20
+
+    def write(content: bytes) -> tuple[int, memoryview]:
+        draft = store.draft("blob")
+        draft.write(0, content * size)
+        draft.commit()
+        return os.stat(store.path / "blob").st_ino, draft.view()
+
+    kept_file, kept_view = write(b"a")
+    elsewhere = DirectoryStore(tmp_path / "store").read("blob")
+    files = [write(content)[0] for content in (b"b", b"c", b"d", b"e")]
+    assert len(set(files)) < len(files)
+    assert kept_file not in files
+    assert elsewhere is not None
+    assert bytes(kept_view) == bytes(elsewhere) == b"a" * size
+    assert bytes(store.read("blob") or b"") == b"e" * size
+    assert len(list(store.path.iterdir())) <= 3
+
+
+def test_who_looks_at_a_running_peers_files_takes_nothing_away(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    draft = store.draft("blob")
+    draft.write(0, b"in the middle")
+    DirectoryStore(tmp_path / "store")
+    draft.commit()
+    assert bytes(store.read("blob") or b"") == b"in the middle"
+
+
+def test_a_shorter_draft_leaves_nothing_of_the_file_that_it_uses_again(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    for content in (b"x" * 2**21, b"y" * 2**21, b"short"):
+        draft = store.draft("blob")
+        draft.write(0, content)
+        draft.commit()
+    assert bytes(store.read("blob") or b"") == b"short"
+
+
 def test_a_draft_that_was_not_committed_leaves_no_trace(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "store")
     draft = store.draft("blob")

@@ -1,12 +1,15 @@
 """Named blobs and logs that survive a crash: in a directory, or in memory with the same contract.
 
-A blob is written aside, flushed to the disk and renamed: at any instant there is the old one or the new one, whole. A log is a
-sequence of (length, crc, record); what follows the last whole record is a torn write and is dropped.
+A blob is written aside, flushed to the disk and renamed: at any instant there is the old one or the new one, whole. Files that
+drafts replace are used again by later drafts (a page that is there already is written several times faster than a new one), but
+only when nobody maps them any more: a mapping holds a shared lock on its file, in whichever process. A log is a sequence of
+(length, crc, record); what follows the last whole record is a torn write and is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import logging
 import mmap
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _ASIDE = ".aside"
 _HEADER = struct.Struct("<II")
+KEPT_SPARES = 2
+SMALLEST_SPARE_BYTES = 2**20
 
 
 class DirectoryStore:
@@ -36,9 +41,10 @@ class DirectoryStore:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         for leftover in path.rglob(f"*{_ASIDE}"):
-            leftover.unlink()
+            _remove_unless_locked(leftover)
         self._log_sizes: dict[str, int] = {}
         self._draft_numbers = itertools.count()
+        self._spares: list[Path] = []
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Replace the blob durably. Raises OSError, or whatever `chunks` raises, with the old blob in place."""
@@ -47,6 +53,7 @@ class DirectoryStore:
         aside = target.with_name(target.name + _ASIDE)
         try:
             with aside.open("wb") as file:
+                _lock(file.fileno())
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()
@@ -61,7 +68,9 @@ class DirectoryStore:
         """Begin to write a blob piece by piece. Several drafts of one blob may be open."""
         target = self._file(name)
         self._make_directory(target.parent)
-        return FileDraft(target, target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}"))
+        aside = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}")
+        self._reuse_spare(aside)
+        return FileDraft(target, aside, self._keep_spare)
 
     def read(self, name: str) -> memoryview | None:
         """The blob, memory-mapped read-only, or None. It stays valid when the blob is replaced or deleted."""
@@ -69,7 +78,7 @@ class DirectoryStore:
             with self._file(name).open("rb") as file:
                 if os.fstat(file.fileno()).st_size == 0:
                     return memoryview(b"")
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                return _mapped(file.fileno())
         except FileNotFoundError:
             return None
 
@@ -108,6 +117,7 @@ class DirectoryStore:
         self._log_sizes.pop(name, None)
         target = self._file(name)
         with suppress(FileNotFoundError):
+            self._keep_spare(target)
             target.unlink()
             _sync_directory(target.parent)
 
@@ -115,6 +125,25 @@ class DirectoryStore:
         """Names of the blobs and logs at the top that begin so, sorted."""
         found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_ASIDE))
         return sorted(name for name in found if name.startswith(prefix))
+
+    def _keep_spare(self, old: Path) -> None:
+        """A file that is about to be replaced or removed: keep its pages for a later draft, under another name."""
+        with suppress(OSError):
+            if old.stat().st_size >= SMALLEST_SPARE_BYTES:
+                spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
+                os.link(old, spare)
+                self._spares.append(spare)
+        while len(self._spares) > KEPT_SPARES:
+            self._spares.pop(0).unlink(missing_ok=True)
+
+    def _reuse_spare(self, aside: Path) -> None:
+        """Let a draft begin as the oldest spare file that nobody maps, if there is one."""
+        for spare in self._spares:
+            with suppress(OSError), spare.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(spare, aside)
+                self._spares.remove(spare)
+                return
 
     def _file(self, name: str) -> Path:
         _check_name(name)
@@ -137,15 +166,20 @@ class DirectoryStore:
 class FileDraft:
     """A file beside the one that it will replace."""
 
-    def __init__(self, target: Path, aside: Path):
+    def __init__(self, target: Path, aside: Path, before_replacing: Callable[[Path], None]):
+        """`aside` may hold anything; what is not overwritten of it is undefined."""
         self._target, self._aside = target, aside
+        self._before_replacing = before_replacing
         self._is_committed = False
-        self._descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self._size = 0
+        self._descriptor = os.open(aside, os.O_RDWR | os.O_CREAT, 0o644)
+        _lock(self._descriptor)
         self._end = weakref.finalize(self, _discard, self._descriptor, aside)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes there. Raises OSError."""
         view = memoryview(data).cast("B")
+        self._size = max(self._size, offset + len(view))
         while view:
             written = os.pwrite(self._descriptor, view, offset)
             view, offset = view[written:], offset + written
@@ -156,14 +190,15 @@ class FileDraft:
 
     def view(self) -> memoryview:
         """Memory-mapped; it stays valid when the draft is committed or forgotten."""
-        if os.fstat(self._descriptor).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
+        os.ftruncate(self._descriptor, self._size)
+        return _mapped(self._descriptor) if self._size else memoryview(b"")
 
     def commit(self) -> None:
         """Flush to the disk, then take the place of the old blob, unless that was done before."""
+        os.ftruncate(self._descriptor, self._size)
         os.fsync(self._descriptor)
         if not self._is_committed:
+            self._before_replacing(self._target)
             os.replace(self._aside, self._target)
             _sync_directory(self._target.parent)
             self._is_committed = True
@@ -289,6 +324,25 @@ def parse_records(content: bytes) -> list[bytes]:
         records.append(record)
         position += _HEADER.size + length
     return records
+
+
+def _mapped(descriptor: int) -> memoryview:
+    """The whole file, read-only. The mapping duplicates the descriptor, and so keeps the lock as long as it lives."""
+    _lock(descriptor)
+    return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+
+
+def _lock(descriptor: int) -> None:
+    """Say that this file is in use, as long as the descriptor or a copy of it is open."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _remove_unless_locked(leftover: Path) -> None:
+    """What a dead process left; a living one may be looked at (an export from its run-dir)."""
+    with suppress(OSError), leftover.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        leftover.unlink()
 
 
 def _discard(descriptor: int, aside: Path) -> None:

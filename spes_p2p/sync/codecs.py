@@ -32,7 +32,7 @@ class Codec(Protocol):
         """Encode float32 `[n]`."""
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """float32 `[elements]`, a new array. Raises ValueError for a length other than `encoded_bytes(elements)`."""
+        """float32 `[elements]`, not to be written to. Raises ValueError for a length other than `encoded_bytes(elements)`."""
 
 
 class Uncompressed:
@@ -56,7 +56,7 @@ class Uncompressed:
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """The values as they were."""
         _check_length(self, data, elements)
-        return np.frombuffer(data, dtype="<f4").astype(np.float32)
+        return np.frombuffer(data, dtype="<f4")
 
 
 class HalfPrecision:
