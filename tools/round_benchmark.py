@@ -1,7 +1,7 @@
 """./tools/bench round: one round of N = 4 processes on loopback, our own with each codec, hivemind's dense averager, and a gRPC
 parameter server that does what SPES's does: seconds, CPU seconds, bytes, peak memory.
 
-Every contender runs in processes of its own, one after the other, the first round unmeasured, and all of them again and again.
+Every contender runs in processes of its own, one after the other, first rounds unmeasured, and all of them again and again.
 A round lasts from the moment when all members have trained until the last one has the new base. Not measured: hivemind's
 search for a group. The parameter server's clients ask every 0.05 s whether it is ready (SPES's every 20 s). Our run-dirs lie in
 memory (--folder): four peers on this machine would share one disk, four machines do not.
@@ -27,6 +27,8 @@ from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
 CODECS = ("none", "bf16", "fp16", "int8", "int4")
 CONTENDERS = (*CODECS, "dense", "server")
 BASELINES = ("dense", "server")
+WARM_UP, OUR_WARM_UP = dict.fromkeys(BASELINES, 1), 5
+"""Our peers keep the results of four rounds, and use the files again after that."""
 PROGRAM = Path(__file__).with_name("round_contenders.py")
 
 
@@ -53,9 +55,10 @@ def main() -> int:
 
 
 def one_visit(name: str, elements: int, folder: Path) -> Report:
-    """An unmeasured round and a measured one, in fresh processes."""
+    """Unmeasured rounds and a measured one, in fresh processes."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as place, started(name, elements, Path(place)) as members:
-        one_round(members)
+        for _ in range(WARM_UP.get(name, OUR_WARM_UP)):
+            one_round(members)
         return one_round(members)
 
 
@@ -155,6 +158,7 @@ def one_round(members: list[Process]) -> Report:
         "sent_bytes": max(cost["sent_bytes"] for cost in peers),
         "peak_bytes": max(cost["peak_bytes"] for cost in costs),
         "peer_peak_bytes": max(cost["peak_bytes"] for cost in peers),
+        "extra_bytes": max(cost["extra_bytes"] for cost in peers),
         "identical": len({cost["digest"] for cost in peers}) == 1,
         "phases": costs[0].get("phases", {}),
     }
@@ -162,7 +166,7 @@ def one_round(members: list[Process]) -> Report:
 
 def summary(measured: dict[str, list[Report]], elements: int) -> Report:
     """Medians of each contender, and the ratios between them."""
-    numbers = ("seconds", "cpu_seconds", "sent_bytes", "peak_bytes", "peer_peak_bytes")
+    numbers = ("seconds", "cpu_seconds", "sent_bytes", "peak_bytes", "peer_peak_bytes", "extra_bytes")
     contenders = {
         name: {key: statistics.median(run[key] for run in runs) for key in numbers}
         | {"seconds_of_each_round": [round(run["seconds"], 3) for run in runs]}
@@ -196,7 +200,7 @@ def floor_bytes(elements: int) -> float:
 def one_line(run: Report) -> str:
     phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in run["phases"].items())
     return (f"{run['seconds']:.2f} s, {run['cpu_seconds']:.1f} CPU-s, {run['sent_bytes'] / 1e6:.0f} MB up, "
-            f"peak {run['peak_bytes'] / 1e6:.0f} MB {phases}")
+            f"peak {run['peak_bytes'] / 1e6:.0f} MB (+{run['extra_bytes'] / 1e6:.0f}) {phases}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ EXPERTS, MEMBERS = 8, 4
 CHUNK_BYTES = 2**20
 POLL_S = 0.05
 TIMEOUT_S = 300.0
+MEMORY_EVERY_S = 0.02
 
 Report = dict[str, Any]
 Spec = dict[str, Any]
@@ -50,20 +50,38 @@ def wait_for_go() -> bool:
 
 
 class Meter:
-    """CPU seconds, peak memory and daemon traffic of this process and its children, from `start` to `read`."""
+    """CPU seconds, peak memory and daemon traffic of this process and its children, from `start` to `read`.
+
+    Memory is that of the largest process, without files that it maps (page cache that the kernel takes back at will).
+    """
+
+    def __init__(self, maps_files: bool = False):
+        """`maps_files`: shared memory is files in /dev/shm here, not data (ours)."""
+        self._kinds = ("RssAnon",) if maps_files else ("RssAnon", "RssShmem")
+        self._peak, self._before = 0, 0
+        self._measuring = threading.Event()
+        threading.Thread(target=self._watch_memory, daemon=True).start()
 
     def start(self) -> None:
         self._processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        for process in self._processes:
-            with suppress(OSError):
-                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+        self._peak = self._before = self._memory_now()
+        self._measuring.set()
         self._cpu, self._written = self._cpu_now(), self._written_by_daemons()
 
     def read(self) -> Report:
         """`daemon_bytes`: what the libp2p daemons wrote, to the network and to their own process."""
         end = time.monotonic()
-        return {"end": end, "cpu_seconds": self._cpu_now() - self._cpu, "peak_bytes": max(map(_peak_bytes, self._processes)),
-                "daemon_bytes": self._written_by_daemons() - self._written}
+        self._measuring.clear()
+        return {"end": end, "cpu_seconds": self._cpu_now() - self._cpu, "peak_bytes": self._peak,
+                "extra_bytes": self._peak - self._before, "daemon_bytes": self._written_by_daemons() - self._written}
+
+    def _watch_memory(self) -> None:
+        while self._measuring.wait():
+            self._peak = max(self._peak, self._memory_now())
+            time.sleep(MEMORY_EVERY_S)
+
+    def _memory_now(self) -> int:
+        return max(_resident_bytes(process, self._kinds) for process in self._processes)
 
     def _cpu_now(self) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
@@ -72,9 +90,9 @@ class Meter:
         return sum(process.io_counters()[4 + 1] for process in self._processes if "p2pd" in process.name())
 
 
-def _peak_bytes(process: psutil.Process) -> int:
+def _resident_bytes(process: psutil.Process, kinds: tuple[str, ...]) -> int:
     status = Path(f"/proc/{process.pid}/status").read_text()
-    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return sum(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(kinds))
 
 
 def tensor_sizes(elements: int) -> tuple[int, int]:
@@ -115,7 +133,7 @@ async def _our_life(spec: Spec) -> None:
     from spes_p2p.training.interface import Phase, PhaseReport
     from spes_p2p.training.synthetic import SyntheticTrainer
 
-    meter = Meter()
+    meter = Meter(maps_files=True)
 
     class GatedTrainer(SyntheticTrainer):
         """Ends its phase on `go`."""
