@@ -123,6 +123,7 @@ async def _our_life(spec: Spec) -> None:
     from spes_p2p.genesis import make_genesis, save_base_0
     from spes_p2p.observe.events import Event, RoundCommitted
     from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
+    from spes_p2p.swarm.electors import open_votes
     from spes_p2p.swarm.interfaces import World
     from spes_p2p.swarm.libp2p import start_libp2p
     from spes_p2p.swarm.node import Node
@@ -159,7 +160,7 @@ async def _our_life(spec: Spec) -> None:
     net = await start_libp2p(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"], (), spec.get("addresses", ()))
     store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
     genesis = unpack(Head, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
-        make_genesis(campaign, net.identity.peer_id, base0))
+        make_genesis(campaign, net.identity.peer_id, base0, open_votes(store, random.Random()).disk))
     save_base_0(store, genesis, base0)
     del base0
     world = World(net.transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
