@@ -1,0 +1,124 @@
+"""A peer whose numbers are no longer finite: its steps are skipped and counted, it stops, and nothing of it reaches a base."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import virtual_swarm
+from virtual_swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
+
+from spes_p2p.data.slices import Interval
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
+from spes_p2p.observe.events import PhaseTrained
+from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.trainer import TorchTrainer
+
+BREAKS_IN_ROUND = 3
+
+
+class Text:
+    """Samples that count upwards from the position, modulo 40."""
+
+    num_samples = NUM_SAMPLES
+
+    def read(self, interval: Interval) -> np.ndarray:
+        return (np.arange(interval.start, interval.stop)[:, None] + np.arange(16)) % 40
+
+    def read_spread(self, count: int) -> np.ndarray:
+        return self.read(Interval(0, 0, count))
+
+
+class Breaking(TorchTrainer):
+    """The real trainer; after `breaks_after` steps of a phase a weight of the router becomes infinite."""
+
+    samples_by_round: Any
+    breaks_after: int | None = None
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        steps = 0
+
+        def stop_or_break() -> bool:
+            nonlocal steps
+            if phase.round == BREAKS_IN_ROUND and steps == self.breaks_after:
+                router = self.layout.group("router")
+                self.add(router, np.full(router.size, np.inf, np.float32))
+            steps += 1
+            return should_stop()
+
+        report = super().train(phase, stop_or_break, on_step)
+        return replace(report, seconds=float(report.steps))  # virtual, as the rest of the swarm's time
+
+
+def swarm_of(monkeypatch: pytest.MonkeyPatch, sync_steps: int) -> VirtualSwarm:
+    """Peers with the real trainer; B breaks."""
+    training = {"sync_steps": sync_steps, "warmup_steps": 0}
+    merge = {"merge_interval": 2 * sync_steps}
+    the_campaign = campaign(6 * sync_steps, training=training, merge=merge, experts={"redundancy": 2})
+    monkeypatch.setattr(virtual_swarm, "LAYOUT", layout_of(the_campaign.config.model))
+    monkeypatch.setattr(
+        virtual_swarm, "RecordingTrainer",
+        lambda layout, base, owned, *speed: Breaking(the_campaign.config, base, owned, Text(), Text()),
+    )
+    return VirtualSwarm(the_campaign)
+
+
+async def break_b(swarm: VirtualSwarm, after_steps: int) -> None:
+    swarm.start_all()
+    await swarm.until(lambda: len(swarm.trainers) == 3)
+    swarm.trainers["B"].breaks_after = after_steps  # type: ignore[attr-defined]
+
+
+async def reason_b_stopped(swarm: VirtualSwarm) -> str:
+    while not swarm.tasks["B"].done():
+        await asyncio.sleep(1)
+    error = swarm.tasks["B"].exception()
+    swarm.kill("B")  # its process ends with exit code 2
+    assert isinstance(error, UserError)
+    return str(error)
+
+
+def assert_others_go_on_with_finite_bases(swarm: VirtualSwarm) -> None:
+    swarm.assert_replicas_agree()
+    for name in "AC":
+        commits = swarm.recorders[name].commits()
+        assert max(commits) == 6
+        assert all("B" not in commit.members for number, commit in commits.items() if number > BREAKS_IN_ROUND + 1)
+        assert np.isfinite(swarm.peers[name].replica.base.values).all()
+        assert all(event.skipped_steps == 0 for event in swarm.recorders[name].told(PhaseTrained))
+
+
+def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = swarm_of(monkeypatch, sync_steps=12)
+        await break_b(swarm, after_steps=0)
+        reason = await reason_b_stopped(swarm)
+        assert "not finite in 10 steps in a row" in reason
+        assert "\n" not in reason
+        assert max(event.round for event in swarm.recorders["B"].told(PhaseTrained)) == BREAKS_IN_ROUND - 1
+        await swarm.until_finished()
+        assert_others_go_on_with_finite_bases(swarm)
+        assert "B" not in swarm.recorders["A"].commits()[BREAKS_IN_ROUND].members
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("after_steps", [0, 3])
+def test_infinite_weights_of_a_peer_that_has_not_stopped_yet_reach_no_base(
+    monkeypatch: pytest.MonkeyPatch, after_steps: int
+) -> None:
+    async def main() -> None:
+        swarm = swarm_of(monkeypatch, sync_steps=6)
+        await break_b(swarm, after_steps)
+        assert "not finite" in await reason_b_stopped(swarm)
+        phases = {event.round: event for event in swarm.recorders["B"].told(PhaseTrained)}
+        assert phases[BREAKS_IN_ROUND].steps == phases[BREAKS_IN_ROUND].skipped_steps + after_steps
+        await swarm.until_finished()
+        assert_others_go_on_with_finite_bases(swarm)
+
+    simulate(main)
