@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_shapes import tiny_model
+from model_shapes import tiny_model, tiny_training
 from torch import Tensor
 
 from spes_p2p.errors import UserError
-from spes_p2p.model.backends import Eager, GroupedMM, choose_backend
+from spes_p2p.model.backends import BackendName, Eager, GroupedMM, choose_backend
 from spes_p2p.model.build import build_model, empty_model, exact_expert, initial_state, layout_of
 from spes_p2p.model.partitioned import PartitionedExperts, expert_blocks
 from spes_p2p.model.staging import BACKWARD, FORWARD, Staging
-from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices
+from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
+from spes_p2p.training.losses import forward_losses
 
 CPU = torch.device("cpu")
 PARITY = Path(__file__).with_name("megablocks_parity.py")
@@ -92,6 +93,38 @@ def test_megablocks_computes_what_grouped_mm_computes() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, str(PARITY)], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("stored_on", ["device", "host"])
+@pytest.mark.parametrize("backend", ["grouped_mm", "eager", "megablocks"])
+def test_a_pass_on_cuda_agrees_with_the_cpu(backend: BackendName, stored: StoredFormat, stored_on: StoredPlace) -> None:
+    config = tiny_model(hidden_size=128, intermediate_size=128, num_hidden_layers=4)
+    try:
+        choose_backend(backend, torch.device("cuda"), 128, 128)
+    except UserError as problem:
+        pytest.skip(str(problem))
+    base = initial_state(config)
+    tokens = torch.randint(config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
+    passes = []
+    for device in ("cpu", "cuda"):
+        on_cuda = device == "cuda"
+        model = build_model(config, base, (0, 3), stored, device, stored_on, backend if on_cuda else "eager")
+        blocks = [module for module in model.modules() if isinstance(module, PartitionedExperts)]
+        for _ in range(2):  # the second pass finds host-stored experts where the first one left them
+            model.zero_grad()
+            with torch.autocast(device, torch.bfloat16, enabled=on_cuda):
+                losses = forward_losses(model, blocks, tokens.to(device), tiny_training(sequence_length=32))
+            losses.total.backward()  # type: ignore[no-untyped-call]
+        passes.append((float(losses.total), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}))
+    (expected_loss, expected), (loss, gradients) = passes
+    assert loss == pytest.approx(expected_loss, rel=1e-2)
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() < 0.1 * gradient.norm() + 1e-3, name
 
 
 # Stored on the host ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from model_shapes import tiny_campaign
 
+from spes_p2p.config import load_campaign_config
+from spes_p2p.errors import UserError
 from spes_p2p.model.build import initial_state, plain_model
 from spes_p2p.model.memory import Setup
 
@@ -68,3 +71,22 @@ def test_too_few_rounds_are_refused() -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert "--rounds 3: a median of fewer than 5 says little" in run.stderr
+
+
+def test_a_campaigns_step_runs_under_a_cap_in_the_planned_setup(bench: ModuleType) -> None:
+    config = tiny_campaign()
+    report = bench.bench_capped_step(config, 100 * 10**6, 5, CPU)
+    assert report["setup"]["owned"] == config.model.moe_num_experts
+    assert report["tokens_per_second"] > 0
+    assert report["peer_vs_transformers_whole"] > 0
+    assert report["peak_allocated_bytes"] is None
+    with pytest.raises(UserError, match=r"^--cap = 100 kB: too small"):
+        bench.bench_capped_step(config, 100_000, 5, CPU)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_planned_setup_stays_under_the_cap_and_near_the_prediction(bench: ModuleType) -> None:
+    config = load_campaign_config(ROOT / "configs" / "1b.yaml")
+    report = bench.bench_capped_step(config, 12 * 2**30, 5, torch.device("cuda"))
+    assert report["peak_allocated_bytes"] <= 12 * 2**30
+    assert report["peak_vs_predicted"] == pytest.approx(1, abs=0.1)

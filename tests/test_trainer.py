@@ -1,7 +1,9 @@
 """The trainer between the flat state and torch: what goes in comes out, and what trains is what should."""
 
 import math
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -363,6 +365,53 @@ def test_batches_are_read_in_another_thread_and_its_errors_surface() -> None:
     with pytest.raises(OSError, match="token file is gone"):
         list(read_ahead(fail, [1, 2, 3]))
     assert list(read_ahead(lambda x: x * x, range(10))) == [x * x for x in range(10)]
+
+
+def test_two_batches_are_read_ahead_while_one_is_trained_on() -> None:
+    third_is_read = threading.Event()
+    batches = read_ahead(lambda number: third_is_read.set() if number == 2 else None, range(5))
+    next(batches)
+    assert third_is_read.wait(10)  # nobody has asked for the second one yet
+    batches.close()
+
+
+def test_a_step_reads_one_number_a_layer_and_one_more_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading makes the host wait for the device."""
+    read: list[str] = []
+
+    def counted(name: str) -> None:
+        outer = getattr(torch.Tensor, name)
+
+        def reading(tensor: torch.Tensor) -> Any:
+            caller = sys._getframe(1).f_code
+            if "spes_p2p" in caller.co_filename:
+                read.append(caller.co_name)
+            return outer(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, reading)
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "cpu", "numpy"):
+        counted(name)
+    trainer = trainer_of(options=TrainingOptions(micro_batch_size=2))
+    read.clear()
+    train(trainer, phase_of(3))
+    steps, micro_batches, layers = 3, 2, MODEL.num_hidden_layers
+    assert Counter(read) == {"_experts": steps * micro_batches * layers, "step": steps, "report": 2}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_host_waits_for_nothing_else(recwarn: pytest.WarningsRecorder) -> None:
+    config = tiny_campaign(MODEL, tiny_training())
+    trainer = TorchTrainer(config, BASE, (0, 3), CountingText(), None, "cuda")
+    train(trainer, phase_of(2))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        recwarn.clear()
+        train(trainer, phase_of(5))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in recwarn if "synchroniz" in str(warning.message)]
+    assert len(waits) <= 5 * (MODEL.num_hidden_layers + 1) + 4
 
 
 def test_split_samples_keeps_order_and_loses_nothing() -> None:

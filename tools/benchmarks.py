@@ -5,6 +5,8 @@ On a CPU, seconds are those that this process computed, so that a busy machine d
 ./tools/bench experts   one layer's experts, forward + backward: partitioned, transformers', and SPES's concatenation
 ./tools/bench memory    bytes of tensors, counted, against the planner's formula
 ./tools/bench step      a whole local step: partitioned with its options, and the same model trained whole
+./tools/bench step --config configs/7b.yaml --cap 24GiB --device cuda
+                        the step that the planner chooses for such a card, under a cap on allocated memory
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +27,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spes_p2p.config import CampaignConfig, parse_campaign_config
+from spes_p2p.config import CampaignConfig, load_campaign_config, parse_campaign_config
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
+from spes_p2p.free_memory import measured
 from spes_p2p.model.backends import choose_backend
 from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
-from spes_p2p.model.flops import training_flops_per_token
-from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
+from spes_p2p.model.flops import peak_flops, training_flops_per_token
+from spes_p2p.model.memory import DeviceKind, OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
+from spes_p2p.planner import Device, most_experts, plan_options
+from spes_p2p.quantities import parse_bytes
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedAdamW
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import TorchTrainer
+from spes_p2p.training.trainer import TorchTrainer, device_name
 
 Work = Callable[[], None]
 Report = dict[str, Any]
@@ -48,13 +55,25 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds, at least 5 (default 9)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu, one thread")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="step: a campaign's model instead of the built-in one")
+    parser.add_argument("--cap", metavar="SIZE", help="step: memory to plan with and, on CUDA, to allocate at most (24GiB)")
     arguments = parser.parse_args()
     if arguments.rounds < 5:
         parser.error(f"--rounds {arguments.rounds}: a median of fewer than 5 says little")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
+    if (arguments.config is None) is not (arguments.cap is None) or (arguments.config and arguments.what != "step"):
+        parser.error("--config and --cap go together, with step")
     torch.manual_seed(0)
-    report = COMPARISONS[arguments.what](arguments.rounds, torch.device(arguments.device))
+    device = torch.device(arguments.device)
+    try:
+        if arguments.config is None:
+            report = COMPARISONS[arguments.what](arguments.rounds, device)
+        else:
+            cap = parse_bytes(arguments.cap, "--cap")
+            report = bench_capped_step(load_campaign_config(arguments.config), cap, arguments.rounds, device)
+    except UserError as error:
+        parser.error(str(error))
     report["environment"] = environment(arguments.device)
     text = json.dumps(report, indent=2)
     print(text)
@@ -224,11 +243,11 @@ def bench_step(rounds: int, device: torch.device) -> Report:
 
 
 def one_step(trainer: TorchTrainer) -> Work:
-    phase = Phase(1, 100, 10, 1, (Interval(0, 0, 16),))
+    phase = Phase(1, 100, 10, 1, (Interval(0, 0, RandomText.num_samples),))
     return lambda: check(trainer.train(phase, lambda: False, lambda steps, speed: None).skipped_steps == 0)
 
 
-def transformers_step(config: CampaignConfig, base: Any, device: torch.device) -> Work:
+def transformers_step(config: CampaignConfig, base: Any, device: torch.device, micro_batch: int | None = None) -> Work:
     """The usual loop: transformers' model with grouped_mm, its own losses, torch's AdamW on every weight."""
     model = plain_model(config.model, base).to(device)
     model.set_experts_implementation("grouped_mm")
@@ -237,9 +256,10 @@ def transformers_step(config: CampaignConfig, base: Any, device: torch.device) -
 
     def work() -> None:
         ids = torch.from_numpy(text.read(Interval(0, 0, config.training.batch_size))).to(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            loss = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False).loss
-        loss.backward()
+        for part in ids.split(micro_batch or len(ids)):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                loss = model(input_ids=part, labels=part, output_router_logits=True, use_cache=False).loss
+            (loss * (len(part) / len(ids))).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -248,19 +268,95 @@ def transformers_step(config: CampaignConfig, base: Any, device: torch.device) -
 
 
 class RandomText:
-    """Samples of random tokens."""
+    """Sixteen samples of random tokens, again and again."""
 
-    num_samples = 16
+    num_samples = 2**20
 
     def __init__(self, config: CampaignConfig):
-        shape = (self.num_samples, config.training.sequence_length)
+        shape = (16, config.training.sequence_length)
         self._samples = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int64)
 
     def read(self, interval: Interval) -> Any:
-        return self._samples[interval.start : interval.stop]
+        return self._samples[np.arange(interval.start, interval.stop) % len(self._samples)]
 
     def read_spread(self, count: int) -> Any:
         return self._samples[:count]
+
+
+# A campaign's step under a cap --------------------------------------------------------------------------------------------
+
+
+def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: torch.device) -> Report:
+    """Steps of two micro-batches in the setup that the planner chooses for `cap` bytes; the whole model beside it if it fits.
+
+    On CUDA the process cannot allocate more than the cap while the peer is built and measured, and the peak that the allocator
+    saw stands beside the prediction. On a CPU, where there is no such count, only tensors are counted.
+    """
+    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+    options = plan_options(config, kind)
+    if importlib.util.find_spec("torchao") is None:
+        options = replace(options, optimizer=("adamw",))
+    choice = most_experts(config, Device(kind, cap), options, "--cap")
+    micro_batch = choice.setup.micro_batch
+    training = config.training.model_copy(update={"batch_size": 2 * micro_batch, "instance_filter": False})
+    config = config.model_copy(update={"training": training})
+    base = initial_state(config.model)
+    with capped(device, cap):
+        trainer = planned_trainer(config, base, choice.setup, device)
+        work = one_step(trainer)
+        work()
+        seconds = interleaved({"peer": work}, rounds, device)
+        peak = torch.cuda.max_memory_allocated(device) if kind == "cuda" else None
+    median, tokens = statistics.median(seconds["peer"]), training.batch_size * training.sequence_length
+    flops = training_flops_per_token(config.model, training.sequence_length, trainer.owned)
+    card = peak_flops(device_name(device))
+    report: Report = {
+        "campaign": config.name, "cap_bytes": cap, "setup": asdict(choice.setup), "tokens_per_second": tokens / median,
+        "tflops_per_second": tokens * flops / median / 1e12, "mfu": tokens * flops / median / card if card else None,
+        "predicted_bytes": choice.device.total, "peak_allocated_bytes": peak,
+        "peak_vs_predicted": None if peak is None else peak / choice.device.total,
+    }
+    del trainer, work
+    return {**report, **beside_the_whole(config, base, choice.setup, seconds["peer"], rounds, device)}
+
+
+@contextmanager
+def capped(device: torch.device, cap: int) -> Iterator[None]:
+    """Allocations on the device fail beyond the cap, and the peak is counted from here on; on a CPU nothing."""
+    if device.type == "cpu":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def planned_trainer(config: CampaignConfig, base: Any, setup: Setup, device: torch.device) -> TorchTrainer:
+    options = TrainingOptions(
+        stored=setup.stored, stored_on=setup.stored_on, optimizer=setup.optimizer, micro_batch_size=setup.micro_batch,
+        activation_checkpointing=setup.checkpointing,
+    )
+    return TorchTrainer(config, base, tuple(range(setup.owned)), RandomText(config), None, device, options)
+
+
+def beside_the_whole(
+    config: CampaignConfig, base: Any, setup: Setup, peer: list[float], rounds: int, device: torch.device
+) -> Report:
+    """Seconds of the peer's step over those of transformers' whole model, where the device holds that one without a cap."""
+    whole = Setup(config.model.moe_num_experts, "fp32", "adamw", setup.micro_batch, setup.device, setup.bf16)
+    tokens = setup.micro_batch * config.training.sequence_length
+    # transformers keeps the logits of all tokens, in several copies.
+    needed = device_bytes(config.model, config.training.sequence_length, whole).total + 20 * tokens * config.model.vocab_size
+    free = measured(device.type).memory
+    if needed > free:
+        return {"peer_vs_transformers_whole": None, "whole": f"needs about {needed} bytes, {free} are free"}
+    seconds = interleaved({"whole": transformers_step(config, base, device, setup.micro_batch)}, rounds, device)
+    ratio_of_medians = statistics.median(peer) / statistics.median(seconds["whole"])
+    return {"peer_vs_transformers_whole": ratio_of_medians, **timings({"peer": peer, **seconds})}
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
