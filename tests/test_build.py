@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from model_shapes import tiny_model
-from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, initial_state, layout_of, layout_of_model, plain_model
@@ -78,6 +78,11 @@ def test_other_layouts_are_refused_by_name_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"GptOssExperts.*transposed.*interleaved.*biases") as refusal:
         layout_of_model(model)
     assert "\n" not in str(refusal.value)
+    with torch.device("meta"):
+        llama = Llama4ForCausalLM(Llama4TextConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                                                   num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))
+    with pytest.raises(UserError, match=r"Llama4TextExperts: .* its matrices are not \[E, 2F, H\] and \[E, H, F\]"):
+        layout_of_model(llama)
     with pytest.raises(UserError, match="Linear: has no experts"):
         layout_of_model(torch.nn.Linear(2, 2))
 

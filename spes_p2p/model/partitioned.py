@@ -51,6 +51,8 @@ def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         reasons = [why for flag, (bad, why) in _REFUSED.items() if getattr(module, flag, not bad) == bad]
         if not reasons and {n for n, _ in module.named_parameters()} != set(MATRICES):
             reasons = [f"its parameters are not just {' and '.join(MATRICES)}"]
+        if not reasons and not _is_plain(*(module.get_parameter(name).shape for name in MATRICES)):
+            reasons = ["its matrices are not [E, 2F, H] and [E, H, F]"]
         if reasons:
             raise UserError(f"{type(module).__name__}: its experts cannot be partitioned: {' and '.join(reasons)}; "
                             "use a model of another class, as olmoe or qwen3_moe")
@@ -58,6 +60,11 @@ def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
     if not found:
         raise UserError(f"{type(model).__name__}: has no experts that can be partitioned; use a mixture-of-experts model")
+
+
+def _is_plain(gate_up: torch.Size, down: torch.Size) -> bool:
+    experts, hidden_size, intermediate_size = down
+    return gate_up == (experts, 2 * intermediate_size, hidden_size)
 
 
 class _Expert(nn.Module):

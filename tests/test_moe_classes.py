@@ -1,0 +1,80 @@
+"""Every mixture-of-experts class of the installed transformers is computed right, or refused by name with the reason."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from spes_p2p.errors import UserError
+from spes_p2p.model.partitioned import PartitionedExperts, expert_blocks
+
+EXPERTS, HIDDEN, FFN = 4, 16, 24
+
+
+def moe_classes() -> Iterator[Any]:
+    """(configuration class, model class) of the causal language models whose code has experts."""
+    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        for model_class in found if isinstance(found, (tuple, list)) else (found,):
+            if "Experts(" in inspect.getsource(sys.modules[model_class.__module__]):
+                yield pytest.param(config_class, model_class, id=f"{config_class.__name__}-{model_class.__name__}")
+
+
+def model_on_meta(config_class: Any, model_class: Any) -> nn.Module:
+    """Four layers of the default shape, without memory; skips what cannot be made from its defaults."""
+    try:
+        config = config_class()
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:4]
+        config.num_hidden_layers = 4
+        with torch.device("meta"):
+            model: nn.Module = model_class(config)
+    except (AttributeError, TypeError, ValueError) as problem:
+        pytest.skip(f"{model_class.__name__} needs more than its default configuration: {problem}")
+    return model
+
+
+def experts_or_reason(model: nn.Module) -> tuple[nn.Module | None, str]:
+    """The first experts block, or why there is none."""
+    try:
+        return next(expert_blocks(model))[1], ""
+    except UserError as refusal:
+        return None, str(refusal)
+
+
+def shrunk(block: Any) -> nn.Module:
+    """The same block with few and small experts, and real weights."""
+    generator = torch.Generator().manual_seed(0)
+    block.num_experts = EXPERTS
+    block.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * FFN, HIDDEN, generator=generator) / 4)
+    block.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, FFN, generator=generator) / 4)
+    block.config._experts_implementation = "eager"
+    return block  # type: ignore[no-any-return]
+
+
+def test_there_are_mixture_of_experts_classes() -> None:
+    assert len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) > 50
+    assert len(list(moe_classes())) > 20
+
+
+@pytest.mark.parametrize(("config_class", "model_class"), moe_classes())
+def test_a_class_is_computed_right_or_refused_by_name(config_class: Any, model_class: Any) -> None:
+    model = model_on_meta(config_class, model_class)
+    block, reason = experts_or_reason(model)
+    if block is None:
+        assert reason.split(":")[0] in {type(module).__name__ for module in model.modules()}
+        assert "\n" not in reason
+        return
+    reference = shrunk(block)
+    rows = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    mine = PartitionedExperts(reference, (0, 3), "fp32", torch.device("cpu"), lambda expert, name: rows[name][expert])
+    hidden, index = torch.randn(12, HIDDEN), torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(12)])
+    weights = torch.rand(12, 2)
+    torch.testing.assert_close(mine(hidden, index, weights), reference(hidden, index, weights))
