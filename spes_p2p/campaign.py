@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.config import PROTOCOL_VERSION, Campaign, load_campaign_config, parse_campaign
-from spes_p2p.data.manifest import Manifest, check_vocabulary, read_manifest, write_whole
+from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest, write_whole
 from spes_p2p.data.tokenizers import check_tokenizer
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.node import BLOB, CAMPAIGN, BlobRequest
@@ -45,6 +45,17 @@ class CampaignFiles:
         """Samples in one epoch of the training text."""
         length = self.campaign.config.training.sequence_length
         return sum(file.tokens // length for file in self.training_manifest.files)
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Of the training text, and of the held-out text where there is one."""
+        held_out = self.held_out_manifest
+        return (self.training_manifest,) if held_out is None else (self.training_manifest, held_out)
+
+    @property
+    def token_files(self) -> tuple[TokenFile, ...]:
+        """All of them."""
+        return tuple(file for manifest in self.manifests for file in manifest.files)
 
     @property
     def training_manifest(self) -> Manifest:

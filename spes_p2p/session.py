@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spes_p2p.campaign import (
     CAMPAIGN_FILE,
@@ -25,8 +26,10 @@ from spes_p2p.campaign import (
     read_run_dir,
 )
 from spes_p2p.config import CampaignConfig, PeerConfig
-from spes_p2p.data.manifest import Manifest, open_corpus
+from spes_p2p.data.manifest import Manifest, find_local, locate_file
+from spes_p2p.data.pieces import pieces_of_samples
 from spes_p2p.data.samples import SampleReader
+from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import NobodyAnswers, UserError
 from spes_p2p.free_memory import measured
 from spes_p2p.genesis import make_genesis, save_base_0
@@ -57,13 +60,14 @@ from spes_p2p.sync.base import BASE, Base, load_base
 from spes_p2p.sync.digest import state_digest
 from spes_p2p.sync.outer import base_size, first_base
 from spes_p2p.sync.plan import Rules
+from spes_p2p.sync.tokens import TokenLibrary
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
 from spes_p2p.visit import VISIT_SILENCE_S, Visit
 
 logger = logging.getLogger(__name__)
 
-VERIFIED_FILE = "verified_files.json"
+VERIFIED_FILE, TOKENS_FOLDER = "verified_files.json", "tokens"
 FIRST_CONTACT_SILENCE_S = 10.0
 
 
@@ -108,6 +112,7 @@ async def _live_as_bootstrap(
     with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
         node = _node(_world(net, store), files, genesis, "helper", watchers)
         await _serve_checkup(net, node.board)
+        await _token_library(node, await asyncio.to_thread(_text_to_serve, files, settings.run_dir))
         layout = layout_of(files.campaign.config.model)
         helper = Peer(
             node, layout, None, NOTHING_TO_TRAIN, watchers.observers,
@@ -130,19 +135,21 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
         experts, stored, setup = _experts(settings, files, device)
         options = _training_options(settings, stored)
         check_options(files.campaign.config.model, options, device)
-        readers = await asyncio.to_thread(_open_text, files, settings.run_dir)
+        shelf = await asyncio.to_thread(_open_text, files, settings.run_dir)
         keep_campaign(files, genesis, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
         logger.info("%s", setup)
         config = files.campaign.config
 
-        def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
-            return TorchTrainer(config, base, owned, readers[0], readers[1], device, options)
-
         store = DirectoryStore(settings.run_dir)
         with _watching(files, settings, net.identity.peer_id, "trainer") as watchers:
             node = _node(_world(net, store), files, genesis, "trainer", watchers)
             await _serve_checkup(net, node.board)
+            text, held_out = _readers(files, shelf, await _token_library(node, shelf))
+
+            def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
+                return TorchTrainer(config, base, owned, text, held_out, device, options)
+
             peer = Peer(
                 node, layout_of(config.model), make_trainer, Capacity(experts), watchers.observers,
                 lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
@@ -327,13 +334,50 @@ async def _genesis_of(others: Sequence[str], files: CampaignFiles, net: Libp2p, 
     return genesis
 
 
-def _open_text(files: CampaignFiles, run_dir: Path) -> tuple[SampleReader, SampleReader | None]:
-    """Readers of the training and the held-out text; every file is verified once."""
-    training = files.campaign.config.training
+def _open_text(files: CampaignFiles, run_dir: Path) -> TokenShelf:
+    """What this machine has of the text, verified; the rest is fetched when it is trained on. Raises UserError."""
+    local = {
+        file: path
+        for manifest in files.manifests
+        for file, path in find_local(manifest, files.folders, run_dir / VERIFIED_FILE).items()
+    }
+    return TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local)
+
+
+def _text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
+    """As `_open_text`, for a peer that does not train: it verifies what it is asked for, and goes without what is not there."""
+    local = {}
+    for file in files.token_files:
+        try:
+            local[file] = locate_file(file, files.folders)
+        except UserError as error:
+            logger.warning("not served to volunteers: %s", error)
+    return TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local)
+
+
+async def _token_library(node: Node, shelf: TokenShelf) -> TokenLibrary:
+    """Serves the shelf, and fetches what it lacks."""
+    library = TokenLibrary(
+        shelf, node.board, lambda: (node.others("trainer"), node.others("helper")), node.world.run_blocking, node.world.rng
+    )
+    await library.serve()
+    return library
+
+
+def _readers(files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary) -> tuple[SampleReader, SampleReader | None]:
+    """Of the training and of the held-out text. They are used in worker threads; what is missing is fetched by this loop."""
+    training, data = files.campaign.config.training, files.campaign.config.data
+    loop = asyncio.get_running_loop()
 
     def reader(manifest: Manifest) -> SampleReader:
-        tokens = open_corpus(manifest, files.folders, run_dir / VERIFIED_FILE)
-        return SampleReader(tokens, training.sequence_length, files.campaign.config.data.piece_samples, training.seed)
+        def fetch(number: int, samples: npt.NDArray[np.int64]) -> None:
+            file = manifest.files[number]
+            if not shelf.is_local(file):
+                pieces = pieces_of_samples(samples, training.sequence_length * np.dtype(file.dtype).itemsize)
+                asyncio.run_coroutine_threadsafe(library.ensure(file, pieces), loop).result()
+
+        arrays = [shelf.array(file) for file in manifest.files]
+        return SampleReader(arrays, training.sequence_length, data.piece_samples, training.seed, fetch)
 
     held_out = files.held_out_manifest
     return reader(files.training_manifest), None if held_out is None else reader(held_out)

@@ -21,7 +21,8 @@ from spes_p2p.sync.plan import contributions
 from spes_p2p.sync.replica import Applied, Replica
 from spes_p2p.training.optimizer import learning_rate
 
-BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot": "download", "blob": "download"}
+BYTES_BY_KIND = {"push": "push", "pull": "pull", "pieces": "download", "snapshot": "download", "blob": "download",
+                 "token_hashes": "download", "token_pieces": "download"}
 
 
 class Teller:

@@ -329,17 +329,12 @@ def other_text(data: Path) -> None:
     np.fromfile(data / TOKENS, np.uint16)[::-1].copy().tofile(data / TOKENS)
 
 
-def absent(data: Path) -> None:
-    (data / TOKENS).unlink()
-
-
 BAD_TOKENS: list[tuple[Callable[[Path], None], str]] = [
     (cut_short, "cut short"),
     (half_an_id_more, "not a whole number of uint16 ids"),
     (other_dtype, "uint16 ids, the manifest says"),
     (ids_beyond, "has id 512, the vocabulary ends at 511"),
     (other_text, "differs from the campaign's token file"),
-    (absent, "give --data-dir"),
 ]
 
 

@@ -13,6 +13,7 @@ from spes_p2p.data.manifest import (
     Manifest,
     TokenFile,
     check_vocabulary,
+    find_local,
     locate,
     open_corpus,
     read_manifest,
@@ -53,6 +54,26 @@ def test_a_manifest_survives_its_file(tmp_path: Path, manifest: Manifest) -> Non
 
 def test_the_corpus_is_what_the_manifest_names(tmp_path: Path, manifest: Manifest, ids: np.ndarray) -> None:
     assert np.array_equal(np.concatenate(open_corpus(manifest, [tmp_path])), ids)
+
+
+def test_a_file_that_peers_can_serve_may_be_absent_and_another_one_not(tmp_path: Path, manifest: Manifest) -> None:
+    first, second = manifest.files
+    served = manifest_of(first, replace(second, pieces_sha256="cd" * 32))
+    assert find_local(served, [tmp_path]) == {first: tmp_path / "a.npy", served.files[1]: tmp_path / "b.npy"}
+    (tmp_path / "b.npy").unlink()
+    assert find_local(served, [tmp_path]) == {first: tmp_path / "a.npy"}
+    with pytest.raises(UserError, match=r"b\.npy: this token file of the campaign is not in"):
+        find_local(manifest, [tmp_path])
+    (tmp_path / "b.npy").write_bytes(b"\0" * 8)
+    with pytest.raises(UserError, match="cut short"):
+        find_local(served, [tmp_path])
+
+
+def test_manifests_of_earlier_versions_are_read(tmp_path: Path, manifest: Manifest) -> None:
+    old = asdict(manifest)
+    for file in old["files"]:
+        del file["pieces_sha256"]
+    assert Manifest.from_json(json.dumps(old), "old.json") == manifest
 
 
 def test_progress_ends_at_all_bytes(tmp_path: Path, manifest: Manifest) -> None:

@@ -1,6 +1,7 @@
 """The manifest names a campaign's token files by path and hash, so that every peer trains on the same tokens.
 
-It travels through the swarm; the files do not: each machine has them, and `open_corpus` finds and checks them.
+It travels through the swarm. A machine that has the files lets `open_corpus` find and check them; another one gets the pieces
+that it trains on from its peers (`shelf.py`, `sync/tokens.py`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -35,6 +36,8 @@ class TokenFile:
     sha256: Sha256
     tokens: Positive
     dtype: Dtype
+    pieces_sha256: Sha256 | None = None
+    """Root of its pieces (`pieces.py`), by which peers serve it; None in manifests of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def locate(manifest: Manifest, folders: Sequence[Path]) -> tuple[Path, ...]:
 
     Raises UserError when a file is in none of them, or nowhere as long as the manifest says.
     """
-    return tuple(_locate_file(file, folders) for file in manifest.files)
+    return tuple(locate_file(file, folders) for file in manifest.files)
 
 
 def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None,
@@ -110,16 +113,34 @@ def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | No
     files by path, size and modification time, so that the next start does not read them again.
     `on_progress(bytes_done, bytes_total)`. Raises UserError as `locate` does, on another hash or an id beyond the vocabulary.
     """
-    paths = locate(manifest, folders)
+    paths = dict(zip(manifest.files, locate(manifest, folders), strict=True))
+    _verify_once(manifest, paths, verified, on_progress)
+    return tuple(open_tokens(paths[file], file.dtype) for file in manifest.files)
+
+
+def find_local(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None) -> dict[TokenFile, Path]:
+    """The token files that are on this machine, verified as `open_corpus` does; those that peers can serve may be absent.
+
+    Raises UserError as `open_corpus` does.
+    """
+    paths = {file: locate_file(file, folders) for file in manifest.files
+             if file.pieces_sha256 is None or any(path.is_file() for path in _candidates(file, folders))}
+    _verify_once(manifest, paths, verified, lambda done, total: None)
+    return paths
+
+
+def _verify_once(manifest: Manifest, paths: Mapping[TokenFile, Path], verified: Path | None,
+                 on_progress: Callable[[int, int], None]) -> None:
+    """Read each file that is not remembered in `verified`, and remember it. Raises UserError."""
     known = _read_verified(verified)
-    total, done = sum(path.stat().st_size for path in paths), 0
+    total, done = sum(path.stat().st_size for path in paths.values()), 0
 
     def advance(count: int) -> None:
         nonlocal done
         done += count
         on_progress(done, total)
 
-    for file, path in zip(manifest.files, paths, strict=True):
+    for file, path in paths.items():
         name, fingerprint = str(path.resolve()), _fingerprint(path, file, manifest.vocab_size)
         if known.get(name) == fingerprint:
             advance(path.stat().st_size)
@@ -128,7 +149,6 @@ def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | No
             known[name] = fingerprint
     if verified is not None:
         write_whole(verified, json.dumps(known, indent=1).encode())
-    return tuple(open_tokens(path, file.dtype) for file, path in zip(manifest.files, paths, strict=True))
 
 
 def check_vocabulary(manifest: Manifest, tokenizer_sha256: str, model_vocab_size: int, where: str) -> None:
@@ -152,9 +172,9 @@ def write_whole(path: Path, content: bytes) -> None:
     aside.replace(path)
 
 
-def _locate_file(file: TokenFile, folders: Sequence[Path]) -> Path:
-    candidates = [folder / file.path for folder in folders] + [folder / Path(file.path).name for folder in folders]
-    lengths = {path: len(open_tokens(path, file.dtype)) for path in candidates if path.is_file()}
+def locate_file(file: TokenFile, folders: Sequence[Path]) -> Path:
+    """Where one token file is on this machine. Raises UserError as `locate` does."""
+    lengths = {path: len(open_tokens(path, file.dtype)) for path in _candidates(file, folders) if path.is_file()}
     for path, tokens in lengths.items():
         if tokens == file.tokens:
             return path
@@ -163,6 +183,10 @@ def _locate_file(file: TokenFile, folders: Sequence[Path]) -> Path:
                         f"it is cut short or another file: copy it again")
     searched = ", ".join(str(folder) for folder in folders) or "any folder that is known here"
     raise UserError(f"{file.path}: this token file of the campaign is not in {searched}; copy it there or give --data-dir")
+
+
+def _candidates(file: TokenFile, folders: Sequence[Path]) -> list[Path]:
+    return [folder / file.path for folder in folders] + [folder / Path(file.path).name for folder in folders]
 
 
 def _verify(path: Path, file: TokenFile, vocab_size: int, on_bytes: Callable[[int], None]) -> None:

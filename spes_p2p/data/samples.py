@@ -7,7 +7,7 @@ no chunk is dropped (as SPES and OLMo do). An epoch's order shuffles pieces of c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,9 @@ from spes_p2p.data.token_files import TokenArray
 from spes_p2p.errors import UserError
 
 Samples = npt.NDArray[np.int64]
+
+Fetch = Callable[[int, npt.NDArray[np.int64]], None]
+"""(number of a file, samples counted along it): have their tokens there. May block, and raise UserError."""
 
 KEYS_A_BLOCK = 2**20
 """Drawn from one hash stream; bounds what it holds at once."""
@@ -49,7 +52,11 @@ class SampleReader:
     Raises UserError when no file has a whole sample.
     """
 
-    def __init__(self, files: Sequence[TokenArray], sequence_length: int, piece_samples: int, seed: int):
+    def __init__(
+        self, files: Sequence[TokenArray], sequence_length: int, piece_samples: int, seed: int, fetch: Fetch | None = None
+    ):
+        """`fetch` is called before samples are read from a file."""
+        self._fetch = fetch
         whole = [tokens[: len(tokens) // sequence_length * sequence_length] for tokens in files]
         self._files = [tokens.reshape(-1, sequence_length) for tokens in whole]
         self._stops = np.cumsum([len(chunks) for chunks in self._files], dtype=np.int64)
@@ -109,7 +116,10 @@ class SampleReader:
         for number in np.unique(file_of):
             here = file_of == number
             chunks = self._files[number]
-            samples[here] = chunks[indices[here] - (self._stops[number] - len(chunks))]
+            wanted = indices[here] - (self._stops[number] - len(chunks))
+            if self._fetch is not None:
+                self._fetch(int(number), wanted)
+            samples[here] = chunks[wanted]
         return samples
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spes_p2p.data.manifest import TokenFile
+from spes_p2p.data.pieces import PieceHasher, root_of
 from spes_p2p.data.token_files import Dtype
 from spes_p2p.errors import UserError
 
@@ -36,7 +37,7 @@ class ShardWriter:
         self._folder, self._prefix, self._shard_tokens, self._dtype = folder, prefix, shard_tokens, dtype
         self._item = np.dtype(dtype).newbyteorder("<")
         self._file: BinaryIO | None = None
-        self._digest, self._shard_size = hashlib.sha256(), 0
+        self._digest, self._pieces, self._shard_size = hashlib.sha256(), PieceHasher(), 0
         self._made_folder = False
 
     def __enter__(self) -> ShardWriter:
@@ -61,6 +62,7 @@ class ShardWriter:
         content = document.astype(self._item).tobytes()
         self._file.write(content)
         self._digest.update(content)
+        self._pieces.update(content)
         self._shard_size += len(document)
         self.tokens += len(document)
         self.documents += 1
@@ -77,8 +79,9 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self.files.append(TokenFile(self._name(), self._digest.hexdigest(), self._shard_size, self._dtype))
-        self._file, self._digest, self._shard_size = None, hashlib.sha256(), 0
+        root = root_of(self._pieces.hashes())
+        self.files.append(TokenFile(self._name(), self._digest.hexdigest(), self._shard_size, self._dtype, root))
+        self._file, self._digest, self._pieces, self._shard_size = None, hashlib.sha256(), PieceHasher(), 0
 
     def _name(self) -> str:
         return f"{self._prefix}000_{len(self.files):06d}.npy"

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from spes_p2p.data.pieces import PieceHasher, root_of
 from spes_p2p.errors import UserError
 
 Dtype = Literal["uint16", "uint32"]
@@ -35,6 +36,8 @@ class Scan:
     sha256: str
     tokens: int
     max_id: int
+    pieces_sha256: str
+    """Root of its pieces (`pieces.py`)."""
 
 
 def smallest_dtype(vocab_size: int) -> Dtype:
@@ -85,12 +88,14 @@ def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], No
     """
     tokens = open_tokens(path, dtype)
     digest, header_bytes = hashlib.sha256(), path.stat().st_size - tokens.nbytes
+    pieces = PieceHasher()
     max_id, odd_are_zero = 0, dtype == "uint16" and len(tokens) >= EVIDENCE_IDS
     with path.open("rb") as file:
         digest.update(file.read(header_bytes))
         on_bytes(header_bytes)
         while block := file.read(SCAN_BYTES):
             digest.update(block)
+            pieces.update(block)
             ids = _ids(block, dtype)
             max_id = max(max_id, int(ids.max()))
             odd_are_zero = odd_are_zero and not ids[1::2].any()
@@ -100,7 +105,7 @@ def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], No
     if max_id >= vocab_size:
         raise UserError(f"{path}: has id {max_id}, the vocabulary ends at {vocab_size - 1}; "
                         f"it was made with another tokenizer, or is not {dtype}")
-    return Scan(digest.hexdigest(), len(tokens), max_id)
+    return Scan(digest.hexdigest(), len(tokens), max_id, root_of(pieces.hashes()))
 
 
 def has_numpy_header(path: Path) -> bool:

@@ -85,7 +85,7 @@ def describe_token_files(paths: Sequence[Path], tokenizer_json: Path, manifest_p
 
     for path, found in zip(paths, dtypes, strict=True):
         scanned = scan(path, found, identity.vocab_size, advance)
-        files.append(TokenFile(_relative(path.resolve(), folder), scanned.sha256, scanned.tokens, found))
+        files.append(TokenFile(_relative(path.resolve(), folder), scanned.sha256, scanned.tokens, found, scanned.pieces_sha256))
     manifest = _manifest(identity, files)
     write_manifest(manifest, manifest_path)
     return manifest

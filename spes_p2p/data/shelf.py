@@ -1,0 +1,130 @@
+"""What a machine has of a campaign's token files: whole files that lie there, and pieces of others in a cache of its own.
+
+Nothing is remembered of which pieces the cache holds: a piece is there when its bytes have its hash, which is looked at once in
+each life of a peer. So a crash in the middle of a write costs one piece, never wrong tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spes_p2p.data.manifest import TokenFile, write_whole
+from spes_p2p.data.pieces import HASH_BYTES, PIECE_BYTES, PieceHasher, is_piece, piece_count, root_of
+from spes_p2p.data.token_files import TokenArray, open_tokens
+from spes_p2p.errors import UserError
+
+SCAN_BYTES = 2**24
+
+
+class TokenShelf:
+    """Token files by the root of their pieces. Used from several threads: pieces are written to their own places only."""
+
+    def __init__(self, files: Sequence[TokenFile], folder: Path, local: Mapping[TokenFile, Path]):
+        """`folder`: the cache. `local`: files that lie whole on this machine, and where."""
+        self._files = {file.pieces_sha256: file for file in files if file.pieces_sha256 is not None}
+        self._folder, self._local = folder, dict(local)
+        self._hashes: dict[str, bytes] = {}
+        self._verified: set[tuple[str, int]] = set()
+        self._arrays: dict[TokenFile, TokenArray] = {}
+
+    def is_local(self, file: TokenFile) -> bool:
+        """Does the whole file lie on this machine?"""
+        return file in self._local
+
+    def array(self, file: TokenFile) -> TokenArray:
+        """The ids `[tokens]`, read-only. Of a file that is not local, only pieces that were put here may be read.
+
+        Raises UserError when there is no room for it.
+        """
+        if file not in self._arrays:
+            path = self._local.get(file)
+            self._arrays[file] = open_tokens(path, file.dtype) if path is not None else self._map_cache(file)
+        return self._arrays[file]
+
+    def hashes(self, root: str) -> bytes | None:
+        """The piece hashes of a file, HASH_BYTES each: known, kept from an earlier start, or made from the local file."""
+        if root not in self._hashes and root in self._files:
+            found = self._kept_hashes(root) or self._made_hashes(self._files[root])
+            if found is not None:
+                self.learn_hashes(root, found)
+        return self._hashes.get(root)
+
+    def learn_hashes(self, root: str, hashes: bytes) -> bool:
+        """Take a list of piece hashes that the root proves; False when it does not."""
+        file = self._files.get(root)
+        if file is None or len(hashes) != HASH_BYTES * piece_count(num_bytes(file)) or root_of(hashes) != root:
+            return False
+        self._hashes[root] = hashes
+        return True
+
+    def keep_hashes(self, root: str) -> None:
+        """Write a list that was learnt to disk, for the next start."""
+        write_whole(self._folder / f"{root}.hashes", self._hashes[root])
+
+    def piece(self, root: str, index: int) -> bytes | None:
+        """A piece, verified; None when it is not here."""
+        hashes, file = self.hashes(root), self._files.get(root)
+        if hashes is None or file is None or not 0 <= index < len(hashes) // HASH_BYTES:
+            return None
+        if not self.is_local(file) and not self._cache_path(file).exists():
+            return None
+        content = self._bytes(file)[index * PIECE_BYTES : (index + 1) * PIECE_BYTES].tobytes()
+        if (root, index) not in self._verified:
+            if not is_piece(content, hashes, index):
+                return None
+            self._verified.add((root, index))
+        return content
+
+    def missing(self, root: str, pieces: Sequence[int]) -> list[int]:
+        """Those of these pieces that are not here."""
+        return [index for index in pieces if (root, index) not in self._verified and self.piece(root, index) is None]
+
+    def put(self, root: str, index: int, content: bytes) -> bool:
+        """Keep a piece; False when it is not what the hashes say."""
+        hashes, file = self.hashes(root), self._files[root]
+        if hashes is None or not is_piece(content, hashes, index):
+            return False
+        self.array(file)
+        with self._cache_path(file).open("r+b") as cache:
+            os.pwrite(cache.fileno(), content, index * PIECE_BYTES)
+        self._verified.add((root, index))
+        return True
+
+    def _bytes(self, file: TokenFile) -> np.ndarray:
+        return self.array(file).view(np.uint8)
+
+    def _cache_path(self, file: TokenFile) -> Path:
+        return self._folder / f"{file.pieces_sha256}.tokens"
+
+    def _map_cache(self, file: TokenFile) -> TokenArray:
+        """A sparse file of the whole length, so that the cache is as large as what was put there."""
+        path = self._cache_path(file)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as cache:
+                os.truncate(cache.fileno(), num_bytes(file))
+        except OSError as error:
+            raise UserError(f"{path}: cannot keep token pieces there ({error.strerror}); choose another --run-dir") from None
+        return np.memmap(path, np.dtype(file.dtype).newbyteorder("<"), "r")
+
+    def _kept_hashes(self, root: str) -> bytes | None:
+        path = self._folder / f"{root}.hashes"
+        kept = path.read_bytes() if path.exists() else b""
+        return kept if root_of(kept) == root else None
+
+    def _made_hashes(self, file: TokenFile) -> bytes | None:
+        if not self.is_local(file):
+            return None
+        hasher, content = PieceHasher(), self._bytes(file)
+        for start in range(0, len(content), SCAN_BYTES):
+            hasher.update(content[start : start + SCAN_BYTES].tobytes())
+        return hasher.hashes()
+
+
+def num_bytes(file: TokenFile) -> int:
+    """Of the ids, without a header."""
+    return file.tokens * np.dtype(file.dtype).itemsize

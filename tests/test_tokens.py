@@ -1,0 +1,251 @@
+"""Training text from peer to peer: only what is trained on, each piece verified, whoever dies or lies on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.data.manifest import TokenFile
+from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, piece_count, pieces_of_samples, root_of
+from spes_p2p.data.shelf import TokenShelf
+from spes_p2p.errors import UserError
+from spes_p2p.simulate.swarm import simulate
+from spes_p2p.swarm.memory import MemoryNetwork
+from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.sync.tokens import PATIENCE_S, PIECES_A_REQUEST, TOKEN_HASHES, TOKEN_PIECES, TokenLibrary
+
+SILENCE_S = 2.0
+PIECES = 3 * PIECES_A_REQUEST + 1
+IDS = np.random.default_rng(0).integers(0, 60_000, PIECES * PIECE_BYTES // 2 - 100).astype("<u2")
+
+
+async def inline(function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenFile, Path]:
+    path = tmp_path_factory.mktemp("whole") / "train.npy"
+    IDS.tofile(path)
+    hasher = PieceHasher()
+    hasher.update(IDS.tobytes())
+    sha = hashlib.sha256(IDS.tobytes()).hexdigest()
+    return TokenFile(path.name, sha, len(IDS), "uint16", root_of(hasher.hashes())), path
+
+
+@dataclass
+class Place:
+    """Peers of one test on an in-memory network."""
+
+    folder: Path
+    file: TokenFile
+    path: Path
+    network: MemoryNetwork
+
+    def shelf(self, name: str, has_file: bool = False) -> TokenShelf:
+        return TokenShelf([self.file], self.folder / name, {self.file: self.path} if has_file else {})
+
+    async def library(
+        self, name: str, shelf: TokenShelf, trainers: Sequence[str] = (), helpers: Sequence[str] = ("W",)
+    ) -> TokenLibrary:
+        board = Switchboard(self.network.transport(name), SILENCE_S)
+        library = TokenLibrary(shelf, board, lambda: (trainers, helpers), inline, random.Random(0))
+        await library.serve()
+        return library
+
+    def received(self, sender: str, receiver: str) -> int:
+        return self.network.sent_bytes.get((sender, receiver), 0)
+
+    def is_right(self, shelf: TokenShelf, pieces: Sequence[int]) -> bool:
+        ids = shelf.array(self.file).view(np.uint8)
+        right = IDS.view(np.uint8)
+        return all(
+            np.array_equal(ids[a * PIECE_BYTES : (a + 1) * PIECE_BYTES], right[a * PIECE_BYTES : (a + 1) * PIECE_BYTES])
+            for a in pieces
+        )
+
+
+@pytest.fixture
+def place(tmp_path: Path, whole: tuple[TokenFile, Path]) -> Place:
+    return Place(tmp_path, *whole, MemoryNetwork(latency_s=0.01))
+
+
+# Pieces -----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=3 * PIECE_BYTES // 2), max_size=5))
+def test_hashes_do_not_depend_on_how_a_file_is_read(blocks: list[bytes]) -> None:
+    hasher, content = PieceHasher(), b"".join(blocks)
+    for block in blocks:
+        hasher.update(block)
+    pieces = [content[a : a + PIECE_BYTES] for a in range(0, len(content), PIECE_BYTES)]
+    assert hasher.hashes() == b"".join(hashlib.sha256(piece).digest() for piece in pieces)
+    assert len(pieces) == piece_count(len(content))
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=20), st.integers(1, PIECE_BYTES // 100))
+def test_every_byte_of_the_samples_lies_in_their_pieces_and_no_piece_is_without_one(samples: list[int], size: int) -> None:
+    pieces = pieces_of_samples(np.array(samples), size)
+    assert pieces == sorted({byte // PIECE_BYTES for sample in samples for byte in range(sample * size, (sample + 1) * size)})
+
+
+# The shelf --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_is_as_large_as_what_was_put_there_and_outlives_the_process(place: Place) -> None:
+    whole, cache = place.shelf("W", has_file=True), place.shelf("me")
+    root = str(place.file.pieces_sha256)
+    hashes = whole.hashes(root)
+    assert hashes is not None
+    assert cache.learn_hashes(root, hashes)
+    cache.keep_hashes(root)
+    piece = whole.piece(root, 3)
+    assert piece is not None
+    assert cache.put(root, 3, piece)
+    used = sum(path.stat().st_blocks * 512 for path in (place.folder / "me").iterdir())
+    assert used < 3 * PIECE_BYTES
+    again = place.shelf("me")
+    assert again.missing(root, [2, 3]) == [2]
+    assert again.piece(root, 3) == piece
+
+
+def test_a_piece_that_was_damaged_on_the_disk_is_not_there_any_more(place: Place) -> None:
+    whole, cache, root = place.shelf("W", has_file=True), place.shelf("me"), str(place.file.pieces_sha256)
+    cache.learn_hashes(root, whole.hashes(root) or b"")
+    cache.keep_hashes(root)
+    cache.put(root, 0, whole.piece(root, 0) or b"")
+    with (place.folder / "me" / f"{root}.tokens").open("r+b") as file:
+        file.write(b"\0\0\0")
+    assert place.shelf("me").piece(root, 0) is None
+
+
+def test_a_local_file_that_is_not_the_campaigns_is_not_served(place: Place, tmp_path: Path) -> None:
+    other = tmp_path / "other.npy"
+    IDS[::-1].tofile(other)
+    shelf = TokenShelf([place.file], tmp_path / "cache", {place.file: other})
+    assert shelf.hashes(str(place.file.pieces_sha256)) is None
+    assert shelf.piece(str(place.file.pieces_sha256), 0) is None
+
+
+def test_only_what_the_root_proves_is_taken(place: Place) -> None:
+    whole, cache, root = place.shelf("W", has_file=True), place.shelf("me"), str(place.file.pieces_sha256)
+    hashes = whole.hashes(root) or b""
+    assert not cache.learn_hashes(root, hashes[:-1] + b"\0")
+    assert not cache.learn_hashes(root, hashes[:-32])
+    assert not cache.learn_hashes("0" * 64, hashes)
+    assert cache.learn_hashes(root, hashes)
+    piece = whole.piece(root, 0) or b""
+    assert not cache.put(root, 1, piece)
+    assert not cache.put(root, 0, piece[:-1])
+    assert cache.missing(root, [0, 1]) == [0, 1]
+
+
+# Fetching ---------------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_pieces_that_are_asked_for_are_fetched(place: Place) -> None:
+    async def main() -> None:
+        await place.library("W", place.shelf("W", has_file=True))
+        shelf = place.shelf("me")
+        mine = await place.library("me", shelf)
+        await mine.ensure(place.file, [2, 5, PIECES - 1])
+        assert place.is_right(shelf, [2, 5, PIECES - 1])
+        assert place.received("W", "me") < 3.2 * PIECE_BYTES
+        before = place.received("W", "me")
+        await mine.ensure(place.file, [2, 5])
+        assert place.received("W", "me") == before
+
+    simulate(main)
+
+
+def test_trainers_that_have_pieces_spare_the_bootstrap_peer(place: Place) -> None:
+    async def main() -> None:
+        await place.library("W", place.shelf("W", has_file=True))
+        first, second = place.shelf("A"), place.shelf("B")
+        await (await place.library("A", first)).ensure(place.file, range(PIECES))
+        before = place.received("W", "A")
+        await (await place.library("B", second, trainers=["A"])).ensure(place.file, range(PIECES))
+        assert place.is_right(second, range(PIECES))
+        assert before > (PIECES - 1) * PIECE_BYTES
+        assert place.received("A", "B") + place.received("W", "B") < 1.1 * PIECES * PIECE_BYTES
+        assert place.received("A", "B") > 0
+
+    simulate(main)
+
+
+def test_a_donor_that_has_some_pieces_gives_those(place: Place) -> None:
+    async def main() -> None:
+        await place.library("W", place.shelf("W", has_file=True))
+        some = list(range(0, PIECES, 3))
+        await (await place.library("A", place.shelf("A"))).ensure(place.file, some)
+        shelf = place.shelf("B")
+        await (await place.library("B", shelf, trainers=["A"])).ensure(place.file, range(PIECES))
+        assert place.is_right(shelf, range(PIECES))
+
+    simulate(main)
+
+
+def test_liars_and_the_dead_cost_time_but_no_token(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        await place.library("W", place.shelf("W", has_file=True))
+        liar = Switchboard(place.network.transport("liar"), SILENCE_S)
+
+        async def lie(talk: Talk) -> None:
+            await talk.message()
+            await talk.send(b"x" * PIECE_BYTES)
+
+        async def die(talk: Talk) -> None:
+            await talk.message()
+            place.network.kill("mortal")
+
+        await liar.serve(TOKEN_PIECES, lie)
+        await liar.serve(TOKEN_HASHES, lie)
+        mortal = Switchboard(place.network.transport("mortal"), SILENCE_S)
+        await mortal.serve(TOKEN_PIECES, die)
+        shelf = place.shelf("me")
+        await (await place.library("me", shelf, trainers=["liar", "mortal", "nobody"])).ensure(place.file, range(PIECES))
+        assert place.is_right(shelf, range(PIECES))
+        assert "liar sent a piece of train.npy that is not the campaign's" in caplog.text
+
+    simulate(main)
+
+
+def test_pieces_that_come_back_are_waited_for(place: Place) -> None:
+    async def main() -> None:
+        shelf = place.shelf("me")
+        mine = await place.library("me", shelf)
+        waiting = asyncio.create_task(mine.ensure(place.file, [0, 1]))
+        await asyncio.sleep(PATIENCE_S / 2)
+        assert not waiting.done()
+        await place.library("W", place.shelf("W", has_file=True))
+        await waiting
+        assert place.is_right(shelf, [0, 1])
+
+    simulate(main)
+
+
+def test_text_that_nobody_has_ends_with_a_line_that_says_so(place: Place) -> None:
+    async def main() -> None:
+        mine = await place.library("me", place.shelf("me"))
+        with pytest.raises(UserError, match=r"train.npy: no peer gives 2 pieces of this token file; ask who runs"):
+            await mine.ensure(place.file, [0, 1])
+
+    simulate(main)
+
+
+def test_what_no_one_should_ask_for_is_refused_or_empty(place: Place) -> None:
+    shelf = place.shelf("W", has_file=True)
+    root = str(place.file.pieces_sha256)
+    assert shelf.hashes("0" * 64) is None
+    assert [shelf.piece(root, index) for index in (-1, PIECES, 10**12)] == [None] * 3
+    assert shelf.piece("../../etc/passwd", 0) is None
