@@ -16,6 +16,7 @@ import torch
 
 from spes_p2p.campaign import CampaignFiles, fetch_campaign
 from spes_p2p.config import PROTOCOL_VERSION, PeerConfig
+from spes_p2p.data.shelf import num_bytes
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.free_memory import measured
 from spes_p2p.model.build import layout_of
@@ -180,9 +181,9 @@ async def _capacity(board: Switchboard, peers: Sequence[str], files: CampaignFil
     if free.kind != "cpu":
         available = psutil.virtual_memory().available
         checks.append(judge_space("host memory", host_bytes(config, choice).total, available, "close other programs"))
-    tokens = sum(file.tokens * (2 if file.dtype == "uint16" else 4) for file in files.training_manifest.files)
+    share = 2 * sum(map(num_bytes, files.training_manifest.files)) // max(2, config.sync.min_peers)
     disk = shutil.disk_usage(_existing(settings.run_dir)).free
-    needed = disk_bytes(config, choice).total + tokens
+    needed = disk_bytes(config, choice).total + share
     checks.append(judge_space("disk", needed, disk, "make room, or choose another --run-dir"))
     return [*checks, await _bandwidth(board, peers, files, choice)]
 

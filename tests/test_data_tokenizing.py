@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -81,6 +81,7 @@ def test_documents_end_with_one_end_token_even_if_their_text_spells_it(tmp_path:
     assert text == "".join(document + END_OF_TEXT for document in DOCUMENTS)
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12), shard_tokens=st.integers(1, 50))
 def test_shards_hold_whole_documents_and_all_of_them(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_json: Path, sizes: list[int], shard_tokens: int
@@ -259,3 +260,12 @@ def test_a_tokenizer_that_would_cut_or_pad_does_not(tmp_path: Path, tokenizer_js
     (tmp_path / "a.jsonl").write_bytes(json_lines(DOCUMENTS))
     tokenize([tmp_path / "a.jsonl"], tmp_path / "cutting.json", tmp_path / "out")
     assert ids_of(tmp_path / "out") == expected_ids(tokenizer_json, DOCUMENTS)
+
+
+def test_files_have_the_same_pieces_whether_they_are_written_or_described(tmp_path: Path, tokenizer_json: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(DOCUMENTS))
+    made = tokenize([tmp_path / "a.jsonl"], tokenizer_json, tmp_path, shard_tokens=20)
+    assert len(made.files) > 1
+    described = describe_token_files([tmp_path / file.path for file in made.files], tokenizer_json, tmp_path / "again.json")
+    assert described.files == made.files
+    assert None not in {file.pieces_sha256 for file in made.files}

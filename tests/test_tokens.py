@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_p2p.data.manifest import TokenFile
@@ -83,6 +83,7 @@ def place(tmp_path: Path, whole: tuple[TokenFile, Path]) -> Place:
 # Pieces -----------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=3 * PIECE_BYTES // 2), max_size=5))
 def test_hashes_do_not_depend_on_how_a_file_is_read(blocks: list[bytes]) -> None:
     hasher, content = PieceHasher(), b"".join(blocks)
@@ -93,6 +94,7 @@ def test_hashes_do_not_depend_on_how_a_file_is_read(blocks: list[bytes]) -> None
     assert len(pieces) == piece_count(len(content))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=20), st.integers(1, PIECE_BYTES // 100))
 def test_every_byte_of_the_samples_lies_in_their_pieces_and_no_piece_is_without_one(samples: list[int], size: int) -> None:
     pieces = pieces_of_samples(np.array(samples), size)

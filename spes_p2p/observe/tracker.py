@@ -93,7 +93,7 @@ def _of_round(event: RoundCommitted) -> dict[str, float]:
     return {
         "loss": event.loss,
         "tokens": event.total_tokens,
-        "step": event.campaign_step,
+        "campaign_step": event.campaign_step,
         "learning_rate": event.learning_rate,
         "merge_alpha": event.merge_alpha,
         "members": len(event.members),
