@@ -153,6 +153,15 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Head] | None:
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
     except (OSError, WireError) as error:
         raise UserError(f"{run_dir}: incomplete run-dir ({error}); remove it to start again") from None
+    for name, content, digest in (
+        (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
+        (MANIFEST_FILE, manifest, campaign.manifest_sha256),
+        (VALIDATION_FILE, validation, campaign.validation_manifest_sha256),
+    ):
+        if content is not None and sha256(content) != digest:
+            raise UserError(f"{run_dir / name}: damaged; copy it from another peer's run-dir")
+    if genesis.campaign != campaign.hash:
+        raise UserError(f"{run_dir / GENESIS_FILE}: not of this run-dir's campaign; copy both from another peer's run-dir")
     return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
 
 

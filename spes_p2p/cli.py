@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import sys
 import tempfile
@@ -52,6 +53,10 @@ def main() -> None:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except UserError as error:
         _fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); make room and start again")
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except typer.Abort:

@@ -151,8 +151,10 @@ class Peer:
         if not restored:
             self._teller.enter("downloading")
             await self._or_leave(self.replica.join(self._teller.downloading))
-            if self._leaving.is_set():
-                return
+        else:
+            await self._or_leave(self.replica.learn_own_head())
+        if self._leaving.is_set():
+            return
         if self._make_trainer is not None:
             await self._begin_training(self._make_trainer, restored)
         self._teller.restored("disk" if restored else "download")
@@ -165,7 +167,7 @@ class Peer:
         owned = duty.owned if duty is not None else ()
         self.replica.trainer = await self.node.world.run_blocking(make_trainer, base.values, owned)
         if restored:
-            load_checkpoint(self.node.world.store, self.trainer, self.layout, base.head)
+            load_checkpoint(self.node.world.store, self.trainer, self.layout, base.head, base.round)
 
     # Training ----------------------------------------------------------------------------------------------------------
 

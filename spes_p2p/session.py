@@ -313,7 +313,8 @@ def _genesis(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstr
         return known[1]
     values = _first_base(config)
     genesis = make_genesis(files.campaign, bootstrap, values, open_votes(store, random.Random()).disk)
-    save_base_0(store, genesis, values)
+    if store.read(BASE) is None:
+        save_base_0(store, genesis, values)
     return genesis
 
 

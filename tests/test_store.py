@@ -1,13 +1,21 @@
 """What a store accepted is there after a crash, whole; what it refused left no trace."""
 
 import asyncio
+import contextlib
 import errno
 import os
+import random
+import resource
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spes_p2p.errors import UserError
 from spes_p2p.swarm.interfaces import Store
 from spes_p2p.swarm.store import DirectoryStore, MemoryStore
 
@@ -170,28 +178,136 @@ def test_garbage_after_the_last_record_is_no_record(tmp_path: Path, tail: bytes)
     assert DirectoryStore(tmp_path).records("log") == [b"one"]
 
 
-def test_a_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+STEPS = ("open", "write", "fsync", "replace")
+
+
+def fail_at(patch: pytest.MonkeyPatch, step: int, fail: Callable[[], None]) -> list[str]:
+    """From step `step` on (counted over all calls in STEPS) every call fails; returns the list of calls, as they come."""
+    calls: list[str] = []
+
+    def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) > step:
+                fail()
+            return real(*args, **options)
+
+        return call
+
+    for name in STEPS:
+        patch.setattr(os, name, failing(name, getattr(os, name)))
+    return calls
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def contents(store: Store) -> tuple[bytes, list[bytes]]:
+    return bytes(store.read("blob") or b""), store.records("log")
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_disk_that_is_full_from_some_step_on_keeps_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     store = DirectoryStore(tmp_path)
     store.write("blob", [b"old"])
     store.append("log", b"one")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            store.write("blob", [b"new"])
-        with pytest.raises(OSError, match="No space"):
-            store.append("log", b"two")
-        with pytest.raises(OSError, match="No space"):
-            store.append("other", b"two")
-    assert bytes(store.read("blob") or b"") == b"old"
+    for change in (lambda: store.write("blob", [b"new"]), lambda: store.append("log", b"two")):
+        with monkeypatch.context() as patch:
+            calls = fail_at(patch, step, no_space)
+            with contextlib.suppress(UserError):
+                change()
+                assert len(calls) <= step
+        blob, log = contents(DirectoryStore(tmp_path))
+        assert blob in (b"old", b"new")
+        assert log in ([b"one"], [b"one", b"two"])
     store.append("log", b"three")
-    store.append("other", b"three")
-    assert store.records("log") == [b"one", b"three"]
-    assert store.records("other") == [b"three"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["blob", "log", "other"]
+    store.write("blob", [b"newest"])
+    assert contents(DirectoryStore(tmp_path))[0] == b"newest"
+    assert contents(DirectoryStore(tmp_path))[1][-1] == b"three"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["blob", "log"]
+
+
+@pytest.mark.parametrize("room", [0, 1, 7, 8, 9, 100, 4096, 9999])
+def test_a_write_that_is_cut_at_any_byte_changes_nothing_and_says_so_in_one_line(tmp_path: Path, room: int) -> None:
+    store = DirectoryStore(tmp_path)
+    store.write("blob", [b"old"])
+    with file_size_limit(room), pytest.raises(UserError, match=r"blob: cannot be written .*; make room and start"):
+        store.write("blob", [bytes(5000), bytes(5000)])
+    with file_size_limit(room), pytest.raises(UserError, match="log: cannot be written"):
+        store.append("log", bytes(10_000))
+    assert contents(DirectoryStore(tmp_path)) == (b"old", [])
+    store.append("log", b"one")
+    store.write("blob", [b"new"])
+    assert contents(DirectoryStore(tmp_path)) == (b"new", [b"one"])
+
+
+@contextlib.contextmanager
+def file_size_limit(most_bytes: int) -> Iterator[None]:
+    """The kernel cuts every write of this process at this file size, as a full disk would, and fails the next."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_a_process_that_dies_at_any_step_leaves_the_old_content_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.write("blob", [b"old"])
+    store.append("log", b"one")
+    for change in (lambda: store.write("blob", [b"new"]), lambda: store.append("log", b"two")):
+        child = os.fork()
+        if child == 0:
+            fail_at(monkeypatch, step, lambda: os._exit(9))
+            change()
+            os._exit(0)
+        os.waitpid(child, 0)
+    blob, log = contents(DirectoryStore(tmp_path))
+    assert blob in (b"old", b"new")
+    assert log in ([b"one"], [b"one", b"two"])
+    assert step < 6 or (blob, log) == (b"new", [b"one", b"two"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["blob", "log"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from spes_p2p.swarm.store import DirectoryStore
+
+store = DirectoryStore(Path(sys.argv[1]))
+number = len(store.records("log"))
+while True:
+    store.write("blob", [number.to_bytes(8, "little") * 20_000])
+    store.append("log", number.to_bytes(8, "little"))
+    number += 1
+    print(number, flush=True)
+"""
+
+
+def test_a_process_killed_at_random_instants_loses_nothing_that_it_had_finished(tmp_path: Path) -> None:
+    """Each time the next process goes on from what the last one left."""
+    rng = random.Random(0)
+    for _ in range(8):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        done = int(writer.stdout.readline())
+        time.sleep(rng.uniform(0, 0.05))
+        writer.kill()
+        rest = writer.stdout.read().split("\n")[:-1]
+        writer.wait()
+        done = int(rest[-1]) if rest else done
+        blob, log = contents(DirectoryStore(tmp_path))
+        assert log == [number.to_bytes(8, "little") for number in range(len(log))]
+        assert len(log) in (done, done + 1)
+        assert blob == blob[:8] * 20_000
+        assert int.from_bytes(blob[:8], "little") in (len(log) - 1, len(log))
 
 
 def test_a_crash_before_the_rename_leaves_no_file_behind(tmp_path: Path) -> None:

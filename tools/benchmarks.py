@@ -256,7 +256,7 @@ def transformers_step(config: CampaignConfig, base: Any, device: torch.device, m
 
     def work() -> None:
         ids = torch.from_numpy(text.read(Interval(0, 0, config.training.batch_size))).to(device)
-        for part in ids.split(micro_batch or len(ids)):
+        for part in torch.split(ids, micro_batch or len(ids)):
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
                 loss = model(input_ids=part, labels=part, output_router_logits=True, use_cache=False).loss
             (loss * (len(part) / len(ids))).backward()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ from spes_p2p.observe.events import (
     WorkDropped,
 )
 from spes_p2p.observe.plain import plain
+
+logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
 
@@ -47,17 +53,28 @@ class History:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             cut_torn_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from None
         self._wall_time = wall_time
 
     def tell(self, event: Event) -> None:
-        """Append the event, if it is one of KEPT, and hand the line to the operating system."""
-        if isinstance(event, KEPT):
-            line = {"time": round(self._wall_time(), 3), "event": type(event).__name__, **plain(event)}
-            self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
-            self._file.flush()
+        """Append the event, if it is one of KEPT, and hand the line to the operating system.
+
+        A line that finds no room is left out whole: for the history alone no peer stops.
+        """
+        if not isinstance(event, KEPT):
+            return
+        line = {"time": round(self._wall_time(), 3), "event": type(event).__name__, **plain(event)}
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
+            logger.warning("%s: an event is not kept (%s)", self._file.name, error.strerror)
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""

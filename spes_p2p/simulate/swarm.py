@@ -22,7 +22,7 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.swarm.electors import open_votes
-from spes_p2p.swarm.interfaces import World
+from spes_p2p.swarm.interfaces import Store, World
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.store import MemoryStore
@@ -165,10 +165,18 @@ class VirtualSwarm:
         self.helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, observer, lambda: b"", name)
         self.tasks[name] = self.network.run_peer(name, self.helper.run())
 
-    def start(self, name: str, speed: float = 1.0, experts: int = EXPERTS, bandwidth: float = 1.0) -> None:
-        """Start a trainer on its store."""
+    def start(
+        self,
+        name: str,
+        speed: float = 1.0,
+        experts: int = EXPERTS,
+        bandwidth: float = 1.0,
+        store: Store | None = None,
+        where: str = "",
+    ) -> None:
+        """Start a trainer on its store, or on `store`; `where` names that in messages."""
         machine = self.machines[name] = Machine(speed, experts, bandwidth)
-        store = self.stores.setdefault(name, MemoryStore())
+        store = self.stores.setdefault(name, MemoryStore()) if store is None else store
         world = in_memory_world(self.network, name, store=store, seconds=lambda f, args: 0.01)
         world = _at_training_speed(world, lambda: self.step_s(name))
         observer = self._make_observer(name, self.recorders.setdefault(name, Recorder()))
@@ -184,7 +192,7 @@ class VirtualSwarm:
             return trainer
 
         capacity = Capacity(machine.experts, machine.bandwidth)
-        peer = Peer(node, LAYOUT, make_trainer, capacity, observer, lambda: b"", name)
+        peer = Peer(node, LAYOUT, make_trainer, capacity, observer, lambda: b"", where or name)
         self.peers[name] = peer
         self.tasks[name] = self.network.run_peer(name, peer.run())
 

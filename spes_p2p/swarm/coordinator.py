@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from spes_p2p.data.slices import Interval
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.deadline import lateness, patience
 from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum, remaining, weigh
 from spes_p2p.swarm.interfaces import Identity
@@ -126,7 +126,7 @@ class Coordination:
             self._on_decided(decided)
             self._decided.set_result(decided)
             await self._tell_electors(decided)
-        except (AttemptFailed, Refused, WireError) as error:
+        except (AttemptFailed, Refused, WireError, UserError) as error:
             self._fail(str(error))
         except Exception:
             logger.exception("coordinating round %d failed", self.head.round + 1)

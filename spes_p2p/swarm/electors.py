@@ -229,14 +229,14 @@ class HeadLog:
         self._identity = identity
         self.genesis = genesis
         self._decided: list[Decided] = []
-        for record in store.records(LOG):
-            try:
-                decided = unpack(Decided, record)
-            except WireError:
+        records = store.records(LOG)
+        for place, record in enumerate(records):
+            if not self._take_up(record):
+                logger.warning("%s: record %d does not follow; what comes after it is learned again", LOG, place)
+                store.delete(LOG)
+                for whole in records[:place]:
+                    store.append(LOG, whole)
                 break
-            if decided.head.round > self.round + 1 or decided.head.parent != self.head_at(decided.head.round - 1).id:
-                break
-            self._put(decided)
 
     @property
     def head(self) -> Head:
@@ -275,6 +275,16 @@ class HeadLog:
         if not proves(decided, self.head_at(head.round - 1), self._identity):
             raise Refused(f"the certificate of round {head.round} does not hold")
         self._store.append(LOG, pack(decided))
+        self._put(decided)
+        return True
+
+    def _take_up(self, record: bytes) -> bool:
+        try:
+            decided = unpack(Decided, record)
+        except WireError:
+            return False
+        if decided.head.round > self.round + 1 or decided.head.parent != self.head_at(decided.head.round - 1).id:
+            return False
         self._put(decided)
         return True
 

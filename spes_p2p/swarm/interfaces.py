@@ -116,7 +116,7 @@ class Store(Protocol):
     """Named blobs that survive a crash. A write is whole or did not happen (aside, fsync, rename)."""
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Replace the blob durably."""
+        """Replace the blob durably. Raises UserError when that is impossible; the old one is in place then."""
 
     def draft(self, name: str) -> Draft:
         """Begin to write a blob piece by piece."""
@@ -125,7 +125,7 @@ class Store(Protocol):
         """The blob (memory-mapped where it is a file), or None."""
 
     def append(self, name: str, record: bytes) -> None:
-        """Append one record durably to a log; a torn last record is dropped by `records`."""
+        """Append one record durably to a log; a torn last record is dropped by `records`. Raises UserError as `write` does."""
 
     def records(self, name: str) -> list[bytes]:
         """All whole records of a log, in order."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.detector import SilenceDetector
 from spes_p2p.swarm.interfaces import Channel, Transport
 from spes_p2p.swarm.wire import WireError
@@ -248,6 +248,8 @@ class Switchboard:
                 await asyncio.wait_for(_until_finished(talk), self.silence_s)
         except (PeerUnreachable, asyncio.TimeoutError) as error:
             logger.debug("%s from %s: %s", method, channel.remote[-6:], error)
+        except UserError as error:
+            logger.error("%s from %s: %s", method, channel.remote[-6:], error)
         except Exception:
             logger.exception("%s from %s failed", method, channel.remote[-6:])
         finally:

@@ -18,9 +18,11 @@ import re
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from spes_p2p.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ SMALLEST_SPARE_BYTES = 2**20
 class DirectoryStore:
     """A directory of files; one process may use it at a time. A `/` in a name makes a subdirectory.
 
-    When the disk is full, OSError is raised and the old content stays.
+    When the disk is full or broken, UserError says so and the old content stays: the peer stops, and goes on from there.
     """
 
     def __init__(self, path: Path):
@@ -47,30 +49,33 @@ class DirectoryStore:
         self._spares: list[Path] = []
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Replace the blob durably. Raises OSError, or whatever `chunks` raises, with the old blob in place."""
+        """Replace the blob durably. Raises UserError, or whatever `chunks` raises, with the old blob in place."""
         target = self._file(name)
-        self._make_directory(target.parent)
         aside = target.with_name(target.name + _ASIDE)
-        try:
-            with aside.open("wb") as file:
-                _lock(file.fileno())
-                for chunk in chunks:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        _sync_directory(target.parent)
+        with _said_in_one_line(target):
+            self._make_directory(target.parent)
+            try:
+                with aside.open("wb") as file:
+                    _lock(file.fileno())
+                    for chunk in chunks:
+                        file.write(chunk)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(aside, target)
+            except BaseException:
+                with suppress(OSError):
+                    aside.unlink(missing_ok=True)
+                raise
+            _sync_directory(target.parent)
 
     def draft(self, name: str) -> FileDraft:
         """Begin to write a blob piece by piece. Several drafts of one blob may be open."""
         target = self._file(name)
-        self._make_directory(target.parent)
-        aside = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}")
-        self._reuse_spare(aside)
-        return FileDraft(target, aside, self._keep_spare)
+        with _said_in_one_line(target):
+            self._make_directory(target.parent)
+            aside = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}")
+            self._reuse_spare(aside)
+            return FileDraft(target, aside, self._keep_spare)
 
     def read(self, name: str) -> memoryview | None:
         """The blob, memory-mapped read-only, or None. It stays valid when the blob is replaced or deleted."""
@@ -83,26 +88,27 @@ class DirectoryStore:
             return None
 
     def append(self, name: str, record: bytes) -> None:
-        """Append one record durably. Raises OSError with the log as it was."""
+        """Append one record durably. Raises UserError with the log as it was."""
         target = self._file(name)
-        self._make_directory(target.parent)
-        is_new = not target.exists()
-        size = self._log_sizes.get(name)
-        if size is None:
-            size = _whole_bytes(self._log_content(name))
-        with target.open("r+b" if not is_new else "wb", buffering=0) as file:
-            file.truncate(size)
-            file.seek(size)
-            try:
-                _write_all(file.fileno(), frame_record(record))
-                os.fsync(file.fileno())
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(size)
-                raise
-        if is_new:
-            _sync_directory(target.parent)
-        self._log_sizes[name] = size + _HEADER.size + len(record)
+        with _said_in_one_line(target):
+            self._make_directory(target.parent)
+            is_new = not target.exists()
+            size = self._log_sizes.get(name)
+            if size is None:
+                size = _whole_bytes(self._log_content(name))
+            with target.open("r+b" if not is_new else "wb", buffering=0) as file:
+                file.truncate(size)
+                file.seek(size)
+                try:
+                    _write_all(file.fileno(), frame_record(record))
+                    os.fsync(file.fileno())
+                except OSError:
+                    with suppress(OSError):
+                        file.truncate(size)
+                    raise
+            if is_new:
+                _sync_directory(target.parent)
+            self._log_sizes[name] = size + _HEADER.size + len(record)
 
     def records(self, name: str) -> list[bytes]:
         """All whole records of a log, in order; a torn tail is dropped."""
@@ -177,12 +183,13 @@ class FileDraft:
         self._end = weakref.finalize(self, _discard, self._descriptor, aside)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes there. Raises OSError."""
+        """Put bytes there. Raises UserError when that is impossible."""
         view = memoryview(data).cast("B")
         self._size = max(self._size, offset + len(view))
-        while view:
-            written = os.pwrite(self._descriptor, view, offset)
-            view, offset = view[written:], offset + written
+        with _said_in_one_line(self._target):
+            while view:
+                written = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[written:], offset + written
 
     def read(self, offset: int, length: int) -> bytes:
         """What was written there."""
@@ -195,13 +202,14 @@ class FileDraft:
 
     def commit(self) -> None:
         """Flush to the disk, then take the place of the old blob, unless that was done before."""
-        os.ftruncate(self._descriptor, self._size)
-        os.fsync(self._descriptor)
-        if not self._is_committed:
-            self._before_replacing(self._target)
-            os.replace(self._aside, self._target)
-            _sync_directory(self._target.parent)
-            self._is_committed = True
+        with _said_in_one_line(self._target):
+            os.ftruncate(self._descriptor, self._size)
+            os.fsync(self._descriptor)
+            if not self._is_committed:
+                self._before_replacing(self._target)
+                os.replace(self._aside, self._target)
+                _sync_directory(self._target.parent)
+                self._is_committed = True
 
 
 class MemoryStore:
@@ -315,14 +323,12 @@ def frame_record(record: bytes) -> bytes:
 
 def parse_records(content: bytes) -> list[bytes]:
     """The whole records at the beginning of a log's bytes."""
-    records, position = [], 0
-    while position + _HEADER.size <= len(content):
-        length, crc = _HEADER.unpack_from(content, position)
-        record = content[position + _HEADER.size : position + _HEADER.size + length]
-        if len(record) < length or zlib.crc32(record, zlib.crc32(content[position : position + 4])) != crc:
-            break
-        records.append(record)
-        position += _HEADER.size + length
+    records, rest = [], memoryview(content)
+    with suppress(ValueError):
+        while rest:
+            record, end = read_frame(rest)
+            records.append(record)
+            rest = rest[end:]
     return records
 
 
@@ -350,6 +356,17 @@ def _discard(descriptor: int, aside: Path) -> None:
     aside.unlink(missing_ok=True)
 
 
+def read_frame(content: bytes | memoryview) -> tuple[bytes, int]:
+    """The record framed at the beginning, and where its frame ends. Raises ValueError when it is cut short or damaged."""
+    if len(content) < _HEADER.size:
+        raise ValueError("a record that is cut short")
+    length, crc = _HEADER.unpack_from(content)
+    record = bytes(content[_HEADER.size : _HEADER.size + length])
+    if len(record) < length or zlib.crc32(record, zlib.crc32(content[:4])) != crc:
+        raise ValueError("a record that is cut short or damaged")
+    return record, _HEADER.size + length
+
+
 def _whole_bytes(content: bytes) -> int:
     return sum(_HEADER.size + len(record) for record in parse_records(content))
 
@@ -357,6 +374,17 @@ def _whole_bytes(content: bytes) -> int:
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or name.endswith(_ASIDE):
         raise ValueError(f"not a name for a blob: {name!r}")
+
+
+@contextmanager
+def _said_in_one_line(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror}); make room and start this peer again on its run-dir: "
+            "it goes on from its last whole state"
+        ) from None
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

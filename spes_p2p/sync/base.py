@@ -13,7 +13,8 @@ import numpy as np
 from spes_p2p.errors import UserError
 from spes_p2p.swarm.interfaces import Draft, Store
 from spes_p2p.swarm.records import Duty, Plan
-from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.swarm.store import frame_record, read_frame
+from spes_p2p.swarm.wire import pack, unpack
 from spes_p2p.sync.digest import PIECE_ELEMENTS, piece_digest, root_digest, state_digest
 
 BASE = "base"
@@ -68,7 +69,7 @@ def stage_base(store: Store, head: str, round_number: int, plan: Plan | None, pi
         digests.append(piece_digest(piece))
         elements += piece.size
     digest = root_digest(b"".join(digests))
-    header = pack(_Header(head, round_number, elements, digest, plan))
+    header = frame_record(pack(_Header(head, round_number, elements, digest, plan)))
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
     values = np.frombuffer(draft.view(), "<f4", elements)
     return StagedBase(Base(head, round_number, values, digest, plan), b"".join(digests), draft)
@@ -98,11 +99,11 @@ def load_base(store: Store, elements: int, where: str) -> Base | None:
         start = end - int.from_bytes(blob[end:], "little")
         if not 0 <= start <= end:
             raise damaged
-        header = unpack(_Header, bytes(blob[start:end]))
+        header = unpack(_Header, read_frame(blob[start:end])[0])
         if 4 * header.elements != start:
             raise damaged
         values = np.frombuffer(blob, "<f4", header.elements)
-    except (WireError, ValueError):
+    except ValueError:
         raise damaged from None
     if header.elements != elements:
         raise UserError(

@@ -108,12 +108,27 @@ class Replica:
         if base is None:
             return False
         for name in self.node.world.store.names(RESULTS_OF):
-            with contextlib.suppress(WireError, ValueError):
+            with contextlib.suppress(ValueError):
                 results = load_results(self.node.world.store, name, self.layout, self.codecs, self.part_bytes)
                 if results is not None:
                     self._kept[results.plan.id] = results
         self._install(base)
         return True
+
+    async def learn_own_head(self) -> None:
+        """Wait until the log reaches my base: it falls short of it only when its file was harmed, and others know the rest."""
+        log, waited = self.node.log, 0
+        while self.base.round > log.round:
+            await self.node.learn_from_all()
+            if self.base.round > log.round:
+                if waited % 30 == 0:
+                    logger.warning(
+                        "the log of heads ends at round %d, the base is of round %d: waiting for a peer that knows the rest",
+                        log.round, self.base.round,
+                    )
+                waited += 1
+                await asyncio.sleep(RETRY_S)
+                await self.node.meet()
 
     async def join(self, on_progress: Callable[[int, int], None]) -> None:
         """Download the newest base from whoever has it, verified; waits until somebody does."""
@@ -361,7 +376,7 @@ class Replica:
         self.base = base
 
     async def _save(self, draft: Draft | None = None) -> None:
-        """Base first, checkpoint after it: a checkpoint of another head is ignored when both are read.
+        """Checkpoint first: the one of the base on disk stays until the new base is there too.
 
         `draft`: of the base, when it is written already; otherwise the base is memory-mapped from now on.
         """
@@ -370,9 +385,9 @@ class Replica:
             staged: StagedBase = await run(stage_base, store, base.head, base.round, base.plan, pieces_of(base.values))
             self.base, draft = staged.base, staged.draft
             self.snapshots.publish(base.head, base.round, staged.base.values, staged.digests)
-        await run(draft.commit)
         if self.trainer is not None:
-            await run(save_checkpoint, store, self.trainer, self.layout, self.base.values, self.base.head)
+            await run(save_checkpoint, store, self.trainer, self.layout, base.values, base.head, base.round)
+        await run(draft.commit)
 
     def _forget_old(self) -> None:
         oldest = self.base.round - KEPT_ROUNDS

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.interfaces import Store
 from spes_p2p.swarm.records import Head, Manifest, Plan
+from spes_p2p.swarm.store import frame_record, read_frame
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.codecs import GroupCodecs
 from spes_p2p.sync.parts import Part, from_mask, mask_bytes, moved_parts, part_table
@@ -204,18 +205,24 @@ class _Saved:
 def save_results(store: Store, results: Results) -> None:
     """Make the results durable under their round and plan: bodies first, then what they are."""
     here = bytes(part.index in results.encoded for part in results.parts)
-    header = pack(_Saved(pack(results.plan), results.lost, tuple(pack(m) for m in results.manifests.values()), here))
+    saved = _Saved(pack(results.plan), results.lost, tuple(pack(m) for m in results.manifests.values()), here)
     if results.spool is not None:
         results.spool.commit()
-    store.write(results_name(results.plan), [header])
+    store.write(results_name(results.plan), [frame_record(pack(saved))])
 
 
 def load_results(store: Store, name: str, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results | None:
-    """Results that were staged under this name (`results_name`); None when they are gone. Raises WireError when damaged."""
+    """Results that were staged under this name (`results_name`); None when they are gone. Raises WireError when damaged.
+
+    A part that does not match its manifest is not taken: it was damaged on the disk.
+    """
     header, bodies = store.read(name), store.read(bodies_name(name))
     if header is None:
         return None
-    saved = unpack(_Saved, bytes(header))
+    try:
+        saved = unpack(_Saved, read_frame(header)[0])
+    except ValueError as error:
+        raise WireError(f"{name}: {error}") from None
     results = Results.empty(unpack(Plan, saved.plan), layout, codecs, part_bytes, saved.lost)
     for manifest in saved.manifests:
         results.add_manifest(unpack(Manifest, manifest))
@@ -224,6 +231,7 @@ def load_results(store: Store, name: str, layout: Layout, codecs: GroupCodecs, p
     for part, start, is_here in zip(results.parts, places_of(results.parts), saved.here, strict=False):
         if is_here and bodies is not None:
             results.put(part.index, bodies[start : start + part.encoded_bytes])
+    results.discard_unverified()
     return results
 
 

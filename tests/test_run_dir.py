@@ -1,0 +1,194 @@
+"""A peer that died in the middle of a write, or whose files were harmed, goes on from whole state or says why it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import UserError
+from spes_p2p.observe.events import BaseRestored
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.swarm.store import DirectoryStore, MemoryStore
+
+POINTS = [
+    ("append", "heads.log"), ("append:done", "heads.log"),
+    ("write:aside", "votes"), ("write:rename", "votes"), ("write:done", "votes"),
+    ("write:rename", "bodies-of-results-3"), ("write:done", "bodies-of-results-3"),
+    ("write:rename", "results-3"), ("write:done", "results-3"),
+    ("write:rename", "checkpoint-1.safetensors"), ("write:done", "checkpoint-1.safetensors"),
+    ("write:rename", "base"), ("write:done", "base"),
+]
+
+
+def until_reached(swarm: VirtualSwarm, name: str, point: tuple[str, str], act: Callable[[], None]) -> list[None]:
+    """`act` when this peer's store comes to a point in round 3, once; what is returned is not empty from then on."""
+    reached: list[None] = []
+
+    def fault(at: str, blob: str) -> None:
+        peer = swarm.peers.get(name)
+        if not reached and at == point[0] and blob.startswith(point[1]) and peer is not None and peer.replica.base.round >= 2:
+            reached.append(None)
+            act()
+
+    store = swarm.stores[name]
+    assert isinstance(store, MemoryStore)
+    store.fault = fault
+    return reached
+
+
+@pytest.mark.parametrize("point", POINTS, ids=" ".join)
+def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+        swarm.start_all("AB")
+        await swarm.until_round(2)
+        reached = until_reached(swarm, "B", point, lambda: swarm.kill("B"))
+        await swarm.until(lambda: bool(reached), 300)
+        swarm.restart("B")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert swarm.recorders["B"].told(BaseRestored)[-1].source == "disk"
+
+    simulate(main)
+
+
+def test_a_peer_killed_between_checkpoint_and_base_keeps_its_moments(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+        swarm.start_all("AB")
+        await swarm.until_round(2)
+        reached = until_reached(swarm, "B", ("write:aside", "base"), lambda: swarm.kill("B"))
+        await swarm.until(lambda: bool(reached), 300)
+        swarm.restart("B")
+        await swarm.until_finished()
+        assert "fresh moments" not in caplog.text
+
+    simulate(main)
+
+
+STOPPING = [(at, name) for at, name in POINTS if not at.endswith("done") and name != "votes"]
+
+
+@pytest.mark.parametrize("point", STOPPING, ids=" ".join)
+def test_a_peer_with_a_full_disk_stops_with_the_reason_and_goes_on_when_there_is_room(point: tuple[str, str]) -> None:
+    def full() -> None:
+        raise UserError(f"{point[1]}: cannot be written (No space left on device); make room")
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+        swarm.start_all("AB")
+        await swarm.until_round(2)
+        task = swarm.tasks.pop("B")
+        until_reached(swarm, "B", point, full)
+        await asyncio.wait({task}, timeout=60.0)
+        assert isinstance(task.exception(), UserError)
+        swarm.restart("B")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_vote_that_finds_no_room_is_not_given_and_the_others_decide() -> None:
+    def full() -> None:
+        raise UserError("votes: cannot be written (No space left on device); make room")
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+        swarm.start_all("AB")
+        await swarm.until_round(2)
+        reached = until_reached(swarm, "B", ("write:rename", "votes"), full)
+        await swarm.until_finished()
+        assert reached
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "emptied": lambda content: b"",
+    "cut to a byte": lambda content: content[:1],
+    "cut in its header": lambda content: content[:40],
+    "cut in the middle": lambda content: content[: len(content) // 2],
+    "cut by a byte": lambda content: content[:-1],
+    "a bit of its length": lambda content: flipped(content, 1),
+    "a bit of its header": lambda content: flipped(content, 60),
+    "a bit in the middle": lambda content: flipped(content, len(content) // 2),
+    "a bit at the end": lambda content: flipped(content, len(content) - 1),
+}
+FILES = ("base", "checkpoint-1.safetensors", "heads.log", "votes", "results-3", "bodies-of-results-3")
+REFUSED = {"base"}
+"""A damaged base is not thrown away without a person's word."""
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    place = min(place, len(content) - 1)
+    return content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :]
+
+
+async def at_round_3(run_dir: Path, earlier: Path) -> VirtualSwarm:
+    """A swarm whose peer B lies killed in a run-dir after round 3; `earlier` has its files of round 1."""
+    swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
+    swarm.start_bootstrap()
+    swarm.start("A")
+    swarm.start("B", store=DirectoryStore(run_dir))
+    await swarm.until_round(1)
+    shutil.copytree(run_dir, earlier)
+    await swarm.until_round(3)
+    await asyncio.sleep(4)
+    assert swarm.round_of("B") == 3
+    swarm.kill("B")
+    return swarm
+
+
+async def starts_again(swarm: VirtualSwarm, run_dir: Path) -> str | None:
+    """B on its run-dir: the reason for which it refuses, or None when it comes to the end with the bits of the others."""
+    swarm.start("B", store=DirectoryStore(run_dir), where=str(run_dir))
+    task = swarm.tasks["B"]
+    await asyncio.wait({task, asyncio.ensure_future(asyncio.sleep(1.0))}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done() and isinstance(task.exception(), UserError):
+        return str(task.exception())
+    await swarm.until_finished()
+    swarm.assert_replicas_agree()
+    return None
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [*HARMS, "deleted", "an older one"])
+def test_a_harmed_file_of_a_run_dir_is_recovered_or_refused_with_the_reason(tmp_path: Path, name: str, harm: str) -> None:
+    run_dir, earlier = tmp_path / "run", tmp_path / "earlier"
+
+    async def main() -> str | None:
+        swarm = await at_round_3(run_dir, earlier)
+        (target,) = run_dir.glob(f"{name}*")
+        if harm in HARMS:
+            target.write_bytes(HARMS[harm](target.read_bytes()))
+        elif harm == "deleted" or not (earlier / target.name).exists():
+            target.unlink()
+        else:
+            shutil.copy(earlier / target.name, target)
+        return await starts_again(swarm, run_dir)
+
+    reason = simulate(main)
+    if name in REFUSED and harm in HARMS:
+        assert reason is not None
+        assert str(run_dir / name) in reason
+        assert "delete this file to download" in reason
+        assert "\n" not in reason
+    else:
+        assert reason is None
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        swarm = await at_round_3(tmp_path / "run", tmp_path / "earlier")
+        checkpoint = tmp_path / "run" / "checkpoint-1.safetensors"
+        checkpoint.write_bytes(flipped(checkpoint.read_bytes(), checkpoint.stat().st_size - 1))
+        assert await starts_again(swarm, tmp_path / "run") is None
+        assert "checkpoint-1.safetensors is cut short or damaged" in caplog.text
+
+    simulate(main)
