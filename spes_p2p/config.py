@@ -172,6 +172,9 @@ class OuterConfig(Section):
     `m <- momentum * m + update; w <- w + learning_rate * (update + momentum * m)`; 1 and 0 are plain averaging, as SPES has it.
     """
 
+    mean: Literal["tokens", "magnitude"] = Field(
+        "tokens", description="Mean of several peers' updates: weighted by tokens, or by each element's magnitude too, which "
+        "restores the length that averaging takes from updates that disagree.")
     shared_learning_rate: PositiveNumber = Field(1.0, description="Outer learning rate of the shared weights.")
     shared_momentum: Decay = Field(
         0.0, description="Nesterov momentum of the shared weights; where it is not 0, a base is larger by them.")

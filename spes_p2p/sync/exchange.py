@@ -23,6 +23,7 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.records import Manifest
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.means import MeanKind, RunningMean
 from spes_p2p.sync.parts import Part, mask_bytes, to_mask, weight
 from spes_p2p.sync.results import ABSENT, Results
 
@@ -63,6 +64,7 @@ class Exchange:
         carried: Mapping[int, np.ndarray],
         timeout_s: float,
         revision: int = 0,
+        mean: MeanKind = "tokens",
     ):
         """`pending`: my update by group name; it is overwritten with what was sent.
 
@@ -85,8 +87,9 @@ class Exchange:
         self._pending = pending
         self._carried = carried
         self._timeout_s = timeout_s
+        self._mean: MeanKind = mean
         self._names = [member.peer for member in self.plan.members]
-        self._sums: dict[int, np.ndarray] = {}
+        self._means: dict[int, RunningMean] = {}
         self._arrived: dict[int, set[int]] = {}
         self._codes: dict[int, bytes] = {}
         self._masks: dict[int, bytes] = {}
@@ -99,7 +102,7 @@ class Exchange:
 
     def beside(self, revision: int) -> Exchange:
         """An exchange of the same updates over the parts that this revision of the part table moved."""
-        return Exchange(self._board, self.results, self._pending, self._carried, self._timeout_s, revision)
+        return Exchange(self._board, self.results, self._pending, self._carried, self._timeout_s, revision, self._mean)
 
     async def run(self) -> None:
         """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else."""
@@ -232,19 +235,14 @@ class Exchange:
 
     def _add(self, part: Part, sender: int, update: np.ndarray) -> None:
         total = sum(weight(self.plan.members[i], part.group) for i in part.contributors)
-        scaled = update * np.float32(weight(self.plan.members[sender], part.group) / total)
-        if part.index in self._sums:
-            np.add(self._sums[part.index], scaled, out=self._sums[part.index])
-        else:
-            self._sums[part.index] = scaled
+        mean = self._means.setdefault(part.index, RunningMean(self._mean, part.size))
+        mean.add(update, weight(self.plan.members[sender], part.group) / total)
 
     def _encode_mean(self, part: Part, contributors: set[int]) -> bytes:
         members = self.plan.members
         total = sum(weight(members[i], part.group) for i in part.contributors)
         arrived = sum(weight(members[i], part.group) for i in contributors)
-        mean = self._sums.pop(part.index)
-        if arrived != total:
-            mean = mean * np.float32(total / arrived)
+        mean = self._means.pop(part.index).result(arrived / total)
         carried = self._carried.get(part.start)
         if carried is not None and carried.size == mean.size:
             mean = mean + carried

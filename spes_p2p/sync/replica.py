@@ -177,7 +177,7 @@ class Replica:
         results = self._begin(plan, ())
         pending = {} if self.trainer is None else self.ledger.pending(self.trainer, self.base.values)
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
-        exchange = Exchange(self.node.board, results, pending, self._carried, timeout_s)
+        exchange = Exchange(self.node.board, results, pending, self._carried, timeout_s, mean=self.outer.mean)
         self._exchanges[plan.id, 0] = exchange
         self._kept[plan.id] = results
         self._news.set()
