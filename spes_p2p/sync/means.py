@@ -1,4 +1,4 @@
-"""How a reducer makes one update of several peers' updates. Nobody else computes it, so it need not give the same bits elsewhere.
+"""How a reducer makes one update of several peers' updates. Nobody else computes it: it need not give the same bits elsewhere.
 
 The mean by tokens is SPES's and DiLoCo's. Where updates are mostly noise, or where a coordinate moved at one peer only (the
 embedding of a rare token), that mean is shorter than each update, by up to the number of peers. The mean by magnitude restores
