@@ -23,7 +23,7 @@ from spes_p2p.observe.events import (
     PhaseTrained,
     TrainingProgress,
 )
-from spes_p2p.swarm.coordinator import ROUND
+from spes_p2p.swarm.coordinator import IN_FULL, ROUND
 from spes_p2p.swarm.node import Hooks, Node
 from spes_p2p.swarm.records import Announcement, Decided, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
@@ -248,6 +248,7 @@ class Peer:
             reply = await self._plan_or_head(talk)
             if reply is None:
                 return
+            reply = await talk.alive(self.node.relay.received(reply))
             seconds["announce"] = clock() - started
             if reply[:4] == b"plan":
                 reply = await self._exchange(talk, unpack(Plan, reply[4:]), seconds)
@@ -298,11 +299,14 @@ class Peer:
                 await asyncio.wait({answer, work} if work else {answer}, return_when=asyncio.FIRST_COMPLETED)
                 if answer.done():
                     reply = answer.result()
-                    if reply[:4] != b"lost":
+                    if reply == IN_FULL:
+                        await talk.send(pack(staged_report(exchange.results, exchange.me, self.node.disk, in_full=True)))
+                    elif reply[:4] == b"lost":
+                        more = self.replica.revise_exchange(plan, unpack(Revision, reply[4:]))
+                        work = asyncio.gather(*([work] if work else []), *(each.run() for each in more))
+                    else:
                         seconds["commit"] = clock() - started - seconds.get("exchange", 0.0)
-                        return reply
-                    more = self.replica.revise_exchange(plan, unpack(Revision, reply[4:]))
-                    work = asyncio.gather(*([work] if work else []), *(each.run() for each in more))
+                        return await talk.alive(self.node.relay.received(reply))
                     answer = asyncio.ensure_future(talk.message())
                 elif work is not None:
                     work.result()

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import virtual_swarm
-from virtual_swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.events import PhaseTrained
+from spes_p2p.simulate import swarm as virtual_swarm
+from spes_p2p.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 

@@ -13,11 +13,12 @@ from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.swarm.coordinator import ROUND
-from spes_p2p.swarm.records import Announcement, Head
+from spes_p2p.swarm.records import Announcement, Head, Manifest
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.swarm.wire import WireError, pack
 from spes_p2p.sync.codecs import CODECS, GroupCodecs
+from spes_p2p.sync.parts import to_mask
 from spes_p2p.sync.results import Results, bodies_name, load_results, results_name, save_results
 from spes_p2p.sync.spool import Spool
 
@@ -72,10 +73,17 @@ def test_results_of_a_revision_survive_the_disk() -> None:
     results.revise((1,))
     for part in results.parts:
         results.put(part.index, bytes(part.encoded_bytes))
+    for revision, reducer in {(part.revision, part.reducer) for part in results.parts} - {(0, 1)}:
+        own = results.reduced_by(reducer, revision)
+        digests = b"".join(results.digests[part.index] for part in own)
+        masks = b"".join(to_mask(part.contributors, len(PLAN.members)) for part in own)
+        results.add_manifest(Manifest(PLAN.id, reducer, revision, digests, masks))
     save_results(store, results)
     restored = load_results(store, results_name(PLAN), LAYOUT, CODEC, PART_BYTES)
     assert restored is not None
-    assert (restored.parts, restored.lost, restored.encoded) == (results.parts, ((1,),), results.encoded)
+    assert (restored.parts, restored.lost, restored.manifests) == (results.parts, ((1,),), results.manifests)
+    assert {part.index for part in results.parts if part.revision or part.reducer != 1} == restored.encoded.keys()
+    assert all(restored.encoded[index] == results.encoded[index] for index in restored.encoded)
 
 
 def swarm_of(names: str, **sync: float) -> VirtualSwarm:

@@ -21,10 +21,20 @@ from spes_p2p.swarm.deadline import lateness, patience
 from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum, remaining, weigh
 from spes_p2p.swarm.interfaces import Identity
 from spes_p2p.swarm.records import Announcement, Ballot, Decided, Farewell, Head, Plan, Pong, Revision, Staged, Vote
+from spes_p2p.swarm.relay import Relay
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
-from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, lost_reducers, make_head, make_plan
+from spes_p2p.sync.plan import (
+    Rules,
+    alpha_due,
+    check_announcement,
+    check_staged,
+    disagreeing,
+    lost_reducers,
+    make_head,
+    make_plan,
+)
 from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
@@ -33,6 +43,8 @@ T = TypeVar("T")
 
 ROUND, PREPARE, ACCEPT, DECIDE, PING = "round", "prepare", "accept", "decide", "ping"
 MAX_BALLOTS = 5
+IN_FULL = b"full"
+"""Asks a member for the roots of all manifests that it has."""
 PING_EVERY_S = 1.0
 
 
@@ -81,6 +93,7 @@ class Coordination:
         phase_began: float,
         identity: Identity,
         farewells: Callable[[], tuple[Farewell, ...]],
+        relay: Relay,
     ):
         """`duties`: steps of this phase by peer. `lateness`: of members in earlier rounds (`deadline.py`).
 
@@ -100,6 +113,7 @@ class Coordination:
         self._phase_began = phase_began
         self._identity = identity
         self._farewells = farewells
+        self._relay = relay
         loop = asyncio.get_running_loop()
         self._announced: dict[str, Announcement] = {}
         self._arrived_at: dict[str, float] = {}
@@ -108,6 +122,8 @@ class Coordination:
         self._dead: set[str] = set()
         self._results: Results | None = None
         """The plan's, empty, with its revisions."""
+        self._asked: set[int] = set()
+        """Members that were asked for their reports in full."""
         self._told: dict[Talk, int] = {}
         """The revision that each member with a plan knows."""
         self._staged: dict[int, Staged] = {}
@@ -155,7 +171,7 @@ class Coordination:
             if isinstance(plan, Plan):
                 await self._serve_plan(talk, plan, announcement)
             decided = await talk.alive(asyncio.shield(self._decided))
-            await talk.send(b"head" + pack(decided))
+            await talk.send(self._passed_on(b"head" + pack(decided), peer, decided.head.members))
         finally:
             if self._alive.get(peer) is talk:
                 del self._alive[peer]
@@ -168,7 +184,7 @@ class Coordination:
             raise Refused("digest: your base differs from what most members have")
         if index is None:
             raise Refused("closed: the plan of this attempt was being made")
-        await talk.send(b"plan" + pack(plan))
+        await talk.send(self._passed_on(b"plan" + pack(plan), talk.remote, [member.peer for member in plan.members]))
         self._told[talk] = 0
         await self._tell_revisions()
         report: asyncio.Future[bytes] | None = None
@@ -185,11 +201,14 @@ class Coordination:
             if report is not None:
                 report.cancel()
 
+    def _passed_on(self, record: bytes, peer: str, members: Sequence[str]) -> bytes:
+        return self._relay.addressed(record, members.index(peer), members) if peer in members else record
+
     def _take_report(self, index: int, staged: Staged) -> None:
         """A report from before a revision is of no use any more: another one follows."""
         assert self._results is not None
         check_staged(staged, index, self._results)
-        if len(staged.roots) == len(self._results.roots()):
+        if staged.revision == self._results.revision:
             self._staged[index] = staged
             self._changed.set()
 
@@ -347,13 +366,27 @@ class Coordination:
                 half_at = None
                 await self._tell_revisions()
             elif not waiting:
-                return
+                unclear = [i for i in disagreeing(results, self._staged) if names[i] in self._alive and i not in self._asked]
+                if not unclear:
+                    return
+                await self._ask_in_full([names[i] for i in unclear])
             elif half_at is None and 2 * len(self._staged) >= len(names):
                 half_at = now
             elif half_at is not None and now - half_at > self._patience_with_exchange(half_at - started):
                 self._give_up(waiting)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(PING_EVERY_S, deadline - now))
+
+    async def _ask_in_full(self, peers: Sequence[str]) -> None:
+        """These members got other manifests than I: ask which, so that what they hold of the others still counts."""
+        assert self._results is not None
+        for peer in peers:
+            index = self._results.plan.index(peer)
+            if index is not None:
+                self._asked.add(index)
+                self._staged.pop(index)
+        talks = [self._alive[peer] for peer in peers]
+        await asyncio.gather(*(talk.send(IN_FULL) for talk in talks), return_exceptions=True)
 
     def _revise(self, results: Results, lost: tuple[int, ...]) -> None:
         logger.info("round %d: %d reducers are lost, their parts go to others", self.head.round + 1, len(lost))

@@ -41,6 +41,7 @@ from spes_p2p.swarm.records import (
     Pong,
     Vote,
 )
+from spes_p2p.swarm.relay import Relay
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
@@ -123,6 +124,7 @@ class Node:
         self.board = Switchboard(world.transport, campaign.config.sync.silence_s)
         self.log = HeadLog(world.store, world.identity, genesis)
         self.contacts: dict[str, Contact] = {}
+        self.relay = Relay(self.board)
         self.lateness: deque[float] = deque(maxlen=KEPT_ARRIVALS)
         """Of members in the last rounds; see Plan."""
         self.hooks: Hooks
@@ -158,6 +160,7 @@ class Node:
         }
         for method, handler in handlers.items():
             await self.board.serve(method, handler)
+        await self.relay.start()
         await self.meet()
         self._spawn(self._keep_meeting())
 
@@ -392,6 +395,7 @@ class Node:
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
             self._duties(), self.lateness, returned, self.learn, self._phase_began, self.world.identity, self._farewells,
+            self.relay,
         )
         self._coordination = made
         self._spawn(self._coordinate(made))

@@ -158,10 +158,16 @@ class Staged:
     plan: str
     manifests: tuple[Manifest, ...]
     """My own: one for each revision in which I reduce parts."""
+    revision: int
+    """The last one that this report is about."""
+    missing: tuple[int, ...]
+    """Which manifests I do not have, of the places `[revisions][members]`."""
+    roots_digest: bytes
+    """sha256 over the roots of the others: usually everybody has the same."""
     roots: tuple[bytes, ...]
-    """Root of each member's manifest as I received it, revision by revision; empty bytes where I have none."""
+    """Those roots, empty bytes for the missing ones, when the coordinator asked for them: somebody got other manifests."""
     parts: bytes
-    """One bit a part of the plan: held here, matching the manifest of that root."""
+    """One bit a part of the plan: held here, matching its manifest."""
     disk: str
     """What I vote with, if the head makes me an elector."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.config import CampaignConfig, ExpertsConfig
@@ -165,7 +166,8 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
     needed = min(2, len(plan.members))
     roots = results.roots()
     reduced = [part for part in results.parts if results.digest_of(part) not in (None, ABSENT)]
-    dropped = tuple(part.index for part in reduced if holders(staged, results, part) < needed)
+    counts = holder_counts(staged, results)
+    dropped = tuple(part.index for part in reduced if counts[part.index] < needed)
     included = [part for part in reduced if part.index not in set(dropped)]
     if results.parts and not included:
         raise Refused("no part is held by enough members")
@@ -203,8 +205,11 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
 
 def check_staged(staged: Staged, member: int, results: Results) -> None:
     """Raises WireError when a member's report cannot be about these results' plan and revisions."""
-    if staged.plan != results.plan.id or len(staged.roots) > len(results.roots()):
+    places = len(results.plan.members) * (staged.revision + 1)
+    if staged.plan != results.plan.id or not 0 <= staged.revision <= results.revision:
         raise WireError("a report about another plan")
+    if len(staged.roots) not in (0, places) or not set(staged.missing) <= set(range(places)):
+        raise WireError("a report about other manifests")
     if len(staged.disk) != 2 * DISK_ID_BYTES:
         raise WireError("no id of a disk")
     if len(staged.parts) != mask_bytes(len(results.parts)):
@@ -226,31 +231,51 @@ def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[in
         return ()
     collected = _with_manifests(results, staged)
     needed = min(2, len(living))
-    alive = {index: report for index, report in staged.items() if index in living}
+    counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
 
     def is_lost(part: Part) -> bool:
         if part.reducer not in gone or not set(part.contributors) - gone:
             return False
         if part.reducer not in staged:
             return True
-        return all_reported and collected.digest_of(part) != ABSENT and holders(alive, collected, part) < needed
+        return all_reported and collected.digest_of(part) != ABSENT and counts[part.index] < needed
 
     lost = {part.reducer for part in results.parts if is_lost(part)}
     return tuple(sorted(lost | (gone - staged.keys()))) if lost else ()
 
 
-def holders(staged: Mapping[int, Staged], results: Results, part: Part) -> int:
-    """How many members say that they hold the part's result, as its reducer's manifest describes it."""
-    manifest = results.manifests.get((part.revision, part.reducer))
-    if manifest is None:
-        return 0
-    return sum(_holds(report, part, results.root_place(part), manifest.root) for report in staged.values())
+def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, int]:
+    """By part index: how many members say that they hold its result, as its reducer's manifest describes it."""
+    counts = dict.fromkeys((part.index for part in results.parts), 0)
+    roots = results.roots()
+    for report in staged.values():
+        agrees = bool(report.roots) or _agrees(report, results)
+        missing = set(report.missing)
+        for part in results.parts:
+            place = results.root_place(part)
+            byte, bit = divmod(part.index, 8)
+            if not agrees or not roots[place] or place in missing or not report.parts[byte] >> bit & 1:
+                continue
+            if part.revision <= report.revision and (not report.roots or report.roots[place] == roots[place]):
+                counts[part.index] += 1
+    return counts
 
 
-def staged_report(results: Results, member: int, disk: str) -> Staged:
+def disagreeing(results: Results, staged: Mapping[int, Staged]) -> list[int]:
+    """Members that have other manifests than their reducers reported, and that have not said which."""
+    collected = _with_manifests(results, staged)
+    return [i for i, report in staged.items() if not report.roots and not _agrees(report, collected)]
+
+
+def staged_report(results: Results, member: int, disk: str, in_full: bool = False) -> Staged:
     """What a member reports when it holds these results durably. `disk`: the one that it votes with."""
     own = tuple(manifest for (_, reducer), manifest in results.manifests.items() if reducer == member)
-    return Staged(results.plan.id, own, results.roots(), _held_bits(results), disk)
+    roots = results.roots()
+    missing = tuple(place for place, root in enumerate(roots) if not root)
+    return Staged(
+        results.plan.id, own, results.revision, missing, _roots_digest(roots, missing), roots if in_full else (),
+        _held_bits(results), disk,
+    )
 
 
 def _held_bits(results: Results) -> bytes:
@@ -293,6 +318,12 @@ def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
     return collected
 
 
-def _holds(report: Staged, part: Part, place: int, root: bytes) -> bool:
-    byte, bit = divmod(part.index, 8)
-    return len(report.roots) > place and report.roots[place] == root and bool(report.parts[byte] >> bit & 1)
+def _agrees(report: Staged, results: Results) -> bool:
+    """Has the member, of those that it has, the same manifests as these results?"""
+    places = len(results.plan.members) * (report.revision + 1)
+    return report.roots_digest == _roots_digest(results.roots()[:places], report.missing)
+
+
+def _roots_digest(roots: Sequence[bytes], missing: Sequence[int]) -> bytes:
+    left_out = set(missing)
+    return hashlib.sha256(b"".join(root for place, root in enumerate(roots) if place not in left_out)).digest()
