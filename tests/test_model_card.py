@@ -19,7 +19,7 @@ from spes_p2p.config import Campaign, load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.exporting import push_to_hub
 from spes_p2p.model_card import CARD_FILE, FACTS_FILE, Origin, card_files, origin_of
-from spes_p2p.observe.rounds import NOTHING
+from spes_p2p.observe.rounds import NOTHING, Contribution, Totals
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 CAMPAIGN = Campaign(config=CONFIG, manifest_sha256="a" * 64, validation_manifest_sha256=None, tokenizer_sha256="b" * 64)
@@ -46,6 +46,15 @@ def test_the_card_and_the_facts_say_the_same() -> None:
 def test_the_front_matter_is_what_the_hub_reads() -> None:
     _, front, _ = card_files(origin())[CARD_FILE].split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
+
+
+def test_later_evaluations_are_not_this_bases_and_who_did_most_stands_first() -> None:
+    totals = Totals(7, (Contribution("a", 10, 1), Contribution("b", 30, 2), Contribution("c", 20, 3)))
+    made = origin_of(CAMPAIGN, 7, "d" * 64, {record.round: record for record in synthetic_swarm(3, 4, 12).records}, totals)
+    assert made.held_out is not None
+    assert made.held_out[0] == 5
+    card = card_files(made)[CARD_FILE]
+    assert card.index("| `b` | 30 | 50.0 % |") < card.index("| `c` | 20 | 33.3 % |") < card.index("| `a` | 10 | 16.7 % |")
 
 
 def test_what_nobody_remembers_is_said_to_be_unknown() -> None:
