@@ -220,11 +220,10 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
     training, merge = {"total_steps": 400_000, "sync_steps": 800}, {"merge_interval": 800}
     config = write_variant(campaign, "long.yaml", training=training, merge=merge)
     with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
-        peers.niceness = 10
         address = peers.bootstrap(config).address
         for name in ("peer-0", "peer-1"):
             peers.join(name, address)
-        peers.wait_for_round(1, 150)
+        peers.wait_for_round(1, 240)
         yield peers
 
 
