@@ -64,7 +64,7 @@ def test_there_are_mixture_of_experts_classes() -> None:
     assert len(list(moe_classes())) > 20
 
 
-@pytest.mark.parametrize(("config_class", "model_class"), moe_classes())
+@pytest.mark.parametrize(("config_class", "model_class"), list(moe_classes()))
 def test_a_class_is_computed_right_or_refused_by_name(config_class: Any, model_class: Any) -> None:
     model = model_on_meta(config_class, model_class)
     block, reason = experts_or_reason(model)
