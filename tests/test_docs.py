@@ -1,0 +1,158 @@
+"""The docs: every command in them is one that the program takes, the pages that walk through a campaign are run, links lead
+somewhere, generated pages are current."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+from network_swarm import LOOPBACK, ROOT, LocalPeer, LocalPeers, call
+from sample_text import TEXT
+from test_swarm_network import free_port
+
+from spes_p2p.cli import app
+
+PAGES = sorted([ROOT / "README.md", ROOT / "bootstrap/README.md", *(ROOT / "docs").glob("*.md")])
+FENCED = re.compile(r"^```(?:sh|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(spes-p2p [^`]+)`")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+PLACEHOLDERS = {"N": "4", "ADDRESS": "/ip4/203.0.113.7/tcp/31337/p2p/QmX", "...": "/ip4/203.0.113.7/tcp/31337/p2p/QmX"}
+
+
+def fenced_commands(page: Path) -> list[list[str]]:
+    """Command lines of the program in fenced blocks; a line may begin with a prompt and may be continued."""
+    lines = "\n".join(FENCED.findall(page.read_text())).replace("\\\n", " ").splitlines()
+    plain = [re.sub(r"^\$ ", "", line.strip()) for line in lines]
+    return [shlex.split(line, comments=True) for line in plain if line.startswith("spes-p2p ")]
+
+
+def inline_commands(page: Path) -> list[list[str]]:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [shlex.split(re.sub(r"[\[\]]", "", text)) for text in INLINE.findall(prose)]
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)}")
+    for page in PAGES for words in (*fenced_commands(page), *inline_commands(page))
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_program_takes_every_command_of_the_docs(words: list[str]) -> None:
+    _, name, *arguments = [PLACEHOLDERS.get(word, word) for word in words]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert name in commands
+    if arguments and "--help" not in arguments:
+        commands[name].make_context(name, arguments)
+
+
+def test_commands_are_found() -> None:
+    assert {words.values[0][1] for words in COMMANDS} >= {"init", "bootstrap", "join", "doctor", "status", "export", "plan"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()] == []
+
+
+def test_the_protocol_page_is_what_the_code_says() -> None:
+    tool = runpy.run_path(str(ROOT / "tools/protocol_reference"))
+    assert (ROOT / "docs/protocol.md").read_text() == tool["page"](), "run: python tools/protocol_reference"
+
+
+def test_the_protocol_page_has_every_method_that_a_peer_serves() -> None:
+    tool = runpy.run_path(str(ROOT / "tools/protocol_reference"))
+    sources = "\n".join(path.read_text() for path in (ROOT / "spes_p2p").rglob("*.py"))
+    names = set(re.findall(r"\.serve\(([A-Z_]+),", sources)) | set(re.findall(r"([A-Z_]+)[:,] self\.[\w.]*on_", sources))
+    values = {}
+    for left, right in re.findall(r'^([A-Z_, ]+) = ("[^=\n]+")$', sources, re.MULTILINE):
+        values.update(zip(left.split(", "), [word.strip('"') for word in right.split(", ")], strict=False))
+    assert {values[name] for name in names} == set(tool["METHODS"])
+
+
+# Walking through ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as the docs expect it: the repository's files, and some text of one's own."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "text.jsonl").symlink_to(TEXT / "train/wordnet.jsonl")
+    (tmp_path / "held_out.jsonl").symlink_to(TEXT / "held_out/wordnet.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_and_expect_success(words: list[str]) -> str:
+    ended = call(*words[1:])
+    assert ended.code == 0, f"{shlex.join(words)}\n{ended.stdout}{ended.stderr}"
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_quick_start_works(clone: Path) -> None:
+    for words in fenced_commands(ROOT / "docs/quickstart.md"):
+        run_and_expect_success(words)
+    assert (clone / "runs/first/checkpoint/config.json").is_file()
+
+
+class Walk:
+    """Runs the commands of a campaign's owner and its volunteers, on loopback in place of the docs' public addresses."""
+
+    def __init__(self, peers: LocalPeers):
+        self.peers = peers
+        self.ports = {"31337": str(free_port()), "31338": str(free_port())}
+        self.address = ""
+
+    def run(self, words: list[str]) -> None:
+        words = [self._local(word) for word in words]
+        if words[1] == "bootstrap":
+            name = Path(words[words.index("--run-dir") + 1]).name
+            peer = self._start(name, words, "spes-p2p join /ip4/127.0.0.1/")
+            self.address = self.address or peer.log.split("spes-p2p join ")[1].split()[0]
+        elif words[1] == "join":
+            for name in ("volunteer-0", "volunteer-1"):
+                self._start(name, [*words, "--listen", LOOPBACK], "joined campaign")
+        else:
+            run_and_expect_success(words)
+
+    def _local(self, word: str) -> str:
+        word = self.address if word == "ADDRESS" else re.sub(r"/ip4/[\d.]+/", "/ip4/127.0.0.1/", word)
+        word = re.sub(r"313\d\d", lambda found: self.ports[found[0]], word)
+        return "0" if word == "9400" else word
+
+    def _start(self, name: str, words: list[str], sign: str) -> LocalPeer:
+        peer = self.peers.run(name, words[1:], cwd=Path(os.getcwd()))
+        self.peers.wait(lambda: sign in peer.log or not peer.is_running, 90, f"{name} says: {sign}")
+        assert peer.is_running, peer.log
+        return peer
+
+
+@pytest.fixture
+def walk(clone: Path) -> Iterator[Walk]:
+    with LocalPeers(clone / "runs") as peers:
+        (clone / "runs").mkdir()
+        yield Walk(peers)
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_a_campaign_is_run_and_joined_as_the_docs_say(walk: Walk, clone: Path) -> None:
+    owner, volunteer = (fenced_commands(ROOT / f"docs/{page}.md") for page in ("campaign", "join"))
+    before_export = [words for words in owner if words[1] != "export"]
+    for words in (*before_export, *volunteer):
+        walk.run(words)
+    volunteers = [walk.peers[name] for name in ("volunteer-0", "volunteer-1")]
+    walk.peers.wait_for_round(1, 120, [*volunteers, walk.peers["bootstrap"]])
+    walk.peers.terminate("bootstrap")
+    for words in owner:
+        if words[1] == "export":
+            walk.run(words)
+    assert (clone / "checkpoint/config.json").is_file()
