@@ -38,6 +38,8 @@ FromAddresses = Annotated[
 ]
 Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; may be given several times.")]
 Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that others should dial, behind NAT.")]
+MaxUpload = Annotated[str | None, typer.Option(help="Bits a second to send at most: 20mbit.")]
+MaxDownload = Annotated[str | None, typer.Option(help="Bits a second to receive at most: 50mbit.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key of the peer's id. Default: identity.key in the run-dir.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any.")]
 MetricsHost = Annotated[str | None, typer.Option(help="Address to serve the metrics on. Default: 127.0.0.1.")]
@@ -114,6 +116,8 @@ def bootstrap(
     peer: Annotated[list[str] | None, typer.Option(help="Address of another bootstrap peer; can be repeated.")] = None,
     listen: Listen = None,
     announce: Announce = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
@@ -131,6 +135,7 @@ def bootstrap(
     settings = make_peer_config(
         run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
+        max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
     )
     _log(settings.log_level, log_json)
 
@@ -159,6 +164,8 @@ def join(
     data_dir: Annotated[Path | None, typer.Option(help="Where the campaign's token files lie on this machine.")] = None,
     listen: Listen = None,
     announce: Announce = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
@@ -178,6 +185,7 @@ def join(
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         data_dir=data_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
+        max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
     )
     _log(settings.log_level, log_json)
 
@@ -472,6 +480,12 @@ def _log(level: str, as_json: bool) -> None:
 
 def _number_or_word(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+def _rate(text: str | None, option: str) -> float | None:
+    from spes_p2p.quantities import parse_bits_per_second
+
+    return None if text is None else parse_bits_per_second(text, option)
 
 
 def _number_or_path(text: str) -> int | Path:

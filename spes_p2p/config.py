@@ -37,6 +37,8 @@ from spes_p2p.yaml_file import read_yaml_mapping
 
 PROTOCOL_VERSION = 2
 """Changes whenever peers of the old and the new code could not train together."""
+SLOWEST_LINE_BITS = 1e6
+"""Bits a second below which a part takes so long that heartbeats behind it would come too late."""
 
 
 class Section(BaseModel):
@@ -300,6 +302,10 @@ class PeerConfig(Section):
         "none", description="Experiment tracker that gets this peer's numbers once a round; it must be installed.")
     listen: tuple[Multiaddr, ...] = Field(
         (), description="Addresses to listen on. Default: any free TCP port of every interface.")
+    max_upload: Annotated[float, Field(ge=SLOWEST_LINE_BITS)] | None = Field(
+        None, description="Bits a second that this peer sends at most (--max-upload 20mbit). Default: no limit.")
+    max_download: Annotated[float, Field(ge=SLOWEST_LINE_BITS)] | None = Field(
+        None, description="Bits a second that this peer receives at most (--max-download 50mbit). Default: no limit.")
     announce: tuple[Multiaddr, ...] = Field(
         (), description="Addresses that others should dial, behind NAT. Default: those listened on.")
     data_dir: Path | None = Field(None, description="Where the manifest's token files lie. Default: where the manifest says.")

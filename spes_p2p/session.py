@@ -51,6 +51,7 @@ from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, start_libp2p
+from spes_p2p.swarm.limits import UNLIMITED, limited_line
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Head
 from spes_p2p.swarm.remember import HISTORY, remember, serving
@@ -110,7 +111,7 @@ async def _live_as_bootstrap(
         genesis = await asyncio.to_thread(_genesis, files, settings.run_dir, store, net.identity.peer_id)
     keep_campaign(files, genesis, settings.run_dir)
     with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
-        node = _node(_world(net, store), files, genesis, "helper", watchers)
+        node = _node(_world(net, store, settings), files, genesis, "helper", watchers)
         await _serve_checkup(net, node.board)
         await _token_library(node, await asyncio.to_thread(_text_to_serve, files, settings.run_dir))
         layout = layout_of(files.campaign.config.model)
@@ -143,7 +144,7 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
 
         store = DirectoryStore(settings.run_dir)
         with _watching(files, settings, net.identity.peer_id, "trainer") as watchers:
-            node = _node(_world(net, store), files, genesis, "trainer", watchers)
+            node = _node(_world(net, store, settings), files, genesis, "trainer", watchers)
             await _serve_checkup(net, node.board)
             text, held_out = _readers(files, shelf, await _token_library(node, shelf))
 
@@ -235,7 +236,7 @@ async def _serve_checkup(net: Libp2p, board: Switchboard) -> None:
     await Checkup(time.time, net.transport.seen_at).serve(board)
 
 
-def _world(net: Libp2p, store: DirectoryStore) -> World:
+def _world(net: Libp2p, store: DirectoryStore, settings: PeerConfig | None = None) -> World:
     return World(
         transport=net.transport,
         registry=net.registry,
@@ -244,6 +245,7 @@ def _world(net: Libp2p, store: DirectoryStore) -> World:
         wall_time=time.time,
         rng=random.Random(),
         run_blocking=asyncio.to_thread,
+        line=UNLIMITED if settings is None else limited_line(settings.max_upload, settings.max_download),
     )
 
 

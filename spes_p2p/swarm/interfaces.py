@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from spes_p2p.swarm.limits import UNLIMITED, Line
+
 T = TypeVar("T")
 
 MAX_FRAME_BYTES = 8 * 2**20
@@ -149,3 +151,5 @@ class World:
     rng: random.Random
     run_blocking: Callable[..., Awaitable[Any]]
     """`await run_blocking(f, *args)`: a worker thread in the real world, inline (with modelled seconds) in the simulator."""
+    line: Line = UNLIMITED
+    """This peer's rate limits."""

@@ -121,7 +121,7 @@ class Node:
         self.campaign_hash = campaign.hash
         self.rules = rules
         self.role = role
-        self.board = Switchboard(world.transport, campaign.config.sync.silence_s)
+        self.board = Switchboard(world.transport, campaign.config.sync.silence_s, world.line)
         self.log = HeadLog(world.store, world.identity, genesis)
         self.contacts: dict[str, Contact] = {}
         self.relay = Relay(self.board)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.detector import SilenceDetector
 from spes_p2p.swarm.interfaces import Channel, Transport
+from spes_p2p.swarm.limits import UNLIMITED, Line
 from spes_p2p.swarm.wire import WireError
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,14 @@ QUEUED_FRAMES = 8
 class Talk:
     """One open conversation with one peer."""
 
-    def __init__(self, channel: Channel, detector: SilenceDetector, count: Callable[[int, int], None]):
+    def __init__(
+        self, channel: Channel, detector: SilenceDetector, count: Callable[[int, int], None], line: Line = UNLIMITED
+    ):
         self.remote = channel.remote
         self._channel = channel
         self._detector = detector
         self._count = count
+        self._line = line
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
         self._news = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -47,6 +51,8 @@ class Talk:
 
     async def send(self, message: bytes) -> None:
         """Send one message. Raises PeerUnreachable when the talk is broken."""
+        if self._line.up is not None:
+            await self._line.up.let_pass(len(message))
         self._count(len(message), 0)
         await self._send(MESSAGE + message)
 
@@ -138,6 +144,8 @@ class Talk:
     async def _put(self, message: bytes | None) -> None:
         """For `receive`. While nothing is read here, nobody there is silent."""
         self._reading = False
+        if self._line.down is not None and message:
+            await self._line.down.let_pass(len(message))
         await self._incoming.put(message)
         self._reading = True
         self._heard_at = self._loop.time()
@@ -172,9 +180,10 @@ TalkHandler = Callable[[Talk], Awaitable[None]]
 class Switchboard:
     """Opens and serves talks by method name; a peer can talk to itself. Counts payload bytes by kind."""
 
-    def __init__(self, transport: Transport, silence_s: float):
-        """`silence_s`: the longest silence of a living peer; the same on all peers."""
+    def __init__(self, transport: Transport, silence_s: float, line: Line = UNLIMITED):
+        """`silence_s`: the longest silence of a living peer; the same on all peers. `line`: my own rate limits."""
         self.transport = transport
+        self._line = line
         self.detector = SilenceDetector(silence_s)
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
@@ -211,7 +220,7 @@ class Switchboard:
             channel = self._call_myself(method)
         else:
             channel = await _within(self.transport.open(peer, method), self.silence_s)
-        talk = Talk(channel, self.detector, self._counter(method, peer))
+        talk = Talk(channel, self.detector, self._counter(method, peer), self._line_to(peer))
         try:
             yield talk
         finally:
@@ -236,7 +245,7 @@ class Switchboard:
             task.cancel()
 
     async def _answer(self, method: str, channel: Channel) -> None:
-        talk = Talk(channel, self.detector, self._counter(method, channel.remote))
+        talk = Talk(channel, self.detector, self._counter(method, channel.remote), self._line_to(channel.remote))
         try:
             await self._handlers[method](talk)
             await talk.finish()
@@ -263,6 +272,9 @@ class Switchboard:
         self._own.add(task)
         task.add_done_callback(self._own.discard)
         return near
+
+    def _line_to(self, peer: str) -> Line:
+        return UNLIMITED if peer == self.peer_id else self._line
 
     def _counter(self, method: str, peer: str) -> Callable[[int, int], None]:
         if peer == self.peer_id:
