@@ -24,7 +24,8 @@ def test_a_limit_is_used_and_kept_within_5_percent(direction: str, talks: int) -
 
     async def main() -> None:
         network, finished = MemoryNetwork(latency_s=0.02), []
-        lines = (limited_line(bits_per_s, None), UNLIMITED) if direction == "upload" else (UNLIMITED, limited_line(None, bits_per_s))
+        limited = limited_line(bits_per_s, None) if direction == "upload" else limited_line(None, bits_per_s)
+        lines = (limited, UNLIMITED) if direction == "upload" else (UNLIMITED, limited)
         board, other = (Switchboard(network.transport(peer), SILENCE_S, line) for peer, line in zip("AB", lines, strict=True))
 
         async def take(talk: Talk) -> None:
