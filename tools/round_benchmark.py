@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     elements = arguments.megabytes * 10**6 // 4
     measured: dict[str, list[Report]] = {name: [] for name in arguments.only}
     for number in range(arguments.rounds):
