@@ -56,7 +56,7 @@ class Capacity:
     experts: int
     """Most experts it trains."""
     bandwidth: float = 1.0
-    """Relative upload bandwidth; 0: it cannot be dialled, and reduces nothing."""
+    """Share of its measured upload bandwidth that counts in plans; 0: it cannot be dialled, and reduces nothing."""
 
 
 NOTHING_TO_TRAIN = Capacity(experts=0)
@@ -279,7 +279,7 @@ class Peer:
             routed=tuple(ledger.routed),
             capacity=self._capacity.experts,
             tokens_per_second=self._speed,
-            bandwidth=float(self._capacity.bandwidth),
+            bandwidth=self._capacity.bandwidth * self.node.board.upload.bytes_per_s(),
             loss=ledger.loss,
             validation_loss=self._validation_loss,
             untrained=self._untrained,

@@ -19,13 +19,13 @@ class Pacer:
 
     def __init__(self, bits_per_s: float):
         """`bits_per_s`: on the line."""
-        self._bytes_per_s = bits_per_s / 8 / LINE_OVERHEAD
+        self.bytes_per_s = bits_per_s / 8 / LINE_OVERHEAD
         self._free_at = 0.0
 
     async def let_pass(self, size: int) -> None:
         """Returns when the line has carried these bytes and those before them."""
         now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now - BURST_S) + size / self._bytes_per_s
+        self._free_at = max(self._free_at, now - BURST_S) + size / self.bytes_per_s
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
 

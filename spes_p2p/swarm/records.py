@@ -44,7 +44,7 @@ class Announcement:
     """Most experts that it can train."""
     tokens_per_second: float
     bandwidth: float
-    """Relative upload bandwidth; 0: cannot be dialled or will not reduce."""
+    """Bytes a second that it can send, as measured; 0: cannot be dialled or will not reduce."""
     loss: float
     """Mean training loss over `tokens`; 0 when there are none."""
     validation_loss: float | None

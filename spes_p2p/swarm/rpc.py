@@ -17,6 +17,7 @@ from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.detector import SilenceDetector
 from spes_p2p.swarm.interfaces import Channel, Transport
 from spes_p2p.swarm.limits import UNLIMITED, Line
+from spes_p2p.swarm.throughput import Throughput
 from spes_p2p.swarm.wire import WireError
 
 logger = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class Switchboard:
         """`silence_s`: the longest silence of a living peer; the same on all peers. `line`: my own rate limits."""
         self.transport = transport
         self._line = line
+        self.upload = Throughput(line.up.bytes_per_s if line.up is not None else None)
         self.detector = SilenceDetector(silence_s)
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
@@ -280,7 +282,11 @@ class Switchboard:
         if peer == self.peer_id:
             return lambda sent, received: None
 
+        clock = asyncio.get_running_loop().time
+
         def count(sent: int, received: int) -> None:
+            if sent:
+                self.upload.count(sent, clock())
             self.sent[method] += sent
             self.received[method] += received
 

@@ -1,0 +1,43 @@
+"""The estimate of a line is what it carried while it was full."""
+
+from __future__ import annotations
+
+import pytest
+
+from spes_p2p.swarm.throughput import UNKNOWN_BYTES_PER_S, Throughput
+
+
+def send(line: Throughput, size: int, bytes_per_s: float, begin_s: float) -> None:
+    """A transfer that fills a line of this rate."""
+    frame, now = 10_000, begin_s
+    for _ in range(size // frame):
+        now += frame / bytes_per_s
+        line.count(frame, now)
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 3.3])
+@pytest.mark.parametrize("rate", [2e5, 2.5e6, 1e8])
+def test_a_long_transfer_says_what_the_line_carries(rate: float, begin_s: float) -> None:
+    line = Throughput()
+    send(line, int(3 * rate), rate, begin_s)
+    assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
+
+
+def test_a_short_transfer_says_nothing() -> None:
+    line = Throughput()
+    send(line, 100_000, 1e6, 0.2)
+    assert line.bytes_per_s() == UNKNOWN_BYTES_PER_S
+
+
+def test_a_limit_is_believed_before_anything_was_sent() -> None:
+    assert Throughput(2.5e6).bytes_per_s() == 2.5e6
+
+
+def test_the_estimate_follows_a_line_that_changes() -> None:
+    line, begin_s = Throughput(), 0.0
+    for rate, rounds in ((1e7, 1), (1e6, 6)):
+        for _ in range(rounds):
+            send(line, int(3 * rate), rate, begin_s)
+            begin_s += 20
+            found = line.bytes_per_s()
+    assert found == pytest.approx(1e6, rel=0.2)
