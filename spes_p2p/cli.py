@@ -114,6 +114,8 @@ def bootstrap(
     config: ConfigFile,
     run_dir: RunDir = Path("runs/bootstrap"),
     peer: Annotated[list[str] | None, typer.Option(help="Address of another bootstrap peer; can be repeated.")] = None,
+    archive_every: Annotated[int | None, typer.Option(help="Rounds between two kept bases; 0: none. Default: 50.")] = None,
+    archive_keep: Annotated[int | None, typer.Option(help="How many of them are kept. Default: 2.")] = None,
     listen: Listen = None,
     announce: Announce = None,
     max_upload: MaxUpload = None,
@@ -136,6 +138,7 @@ def bootstrap(
         run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
+        archive_every=archive_every, archive_keep=archive_keep,
     )
     _log(settings.log_level, log_json)
 
@@ -388,6 +391,7 @@ def describe(
 def export(
     output: Annotated[Path, typer.Option(help="Folder of the checkpoint; must not exist.")],
     run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer.")] = None,
+    round_number: Annotated[int | None, typer.Option("--round", help="A round that the run-dir's archive keeps.")] = None,
     addresses: FromAddresses = None,
     push_to: Annotated[str | None, typer.Option(help="Upload it to this repository of the Hub: OWNER/NAME.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make that repository private when it is new.")] = False,
@@ -399,7 +403,9 @@ def export(
         raise UserError("export: give either --run-dir of a peer or --from with an address of the swarm")
     if output.exists():
         raise UserError(f"{output}: exists already; give another output directory or remove it")
-    made = from_run_dir(run_dir) if run_dir is not None else _download_base(addresses or [])
+    if round_number is not None and run_dir is None:
+        raise UserError("export: --round is looked for in an archive; give the --run-dir of a bootstrap peer")
+    made = from_run_dir(run_dir, round_number) if run_dir is not None else _download_base(addresses or [])
     made.write(output)
     print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")
     if push_to is not None:

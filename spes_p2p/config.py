@@ -295,6 +295,9 @@ class PeerConfig(Section):
         False, description="Compute activations again in the backward pass: less memory, about a third more time.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples in one forward pass on this machine. Default: the campaign's.")
+    archive_every: Count = Field(
+        50, description="Rounds between two bases that a bootstrap peer keeps beside the current one; 0: none.")
+    archive_keep: Positive = Field(2, description="How many of them; each takes as much disk as a base.")
     metrics_port: Port | None = Field(None, description="Port of the Prometheus metrics; 0: any free one. Default: no metrics.")
     metrics_host: IPAddress = Field(
         "127.0.0.1", description="Address that the metrics are served on. Anybody who reaches it can read them.")

@@ -51,9 +51,9 @@ class Exportable:
             export_checkpoint(model, weights, tokenizer, data.eos_token, data.pad_token, output, card_files(self.origin))
 
 
-def from_run_dir(run_dir: Path) -> Exportable:
-    """The last base of a peer. Raises UserError when there is none that was trained."""
-    files, base = load_run_dir_base(run_dir)
+def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:
+    """The last base of a peer, or one that it archived. Raises UserError when there is none that was trained."""
+    files, base = load_run_dir_base(run_dir, round_number)
     if base.round < 0:
         raise UserError(f"{run_dir}: holds base 0 only, which is not trained; wait for a round, or give another --run-dir")
     records, totals = read_rounds(run_dir)

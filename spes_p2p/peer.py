@@ -28,6 +28,7 @@ from spes_p2p.swarm.node import Hooks, Node
 from spes_p2p.swarm.records import Announcement, Decided, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.archive import NO_ARCHIVE, Archive
 from spes_p2p.sync.merge import Donors, nearest_experts
 from spes_p2p.sync.plan import staged_report
 from spes_p2p.sync.replica import Replica
@@ -75,6 +76,7 @@ class Peer:
         observer: Observer,
         status: Callable[[], bytes],
         where: str,
+        archive: Archive = NO_ARCHIVE,
     ):
         """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets."""
         self.node = node
@@ -86,6 +88,7 @@ class Peer:
         self._observer = observer
         self._status = status
         self._where = where
+        self._archive = archive
         self._leaving = asyncio.Event()
         self._stop_after_round: int | None = None
         self._untrained: tuple[Interval, ...] = ()
@@ -386,6 +389,7 @@ class Peer:
             self._teller.committed(each, seconds)
         if not applied:
             self._teller.restored("reform" if not self.node.log.head.plan else "download")
+        await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base)
         await self._maybe_evaluate()
         await self.node.meet()
 

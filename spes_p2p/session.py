@@ -57,6 +57,7 @@ from spes_p2p.swarm.records import Head
 from spes_p2p.swarm.remember import HISTORY, remember, serving
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import DirectoryStore
+from spes_p2p.sync.archive import Archive, archived_rounds, load_archived
 from spes_p2p.sync.base import BASE, Base, load_base
 from spes_p2p.sync.digest import state_digest
 from spes_p2p.sync.outer import base_size, first_base
@@ -118,6 +119,7 @@ async def _live_as_bootstrap(
         helper = Peer(
             node, layout, None, NOTHING_TO_TRAIN, watchers.observers,
             lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
+            Archive(settings.archive_every, settings.archive_keep),
         )
         _on_signals(helper.leave)
         async with _remembering(node, watchers):
@@ -183,13 +185,22 @@ def choose_device(wanted: str) -> str:
     return wanted
 
 
-def load_run_dir_base(run_dir: Path) -> tuple[CampaignFiles, Base]:
-    """The campaign and the last committed base of a run-dir. Raises UserError when there is none or it is damaged."""
+def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[CampaignFiles, Base]:
+    """The campaign and the last committed base of a run-dir, or one that is archived there.
+
+    Raises UserError when there is none or it is damaged.
+    """
     known = read_run_dir(run_dir)
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it holds no campaign); give the --run-dir of a peer")
     config = known[0].campaign.config
-    base = load_base(DirectoryStore(run_dir), base_size(layout_of(config.model), config.outer), str(run_dir))
+    store, size = DirectoryStore(run_dir), base_size(layout_of(config.model), config.outer)
+    base = load_base(store, size, str(run_dir))
+    if round_number is not None and (base is None or base.round != round_number):
+        base = load_archived(store, round_number, size, str(run_dir))
+        if base is None:
+            kept = ", ".join(map(str, archived_rounds(store))) or "none"
+            raise UserError(f"--round {round_number}: not kept in {run_dir}; rounds archived there: {kept}")
     if base is None:
         raise UserError(f"{run_dir}: holds no base yet; wait until the peer has downloaded one")
     return known[0], base

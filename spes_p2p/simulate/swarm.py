@@ -26,6 +26,7 @@ from spes_p2p.swarm.interfaces import Store, World
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.sync.archive import NO_ARCHIVE, Archive
 from spes_p2p.sync.base import BASE
 from spes_p2p.sync.outer import first_base
 from spes_p2p.sync.plan import Rules
@@ -130,6 +131,7 @@ class VirtualSwarm:
         network: MemoryNetwork | None = None,
         bootstrap: str = "W",
         make_observer: MakeObserver = lambda name, recorder: recorder,
+        archive: Archive = NO_ARCHIVE,
     ):
         self.campaign = the_campaign
         self.bootstrap = bootstrap
@@ -152,6 +154,7 @@ class VirtualSwarm:
         self._slowness: dict[str, float] = {}
         self._seconds_per_step = seconds_per_step
         self._make_observer = make_observer
+        self._archive = archive
 
     def start_bootstrap(self) -> None:
         """Start the bootstrap peer on its store."""
@@ -162,7 +165,7 @@ class VirtualSwarm:
         node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "helper", {}, observer)
         if not world.store.read(BASE):
             save_base_0(world.store, self.genesis, self.base0)
-        self.helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, observer, lambda: b"", name)
+        self.helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, observer, lambda: b"", name, self._archive)
         self.tasks[name] = self.network.run_peer(name, self.helper.run())
 
     def start(

@@ -58,12 +58,14 @@ class _Header:
     plan: Plan | None
 
 
-def stage_base(store: Store, head: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray]) -> StagedBase:
+def stage_base(
+    store: Store, head: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray], name: str = BASE
+) -> StagedBase:
     """Write a base piece by piece beside the stored one. `pieces`: float32, PIECE_ELEMENTS each but the last.
 
     The stored one stays until the draft is committed.
     """
-    draft, digests, elements = store.draft(BASE), [], 0
+    draft, digests, elements = store.draft(name), [], 0
     for piece in pieces:
         draft.write(4 * elements, np.ascontiguousarray(piece, "<f4").data)
         digests.append(piece_digest(piece))
@@ -80,20 +82,20 @@ def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:
     return (values[a : a + PIECE_ELEMENTS] for a in range(0, values.size, PIECE_ELEMENTS))
 
 
-def save_base(store: Store, base: Base) -> None:
+def save_base(store: Store, base: Base, name: str = BASE) -> None:
     """Replace the stored base, durably and whole."""
-    stage_base(store, base.head, base.round, base.plan, pieces_of(base.values)).draft.commit()
+    stage_base(store, base.head, base.round, base.plan, pieces_of(base.values), name).draft.commit()
 
 
-def load_base(store: Store, elements: int, where: str) -> Base | None:
+def load_base(store: Store, elements: int, where: str, name: str = BASE) -> Base | None:
     """The stored base, checked against its digest; None when there is none. Raises UserError when it is damaged.
 
     `where` names the run-dir in that message.
     """
-    blob = store.read(BASE)
+    blob = store.read(name)
     if blob is None:
         return None
-    damaged = UserError(f"{where}/{BASE}: cut short or damaged; delete this file to download the base again")
+    damaged = UserError(f"{where}/{name}: cut short or damaged; delete this file to download the base again")
     try:
         end = len(blob) - LENGTH_BYTES
         start = end - int.from_bytes(blob[end:], "little")
@@ -107,7 +109,7 @@ def load_base(store: Store, elements: int, where: str) -> Base | None:
         raise damaged from None
     if header.elements != elements:
         raise UserError(
-            f"{where}/{BASE}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
+            f"{where}/{name}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
         )
     if state_digest(values) != header.digest:
         raise damaged
