@@ -236,6 +236,17 @@ def test_the_report_compares_seed_by_seed_at_each_arms_best_rate() -> None:
     assert "| spes | 1 | 2 | 0.00 | 4.650 ± 0.212 | +9.4 % | 1 | 65 ± 21 % |" in report(made, list(found.values()))
 
 
+def test_an_arm_may_bring_its_own_yardstick() -> None:
+    ends = {"yardstick": {"alone": "worse", "centralised": "better"}}
+    made = experiment(
+        arm("alone", "centralised", peers=1), arm("centralised", "centralised"), arm("spes", "spes", **ends),
+        arm("worse", "centralised", peers=2), arm("better", "centralised", peers=3),
+    )
+    losses = (6.0, 4.0, 4.0, 5.0, 3.0)
+    records = [record(Run(made, a, 1e-2, 0), loss) for a, loss in zip(made.arms, losses, strict=True)]
+    assert "| spes | 0.01 | 1 | 0.00 | 4.000 | +33.3 % |  | 50 % |" in report(made, outcomes(made, records, ""))
+
+
 def test_drift_of_equal_opposite_and_orthogonal_updates() -> None:
     a, b = np.array([3.0, 0.0], np.float32), np.array([0.0, 3.0], np.float32)
     assert probe.drift([a]) is None

@@ -86,19 +86,20 @@ def report(experiment: Experiment, found: Sequence[Outcome]) -> str:
 def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:
     """One line an arm: mean and spread over seeds, the yardstick, bytes and memory."""
     by_name = {outcome.arm: outcome for outcome in found}
-    centralised = by_name.get(experiment.yardstick.centralised) if experiment.yardstick else None
+    yardsticks = {arm.name: arm.yardstick or experiment.yardstick for arm in experiment.arms}
     header = ("arm", "inner rate", "seeds", "M tokens", "held-out loss", "over centralised", "gap / seed spread", "gap closed",
               "MB sent a peer", "MB of training state")
     rows = []
     for outcome in found:
-        first = outcome.first
+        first, yardstick = outcome.first, yardsticks[outcome.arm]
+        centralised = by_name.get(yardstick.centralised) if yardstick else None
         over = gap = "" if centralised is None else "-"
         if centralised is not None and outcome is not centralised:
             mean = statistics.fmean(outcome.losses.values())
             over = f"{100 * (mean / statistics.fmean(centralised.losses.values()) - 1):+.1f} %"
             in_spreads = gap_in_spreads(outcome, centralised)
             gap = "" if in_spreads is None else f"{in_spreads:.0f}"
-        closed = shares(outcome, experiment.yardstick, by_name) if experiment.yardstick else []
+        closed = shares(outcome, yardstick, by_name) if yardstick else []
         rows.append((
             outcome.arm, f"{outcome.rate:g}", str(len(outcome.runs)), f"{first['tokens'] / 1e6:.2f}",
             _mean_spread(list(outcome.losses.values()), "{:.3f}"), over, gap,

@@ -20,6 +20,13 @@ from spes_p2p.yaml_file import read_yaml_mapping
 Overrides = dict[str, dict[str, Any]]
 
 
+class Yardstick(Section):
+    """Between which arms the share of the gap is measured."""
+
+    alone: Text
+    centralised: Text
+
+
 class Arm(Section):
     """One way of training, compared with others at equal data and schedule."""
 
@@ -37,13 +44,8 @@ class Arm(Section):
     seeds: Positive = 1
     campaign: Overrides = Field(default_factory=dict)
     """Sections of the campaign file that differ: `outer: {shared_momentum: 0.9}`."""
-
-
-class Yardstick(Section):
-    """Between which arms the share of the gap is measured."""
-
-    alone: Text
-    centralised: Text
+    yardstick: Yardstick | None = None
+    """Where not the experiment's: an arm that changes what centralised training could change too has its own ends."""
 
 
 class Experiment(Section):

@@ -73,8 +73,9 @@ def open_text(folder: Path) -> Text:
 
 
 def text_digest(folder: Path) -> str:
-    """Of all manifests of a prepared folder: results on other text are other results. Raises UserError when there is none."""
-    return hashlib.sha256("".join(manifest.sha256 for manifest in _manifests(folder).values()).encode()).hexdigest()
+    """Of all token files of a prepared folder: results on other text are other results. Raises UserError when there is none."""
+    files = (file.sha256 for manifest in _manifests(folder).values() for file in manifest.files)
+    return hashlib.sha256("".join(files).encode()).hexdigest()
 
 
 def _manifests(folder: Path) -> dict[str, Manifest]:
