@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEARTBEAT, MESSAGE, REFUSAL = b"\x00", b"\x01", b"\x02"
+CLOCK_ERROR_S = 1e-3
+"""A timer may ring so much too early."""
 QUEUED_FRAMES = 8
 """Received frames that wait to be read; beyond that the sender is slowed down."""
 
@@ -156,7 +158,7 @@ class Talk:
         heard_at = self._heard_at if self._reading else self._loop.time()
         bound_s = self._detector.bound(self.remote)
         left_s = heard_at + bound_s - self._loop.time()
-        if left_s > 0:
+        if left_s > CLOCK_ERROR_S:
             self._silence = self._loop.call_later(left_s, self._check_silence)
             return
         self._tasks[0].cancel()
