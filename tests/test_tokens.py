@@ -193,6 +193,7 @@ def test_a_donor_that_has_some_pieces_gives_those(place: Place) -> None:
         shelf = place.shelf("B")
         await (await place.library("B", shelf, trainers=["A"])).ensure(place.file, range(PIECES))
         assert place.is_right(shelf, range(PIECES))
+        assert place.received("A", "B") > (len(some) - 1) * PIECE_BYTES
 
     simulate(main)
 
