@@ -36,6 +36,7 @@ PROGRAM = Path(__file__).with_name("round_contenders.py")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as PNG")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, at least 5 (default 5)")
     parser.add_argument("--megabytes", type=int, default=400, help="fp32 state (default 400)")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
@@ -53,6 +54,8 @@ def main() -> int:
     print(text)
     if arguments.json is not None:
         arguments.json.write_text(text + "\n")
+    if arguments.plot is not None:
+        plot(report, arguments.plot)
     return 0
 
 
@@ -191,6 +194,29 @@ def summary(measured: dict[str, list[Report]], elements: int) -> Report:
         report[f"bytes_vs_floor_{name}"] = contenders[codec]["sent_bytes"] / floor if codec in contenders else None
     report["replicas_identical"] = all(entry["identical"] for name, entry in contenders.items() if name not in BASELINES)
     return {**report, "state_bytes": 4 * elements, "members": MEMBERS, "floor_bytes": floor, "contenders": contenders}
+
+
+def plot(report: Report, file: Path) -> None:
+    """Seconds, CPU seconds and bytes sent by one peer, a bar each contender."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(report["contenders"])
+    panels = (
+        ("seconds", "seconds", 1.0),
+        ("cpu_seconds", "CPU seconds, all processes", 1.0),
+        ("sent_bytes", "MB sent by a peer", 1e6),
+    )
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.2), sharey=True, constrained_layout=True)
+    for axis, (key, label, unit) in zip(axes, panels, strict=True):
+        colors = ["tab:gray" if name in BASELINES else "tab:blue" for name in names]
+        axis.barh(names, [report["contenders"][name][key] / unit for name in names], color=colors)
+        axis.set_xlabel(label)
+    axes[0].invert_yaxis()
+    figure.suptitle(f"One round, {report['members']} peers, {report['state_bytes'] / 1e6:.0f} MB of float32 state, loopback")
+    figure.savefig(file, dpi=120)
 
 
 def floor_bytes(elements: int) -> float:
