@@ -24,6 +24,7 @@ from spes_p2p.swarm.wire import pack
         (Bounds(ballots=(1, 1), numbers=1, rounds=2), 2260),
         pytest.param(Bounds(ballots=(1, 1), numbers=1, rounds=2, losses=1), 36927, marks=pytest.mark.slow),
         pytest.param(Bounds(ballots=(2, 1), numbers=2), 77398, marks=pytest.mark.slow),
+        pytest.param(Bounds(ballots=(2, 2), numbers=2), 1136550, marks=pytest.mark.slow),
     ],
 )
 def test_every_interleaving_decides_one_head_at_most(bounds: Bounds, states: int) -> None:
