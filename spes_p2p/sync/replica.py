@@ -16,7 +16,7 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import DigestMismatch, Observer, WorkDropped
 from spes_p2p.swarm.interfaces import Draft
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.records import Decided, Manifest, Plan, Revision
+from spes_p2p.swarm.records import Decided, Head, Manifest, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.accounting import Ledger
@@ -36,7 +36,7 @@ from spes_p2p.sync.results import (
     round_of,
     save_results,
 )
-from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, Offer, Snapshots, collect_offers, download
+from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download
 from spes_p2p.sync.spool import Spool
 from spes_p2p.training.checkpoint import save_checkpoint
 from spes_p2p.training.interface import Trainer
@@ -47,7 +47,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 RESULTS = "results"
-KEPT_ROUNDS = 4
+KEPT_ROUNDS, MAX_KEPT_ROUNDS = 4, 16
 """Encoded results are kept for so many rounds, for who replays them."""
 RETRY_S = 1.0
 
@@ -81,7 +81,8 @@ class Replica:
         self.part_bytes = sync.part_bytes
         self.outer = node.campaign.config.outer
         self.ledger = Ledger(layout)
-        self.snapshots = Snapshots()
+        self.snapshots = Snapshots(sync.silence_s)
+        self._downloaded_pieces = KeptPieces(node.world.store)
         self.trainer: Trainer | None = None
         self.base: Base
         self._observer = observer
@@ -137,9 +138,10 @@ class Replica:
             offers = await self._offers_of_newest()
             if offers:
                 with contextlib.suppress(PeerUnreachable):
-                    values = await download(self.node.board, offers, None, on_progress)
+                    values = await download(self.node.board, offers, None, on_progress, self._downloaded_pieces)
                     self._install(self._downloaded(offers[0], values))
                     await self._save()
+                    self._downloaded_pieces.clear()
                     return
             waited += 1
             if waited % 30 == 0:
@@ -149,8 +151,7 @@ class Replica:
 
     async def repair(self) -> None:
         """My bits differ from most members': download the pieces that differ; pending work stays on top."""
-        donors = self.node.others()
-        offers = await collect_offers(self.node.board, donors, self.base.head, self.base.values.size)
+        offers = await self._offers(self.node.log.head_at(self.base.round))
         if not offers or offers[0].info.digest == self.base.digest:
             raise PeerUnreachable("nobody offers another base for this round")
         self._observer.tell(DigestMismatch(self.base.round, self.base.digest, offers[0].info.digest))
@@ -160,12 +161,27 @@ class Replica:
     async def _offers_of_newest(self) -> list[Offer]:
         """Offers of the newest head that living peers have, after learning its certificate."""
         await self.node.learn_from_all()
-        donors, head = self.node.others(), self.node.log.head
-        offers = await collect_offers(self.node.board, donors, head.id, base_size(self.layout, self.outer))
-        offers = [offer for offer in offers if offer.info.round == head.round]
+        head = self.node.log.head
+        offers = [offer for offer in await self._offers(head) if offer.info.round == head.round]
         if head.round < 0:
             offers = [offer for offer in offers if offer.info.digest == head.base_digest]
         return offers
+
+    async def _take_certified(self, digest: str) -> None:
+        """The next round was decided on other bits than mine: download what differs. Pending work stays on top."""
+        offers = [o for o in await self._offers(self.node.log.head_at(self.base.round)) if o.info.digest == digest]
+        self._observer.tell(DigestMismatch(self.base.round, self.base.digest, digest))
+        if not offers:
+            await self._jump_to_newest(forked=False)
+            return
+        with contextlib.suppress(PeerUnreachable):
+            values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
+            await self._jump(Base(self.base.head, self.base.round, _frozen(values), digest, self.base.plan), True)
+
+    async def _offers(self, head: Head) -> list[Offer]:
+        """Of a head's base. What its members say counts; whether that was right the next head's certificate tells."""
+        size = base_size(self.layout, self.outer)
+        return await collect_offers(self.node.board, self.node.others(), head.id, size, {*head.members, *head.helpers})
 
     def _downloaded(self, offer: Offer, values: np.ndarray) -> Base:
         return Base(offer.info.head, offer.info.round, _frozen(values), offer.info.digest, None)
@@ -220,6 +236,9 @@ class Replica:
             decided = log.at(self.base.round + 1)
             if not decided.head.plan:
                 await self._pass_reform(decided)
+                continue
+            if decided.head.base_digest != self.base.digest:
+                await self._take_certified(decided.head.base_digest)
                 continue
             results = await self._complete_results(decided)
             if results is None:
@@ -349,7 +368,8 @@ class Replica:
         try:
             if not offers:
                 raise PeerUnreachable("nobody offers the newest base")
-            values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
+            kept = self._downloaded_pieces
+            values = await download(self.node.board, offers, self.base.values, lambda done, total: None, kept)
         except PeerUnreachable as error:
             logger.info("snapshot: %s", error)
             await asyncio.sleep(RETRY_S)
@@ -358,6 +378,7 @@ class Replica:
         skipped = {decided.head.plan for decided in self.node.log.since(self.base.round)}
         may_be_in = any(plan_id in skipped for plan_id, _ in self._exchanges)
         await self._jump(self._downloaded(offers[0], values), not forked and not may_be_in)
+        kept.clear()
 
     async def _jump(self, base: Base, keep_pending: bool) -> None:
         old = self.base
@@ -390,7 +411,11 @@ class Replica:
         await run(draft.commit)
 
     def _forget_old(self) -> None:
+        """Results are kept for some rounds, and longer while somebody downloads an older base, to replay what follows it."""
+        pinned = self.snapshots.oldest_pinned_round
         oldest = self.base.round - KEPT_ROUNDS
+        if pinned is not None:
+            oldest = max(min(oldest, pinned), self.base.round - MAX_KEPT_ROUNDS)
         for plan_id in [plan_id for plan_id, results in self._kept.items() if results.plan.round <= oldest]:
             del self._kept[plan_id]
         for key in [key for key, exchange in self._exchanges.items() if exchange.plan.round <= self.base.round]:
