@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from spes_p2p.simulate.faults import KINDS, Fault
 from spes_p2p.simulate.points import POINTS
 from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
 from spes_p2p.simulate.virtual import SeedResult, run_seed
-from spes_p2p.swarm.electors import Elector, VoteState
+from spes_p2p.swarm.electors import Elector
 from spes_p2p.swarm.ownership import Owners, assign_experts
 from spes_p2p.sync import plan, replica
 from spes_p2p.sync.apply import next_base
@@ -84,17 +85,20 @@ def test_electors_that_forget_their_votes_are_found_out(monkeypatch: pytest.Monk
     faults = tuple(Fault("partition", number, "decided", seconds=30.0) for number in range(2, 6))
     scenario = Scenario(peer_names(4), 6, faults, vary=False)
     assert_sound(run_seed(scenario, 0))
-    monkeypatch.setattr(Elector, "_state", lambda self: VoteState(self._log.head.id, None, None, None))
+    remembered = Elector._state
+    monkeypatch.setattr(
+        Elector, "_state", lambda self: replace(remembered(self), promised=None, accepted_ballot=None, accepted=None)
+    )
     assert "fork" in rules_broken(scenario)
 
 
 def test_bases_that_differ_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
 
-    def next_base_with_a_flaw(*arguments: Any) -> np.ndarray:
-        values = next_base(*arguments)
-        values[0] += np.float32(1e-3 * (next(calls) % 2))
-        return values
+    def next_base_with_a_flaw(*arguments: Any) -> Iterator[np.ndarray]:
+        first, *others = next_base(*arguments)
+        first[0] += np.float32(1e-3 * (next(calls) % 2))
+        return iter([first, *others])
 
     monkeypatch.setattr(replica, "next_base", next_base_with_a_flaw)
     assert "digest" in rules_broken(Scenario(peer_names(3), 3, vary=False))
@@ -118,7 +122,10 @@ def test_a_peer_that_stands_still_is_found_out(monkeypatch: pytest.MonkeyPatch) 
     scenario = Scenario(peer_names(3), 3, vary=False)
     started = iter(range(10**6))
     original = Peer._train_phase
-    monkeypatch.setattr(Peer, "_train_phase", lambda self: (wait_for_ever if next(started) == 4 else original)(self))
+    monkeypatch.setattr(
+        Peer, "_train_phase",
+        lambda self: (wait_for_ever if not self.is_helper and next(started) == 4 else original)(self),
+    )
     assert "stuck" in rules_broken(scenario)
 
 

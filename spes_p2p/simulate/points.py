@@ -44,7 +44,7 @@ _REQUESTS = {
     "pieces": "download", "snapshot": "download",
 }
 _ANSWERS = {"prepare": "promise", "accept": "vote", "pull": "reduce", "pieces": "donate", "results": "replay"}
-_WRITES = {"results": "stage", "votes": "remember", "heads.log": "log", "base": "save", "checkpoint.safetensors": "checkpoint"}
+_WRITES = {"results": "stage", "votes": "remember", "heads.log": "log", "base": "save"}
 _PHASES = {"training": "training", "applying": "apply", "downloading": "download"}
 
 
@@ -61,6 +61,8 @@ def point_of_frame(frame: Frame) -> str | None:
 
 def point_of_write(blob: str) -> str | None:
     """The point of a write of this blob or log."""
+    if blob.startswith("checkpoint-"):
+        return "checkpoint"
     return _WRITES.get("results" if blob.startswith("results-") else blob)
 
 

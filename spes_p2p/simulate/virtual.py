@@ -105,9 +105,9 @@ class _Run:
             log=tuple(self._log),
         )
 
-    def error(self, text: str) -> None:
-        """Something was raised that nobody expected."""
-        self._audit.violated(now(), "error", text)
+    def error(self, text: str, at_s: float | None = None) -> None:
+        """Something was raised that nobody expected, now or when the loop stood at `at_s`."""
+        self._audit.violated(now() if at_s is None else at_s, "error", text)
         self._note("", f"error: {text}")
 
     # The swarm ---------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class _Run:
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if error is not None and not isinstance(error, asyncio.CancelledError):
-            self.error(f"{context.get('message')}: {error!r}")
+            self.error(f"{context.get('message')}: {error!r}", loop.time())
 
 
 def _campaign(scenario: Scenario, rng: random.Random) -> Campaign:
