@@ -83,9 +83,17 @@ def test_a_peer_with_a_full_disk_stops_with_the_reason_and_goes_on_when_there_is
         swarm.start_all("AB")
         await swarm.until_round(2)
         task = swarm.tasks.pop("B")
-        until_reached(swarm, "B", point, full)
+        filling = swarm.stores["B"]
+        assert isinstance(filling, MemoryStore)
+
+        def no_room(at: str, blob: str) -> None:
+            if at == point[0] and blob.startswith(point[1]) and "B" in swarm.peers and swarm.round_of("B") >= 2:
+                full()
+
+        filling.fault = no_room
         await asyncio.wait({task}, timeout=60.0)
         assert isinstance(task.exception(), UserError)
+        filling.fault = None
         swarm.restart("B")
         await swarm.until_finished()
         swarm.assert_replicas_agree()
