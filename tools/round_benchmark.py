@@ -30,6 +30,7 @@ CONTENDERS = (*CODECS, "dense", "server")
 BASELINES = ("dense", "server")
 WARM_UP, OUR_WARM_UP = dict.fromkeys(BASELINES, 1), 5
 """Our peers keep the results of four rounds, and use the files again after that."""
+MOST_VISITS = 3
 PROGRAM = Path(__file__).with_name("round_contenders.py")
 
 
@@ -60,11 +61,24 @@ def main() -> int:
 
 
 def one_visit(name: str, elements: int, folder: Path) -> Report:
-    """Unmeasured rounds and a measured one, in fresh processes."""
+    """Unmeasured rounds and a measured one, in fresh processes; once more when a member fell behind on a busy machine."""
+    for _ in range(MOST_VISITS):
+        try:
+            return _visit(name, elements, folder)
+        except MissedError:
+            print(f"{name}: a member missed a round; again", file=sys.stderr)
+    raise RuntimeError(f"{name}: no round with all members in {MOST_VISITS} visits")
+
+
+def _visit(name: str, elements: int, folder: Path) -> Report:
     with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as place, started(name, elements, Path(place)) as members:
         for _ in range(WARM_UP.get(name, OUR_WARM_UP)):
             one_round(members)
         return one_round(members)
+
+
+class MissedError(Exception):
+    """A member began its next phase without having committed the round."""
 
 
 @dataclass
@@ -156,6 +170,8 @@ def one_round(members: list[Process]) -> Report:
     for member in members:
         member.tell("go")
     costs = [member.hear() for member in members]
+    if not all("digest" in cost for cost in costs):
+        raise MissedError
     peers = [cost for cost in costs if cost["digest"]]
     return {
         "seconds": max(cost["end"] for cost in costs) - began,
