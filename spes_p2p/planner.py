@@ -23,6 +23,7 @@ from spes_p2p.observe.units import human_bytes, human_count
 from spes_p2p.swarm.ownership import assign_experts
 from spes_p2p.swarm.records import Member
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
+from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.parts import part_table
 from spes_p2p.sync.replica import KEPT_ROUNDS
 from spes_p2p.sync.snapshot import KEPT_SNAPSHOTS
@@ -86,7 +87,7 @@ class HostBytes:
     """Main memory at the highest moment, when a round is applied and saved."""
 
     base: int
-    """The bases that are served, and the next one."""
+    """The bases that are served, and the next one, with their outer momentum."""
     results: int
     """Encoded results of the rounds that are kept, and of the one under way."""
     updates: int
@@ -218,7 +219,7 @@ def host_bytes(config: CampaignConfig, choice: Choice) -> HostBytes:
     """Main memory, beside the program itself (about 1 GB with torch)."""
     layout, trained = layout_of(config.model), choice.device.weights
     return HostBytes(
-        base=4 * (KEPT_SNAPSHOTS + 1) * layout.size,
+        base=4 * (KEPT_SNAPSHOTS + 1) * base_size(layout, config.outer),
         results=(KEPT_ROUNDS + 1) * group_codecs(config.sync.codec).encoded_bytes(layout),
         updates=2 * trained,
         checkpoint=2 * (choice.device.moments + trained),
@@ -230,7 +231,7 @@ def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
     """The run-dir, without token files."""
     layout = layout_of(config.model)
     return DiskBytes(
-        base=2 * 4 * layout.size,
+        base=2 * 4 * base_size(layout, config.outer),
         results=(KEPT_ROUNDS + 1) * group_codecs(config.sync.codec).encoded_bytes(layout),
         checkpoint=2 * (choice.device.moments + choice.device.weights),
     )

@@ -18,7 +18,7 @@ from model_shapes import tiny_campaign, tiny_model, tiny_training
 from torch.profiler import ProfilerActivity, profile
 
 from spes_p2p import cli, local_swarm, session
-from spes_p2p.config import CampaignConfig, ExpertsConfig, ModelConfig, load_campaign_config, make_peer_config
+from spes_p2p.config import CampaignConfig, ExpertsConfig, ModelConfig, OuterConfig, load_campaign_config, make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.free_memory import available_bytes
 from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of
@@ -29,6 +29,7 @@ from spes_p2p.plan_table import join_flags
 from spes_p2p.planner import (
     Device,
     alternatives,
+    disk_bytes,
     host_bytes,
     join_options,
     most_experts,
@@ -342,3 +343,12 @@ def test_a_swarm_on_one_machine_shares_its_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(local_swarm, "_start", lambda folder, name, arguments: started.append(arguments))
     local_swarm.start_trainers("address", 3, tmp_path)
     assert started == [["join", "address", "--memory", "3000B"]] * 3
+
+
+def test_outer_momentum_counts_wherever_a_base_is() -> None:
+    plain = tiny_campaign()
+    with_momentum = plain.model_copy(update={"outer": OuterConfig(shared_momentum=0.9)})
+    choice = most_experts(plain, Device("cpu", GIB), join_options(plain, "cpu"), "x")
+    shared = 4 * layout_of(plain.model).group("shared").size
+    assert host_bytes(with_momentum, choice).base - host_bytes(plain, choice).base == 3 * shared
+    assert disk_bytes(with_momentum, choice).base - disk_bytes(plain, choice).base == 2 * shared
