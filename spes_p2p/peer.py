@@ -319,10 +319,10 @@ class Peer:
                     seconds["exchange"] = clock() - started
                     self._teller.enter("committing")
         finally:
-            answer.cancel()
-            if work is not None:
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+            open_tasks = [answer] if work is None else [answer, work]
+            for task in open_tasks:
+                task.cancel()
+            await asyncio.gather(*open_tasks, return_exceptions=True)
 
     def _check_plan(self, plan: Plan, coordinator: str) -> None:
         base = self.replica.base

@@ -148,6 +148,10 @@ class Coordination:
             logger.exception("coordinating round %d failed", self.head.round + 1)
             self._fail("an error at the coordinator")
 
+    def give_up(self) -> None:
+        """I go: tell everybody in this attempt at once."""
+        self._fail("the coordinator leaves")
+
     def _fail(self, reason: str) -> None:
         self.failed = True
         for future in (self._plan, self._decided):
@@ -200,6 +204,7 @@ class Coordination:
             self._told.pop(talk, None)
             if report is not None:
                 report.cancel()
+                await asyncio.gather(report, return_exceptions=True)
 
     def _passed_on(self, record: bytes, peer: str, members: Sequence[str]) -> bytes:
         return self._relay.addressed(record, members.index(peer), members) if peer in members else record

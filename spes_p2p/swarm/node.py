@@ -166,6 +166,8 @@ class Node:
 
     async def close(self) -> None:
         """Stop serving; the transport is closed by who made it."""
+        if self._coordination is not None:
+            self._coordination.give_up()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
