@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 from spes_p2p.observe.events import Event, PhaseEntered
 from spes_p2p.swarm.memory import Frame
@@ -44,7 +45,8 @@ _REQUESTS = {
     "pieces": "download", "snapshot": "download",
 }
 _ANSWERS = {"prepare": "promise", "accept": "vote", "pull": "reduce", "pieces": "donate", "results": "replay"}
-_WRITES = {"results": "stage", "votes": "remember", "heads.log": "log", "base": "save"}
+_WRITES = {"results": "stage", "votes": "remember", "heads": "log", "base": "save", "checkpoint": "checkpoint"}
+"""By the first word of the blob's name."""
 _PHASES = {"training": "training", "applying": "apply", "downloading": "download"}
 
 
@@ -61,9 +63,7 @@ def point_of_frame(frame: Frame) -> str | None:
 
 def point_of_write(blob: str) -> str | None:
     """The point of a write of this blob or log."""
-    if blob.startswith("checkpoint-"):
-        return "checkpoint"
-    return _WRITES.get("results" if blob.startswith("results-") else blob)
+    return _WRITES.get(re.split(r"[-.]", blob)[0])
 
 
 def point_of_event(event: Event) -> str | None:
