@@ -160,7 +160,7 @@ def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: 
         await swarm.until_round(4)
         await swarm.join("D")
         await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 7)
-        await swarm.until(lambda: set(range(8)) <= set(swarm.known("D")) & set(swarm.known("W")))
+        await swarm.until(lambda: all(set(range(8)) <= set(swarm.known(name)) for name in "WAD"))
         told = {name: {r.round: r for r in swarm.chronicles[name].records} for name in "WAD"}
         for number in range(1, 8):
             assert told["A"][number].loss == told["D"][number].loss == told["W"][number].loss
