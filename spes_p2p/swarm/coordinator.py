@@ -281,10 +281,14 @@ class Coordination:
     async def _ping(self, peer: str, stop: bool) -> None:
         """Is it there? Raises AttemptFailed when it is ahead: then this round is over, and nobody will come."""
         answer = await self._board.is_there(peer, PING, pack(Ping(self.head.round if stop else -1)))
-        if answer is None:
+        try:
+            pong = unpack(Pong, answer) if answer is not None else None
+        except WireError:
+            pong = None
+        if pong is None:
             logger.info("%s is not there for round %d", peer[-6:], self.head.round + 1)
             self._dead.add(peer)
-        elif unpack(Pong, answer).round > self.head.round:
+        elif pong.round > self.head.round:
             raise AttemptFailed(f"{peer[-6:]} knows of later rounds")
 
     # Deciding ----------------------------------------------------------------------------------------------------------
