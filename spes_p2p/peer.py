@@ -252,7 +252,8 @@ class Peer:
             if reply is None:
                 return
             reply = await talk.alive(self.node.relay.received(reply))
-            seconds["announce"] = clock() - started
+            if not self.is_helper:
+                seconds["announce"] = clock() - started
             if reply[:4] == b"plan":
                 reply = await self._exchange(talk, unpack(Plan, reply[4:]), seconds)
             decided = unpack(Decided, reply[4:])
