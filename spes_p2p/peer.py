@@ -233,6 +233,8 @@ class Peer:
             except PeerUnreachable as error:
                 self._teller.failed(target, attempt, "coordinator_lost", str(error))
                 attempt += 1
+                left = order[attempt % len(order) :] if attempt % len(order) else ()
+                attempt += await self._or_leave(self.node.first_living(left)) or 0
             except WireError as error:
                 self._teller.failed(target, attempt, "malformed", str(error))
                 attempt += 1

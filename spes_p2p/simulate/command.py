@@ -64,9 +64,11 @@ def simulate_processes(
     made = summary(
         "processes", len(scenario.peer_names), [run.report], time.monotonic() - started, _replay("--processes", path, options)
     )
-    last = max(run.held_out_losses, default=None)
-    made["val_loss_round"], made["val_loss_last"] = last, None if last is None else run.held_out_losses[last]
-    made["val_losses"] = {str(number): loss for number, loss in run.held_out_losses.items()}
+    made["val_losses"] = [
+        {"round": number, "total_tokens": run.total_tokens[number], "loss": loss}
+        for number, loss in run.held_out_losses.items()
+        if number in run.total_tokens
+    ]
     (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
     return made, lines(made)
 

@@ -49,6 +49,8 @@ class ProcessRun:
     report: RunReport
     held_out_losses: dict[int, float]
     """Of the base after each round."""
+    total_tokens: dict[int, int]
+    """Included in the base after each round."""
 
 
 def check_scenario(scenario: Scenario) -> tuple[str, ...]:
@@ -129,6 +131,7 @@ class _Run:
         self._children: set[psutil.Process] = set()
         self._struck: Counter[str] = Counter()
         self._losses: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._held: set[str] = set()
         self._script = sorted(scenario.faults, key=lambda fault: fault.round)
@@ -178,7 +181,7 @@ class _Run:
         figures = self._audit.figures(0)
         violations = tuple(self._audit.violations)
         report = RunReport(self._seed, figures, violations, dict(self._struck), {}, self._orphans)
-        return ProcessRun(report, dict(sorted(self._losses.items())))
+        return ProcessRun(report, dict(sorted(self._losses.items())), self._tokens)
 
     # Processes ---------------------------------------------------------------------------------------------------------
 
@@ -268,6 +271,7 @@ class _Run:
             self._audit.num_experts = len(event.owners)
             self._audit.has_base(at_s, peer.name, f"round {event.round}", event.round, event.base_digest)
             peer.round = event.round
+            self._tokens[event.round] = event.total_tokens
         if isinstance(event, Evaluated):
             self._losses[event.round] = event.validation_loss
         if self._newest() > before:

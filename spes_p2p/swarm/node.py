@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.config import PROTOCOL_VERSION, Campaign
@@ -380,16 +380,37 @@ class Node:
 
     async def _only_if_others_cannot(self, ranked_before: tuple[str, ...]) -> None:
         """Take over only from coordinators that are gone or have failed, else one bad link could abort everybody's round."""
-        for peer in ranked_before:
-            answer = await self.board.is_there(peer, PING, pack(Ping(-1)))
+        if self._is_coordinating():
+            return
+        answers = await asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in ranked_before))
+        for peer, answer in zip(ranked_before, answers, strict=True):
             if answer is not None and not _has_failed(answer, self.log.round + 1):
                 raise Refused(f"alive: {peer[-6:]} is there to coordinate this round")
 
+    def _is_coordinating(self) -> bool:
+        """Is an attempt at the next round open here?"""
+        known = self._coordination
+        return known is not None and known.head.id == self.log.head.id and not known.failed
+
+    async def first_living(self, peers: Sequence[str]) -> int:
+        """Index of the first of these peers that answers, their number when none does; however many are dead, this takes no
+        longer than one silence."""
+        pings = [asyncio.ensure_future(self.board.is_there(peer, PING, pack(Ping(-1)))) for peer in peers]
+        try:
+            for index, ping in enumerate(pings):
+                if await ping is not None:
+                    return index
+            return len(peers)
+        finally:
+            for ping in pings:
+                ping.cancel()
+            await asyncio.gather(*pings, return_exceptions=True)
+
     def _current_coordination(self) -> Coordination:
         """The attempt that is open here, one at a time; a new one when the last has failed or its round is over."""
-        known, head = self._coordination, self.log.head
-        if known is not None and known.head.id == head.id and not known.failed:
-            return known
+        head = self.log.head
+        if self._coordination is not None and self._is_coordinating():
+            return self._coordination
 
         def returned() -> dict[str, tuple[Interval, ...]]:
             return {peer: leave.untrained for peer, leave in self._returned.items() if leave.round == head.round + 1}
