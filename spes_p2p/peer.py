@@ -93,6 +93,7 @@ class Peer:
         self._stop_after_round: int | None = None
         self._untrained: tuple[Interval, ...] = ()
         self._speed = 0.0
+        self._phase_done_at = 0.0
         self._validation_loss: float | None = None
 
     @property
@@ -220,6 +221,7 @@ class Peer:
         """Try until there is another base. Attempts that fail change nothing."""
         before, target = self.replica.base.head, self.replica.base.round + 1
         attempt = 0
+        self._phase_done_at = asyncio.get_running_loop().time()
         while self.replica.base.head == before and not self._leaving.is_set():
             seconds: dict[str, float] = {}
             order = self.node.coordinators()
@@ -278,6 +280,7 @@ class Peer:
             protocol=PROTOCOL_VERSION,
             round=base.round + 1,
             attempt=attempt,
+            waited_s=asyncio.get_running_loop().time() - self._phase_done_at,
             trains=not self.is_helper,
             head=base.head,
             base_digest=base.digest,

@@ -80,8 +80,9 @@ def head_with(**changes: Any) -> Head:
 
 def announce(**changes: Any) -> Announcement:
     announcement = Announcement(
-        campaign=CAMPAIGN.hash, protocol=1, round=0, attempt=0, head="h", base_digest="d", tokens=0, routed=(0,) * EXPERTS,
-        capacity=EXPERTS, tokens_per_second=0.0, bandwidth=1.0, loss=0.0, validation_loss=None, untrained=(),
+        campaign=CAMPAIGN.hash, protocol=1, round=0, attempt=0, waited_s=0.0, head="h", base_digest="d", tokens=0,
+        routed=(0,) * EXPERTS, capacity=EXPERTS, tokens_per_second=0.0, bandwidth=1.0, loss=0.0, validation_loss=None,
+        untrained=(),
     )
     return dataclasses.replace(announcement, **changes)
 
@@ -90,6 +91,7 @@ def announce(**changes: Any) -> Announcement:
     "changes",
     [
         {"routed": (0,) * (EXPERTS - 1)}, {"routed": (-1,) * EXPERTS}, {"routed": ()}, {"tokens": -1}, {"capacity": -1},
+        {"waited_s": -1.0}, {"waited_s": math.inf},
         {"tokens_per_second": math.nan}, {"tokens_per_second": -1.0}, {"bandwidth": math.inf}, {"bandwidth": -0.5},
         {"loss": math.nan}, {"validation_loss": math.inf}, {"untrained": (Interval(0, 0, NUM_SAMPLES + 1),)},
         {"untrained": (Interval(0, 5, 5),)}, {"untrained": (Interval(0, -1, 5),)}, {"untrained": (Interval(0, 90, 101),)},
@@ -211,9 +213,10 @@ def test_a_round_of_which_nothing_is_held_is_not_proposed() -> None:
 
 def test_who_cannot_be_dialled_is_no_elector() -> None:
     async def main() -> None:
-        plan = make_plan_of([member("A", 10, (0,) * 4), member("B", 10, (0,) * 4, 0.0), member("C", 10, (0,) * 4)])
+        dialable = [member(peer, 10, (0,) * 4) for peer in "ACD"]
+        plan = make_plan_of([*dialable, member("B", 10, (0,) * 4, 0.0)])
         played = await Round.open(plan, random_updates(plan))
         await played.run()
-        assert played.commit().electorate == ("A", "C")
+        assert played.commit().electorate == ("A", "C", "D")
 
     simulate(main)

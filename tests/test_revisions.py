@@ -154,7 +154,7 @@ async def take_part_and_idle(swarm: VirtualSwarm) -> None:
     while True:
         base = swarm.peers["A"].replica.base
         announcement = Announcement(
-            swarm.campaign.hash, PROTOCOL_VERSION, base.round + 1, 0, base.head, base.digest,
+            swarm.campaign.hash, PROTOCOL_VERSION, base.round + 1, 0, 0.0, base.head, base.digest,
             10, (1,) * 4, 4, 1.0, 1.0, 1.0, None, (),
         )
         try:

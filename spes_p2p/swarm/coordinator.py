@@ -116,7 +116,7 @@ class Coordination:
         self._relay = relay
         loop = asyncio.get_running_loop()
         self._announced: dict[str, Announcement] = {}
-        self._arrived_at: dict[str, float] = {}
+        self._done_at: dict[str, float] = {}
         self._quorum_at: float | None = None
         self._alive: dict[str, Talk] = {}
         self._dead: set[str] = set()
@@ -166,7 +166,8 @@ class Coordination:
             raise Refused("closed: the plan of this attempt is made")
         peer = talk.remote
         self._announced[peer] = announcement
-        self._arrived_at.setdefault(peer, asyncio.get_running_loop().time())
+        done_at = asyncio.get_running_loop().time() - announcement.waited_s
+        self._done_at.setdefault(peer, max(done_at, self._phase_began))
         self._alive[peer] = talk
         self._dead.discard(peer)
         self._changed.set()
@@ -242,10 +243,10 @@ class Coordination:
             missing = expected.keys() - self._announced.keys()
             if trainers and expected and not missing:
                 return
-            if self._quorum_at is None and self._is_quorum(trainers, expected):
-                self._quorum_at = now
+            quorum_at = self._quorum_of(trainers, expected)
+            self._quorum_at = quorum_at if self._quorum_at is None else self._quorum_at
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
-            if not expected and waited_s >= sync.join_grace_s and self._is_quorum(trainers, expected):
+            if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
                 return
             late = bool(expected) and waited_s > self._patience()
             if late and waited_s > self._patience() + sync.silence_s:
@@ -260,11 +261,18 @@ class Coordination:
         gone = self._dead | set(self._returned())
         return {peer: steps for peer, steps in self._duties.items() if peer not in gone}
 
-    def _is_quorum(self, trainers: set[str], expected: Mapping[str, int]) -> bool:
-        """Have those with half of the phase's work announced? Without duties: are there enough trainers to begin?"""
-        if not expected:
-            return len(trainers) >= (self._rules.config.sync.min_peers if self.head.round < 0 else 1)
-        return 2 * sum(expected.get(peer, 0) for peer in trainers) >= sum(expected.values())
+    def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
+        """When those with half of the phase's work were done with it; without duties: when enough trainers to begin were there.
+
+        Loop time; None while they are not.
+        """
+        enough = self._rules.config.sync.min_peers if self.head.round < 0 else 1
+        needed, there = (sum(expected.values()) / 2 if expected else enough), 0
+        for peer in sorted(trainers, key=lambda peer: self._done_at[peer]):
+            there += expected.get(peer, 0) if expected else 1
+            if there >= needed:
+                return self._done_at[peer]
+        return None
 
     def _patience(self) -> float:
         """Seconds after the quorum until stragglers are told to stop."""
@@ -276,7 +284,7 @@ class Coordination:
             return ()
         quorum_s = self._quorum_at - self._phase_began
         timed = [peer for peer in members if peer in self._duties]
-        return tuple(lateness(self._arrived_at[peer] - self._phase_began, quorum_s) for peer in timed)
+        return tuple(lateness(self._done_at[peer] - self._phase_began, quorum_s) for peer in timed)
 
     async def _ping(self, peer: str, stop: bool) -> None:
         """Is it there? Raises AttemptFailed when it is ahead: then this round is over, and nobody will come."""

@@ -41,12 +41,25 @@ class SilenceDetector:
         self._all: deque[float] = deque(maxlen=KEPT_GAPS)
         self._of: dict[str, deque[float]] = {}
         self._bounds: dict[str, float] = {}
+        self._lost_at: dict[str, float] = {}
 
     def saw_gap(self, peer: str, gap_s: float) -> None:
         """Two heartbeats of a peer came so many seconds apart."""
         self._of.setdefault(peer, deque(maxlen=KEPT_GAPS)).append(gap_s)
         self._all.append(gap_s)
         self._bounds.clear()
+
+    def heard(self, peer: str) -> None:
+        """Something came from this peer."""
+        self._lost_at.pop(peer, None)
+
+    def lost(self, peer: str, now_s: float) -> None:
+        """This peer was silent for too long."""
+        self._lost_at[peer] = now_s
+
+    def is_lost(self, peer: str, now_s: float) -> bool:
+        """Was it silent for too long a moment ago, and not heard since? Then nobody needs to wait for it once more."""
+        return peer in self._lost_at and now_s - self._lost_at[peer] < self.bound(peer)
 
     def bound(self, peer: str) -> float:
         """Seconds of silence after which this peer counts as dead."""

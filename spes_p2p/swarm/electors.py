@@ -123,13 +123,15 @@ def disks_of(head: Head) -> Mapping[str, str]:
 def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
     """Electors of the next round: the helpers and the members, those that were electors before first, at most seven, sorted.
 
-    `members`: those that can be dialled. A lone trainer decides alone: nothing is safer for a second vote.
+    `members`: those that can be dialled. Their number is odd: one more elector would have to be there for a majority and would
+    make up for nobody. A lone trainer decides alone: nothing is safer for a second vote.
     """
     trainers = set(members) - set(helpers)
     if len(trainers) == 1:
         return tuple(trainers)
     ranked = sorted(trainers, key=lambda peer: (peer not in last, peer))
-    return tuple(sorted((*helpers, *ranked)[:MAX_ELECTORS]))
+    chosen = (*helpers, *ranked)[:MAX_ELECTORS]
+    return tuple(sorted(chosen if len(chosen) % 2 else chosen[:-1]))
 
 
 def bound_head(granted: Iterable[Promise]) -> Head | None:

@@ -34,6 +34,8 @@ class Announcement:
     round: int
     """The round it wants to take part in: one more than its head's."""
     attempt: int
+    waited_s: float
+    """Seconds since its phase was done: a new coordinator counts how long everybody has waited for a straggler already."""
     head: str
     base_digest: str
     tokens: int

@@ -125,6 +125,7 @@ class Talk:
         try:
             while True:
                 frame = await self._channel.receive()
+                self._detector.heard(self.remote)
                 beats = beats + 1 if frame == HEARTBEAT else 0
                 if beats > 1:
                     self._detector.saw_gap(self.remote, self._loop.time() - self._heard_at)
@@ -162,6 +163,7 @@ class Talk:
             self._silence = self._loop.call_later(left_s, self._check_silence)
             return
         self._tasks[0].cancel()
+        self._detector.lost(self.remote, self._loop.time())
         self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {bound_s:.3g} s"))
 
     async def _beat(self) -> None:
@@ -205,7 +207,9 @@ class Switchboard:
         return self.detector.ceiling_s
 
     async def is_there(self, peer: str, method: str, request: bytes) -> bytes | None:
-        """Ask for something that is answered at once; None from a peer that is dead, silent or refuses."""
+        """Ask for something that is answered at once; None from a peer that is dead, silent (also a moment ago) or refuses."""
+        if self.detector.is_lost(peer, asyncio.get_running_loop().time()):
+            return None
         try:
             return await self.ask(peer, method, request, self.detector.bound(peer))
         except (PeerUnreachable, Refused) as error:
@@ -223,7 +227,7 @@ class Switchboard:
         if peer == self.peer_id:
             channel = self._call_myself(method)
         else:
-            channel = await _within(self.transport.open(peer, method), self.silence_s)
+            channel = await self._open(peer, method)
         talk = Talk(channel, self.detector, self._counter(method, peer), self._line_to(peer))
         try:
             yield talk
@@ -241,6 +245,8 @@ class Switchboard:
         try:
             return await asyncio.wait_for(once(), timeout_s)
         except asyncio.TimeoutError:
+            if timeout_s is not None and timeout_s >= self.detector.bound(peer):
+                self.detector.lost(peer, asyncio.get_running_loop().time())
             raise PeerUnreachable(f"{peer[-6:]} did not answer {method} within {timeout_s:g} s") from None
 
     async def close(self) -> None:
@@ -268,6 +274,13 @@ class Switchboard:
         finally:
             await talk.close()
 
+    async def _open(self, peer: str, method: str) -> Channel:
+        try:
+            return await asyncio.wait_for(self.transport.open(peer, method), self.silence_s)
+        except asyncio.TimeoutError:
+            self.detector.lost(peer, asyncio.get_running_loop().time())
+            raise PeerUnreachable(f"{peer[-6:]} did not answer within {self.silence_s:g} s") from None
+
     def _call_myself(self, method: str) -> Channel:
         if method not in self._handlers:
             raise Refused(f"no such method: {method}")
@@ -293,13 +306,6 @@ class Switchboard:
             self.received[method] += received
 
         return count
-
-
-async def _within(opening: Awaitable[T], timeout_s: float) -> T:
-    try:
-        return await asyncio.wait_for(opening, timeout_s)
-    except asyncio.TimeoutError:
-        raise PeerUnreachable(f"no answer within {timeout_s:g} s") from None
 
 
 async def _until_finished(talk: Talk) -> None:

@@ -53,7 +53,10 @@ def alpha_due(head: Head, tokens: int, rules: Rules) -> float:
 def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> None:
     """Raises Refused when an announcement cannot belong to an honest member of this campaign."""
     experts = rules.config.model.moe_num_experts
-    numbers = (announcement.tokens_per_second, announcement.bandwidth, announcement.loss, announcement.validation_loss or 0.0)
+    numbers = (
+        announcement.waited_s, announcement.tokens_per_second, announcement.bandwidth, announcement.loss,
+        announcement.validation_loss or 0.0,
+    )
     if len(announcement.routed) != experts or min(announcement.routed) < 0 or announcement.tokens < 0:
         raise Refused("malformed announcement: token counts")
     if not all(math.isfinite(number) and 0 <= number <= MAX_RATE for number in numbers):
