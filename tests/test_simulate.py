@@ -19,7 +19,7 @@ from spes_p2p.simulate.audit import Audit
 from spes_p2p.simulate.faults import KINDS, Fault
 from spes_p2p.simulate.points import POINTS
 from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
-from spes_p2p.simulate.virtual import SeedResult, run_seed
+from spes_p2p.simulate.virtual import SILENCE_S, SeedResult, run_seed
 from spes_p2p.swarm.electors import Elector
 from spes_p2p.swarm.ownership import Owners, assign_experts
 from spes_p2p.sync import plan, replica
@@ -56,6 +56,17 @@ def test_a_fault_at_every_point_of_a_round_breaks_no_invariant(kind: str) -> Non
     assert_sound(result)
     assert result.points == dict.fromkeys(points, 1)
     assert result.figures.rounds_committed >= len(points)
+
+
+@pytest.mark.parametrize("kind", ["restart", "stop", "partition"])
+def test_whoever_is_lost_at_any_point_of_a_round_holds_it_up_for_less_than_two_silences(kind: str) -> None:
+    points = [point for point in POINTS if point not in (*RARE, "start", "training", "checkpoint", "save", "apply")]
+    faults = tuple(Fault(kind, 6 * number, point, seconds=40.0) for number, point in enumerate(points, start=1))
+    result = run_seed(Scenario(peer_names(5), 6 * len(points) + 6, faults, vary=False), 0)
+    assert_sound(result)
+    figures = result.figures
+    assert len(figures.exclude_s) >= 10
+    assert max(figures.exclude_s) < 2 * SILENCE_S
 
 
 @pytest.mark.parametrize("seed", REGRESSIONS)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.deadline import lateness, patience
-from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, quorum, remaining, weigh
+from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, is_outbid, quorum, remaining, weigh
 from spes_p2p.swarm.interfaces import Identity
 from spes_p2p.swarm.records import Announcement, Ballot, Decided, Farewell, Head, Plan, Pong, Revision, Staged, Vote
 from spes_p2p.swarm.relay import Relay
@@ -323,10 +323,11 @@ class Coordination:
             self._ballot_number += 1
             ballot = Ballot(self._ballot_number, self._board.peer_id)
             request = Prepare(self.head.round + 1, self.head.id, ballot)
-            promises = await _until(
-                lambda promises: weigh(promises, electorate).won,
-                (self._ask_promise(elector, request) for elector in electorate),
-            )
+
+            def enough(promises: list[Promise], ballot: Ballot = ballot) -> bool:
+                return weigh(promises, electorate).won or (len(promises) >= quorum(electorate) and is_outbid(ballot, promises))
+
+            promises = await _until(enough, (self._ask_promise(elector, request) for elector in electorate))
             weighed = weigh(promises, electorate)
             if weighed.won:
                 return ballot, weighed.bound

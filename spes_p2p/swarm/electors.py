@@ -148,6 +148,11 @@ def weigh(answers: Iterable[Promise], electorate: tuple[str, ...]) -> Weighed:
     return Weighed(len(granted) >= quorum(electorate), bound_head(granted), highest)
 
 
+def is_outbid(ballot: Ballot, promises: Iterable[Promise]) -> bool:
+    """Did an elector refuse this ballot because it promised itself to a higher one? A higher one still may win."""
+    return any(not promise.granted and promise.promised is not None and promise.promised > ballot for promise in promises)
+
+
 def vote_message(ballot: Ballot, head_id: str) -> bytes:
     """What an elector signs."""
     return b"spes accept\0" + pack(ballot) + head_id.encode()
