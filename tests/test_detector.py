@@ -70,3 +70,33 @@ def test_a_paused_peer_is_out_after_the_bound_that_its_heartbeats_taught(taught:
 
     expected = FLOOR_HEARTBEATS if taught else CEILING_S
     assert expected - 2 <= run_virtual(waited_s()) <= expected + 0.1
+
+
+def test_who_was_silent_a_moment_ago_is_not_waited_for_again_until_it_is_heard() -> None:
+    async def waits_s() -> list[float]:
+        network = MemoryNetwork(latency_s=0.05)
+        a, b = (Switchboard(network.transport(name), CEILING_S) for name in "ab")
+
+        async def answer(talk: Talk) -> None:
+            await talk.send(await talk.message())
+
+        async def wait_for_answer() -> float:
+            began = asyncio.get_running_loop().time()
+            await a.is_there("b", "ping", b"?")
+            return asyncio.get_running_loop().time() - began
+
+        async def look() -> list[float]:
+            network.pause("b")
+            waits = [await wait_for_answer(), await wait_for_answer()]
+            network.resume("b")
+            await b.ask("a", "ping", b"!")
+            return [*waits, await wait_for_answer()]
+
+        await a.serve("ping", answer)
+        await b.serve("ping", answer)
+        return await network.run_peer("a", look())
+
+    silent, known, heard = run_virtual(waits_s())
+    assert silent == pytest.approx(CEILING_S)
+    assert known == 0.0
+    assert 0 < heard < 1

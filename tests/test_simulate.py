@@ -27,7 +27,7 @@ from spes_p2p.sync.apply import next_base
 
 RARE = ("decide", "download", "donate", "replay", "leave")
 """Points that are reached only after some other fault."""
-REGRESSIONS: tuple[int, ...] = (1, 5)
+REGRESSIONS: tuple[int, ...] = (1, 5, 304)
 """Seeds of the default scenario that once broke an invariant."""
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
@@ -243,7 +243,7 @@ class Switchboard:
                 return await talk.message()
 
         try:
-            return await asyncio.wait_for(once(), timeout_s)
+            return await _within(once(), timeout_s)
         except asyncio.TimeoutError:
             if timeout_s is not None and timeout_s >= self.detector.bound(peer):
                 self.detector.lost(peer, asyncio.get_running_loop().time())
@@ -276,7 +276,7 @@ class Switchboard:
 
     async def _open(self, peer: str, method: str) -> Channel:
         try:
-            return await asyncio.wait_for(self.transport.open(peer, method), self.silence_s)
+            return await _within(self.transport.open(peer, method), self.silence_s)
         except asyncio.TimeoutError:
             self.detector.lost(peer, asyncio.get_running_loop().time())
             raise PeerUnreachable(f"{peer[-6:]} did not answer within {self.silence_s:g} s") from None
@@ -306,6 +306,19 @@ class Switchboard:
             self.received[method] += received
 
         return count
+
+
+async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    """As `asyncio.wait_for`. Work that fails in the moment in which its caller is cancelled fails silently."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _until_finished(talk: Talk) -> None:
