@@ -455,7 +455,10 @@ class Node:
     async def _keep_meeting(self) -> None:
         while True:
             await asyncio.sleep(CONTACT_EVERY_S)
-            await self.meet()
+            try:
+                await self.meet()
+            except Exception:  # a contact that is not renewed makes this peer disappear
+                logger.exception("meeting the others failed")
 
     def _spawn(self, coroutine: Awaitable[None]) -> None:
         task = asyncio.ensure_future(coroutine)
