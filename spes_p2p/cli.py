@@ -260,6 +260,7 @@ def simulate(
     fault_rate: Annotated[float | None, typer.Option(help="Chance of a random fault in each round, 0 to 1.")] = None,
     faults: Annotated[str | None, typer.Option(help="Kinds of the random faults, separated by commas. Default: all.")] = None,
     points: Annotated[str | None, typer.Option(help="Points at which they strike, separated by commas. Default: all.")] = None,
+    overlap: Annotated[bool, typer.Option("--overlap", help="Rounds go on while peers train (sync.overlap).")] = False,
     jobs: Annotated[int | None, typer.Option(help="Seeds run at the same time. Default: one a core.")] = None,
     event_log: Annotated[Path | None, typer.Option(help="Write the event log of a single seed to this file.")] = None,
     run_dir: Annotated[Path, typer.Option(help="Folder of the processes' run-dirs; must be new.")] = Path("runs/simulate"),
@@ -274,6 +275,7 @@ def simulate(
     options = {
         "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
         "kinds": faults.split(",") if faults is not None else None, "points": points.split(",") if points is not None else None,
+        "overlap": overlap or None,
     }
     progress = _ProgressBar("simulating")
     if virtual:

@@ -35,7 +35,7 @@ from spes_p2p.config_types import (
 from spes_p2p.errors import UserError
 from spes_p2p.yaml_file import read_yaml_mapping
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Changes whenever peers of the old and the new code could not train together."""
 SLOWEST_LINE_BITS = 1e6
 """Bits a second below which a part takes so long that heartbeats behind it would come too late."""
@@ -191,6 +191,9 @@ class SyncConfig(Section):
 
     codec: CodecConfig = Field(
         CodecConfig(), description="How updates are encoded: one name for all, or a section (below).")
+    overlap: bool = Field(
+        False, description="Train on while a round goes on: what it decides is applied when the phase that goes on meanwhile "
+        "ends, so updates are one phase late. Round 1 then moves nothing, and the campaign has one round more.")
     part_bytes: Annotated[int, Field(strict=True, ge=1024, le=2**20)] = Field(
         131072, description="Encoded bytes of one part, the unit of exchange.")
     min_peers: Positive = Field(1, description="Trainers that must be there before the first round is planned.")
@@ -251,8 +254,8 @@ class CampaignConfig(Section):
 
     @property
     def total_rounds(self) -> int:
-        """Rounds that move weights: 1 to this number. Round 0 only assembles the swarm."""
-        return self.training.total_steps // self.training.sync_steps
+        """The last round. Round 0 only assembles the swarm; where rounds overlap training, round 1 moves no weights either."""
+        return self.training.total_steps // self.training.sync_steps + self.sync.overlap
 
 
 class Campaign(Section):

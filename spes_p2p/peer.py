@@ -92,6 +92,18 @@ class Peer:
         self._leaving = asyncio.Event()
         self._stop_after_round: int | None = None
         self._untrained: tuple[Interval, ...] = ()
+        """Announced as such with this round."""
+        self._left_over: tuple[Interval, ...] = ()
+        """The same for the next round."""
+        self._begun = ""
+        """The head whose duty was begun last."""
+        self._samples: tuple[Interval, ...] = ()
+        """Of that duty, until its work is announced."""
+        self._announced_samples: tuple[Interval, ...] = ()
+        self._stepping = asyncio.Lock()
+        """Held during a phase: weights and base change between phases only."""
+        self._in_flight: asyncio.Future[None] | None = None
+        """The round that goes on during a phase."""
         self._speed = 0.0
         self._phase_done_at = 0.0
         self._validation_loss: float | None = None
@@ -106,6 +118,11 @@ class Peer:
     def is_helper(self) -> bool:
         """Does it not train?"""
         return self._make_trainer is None
+
+    @property
+    def _overlaps(self) -> bool:
+        """Does it train on while a round goes on?"""
+        return self.node.campaign.config.sync.overlap and not self.is_helper
 
     @property
     def finished(self) -> bool:
@@ -125,13 +142,15 @@ class Peer:
         try:
             await self._get_base()
             while not self.finished and not self._leaving.is_set():
-                await self._train_phase()
-                if self._leaving.is_set():
-                    break
-                await self._sync()
+                if self._overlaps:
+                    await self._train_during_round()
+                else:
+                    await self._train_phase()
+                    await self._sync()
             if self.is_helper:
                 self._teller.enter("waiting")
                 await self._leaving.wait()
+            await self.replica.durable()
             await self._go()
         finally:
             await self.node.close()
@@ -171,7 +190,9 @@ class Peer:
         owned = duty.owned if duty is not None else ()
         self.replica.trainer = await self.node.world.run_blocking(make_trainer, base.values, owned)
         if restored:
-            load_checkpoint(self.node.world.store, self.trainer, self.layout, base.head, base.round)
+            store, ledger = self.node.world.store, self.replica.ledger
+            if load_checkpoint(store, self.trainer, ledger, self.layout, base.head, base.round):
+                self.replica.announce()
 
     # Training ----------------------------------------------------------------------------------------------------------
 
@@ -182,14 +203,16 @@ class Peer:
         if self.is_helper or base.plan is None or duty is None or duty.steps == 0:
             return
         self._teller.enter("training")
+        self._begun, self._samples = base.head, duty.slices
         sync_steps = self.node.campaign.config.training.sync_steps
-        phase = Phase(base.round + 1, base.plan.step, sync_steps, duty.steps, duty.slices)
-        report: PhaseReport = await self.node.world.run_blocking(
-            self.trainer.train, phase, self._should_stop, self._progress_teller(phase)
-        )
+        phase = Phase(base.round + 1, base.plan.phase_step, sync_steps, duty.steps, duty.slices)
+        async with self._stepping:
+            report: PhaseReport = await self.node.world.run_blocking(
+                self.trainer.train, phase, self._should_stop, self._progress_teller(phase)
+            )
         if self._leaving.is_set():
             return
-        self._untrained = report.untrained
+        self._left_over = report.untrained
         self._speed = report.tokens / report.seconds if report.seconds > 0 else 0.0
         self.replica.ledger.trained(report)
         self._observer.tell(
@@ -200,11 +223,23 @@ class Peer:
         )
 
     def _should_stop(self) -> bool:
-        return self._leaving.is_set() or self._stop_after_round == self.replica.base.round
+        due, failed = self._stop_after_round, self._in_flight
+        late = due is not None and due >= self.replica.base.round + self._overlaps
+        return self._leaving.is_set() or late or (failed is not None and failed.done() and failed.exception() is not None)
 
     def _stop_phase(self, after_round: int) -> None:
         """The coordinator waits no longer: announce what is done."""
         self._stop_after_round = after_round
+
+    def _phase_steps(self) -> int:
+        """Of the duty that my base gives me."""
+        duty = self.replica.base.duty(self.node.peer_id)
+        return duty.steps if duty is not None else 0
+
+    def _enter(self, phase: str) -> None:
+        """Tell what this peer does; a round that goes on while it trains is not what it does."""
+        if not self._stepping.locked():
+            self._teller.enter(phase)
 
     def _progress_teller(self, phase: Phase) -> Callable[[int, float], None]:
         loop = asyncio.get_running_loop()
@@ -218,20 +253,47 @@ class Peer:
     # Rounds ------------------------------------------------------------------------------------------------------------
 
     async def _sync(self) -> None:
-        """Try until there is another base. Attempts that fail change nothing."""
-        before, target = self.replica.base.head, self.replica.base.round + 1
-        attempt = 0
-        self._phase_done_at = asyncio.get_running_loop().time()
+        """Bring the next round to a decision and apply it, until there is another base."""
+        before, seconds = self.replica.base.head, dict[str, float]()
+        await self._take_stock()
         while self.replica.base.head == before and not self._leaving.is_set():
-            seconds: dict[str, float] = {}
+            await self._decide(seconds)
+            await self._advance(seconds)
+
+    async def _train_during_round(self) -> None:
+        """Train the phase while the round with the work until now is held, then apply that round: one phase late."""
+        seconds: dict[str, float] = {}
+        await self._take_stock()
+        self._in_flight = asyncio.ensure_future(self._decide_and_prepare(seconds))
+        try:
+            await self._train_phase()
+            await self._in_flight
+        finally:
+            self._in_flight.cancel()
+            await asyncio.gather(self._in_flight, return_exceptions=True)
+            self._in_flight = None
+        await self._advance(seconds)
+
+    async def _decide_and_prepare(self, seconds: dict[str, float]) -> None:
+        await self._decide(seconds)
+        await self.replica.prepare()
+
+    async def _take_stock(self) -> None:
+        """All that is pending now goes with the next round."""
+        self._phase_done_at = asyncio.get_running_loop().time()
+        await self.node.world.run_blocking(self.replica.announce)
+        self._untrained, self._left_over = self._left_over, ()
+        self._announced_samples, self._samples = self._samples, ()
+
+    async def _decide(self, seconds: dict[str, float]) -> None:
+        """Try until the round after my base is decided. Attempts that fail change nothing; nor does this, but for repairs."""
+        target, attempt = self.replica.base.round + 1, 0
+        while self.node.log.head.id == self.replica.base.head and not self._leaving.is_set():
+            seconds.clear()
             order = self.node.coordinators()
             coordinator = order[attempt % len(order)]
             try:
-                await self._advance(seconds)
-                if self.replica.base.head != before:
-                    return
                 await self._attempt(coordinator, attempt, seconds)
-                await self._advance(seconds)
             except PeerUnreachable as error:
                 self._teller.failed(target, attempt, "coordinator_lost", str(error))
                 attempt += 1
@@ -248,7 +310,8 @@ class Peer:
     async def _attempt(self, coordinator: str, attempt: int, seconds: dict[str, float]) -> None:
         """One attempt: announce, exchange, stage, and learn the decided head. Raises PeerUnreachable, Refused, WireError."""
         clock = asyncio.get_running_loop().time
-        self._teller.enter("waiting" if self.is_helper else "announcing")
+        await self.replica.durable()
+        self._enter("waiting" if self.is_helper else "announcing")
         started = clock()
         async with self.node.board.talk(coordinator, ROUND) as talk:
             await talk.send(pack(self._announcement(attempt)))
@@ -284,22 +347,25 @@ class Peer:
             trains=not self.is_helper,
             head=base.head,
             base_digest=base.digest,
-            tokens=ledger.tokens,
-            routed=tuple(ledger.routed),
+            tokens=ledger.announced.tokens,
+            routed=ledger.announced.routed,
             capacity=self._capacity.experts,
             tokens_per_second=self._speed,
             bandwidth=self._capacity.bandwidth * self.node.board.upload.bytes_per_s(),
-            loss=ledger.loss,
+            loss=ledger.announced.loss,
             validation_loss=self._validation_loss,
             untrained=self._untrained,
+            in_flight=self._overlaps and bool(self._phase_steps()),
         )
 
     async def _exchange(self, talk: Talk, plan: Plan, seconds: dict[str, float]) -> bytes:
         """Exchange, stage and report, again for each revision of the plan; returns the message with the head."""
         clock = asyncio.get_running_loop().time
-        self._teller.enter("exchanging")
+        self._enter("exchanging")
         started = clock()
         self._check_plan(plan, talk.remote)
+        if self.node.campaign.config.sync.overlap:
+            self.node.phase_goes_on_during(plan.round)
         exchange = await self.node.world.run_blocking(self.replica.open_exchange, plan)
         work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run())
         answer = asyncio.ensure_future(talk.message())
@@ -323,7 +389,7 @@ class Peer:
                     await self.replica.stage(exchange.results)
                     await talk.send(pack(staged_report(exchange.results, exchange.me, self.node.disk)))
                     seconds["exchange"] = clock() - started
-                    self._teller.enter("committing")
+                    self._enter("committing")
         finally:
             open_tasks = [answer] if work is None else [answer, work]
             for task in open_tasks:
@@ -346,7 +412,7 @@ class Peer:
             raise UserError(f"refused by {coordinator}: {detail}")
         if kind == "behind":
             await self._catch_up(coordinator)
-            return attempt if self.replica.base.round >= target else attempt + 1
+            return attempt if self.node.log.round >= target else attempt + 1
         if kind == "digest":
             return await self._repair(target, attempt, reason)
         await self._or_leave(asyncio.sleep(BACKOFF_S))
@@ -358,7 +424,8 @@ class Peer:
 
     async def _repair(self, target: int, attempt: int, reason: str) -> int:
         try:
-            await self.replica.repair()
+            async with self._stepping:
+                await self.replica.repair()
             self._teller.restored("download")
             return attempt
         except PeerUnreachable as error:
@@ -373,13 +440,10 @@ class Peer:
         await self.node.learn_from_all()
         if not self.is_helper:
             await self.node.ask_for_reform()
-        with contextlib.suppress(PeerUnreachable, Refused, WireError):
-            await self._advance({})
 
     async def _catch_up(self, peer: str) -> None:
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
             await self.node.learn_heads(peer)
-            await self._advance({})
 
     async def _advance(self, seconds: dict[str, float]) -> None:
         """Apply what was decided, and tell."""
@@ -389,7 +453,7 @@ class Peer:
         started = asyncio.get_running_loop().time()
         applied = await self.replica.advance()
         seconds["apply"] = asyncio.get_running_loop().time() - started
-        self._untrained, self._validation_loss, self._stop_after_round = (), None, None
+        self._untrained, self._announced_samples, self._validation_loss, self._stop_after_round = (), (), None, None
         for each in applied:
             self.node.lateness.extend(each.plan.lateness)
             self._teller.committed(each, seconds)
@@ -411,7 +475,7 @@ class Peer:
         if (base.round % every and not last) or turn != self.node.peer_id:
             return
         self._teller.enter("evaluating")
-        loss = await self.node.world.run_blocking(self.trainer.validation_loss)
+        loss = await self.node.world.run_blocking(self.replica.validation_loss)
         if np.isfinite(loss):
             self._validation_loss = float(loss)
             self._teller.evaluated(base.round, self._validation_loss)
@@ -426,9 +490,10 @@ class Peer:
             await self._linger()
 
     async def _tell_leave(self) -> None:
-        """Say that I go; the samples of this phase come back, since nothing of it will be included."""
-        duty = self.replica.base.duty(self.node.peer_id) if hasattr(self.replica, "base") else None
-        await self.node.leave(duty.slices if duty is not None else ())
+        """Say that I go; the samples of all work that is in no round come back, since nothing of it will be included."""
+        base = self.replica.base if hasattr(self.replica, "base") else None
+        duty = base.duty(self.node.peer_id) if base is not None and base.head != self._begun else None
+        await self.node.leave((*self._announced_samples, *self._samples, *(duty.slices if duty is not None else ())))
 
     def _has_finished(self) -> bool:
         """Nothing of mine is expected by others any more."""
@@ -462,7 +527,8 @@ class Peer:
         base = self.replica.base if hasattr(self.replica, "base") else None
         if base is None or base.head != self.node.log.head.id or base.plan is None:
             return None
-        return {base.plan.members[duty.member].peer: duty.steps for duty in base.plan.duties}
+        members, overlap = base.plan.members, self.node.campaign.config.sync.overlap
+        return {members[d.member].peer: max(d.steps, overlap and members[d.member].trains) for d in base.plan.duties}
 
     async def _donors(self) -> Donors:
         merge = self.node.campaign.config.merge

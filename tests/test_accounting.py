@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_p2p.swarm.records import Member
-from spes_p2p.sync.accounting import Ledger
+from spes_p2p.sync.accounting import Ledger, Work
 from spes_p2p.sync.codecs import CODECS
 from spes_p2p.sync.parts import Part, part_table
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -42,9 +42,10 @@ class Account:
 
     def push(self) -> None:
         """What an exchange would send: every part of what is pending, encoded."""
-        me = Member("me", self.ledger.tokens, tuple(self.ledger.routed), 1.0)
+        self.ledger.announce(self.trainer, self.base)
+        me = Member("me", self.ledger.announced.tokens, self.ledger.announced.routed, 1.0)
         other = Member("other", 1, (1,) * LAYOUT.num_experts, 1.0)
-        pending = self.ledger.pending(self.trainer, self.base)
+        pending = self.ledger.update
         self.sent = {}
         for part in part_table(LAYOUT, (me, other), self.codecs, 512):
             if 0 in part.contributors:
@@ -64,6 +65,11 @@ class Account:
         self.base, self.sent = new, {}
         self.note_given_up(before, dropped)
         return dropped
+
+    def leave_out(self) -> int:
+        """A round in which nothing of mine is included."""
+        self.push()
+        return self.commit(set())
 
     def jump(self, keep: bool) -> None:
         new = self.rng.standard_normal(LAYOUT.size, np.float32)
@@ -128,6 +134,7 @@ def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
             account.commit(set())
         else:
             account.push()
+            account.train(data.draw(st.integers(0, 2)))
             share = {"round": 1.0, "partial": 0.5, "dropped": 0.0}.get(event)
             if share is not None:
                 chosen = account.rng.random(len(account.sent)) < share
@@ -161,21 +168,61 @@ def test_what_the_codec_drops_stays_pending(codec: str, largest: float) -> None:
 def test_work_that_is_left_out_of_more_than_two_rounds_is_given_up_and_counted_in_tokens() -> None:
     account = Account(0, (2,), "none")
     account.train(3)
-    assert [account.commit(set()) for _ in range(4)] == [0, 0, 3 * TOKENS_A_STEP, 0]
+    assert [account.leave_out() for _ in range(4)] == [0, 0, 3 * TOKENS_A_STEP, 0]
     np.testing.assert_allclose(account.pending(), 0, atol=1e-6)
-    assert account.ledger.tokens == 0
+    assert account.ledger.pending.tokens == 0
+
+
+def test_what_was_trained_during_the_round_in_which_older_work_is_given_up_stays() -> None:
+    account = Account(0, (2,), "none")
+    account.train(3)
+    assert [account.leave_out() for _ in range(2)] == [0, 0]
+    account.push()
+    before = account.pending()
+    account.train(1)
+    fresh = account.pending() - before
+    assert account.commit(set()) == 3 * TOKENS_A_STEP
+    np.testing.assert_allclose(account.pending(), fresh, atol=1e-6)
+    assert account.ledger.pending.tokens == TOKENS_A_STEP
+
+
+def test_a_jump_that_may_hide_my_push_gives_up_what_was_announced_and_keeps_what_was_trained_since() -> None:
+    account = Account(0, (2,), "none")
+    account.train(3)
+    account.push()
+    before = account.pending()
+    account.train(1)
+    fresh = account.pending() - before
+    account.jump(keep=False)
+    np.testing.assert_allclose(account.pending(), fresh, atol=1e-5)
+    assert account.ledger.pending.tokens == TOKENS_A_STEP
+
+
+def test_a_restart_knows_how_much_work_stands_behind_what_is_pending() -> None:
+    account = Account(0, (0, 2), "none")
+    account.train(3)
+    account.own((0,))
+    restarted = Ledger(LAYOUT)
+    restarted.load_state(account.ledger.state())
+    assert restarted.pending == account.ledger.pending
+    restarted.announce(account.trainer, account.base)
+    account.ledger.announce(account.trainer, account.base)
+    assert restarted.update.keys() == account.ledger.update.keys() == {"shared", "router", "expert.0", "expert.2"}
+    for name, update in restarted.update.items():
+        np.testing.assert_array_equal(update, account.ledger.update[name])
 
 
 def test_an_owner_that_lost_an_expert_contributes_it_once_more_then_none() -> None:
     account = Account(0, (2,), "none")
     account.train(3)
     account.own(())
-    assert set(account.ledger.pending(account.trainer, account.base)) == {"shared", "router", "expert.2"}
     account.push()
+    assert set(account.ledger.update) == {"shared", "router", "expert.2"}
     account.commit(set(account.sent))
     account.check()
-    assert account.ledger.pending(account.trainer, account.base) == {}
-    assert account.ledger.routed == [0] * LAYOUT.num_experts
+    account.push()
+    assert account.ledger.update == {}
+    assert account.ledger.pending == Work((0,) * LAYOUT.num_experts)
 
 
 def test_of_a_lost_expert_only_the_parts_that_were_left_out_go_again() -> None:
@@ -211,14 +258,14 @@ def test_weights_are_what_was_trained_since_the_last_inclusion() -> None:
     for _ in range(2):
         account.train(2)
         account.push()
-    assert account.ledger.tokens == 4 * TOKENS_A_STEP
-    assert [count > 0 for count in account.ledger.routed] == [True, False, False, True]
+    assert account.ledger.announced.tokens == 4 * TOKENS_A_STEP
+    assert [count > 0 for count in account.ledger.announced.routed] == [True, False, False, True]
     account.commit(set(account.sent))
-    assert (account.ledger.tokens, account.ledger.routed) == (0, [0] * LAYOUT.num_experts)
+    assert account.ledger.pending == Work((0,) * LAYOUT.num_experts)
 
 
 def test_a_phase_whose_loss_was_never_finite_spoils_no_mean() -> None:
     ledger = Ledger(LAYOUT)
     ledger.trained(PhaseReport(2, 100, (0,) * 4, 2.0, 0.0, 1.0, (), 0))
     ledger.trained(PhaseReport(2, 100, (0,) * 4, float("nan"), 0.0, 1.0, (), 2))
-    assert ledger.loss == 2.0
+    assert ledger.pending.loss == 2.0

@@ -17,7 +17,7 @@ DOCUMENTS = {"train": 4000, "held_out": 100}
 SILENCE_S = 5.0
 
 
-def write_campaign(folder: Path, peers: int, seed: int) -> Path:
+def write_campaign(folder: Path, peers: int, seed: int, overlap: bool = False) -> Path:
     """Write campaign, tokenizer and token files into `folder`; returns the campaign file."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"language/{seed}")
@@ -30,7 +30,7 @@ def write_campaign(folder: Path, peers: int, seed: int) -> Path:
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         tokenize([path], tokenizer, folder, prefix=f"{part}_", overwrite=True)
     campaign = folder / "campaign.yaml"
-    campaign.write_text(yaml.safe_dump(_settings(peers, tokenizer.name), sort_keys=False))
+    campaign.write_text(yaml.safe_dump(_settings(peers, tokenizer.name, overlap), sort_keys=False))
     return campaign
 
 
@@ -55,7 +55,7 @@ def _train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _settings(peers: int, tokenizer: str) -> dict[str, object]:
+def _settings(peers: int, tokenizer: str, overlap: bool) -> dict[str, object]:
     return {
         "name": "simulation",
         "model": {
@@ -69,8 +69,8 @@ def _settings(peers: int, tokenizer: str) -> dict[str, object]:
         },
         "merge": {"merge_interval": 40, "merge_alpha_start": 0.05, "merge_decay_steps": 200},
         "sync": {
-            "part_bytes": 16384, "min_peers": peers, "join_grace_s": 2.0, "silence_s": SILENCE_S, "reform_after_s": 60.0,
-            "exchange_timeout_s": 60.0,
+            "overlap": overlap, "part_bytes": 16384, "min_peers": peers, "join_grace_s": 2.0, "silence_s": SILENCE_S,
+            "reform_after_s": 60.0, "exchange_timeout_s": 60.0,
         },
         "evaluation": {"every_rounds": 1, "max_samples": 32},
         "data": {

@@ -58,7 +58,10 @@ def simulate_processes(
     scenario = load_scenario(path, options)
     kinds = check_scenario(scenario)
     started = time.monotonic()
-    campaign = config or write_campaign(run_dir.with_name(f"{run_dir.name}-campaign"), len(scenario.peer_names), seed)
+    if config is not None and scenario.overlap:
+        raise UserError(f"--config {config}: says itself whether rounds overlap training; leave out --overlap")
+    folder = run_dir.with_name(f"{run_dir.name}-campaign")
+    campaign = config or write_campaign(folder, len(scenario.peer_names), seed, scenario.overlap)
     with progress as update:
         run = run_processes(scenario, kinds, campaign, run_dir, seed, update)
     made = summary(
@@ -79,7 +82,8 @@ def _replay(form: str, path: Path | None, options: Mapping[str, Any]) -> str:
     for name, value in options.items():
         if value is not None:
             option = OPTIONS.get(name, name).replace("_", "-")
-            words += [f"--{option}", ",".join(value) if isinstance(value, list) else str(value)]
+            shown = ",".join(value) if isinstance(value, list) else str(value)
+            words += [f"--{option}"] if value is True else [f"--{option}", shown]
     return shlex.join(words)
 
 

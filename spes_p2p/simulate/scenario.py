@@ -92,6 +92,7 @@ class ScenarioSettings(Section):
     latency_s: NonNegative = Field(0.05, description="One-way seconds between two peers (virtual form).")
     bandwidth: Bandwidth = Field("100mbit", description="Of every peer's link, each way.")
     vary: bool = Field(True, description="Each seed chooses speeds, capacities, codec, redundancy, merging (virtual form).")
+    overlap: bool = Field(False, description="Rounds go on while peers train (`sync.overlap`).")
     machines: dict[str, MachineSettings] = Field({}, description="Single peers' machines, by name.")
     faults: tuple[FaultSettings, ...] = Field((), description="Scripted faults.")
 
@@ -136,6 +137,8 @@ class Scenario:
     bandwidth_bytes_per_s: float = 12.5e6
     vary: bool = True
     """Each seed chooses speeds, capacities, codec, redundancy and merging."""
+    overlap: bool = False
+    """Do rounds go on while peers train?"""
     are_kinds_chosen: bool = False
     """Were the kinds asked for, or are they all there are?"""
     machines: Mapping[str, Machine] = field(default_factory=dict)
@@ -182,6 +185,7 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         latency_s=settings.latency_s,
         bandwidth_bytes_per_s=_bytes_per_s(settings.bandwidth),
         vary=settings.vary,
+        overlap=settings.overlap,
         are_kinds_chosen="kinds" in settings.model_fields_set,
         machines={
             name: Machine(m.speed, m.experts, _bytes_per_s(m.bandwidth) if m.bandwidth else None, m.latency_s)

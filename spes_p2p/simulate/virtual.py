@@ -89,7 +89,7 @@ class _Run:
             if await self._until(lambda: self._slowest() >= goal):
                 self._check_end()
         self._ended_s = now()
-        self._pending_tokens = sum(peer.replica.ledger.tokens for peer in self._swarm.peers.values())
+        self._pending_tokens = sum(peer.replica.ledger.pending.tokens for peer in self._swarm.peers.values())
 
     def result(self) -> SeedResult:
         """What came of it."""
@@ -234,7 +234,7 @@ def _campaign(scenario: Scenario, rng: random.Random) -> Campaign:
         merge={"merge_interval": 2 * SYNC_STEPS if vary and rng.random() < 0.5 else None, "merge_decay_steps": 10**6},
         sync={
             "min_peers": max(1, len(scenario.peer_names) // 2), "silence_s": SILENCE_S, "reform_after_s": REFORM_AFTER_S,
-            "exchange_timeout_s": 60.0,
+            "exchange_timeout_s": 60.0, "overlap": scenario.overlap,
         },
         evaluation={"every_rounds": 0},
     )

@@ -134,6 +134,7 @@ class Node:
         self._elector = Elector(self.log, world.store, world.identity, world.rng)
         self._coordination: Coordination | None = None
         self._phase_began = 0.0
+        self._phase_during = -1, 0.0
         self._failed_to_coordinate = -1
         self._returned: dict[str, Leave] = {}
         self._no_majority_since: tuple[str, float] | None = None
@@ -441,10 +442,15 @@ class Node:
             self._failed_to_coordinate = coordination.head.round + 1
             await self.learn_from_all()
 
+    def phase_goes_on_during(self, round_number: int) -> None:
+        """A phase begins now, with this round in flight: by that the stragglers of the next round are judged."""
+        self._phase_during = round_number, asyncio.get_running_loop().time()
+
     def learn(self, decided: Decided) -> None:
         """Take up a decided head, if it is news. Raises Refused when it does not follow mine or is not proven."""
         if self.log.append(decided):
-            self._phase_began = asyncio.get_running_loop().time()
+            during, began = self._phase_during
+            self._phase_began = began if during == decided.head.round else asyncio.get_running_loop().time()
             self._returned = {p: leave for p, leave in self._returned.items() if leave.round > decided.head.round}
             self.hooks.decided(decided)
 

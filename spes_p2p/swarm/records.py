@@ -55,6 +55,8 @@ class Announcement:
     """What comes back to the cursor."""
     trains: bool = True
     """A helper does not: it gets no experts and no samples."""
+    in_flight: bool = False
+    """Does a phase go on during this round? Its work comes with the next one (`sync.overlap`)."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class Plan:
     lateness: tuple[float, ...] = ()
     """Of members that had a duty: how much later than the first half of the work each announced, as a share of the time until
     then. The next rounds' patience with stragglers is learnt from it."""
+    phase_step: int = 0
+    """Campaign step at which the duties begin: `step`, and the phase that goes on during this round on top (`sync.overlap`)."""
 
     def index(self, peer: str) -> int | None:
         """The peer's place among the members, or None."""

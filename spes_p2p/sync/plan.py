@@ -63,7 +63,8 @@ def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> 
         raise Refused("malformed announcement: speeds")
     if not 0 <= announcement.capacity <= experts or max(announcement.tokens, *announcement.routed) > MAX_TOKENS:
         raise Refused("malformed announcement: capacity or token counts")
-    if not announcement.trains and (announcement.capacity or announcement.tokens or any(announcement.routed)):
+    works = announcement.capacity or announcement.tokens or any(announcement.routed) or announcement.in_flight
+    if not announcement.trains and works:
         raise Refused("malformed announcement: work of a peer that does not train")
     for interval in announcement.untrained:
         inside = 0 <= interval.start < interval.stop <= rules.num_samples
@@ -95,16 +96,18 @@ def make_plan(
     tokens = sum(member.tokens for member in members)
     step = campaign_step(head, tokens, rules)
     alpha = alpha_due(head, tokens, rules)
+    ahead = config.training.sync_steps if any(a.in_flight for a in announcements.values()) else 0
+    phase_step = min(step + ahead, config.training.total_steps)
     owners = assign_experts(
         config.model.moe_num_experts,
         {peer: a.capacity for peer, a in announcements.items() if a.trains},
         last_owners(head, config.experts),
-        len(peers) if step < config.experts.dense_steps else config.experts.redundancy,
+        len(peers) if phase_step < config.experts.dense_steps else config.experts.redundancy,
         rules.campaign_hash,
     )
     back = [interval for peer in peers for interval in announcements[peer].untrained]
     cursor = give_back(head.cursor, (*returned, *back))
-    duties, cursor = _duties(peers, announcements, owners, step, cursor, rules)
+    duties, cursor = _duties(peers, announcements, owners, phase_step, cursor, rules)
     return Plan(
         campaign=head.campaign,
         epoch=head.epoch,
@@ -121,6 +124,7 @@ def make_plan(
         duties=duties,
         cursor=cursor,
         lateness=lateness,
+        phase_step=phase_step,
     )
 
 
@@ -291,7 +295,7 @@ def _duties(
     peers: list[str],
     announcements: Mapping[str, Announcement],
     owners: tuple[tuple[str, ...], ...],
-    step: int,
+    phase_step: int,
     cursor: Cursor,
     rules: Rules,
 ) -> tuple[tuple[Duty, ...], Cursor]:
@@ -299,7 +303,7 @@ def _duties(
     steps = local_steps(training.sync_steps, {peer: a.tokens_per_second for peer, a in announcements.items() if a.trains})
     duties = []
     for index, peer in enumerate(peers):
-        count = 0 if step >= training.total_steps else steps.get(peer, 0)
+        count = 0 if phase_step >= training.total_steps else steps.get(peer, 0)
         slices, cursor = take(cursor, count * training.batch_size, rules.num_samples)
         owned = tuple(expert for expert, its_owners in enumerate(owners) if peer in its_owners)
         duties.append(Duty(index, owned, count, slices))

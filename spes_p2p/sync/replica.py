@@ -38,7 +38,7 @@ from spes_p2p.sync.results import (
 )
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download
 from spes_p2p.sync.spool import Spool
-from spes_p2p.training.checkpoint import save_checkpoint
+from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.interface import Trainer
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,10 @@ class Replica:
         self._exchanges: dict[tuple[str, int], Exchange] = {}
         """By plan id and revision."""
         self._kept: dict[str, Results] = {}
+        self._codes_lost = False
+        """Was this peer restarted, so that a push of its last life may be in a round that it knows nothing of?"""
+        self._prepared: StagedBase | None = None
+        self._saving: asyncio.Future[None] | None = None
         self._carried: dict[int, np.ndarray] = {}
         self._news = asyncio.Event()
 
@@ -114,6 +118,7 @@ class Replica:
                 if results is not None:
                     self._kept[results.plan.id] = results
         self._install(base)
+        self._codes_lost = True
         return True
 
     async def learn_own_head(self) -> None:
@@ -141,6 +146,7 @@ class Replica:
                     values = await download(self.node.board, offers, None, on_progress, self._downloaded_pieces)
                     self._install(self._downloaded(offers[0], values))
                     await self._save()
+                    await self.durable()
                     self._downloaded_pieces.clear()
                     return
             waited += 1
@@ -186,14 +192,38 @@ class Replica:
     def _downloaded(self, offer: Offer, values: np.ndarray) -> Base:
         return Base(offer.info.head, offer.info.round, _frozen(values), offer.info.digest, None)
 
+    def validation_loss(self) -> float:
+        """Held-out loss of the base; work that is pending is set aside meanwhile. Called between two steps."""
+        trainer, base = self.trainer, self.base.values
+        assert trainer is not None
+        if not self.ledger.pending.tokens:
+            return trainer.validation_loss()
+        trained = [group for group in self.layout.groups if group.expert is None or group.expert in trainer.owned]
+        pending = [np.subtract(trainer.read(group), base[group.start : group.stop]) for group in trained]
+        trainer.load_base(base)
+        loss = trainer.validation_loss()
+        for group, values in zip(trained, pending, strict=True):
+            trainer.add(group, values)
+        return loss
+
     # Following the heads -----------------------------------------------------------------------------------------------
 
+    def announce(self) -> None:
+        """Take what is pending now as the update of the next round; a helper has none."""
+        if self.trainer is not None:
+            self.ledger.announce(self.trainer, self.base.values)
+
     def open_exchange(self, plan: Plan) -> Exchange:
-        """Take part in a plan with what is pending; a helper has nothing of its own."""
+        """Take part in a plan with what was announced; a helper has nothing of its own.
+
+        What an earlier attempt of this round sent stays as it is: it may turn out to be the decided one.
+        """
         results = self._begin(plan, ())
-        pending = {} if self.trainer is None else self.ledger.pending(self.trainer, self.base.values)
+        update = self.ledger.update
+        if self._exchanges:
+            update = {name: values.copy() for name, values in update.items()}
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
-        exchange = Exchange(self.node.board, results, pending, self._carried, timeout_s, mean=self.outer.mean)
+        exchange = Exchange(self.node.board, results, update, self._carried, timeout_s, mean=self.outer.mean)
         self._exchanges[plan.id, 0] = exchange
         self._kept[plan.id] = results
         self._news.set()
@@ -248,16 +278,38 @@ class Replica:
             applied.append(Applied(decided, results.plan, results, self.base.digest))
         return applied
 
-    async def _apply(self, decided: Decided, results: Results) -> None:
-        head, plan, run = decided.head, results.plan, self.node.world.run_blocking
+    async def prepare(self) -> None:
+        """Make the base that follows mine, when it is decided and I hold its parts, so that `advance` finds it ready.
+
+        Nothing else changes: the trainer may be training meanwhile.
+        """
+        log, base = self.node.log, self.base
+        if base.round >= log.round or log.head_at(base.round).id != base.head:
+            return
+        decided = log.at(base.round + 1)
+        if decided.head.plan and decided.head.base_digest == base.digest:
+            results = await self._complete_results(decided)
+            if results is not None:
+                self._prepared = await self._stage_base(decided.head, results)
+
+    async def _stage_base(self, head: Head, results: Results) -> StagedBase:
+        plan, store = results.plan, self.node.world.store
         parts = results.committed(head)
         pieces = next_base(self.base.values, self.layout, parts, results.encoded, plan.merge, self.outer)
-        staged: StagedBase = await run(stage_base, self.node.world.store, head.id, head.round, plan, pieces)
-        base = staged.base
+        staged: StagedBase = await self.node.world.run_blocking(stage_base, store, head.id, head.round, plan, pieces)
+        return staged
+
+    async def _apply(self, decided: Decided, results: Results) -> None:
+        head, plan, run = decided.head, results.plan, self.node.world.run_blocking
+        staged, self._prepared = self._prepared, None
+        if staged is None or staged.base.head != head.id:
+            staged = await self._stage_base(head, results)
+        base, parts = staged.base, results.committed(head)
         self.snapshots.publish(head.id, head.round, base.values, staged.digests)
         exchanges = [self._exchanges[plan.id, r] for r in range(results.revision + 1) if (plan.id, r) in self._exchanges]
         if self.trainer is not None:
             await run(self._settle, base, results, {part.index for part in parts}, exchanges)
+        self._codes_lost = False
         self._carry(exchanges, results, {part.index for part in parts})
         self.base = base
         await self._save(staged.draft)
@@ -291,12 +343,16 @@ class Replica:
 
     def _sent_before_restart(self, results: Results, included: Callable[[int], bool]) -> dict[int, tuple[Part, np.ndarray]]:
         """My push is in the result, but its codes were lost in a crash: what is pending there counts as sent, or goes twice."""
-        trainer, sent = self.trainer, {}
-        assert trainer is not None
+        assert self.trainer is not None
+        sent, pushed = {}, dict[str, np.ndarray | None]()
         for part in results.parts:
-            if included(part.index) and (part.group.expert is None or part.group.expert in trainer.owned):
-                local = trainer.read(part.group)[part.start - part.group.start : part.stop - part.group.start]
-                sent[part.index] = (part, local - self.base.values[part.start : part.stop])
+            if included(part.index):
+                name, start = part.group.name, part.start - part.group.start
+                if name not in pushed:
+                    pushed[name] = self.ledger.may_be_sent(self.trainer, self.base.values, part.group)
+                values = pushed[name]
+                if values is not None:
+                    sent[part.index] = (part, values[start : start + part.size])
         return sent
 
     def _take_duty(self, base: Base) -> None:
@@ -362,7 +418,7 @@ class Replica:
     async def _jump_to_newest(self, forked: bool) -> None:
         """Take a snapshot: too far behind to replay, or on a branch that was given up (`forked`).
 
-        Pending work stays unless a push of mine may be in the rounds I skip, or my base is of another branch.
+        What was announced stays pending unless it may be in the rounds I skip, or my base is of another branch.
         """
         offers = await self._offers_of_newest()
         try:
@@ -375,14 +431,16 @@ class Replica:
             await asyncio.sleep(RETRY_S)
             await self.node.meet()
             return
-        skipped = {decided.head.plan for decided in self.node.log.since(self.base.round)}
+        skipped = {decided.head.plan: decided.head for decided in self.node.log.since(self.base.round)}
         may_be_in = any(plan_id in skipped for plan_id, _ in self._exchanges)
+        may_be_in |= self._codes_lost and any(self.node.peer_id in head.members for head in skipped.values())
         await self._jump(self._downloaded(offers[0], values), not forked and not may_be_in)
         kept.clear()
 
     async def _jump(self, base: Base, keep_pending: bool) -> None:
         old = self.base
         self._install(base)
+        self._prepared, self._codes_lost = None, False
         if self.trainer is not None:
             dropped = await self.node.world.run_blocking(
                 self.ledger.rebase, self.trainer, old.values, base.values, keep_pending
@@ -397,18 +455,34 @@ class Replica:
         self.base = base
 
     async def _save(self, draft: Draft | None = None) -> None:
-        """Checkpoint first: the one of the base on disk stays until the new base is there too.
+        """Begin to make base and checkpoint durable. Checkpoint first: the one of the base on disk stays until the new base
+        is there too.
 
         `draft`: of the base, when it is written already; otherwise the base is memory-mapped from now on.
         """
+        await self.durable()
         run, store, base = self.node.world.run_blocking, self.node.world.store, self.base
         if draft is None:
             staged: StagedBase = await run(stage_base, store, base.head, base.round, base.plan, pieces_of(base.values))
             self.base, draft = staged.base, staged.draft
             self.snapshots.publish(base.head, base.round, staged.base.values, staged.digests)
+        checkpoint = None
         if self.trainer is not None:
-            await run(save_checkpoint, store, self.trainer, self.layout, base.values, base.head, base.round)
+            checkpoint = await run(
+                take_checkpoint, self.trainer, self.ledger, self.layout, base.values, base.head, base.round
+            )
+        self._saving = asyncio.ensure_future(self._write(checkpoint, draft))
+
+    async def _write(self, checkpoint: Checkpoint | None, draft: Draft) -> None:
+        run, store = self.node.world.run_blocking, self.node.world.store
+        if checkpoint is not None:
+            await run(write_checkpoint, store, checkpoint)
         await run(draft.commit)
+
+    async def durable(self) -> None:
+        """Wait until the base and its checkpoint are on the disk: nothing is announced before. Raises UserError (disk full)."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
 
     def _forget_old(self) -> None:
         """Results are kept for some rounds, and longer while somebody downloads an older base, to replay what follows it."""

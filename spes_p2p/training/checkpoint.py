@@ -1,4 +1,4 @@
-"""What a trainer needs beside the base to go on after a restart: moments, and pending work."""
+"""What a trainer needs beside the base to go on after a restart: moments, pending work, and how much work that is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import logging
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import safetensors.numpy
@@ -16,7 +18,26 @@ from spes_p2p.training.interface import Trainer
 
 logger = logging.getLogger(__name__)
 
-PENDING, OPTIMIZER = "pending.", "optimizer."
+PENDING, OPTIMIZER, LEDGER = "pending.", "optimizer.", "ledger."
+
+
+class Account(Protocol):
+    """What stands behind pending work (`sync/accounting.py`)."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """By name."""
+
+    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Undo of `state`."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Copies of all that a restart needs beside the base; the trainer may train on while it is written."""
+
+    name: str
+    arrays: dict[str, np.ndarray]
+    metadata: dict[str, str]
 
 
 def checkpoint_name(round_number: int) -> str:
@@ -24,22 +45,31 @@ def checkpoint_name(round_number: int) -> str:
     return f"checkpoint-{round_number % 2}.safetensors"
 
 
-def save_checkpoint(
-    store: Store, trainer: Trainer, layout: Layout, base: np.ndarray, head: str, round_number: int
-) -> None:
-    """Save moments and `local - base` of everything that is trained here, as of the base of this head."""
+def take_checkpoint(
+    trainer: Trainer, account: Account, layout: Layout, base: np.ndarray, head: str, round_number: int
+) -> Checkpoint:
+    """Copy moments and `local - base` of everything that is trained here, as of the base of this head."""
     arrays = {OPTIMIZER + name: array for name, array in trainer.optimizer_state().items()}
+    arrays.update({LEDGER + name: array.copy() for name, array in account.state().items()})
     for group in layout.groups:
         if group.expert is None or group.expert in trainer.owned:
-            pending = trainer.read(group) - base[group.start : group.stop]
+            pending = trainer.read(group)
+            np.subtract(pending, base[group.start : group.stop], out=pending)
             if pending.any():
                 arrays[PENDING + group.name] = pending
-    metadata = {"head": head, "owned": _owned(trainer), "crc32": _crc(arrays)}
-    store.write(checkpoint_name(round_number), [safetensors.numpy.save(arrays, metadata=metadata)])
+    return Checkpoint(checkpoint_name(round_number), arrays, {"head": head, "owned": _owned(trainer)})
 
 
-def load_checkpoint(store: Store, trainer: Trainer, layout: Layout, head: str, round_number: int) -> bool:
-    """Restore what `save_checkpoint` saved, when it was for this head and these experts, whole or not at all.
+def write_checkpoint(store: Store, checkpoint: Checkpoint) -> None:
+    """Make it durable in place of the one of its name."""
+    metadata = {**checkpoint.metadata, "crc32": _crc(checkpoint.arrays)}
+    store.write(checkpoint.name, [safetensors.numpy.save(checkpoint.arrays, metadata=metadata)])
+
+
+def load_checkpoint(
+    store: Store, trainer: Trainer, account: Account, layout: Layout, head: str, round_number: int
+) -> bool:
+    """Restore what `take_checkpoint` took, when it was for this head and these experts, whole or not at all.
 
     False, with a warning, when there is none that fits: training goes on from the base with fresh moments.
     """
@@ -60,6 +90,7 @@ def load_checkpoint(store: Store, trainer: Trainer, layout: Layout, head: str, r
         logger.warning("%s %s: going on from the base with fresh moments", checkpoint_name(round_number), what)
         return False
     trainer.load_optimizer_state({n.removeprefix(OPTIMIZER): a for n, a in arrays.items() if n.startswith(OPTIMIZER)})
+    account.load_state({n.removeprefix(LEDGER): a for n, a in arrays.items() if n.startswith(LEDGER)})
     for name, pending in arrays.items():
         if name.startswith(PENDING):
             trainer.add(layout.group(name.removeprefix(PENDING)), pending)
