@@ -89,7 +89,8 @@ class Ledger:
         if is_fresh or (group.expert is not None and group.expert not in trainer.owned):
             return None
         values = trainer.read(group)
-        return np.subtract(values, base[group.start : group.stop], out=values)
+        values -= base[group.start : group.stop]
+        return values
 
     def trained(self, report: PhaseReport) -> None:
         """Add a phase's work."""
