@@ -7,6 +7,7 @@ forms of the simulator, in this process and as real processes, are judged by the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spes_p2p.observe.events import (
@@ -50,6 +51,8 @@ class Figures:
     """For each peer that was killed, stopped or cut off alone and that a round was then committed without: the longest time
     that a round of the others was held up by it, from the moment when all of its living members had trained (or the fault,
     when that was later) to the commit; over the rounds until the first one without it."""
+    no_majority_s: tuple[float, ...] = ()
+    """The same where a majority of the electors was gone or spoke garbage meanwhile: then nobody can decide a round."""
     reown_rounds: tuple[int, ...] = ()
     """For each fault that took all owners of an expert: rounds planned after it until every such expert had a living owner
     again; 1 is the best possible."""
@@ -78,6 +81,8 @@ class _Gone:
     held_up_s: float = 0.0
     rounds: int = 0
     excluded: bool = False
+    lacked_majority: bool = False
+    """Was there no majority of electors for some time since?"""
 
 
 @dataclass
@@ -90,6 +95,8 @@ class Audit:
     reforms: int = 0
     """Epochs that were opened because a majority of the electors was gone; after one, a branch may have been given up."""
     violations: list[Violation] = field(default_factory=list)
+    lacks_majority: Callable[[], bool] = lambda: False
+    """Is a majority of the electors gone right now? Real processes cannot tell."""
     newest: RoundCommitted | None = None
     """The last commit of the furthest peer."""
     newest_at_s: float = 0.0
@@ -104,6 +111,7 @@ class Audit:
     _joined_at: dict[str, float] = field(default_factory=dict)
     _ownerless_since: dict[int, int] = field(default_factory=dict)
     _exclude_s: list[float] = field(default_factory=list)
+    _no_majority_s: list[float] = field(default_factory=list)
     _reown_rounds: list[int] = field(default_factory=list)
     _joiner_s: list[float] = field(default_factory=list)
     _round_s: list[float] = field(default_factory=list)
@@ -117,6 +125,9 @@ class Audit:
 
     def told(self, now_s: float, peer: str, event: Event) -> None:
         """A peer told an event."""
+        if self._gone and self.lacks_majority():
+            for gone in self._gone.values():
+                gone.lacked_majority = True
         if isinstance(event, PhaseTrained):
             self._trained += event.tokens
             self._trained_at[peer] = (event.round, now_s, event.tokens)
@@ -187,6 +198,7 @@ class Audit:
             repairs=self._repairs,
             reforms=self.reforms,
             exclude_s=tuple(round(each, 3) for each in self._exclude_s),
+            no_majority_s=tuple(round(each, 3) for each in self._no_majority_s),
             reown_rounds=tuple(self._reown_rounds),
             joiner_first_contribution_s=tuple(round(each, 3) for each in self._joiner_s),
             round_s=tuple(round(each, 3) for each in self._round_s),
@@ -225,7 +237,7 @@ class Audit:
             gone.held_up_s = max(gone.held_up_s, now_s - max([gone.since_s, *trained]))
             if gone.peer not in event.members:
                 gone.excluded = True
-                self._exclude_s.append(gone.held_up_s)
+                (self._no_majority_s if gone.lacked_majority else self._exclude_s).append(gone.held_up_s)
         if gone.orphaned and planned_s >= gone.since_s:
             gone.rounds += 1
             if all(set(event.owners[expert]) - set(self._gone) for expert in gone.orphaned):

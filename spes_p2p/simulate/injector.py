@@ -15,6 +15,7 @@ from spes_p2p.simulate.faults import Fault, Standing, random_fault, random_point
 from spes_p2p.simulate.points import AT_ONCE, point_of_frame
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import VirtualSwarm
+from spes_p2p.swarm.electors import quorum
 from spes_p2p.swarm.memory import Frame
 from spes_p2p.swarm.rpc import MESSAGE
 
@@ -88,6 +89,12 @@ class Injector:
             if point is not None:
                 self.reached(frame.sender, point)
         return self._changed(frame) if frame.sender in self._corrupt else frame.body
+
+    def leaves_majority(self, electorate: Sequence[str]) -> bool:
+        """Is a majority of these peers there, on one side of a partition, and does it speak no garbage?"""
+        cut, garbled = set(self._cut), {peer for peer, what in self._corrupt.items() if what == "garbage"}
+        there = set(electorate) - (self._held - cut) - garbled
+        return max(len(there & cut), len(there - cut)) >= quorum(tuple(electorate))
 
     def lift(self) -> None:
         """End every fault, start the dead again, and let none strike any more."""

@@ -45,6 +45,7 @@ def summary(form: str, peers: int, runs: Sequence[RunReport], seconds: float, re
         "repairs": sum(each.repairs for each in figures),
         "reforms": sum(each.reforms for each in figures),
         **_spread("exclude_s", (value for each in figures for value in each.exclude_s)),
+        **_spread("no_majority_s", (value for each in figures for value in each.no_majority_s)),
         **_spread("reown_rounds", (value for each in figures for value in each.reown_rounds)),
         **_spread("joiner_first_contribution_s", (value for each in figures for value in each.joiner_first_contribution_s)),
         **_spread("round_s", (value for each in figures for value in each.round_s)),

@@ -70,7 +70,7 @@ class _Run:
         self._scenario = scenario
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
-        self._audit = Audit(EXPERTS)
+        self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority)
         self._log: list[str] = []
         self._swarm: VirtualSwarm
         self._faults: Injector
@@ -177,6 +177,10 @@ class _Run:
         if 0 <= base.round <= node.log.round:
             head = node.log.head_at(base.round)
             self._audit.decided(now(), peer, head.parent, head.epoch, head.id, not head.plan)
+
+    def _lacks_majority(self) -> bool:
+        newest = max((node.log.head for node in self._swarm.nodes.values()), key=lambda head: (head.epoch, head.round))
+        return not self._faults.leaves_majority(newest.electorate)
 
     def _count_control_bytes(self, peer: str) -> None:
         sent = self._swarm.nodes[peer].board.sent
