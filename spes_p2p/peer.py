@@ -58,6 +58,12 @@ class Capacity:
     """Most experts it trains."""
     bandwidth: float = 1.0
     """Share of its measured upload bandwidth that counts in plans; 0: it cannot be dialled, and reduces nothing."""
+    is_dialable: Callable[[], bool] = lambda: True
+    """Can others open connections to it now?"""
+
+    def announced(self, bytes_per_s: float) -> float:
+        """The bandwidth that plans count with, of a measured one; 0 for a peer that cannot be dialled: it reduces nothing."""
+        return self.bandwidth * bytes_per_s if self.is_dialable() else 0.0
 
 
 NOTHING_TO_TRAIN = Capacity(experts=0)
@@ -351,7 +357,7 @@ class Peer:
             routed=ledger.announced.routed,
             capacity=self._capacity.experts,
             tokens_per_second=self._speed,
-            bandwidth=self._capacity.bandwidth * self.node.board.upload.bytes_per_s(),
+            bandwidth=self._capacity.announced(self.node.board.upload.bytes_per_s()),
             loss=ledger.announced.loss,
             validation_loss=self._validation_loss,
             untrained=self._untrained,

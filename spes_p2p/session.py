@@ -8,10 +8,9 @@ import logging
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +49,10 @@ from spes_p2p.planner import join_options, most_experts
 from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
-from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, start_libp2p
+from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, check_addresses, start_libp2p
 from spes_p2p.swarm.limits import UNLIMITED, limited_line
 from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.reachability import Reachability, describe, probe_dialable
 from spes_p2p.swarm.records import Head
 from spes_p2p.swarm.remember import HISTORY, remember, serving
 from spes_p2p.swarm.rpc import Switchboard
@@ -92,13 +92,15 @@ async def run_bootstrap(
     """
     files = read_campaign(config_path)
     try:
-        async with _connected(settings, others) as net:
+        async with _connected(settings, others) as (net, dialable):
+            if not dialable:
+                logger.warning("others cannot dial this bootstrap peer: volunteers cannot join by its address; open its port")
             await _live_as_bootstrap(net, files, settings, others, on_address)
     except NobodyAnswers as error:
         if read_run_dir(settings.run_dir) is None:
             raise
         logger.warning("%s; starting without them", error)
-        async with _connected(settings, ()) as net:
+        async with _connected(settings, ()) as (net, _):
             await _live_as_bootstrap(net, files, settings, (), on_address)
 
 
@@ -130,7 +132,7 @@ async def _live_as_bootstrap(
 
 async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Callable[[CampaignFiles, str], None]) -> None:
     """Train in the campaign at these addresses until it is complete or a signal comes."""
-    async with _connected(settings, addresses) as net:
+    async with _connected(settings, addresses) as (net, dialable):
         board = Switchboard(net.transport, FIRST_CONTACT_SILENCE_S)
         files, genesis = await fetch_campaign(board, [_peer_of(address) for address in addresses], settings.data_dir)
         check_run_dir(files, genesis, settings.run_dir)
@@ -142,6 +144,8 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
         keep_campaign(files, genesis, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
         logger.info("%s", setup)
+        if not dialable:
+            logger.warning("%s", describe(dialable))
         config = files.campaign.config
 
         store = DirectoryStore(settings.run_dir)
@@ -153,12 +157,14 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
                 return TorchTrainer(config, base, owned, text, held_out, device, options)
 
+            reachability = Reachability(node.board, net.transport, node.others, node.world.rng, dialable)
+            capacity = Capacity(experts, is_dialable=lambda: reachability.is_dialable)
             peer = Peer(
-                node, layout_of(config.model), make_trainer, Capacity(experts), watchers.observers,
+                node, layout_of(config.model), make_trainer, capacity, watchers.observers,
                 lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
             )
             _on_signals(peer.leave)
-            async with _remembering(node, watchers):
+            async with _remembering(node, watchers), _beside(reachability.keep_measuring()):
                 await _with_daemon(asyncio.ensure_future(peer.run()), net)
 
 
@@ -207,15 +213,19 @@ def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[C
 
 
 @contextlib.asynccontextmanager
-async def _connected(settings: PeerConfig, addresses: Sequence[str]) -> Any:
-    """In the swarm's DHT, as the identity of the run-dir."""
+async def _connected(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[tuple[Libp2p, bool]]:
+    """In the swarm's DHT, as the identity of the run-dir; and whether others can dial us."""
     if settings.metrics_port:
         Metrics().serve(settings.metrics_port, settings.metrics_host).close()
     listen = settings.listen or (("/ip4/127.0.0.1/tcp/0",) if addresses and _all_loopback(addresses) else DEFAULT_LISTEN)
+    check_addresses(listen, settings.announce, addresses)
     with _no_trace_of_a_failed_start(settings.run_dir):
-        net = await start_libp2p(settings.identity_path, listen, settings.announce, addresses)
+        dialable = await probe_dialable(addresses, listen, settings.announce) if addresses else True
+        net = await start_libp2p(
+            settings.identity_path, listen, settings.announce, addresses, reachability="public" if dialable else "private"
+        )
         try:
-            yield net
+            yield net, dialable
         finally:
             await net.close()
 
@@ -270,7 +280,14 @@ def _node(world: World, files: CampaignFiles, genesis: Head, role: str, watchers
 async def _remembering(node: Node, watchers: Watchers) -> AsyncIterator[None]:
     """Serve what this peer remembers of the rounds, and complete it from others."""
     await node.board.serve(HISTORY, serving(watchers.chronicle, time.time))
-    task = asyncio.ensure_future(remember(node, watchers.chronicle))
+    async with _beside(remember(node, watchers.chronicle)):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Awaitable[None]) -> AsyncIterator[None]:
+    """Work that has no end of its own, as long as the block runs."""
+    task = asyncio.ensure_future(work)
     try:
         yield
     finally:

@@ -1,6 +1,8 @@
 """Each peer in a network namespace of its own, on a bridge, with a rate limit; sides can be cut apart.
 
-Needs root and the commands `ip` and `tc`. Everything is made under names of this process and removed by `close`.
+A machine can stand behind a router of its own that translates addresses and lets no connection in. Needs root and the commands
+`ip` and `tc`, for routers `nft` too. Everything is made under names of this process and removed by `close`. The addresses look
+public, since libp2p treats private ones as those of one local network; they exist inside the namespaces only.
 """
 
 from __future__ import annotations
@@ -11,23 +13,50 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 
-SUBNET = "10.213"
+SUBNET = "11.213"
+HOME, HOME_ROUTER = "192.168.1.2", "192.168.1.1"
+"""Of each machine behind a router, and of its router there."""
 BURST_BYTES, QUEUE_S = 256 * 1024, 0.2
 
 
-def why_unavailable() -> str | None:
-    """None where namespaces can be made, else the reason."""
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
+ROUTER_RULES = """
+table ip router {
+  chain forward { type filter hook forward priority 0; policy drop;
+    iifname "home" accept
+    ct state established,related accept
+  }
+  chain input { type filter hook input priority 0; policy drop;
+    iifname "home" accept
+    ct state established,related accept
+  }
+  chain out { type nat hook postrouting priority 100;
+    oifname "line" masquerade random
+  }
+}
+"""
+"""Connections begin at home only. Each gets a port of its own outside, so that no port can be guessed (a symmetric NAT)."""
+
+
+def why_unavailable(routers: bool = False) -> str | None:
+    """None where namespaces can be made (with `routers`: such that translate addresses), else the reason."""
     if os.geteuid() != 0:
         return "only root can make network namespaces"
-    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+    missing = [command for command in ("ip", "tc", *(("nft",) if routers else ())) if shutil.which(command) is None]
     if missing:
-        return f"the command {missing[0]} is not installed (Debian package iproute2)"
+        return f"the command {missing[0]} is not installed (Debian package {PACKAGES[missing[0]]})"
     probe = f"spes{os.getpid()}-x"
     try:
         _run("ip", "netns", "add", probe)
-        _run("ip", "netns", "del", probe)
     except OSError as error:
         return f"this kernel or container makes no network namespaces ({error})"
+    try:
+        if routers:
+            _run("ip", "netns", "exec", probe, "nft", ROUTER_RULES)
+    except OSError as error:
+        return f"this kernel or container translates no addresses ({error})"
+    finally:
+        _run("ip", "netns", "del", probe)
     return None
 
 
@@ -38,27 +67,46 @@ class Namespaces:
         self._prefix = f"spes{os.getpid()}"
         self._bridges = (f"br{os.getpid()}a", f"br{os.getpid()}b")
         self._numbers: dict[str, int] = {}
+        self._routers: set[str] = set()
         for bridge in self._bridges:
             _run("ip", "link", "add", bridge, "type", "bridge")
             _run("ip", "link", "set", bridge, "up")
 
-    def add(self, name: str, bytes_per_s: float) -> None:
-        """Make the machine of a peer. `bytes_per_s`: of its link, each way."""
+    def add(self, name: str, bytes_per_s: float, behind_router: bool = False) -> None:
+        """Make the machine of a peer. `bytes_per_s`: of its link, each way. `behind_router`: it cannot be dialled."""
         number = self._numbers[name] = len(self._numbers) + 1
-        space, outside, inside = self._space(name), f"v{os.getpid()}o{number}", f"v{os.getpid()}i{number}"
-        _run("ip", "netns", "add", space)
+        if behind_router:
+            self._routers.add(name)
+        on_line, outside, inside = self._on_line(name), f"v{os.getpid()}o{number}", f"v{os.getpid()}i{number}"
+        if behind_router:
+            self._add_home(self._space(name), on_line)
+        else:
+            _run("ip", "netns", "add", on_line)
         _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside)
         _run("ip", "link", "set", outside, "master", self._bridges[0], "up")
-        _run("ip", "link", "set", inside, "netns", space)
-        _run("ip", "-n", space, "addr", "add", f"{self.address(name)}/16", "dev", inside)
-        _run("ip", "-n", space, "link", "set", inside, "up")
-        _run("ip", "-n", space, "link", "set", "lo", "up")
+        _run("ip", "link", "set", inside, "netns", on_line, "name", "line")
+        _run("ip", "-n", on_line, "addr", "add", f"{self.address(name)}/16", "dev", "line")
+        _run("ip", "-n", on_line, "link", "set", "line", "up")
+        _run("ip", "-n", on_line, "link", "set", "lo", "up")
         limit = ("root", "tbf", "rate", f"{round(8 * bytes_per_s)}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_S}s")
         _run("tc", "qdisc", "add", "dev", outside, *limit)
-        _run("tc", "-n", space, "qdisc", "add", "dev", inside, *limit)
+        _run("tc", "-n", on_line, "qdisc", "add", "dev", "line", *limit)
+
+    def _add_home(self, space: str, router: str) -> None:
+        """A machine and its router, joined by a cable."""
+        for each in (space, router):
+            _run("ip", "netns", "add", each)
+        _run("ip", "-n", router, "link", "add", "home", "type", "veth", "peer", "name", "eth0", "netns", space)
+        for each, device, address in ((router, "home", HOME_ROUTER), (space, "eth0", HOME)):
+            _run("ip", "-n", each, "addr", "add", f"{address}/24", "dev", device)
+            _run("ip", "-n", each, "link", "set", device, "up")
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+        _run("ip", "-n", space, "route", "add", "default", "via", HOME_ROUTER)
+        _run("ip", "netns", "exec", router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        _run("ip", "netns", "exec", router, "nft", ROUTER_RULES)
 
     def address(self, name: str) -> str:
-        """The machine's IPv4 address."""
+        """The machine's IPv4 address; its router's where it is behind one."""
         number = self._numbers[name]
         return f"{SUBNET}.{number // 250}.{number % 250 + 1}"
 
@@ -79,15 +127,20 @@ class Namespaces:
     def close(self) -> None:
         """Remove everything; safe to call twice."""
         for name in self._numbers:
-            with contextlib.suppress(OSError):
-                _run("ip", "netns", "del", self._space(name))
-        self._numbers = {}
+            for space in {self._space(name), self._on_line(name)}:
+                with contextlib.suppress(OSError):
+                    _run("ip", "netns", "del", space)
+        self._numbers, self._routers = {}, set()
         for bridge in self._bridges:
             with contextlib.suppress(OSError):
                 _run("ip", "link", "del", bridge)
 
     def _space(self, name: str) -> str:
         return f"{self._prefix}-{self._numbers[name]}"
+
+    def _on_line(self, name: str) -> str:
+        """The namespace that has the address: the machine's own, or its router's."""
+        return self._space(name) + ("-router" if name in self._routers else "")
 
 
 def _run(*command: str) -> None:

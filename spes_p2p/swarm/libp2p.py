@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -29,7 +29,7 @@ from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import get_dht_time
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
@@ -51,6 +51,7 @@ OPEN_TIMEOUT_S = 10.0
 REGISTRY_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 30.0
 GOODBYE_TIMEOUT_S = 3.0
+ADDRESSES_EVERY_S = 2.0
 LINGER_S = 5.0
 """How long a finished channel still swallows what the other end sends, so that our last frames are not reset away."""
 
@@ -72,6 +73,7 @@ class Libp2p:
         self.transport = Libp2pTransport(daemon, addresses)
         self.registry = DHTRegistry(node, identity)
         self._daemon, self._node, self._lock = daemon, node, lock
+        self._keeping = asyncio.get_running_loop().create_task(self.transport.keep_addresses())
 
     @property
     def daemon_pid(self) -> int:
@@ -84,6 +86,7 @@ class Libp2p:
 
     async def close(self) -> None:
         """Leave the DHT, end the daemon, remove its sockets, release the identity."""
+        self._keeping.cancel()
         try:
             if self._daemon.is_running:
                 with suppress(asyncio.TimeoutError):
@@ -99,9 +102,13 @@ async def start_libp2p(
     announce: Sequence[str] = (),
     initial_peers: Sequence[str] = (),
     *,
+    reachability: Literal["public", "private"] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Libp2p:
     """Start the daemon and join the DHT (without `initial_peers`: be its first node).
+
+    `reachability`: public, it is a relay for others; private, it asks the initial peers to be its relays; None, the daemon
+    finds out, which takes it minutes.
 
     Raises UserError for a malformed address, a port in use, an identity in use, or when no initial peer can be reached.
     """
@@ -121,18 +128,18 @@ async def start_libp2p(
             auto_nat=is_public,
             use_relay=is_public,
             use_auto_relay=is_public and bool(initial_peers),
+            force_reachability=reachability if is_public else None,
         )
     except BaseException:
         lock.close()
         raise
     try:
         node = await join_dht(daemon, identity, initial_peers, start_timeout_s)
-        addresses = tuple(str(address) for address in await daemon.get_visible_maddrs(latest=True))
+        return Libp2p(daemon, node, identity, lock, await _visible_addresses(daemon))
     except BaseException:
         await daemon.close()
         lock.close()
         raise
-    return Libp2p(daemon, node, identity, lock, tuple(sorted(addresses, key=is_loopback)))
 
 
 class Libp2pTransport:
@@ -153,6 +160,13 @@ class Libp2pTransport:
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs under which I can be dialled, those of this machine only at the end."""
         return self._addresses
+
+    async def keep_addresses(self) -> None:
+        """Follow what the daemon finds out about them: ports that a router opened for it, relays. Never returns."""
+        while True:
+            await asyncio.sleep(ADDRESSES_EVERY_S)
+            with suppress(ControlFailure, OSError, EOFError, ValueError):
+                self._addresses = await _visible_addresses(self.daemon)
 
     def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
         """Remember where to dial a peer; what is not a peer address is ignored."""
@@ -477,6 +491,11 @@ async def _check_identity_is_free(identity: RSAIdentity, initial_peers: Sequence
     finally:
         await probe.close()
     raise UserError(f"{identity.path}: a living peer has this identity; stop it, or choose another identity file")
+
+
+async def _visible_addresses(daemon: Daemon) -> tuple[str, ...]:
+    """Of this machine, those that lead nowhere from elsewhere at the end."""
+    return tuple(sorted((str(address) for address in await daemon.get_visible_maddrs(latest=True)), key=is_loopback))
 
 
 async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:
