@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ from spes_p2p.swarm.libp2p import (
     check_addresses,
     is_loopback,
     join_dht,
+    relayed_by,
     start_daemon,
 )
 from spes_p2p.swarm.node import registry_key
+from spes_p2p.swarm.reachability import ports_of
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.wire import WireError
 from spes_p2p.verdicts import (
@@ -74,7 +76,7 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
                 return checks
             files, _ = await fetch_campaign(board, list(skews), settings.data_dir)
             checks.append(await _dht(Path(folder), [a for a in addresses if _peer_of(a) in skews], files.campaign.hash))
-            checks += await _reachability(board, transport, list(skews))
+            checks += await _reachability(board, transport, {_peer_of(a): a for a in addresses if _peer_of(a) in skews})
             checks += await _capacity(board, list(skews), files, settings)
     return checks
 
@@ -98,7 +100,7 @@ async def _listening(
     public = not all(map(is_loopback, listen))
     daemon = await start_daemon(
         addresses, START_TIMEOUT_S, host_maddrs=list(listen), announce_maddrs=list(announce) or None,
-        identity_path=str(identity), nat_port_map=public, auto_nat=public, use_relay=public, use_auto_relay=public,
+        identity_path=str(identity), nat_port_map=public, auto_nat=public, use_relay=public,
     )
     try:
         visible = await daemon.get_visible_maddrs(latest=True)
@@ -140,26 +142,34 @@ async def _peers_seen_from(identity: Path, address: str, campaign_hash: str) -> 
             await daemon.close()
 
 
-async def _reachability(board: Switchboard, transport: Libp2pTransport, peers: Sequence[str]) -> list[Check]:
-    ports = tuple(dict.fromkeys(int(address.split("/")[4]) for address in transport.addresses if "/tcp/" in address))
+async def _reachability(board: Switchboard, transport: Libp2pTransport, peers: Mapping[str, str]) -> list[Check]:
+    """`peers`: address by peer id."""
+    ports = ports_of(transport.addresses)
     answers: dict[str, DialBack] = {}
     for peer in peers:
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
             answers[peer] = await ask_dial_back(board, peer, ports)
-    needs_relay = not any(answer.reached for answer in answers.values()) and not all(map(is_loopback, transport.addresses))
-    relays = await _relays(transport) if needs_relay else []
+    needs_relay = not all(answer.reached for answer in answers.values()) and not all(map(is_loopback, transport.addresses))
+    relays = await _relays(tuple(peers.values())) if needs_relay else []
     return [judge_reachability(answers, ports, relays), judge_nat(answers, _own_hosts(), ports)]
 
 
-async def _relays(transport: Libp2pTransport) -> list[str]:
-    """Addresses by way of a relay; finding one takes the daemon some seconds."""
+async def _relays(addresses: Sequence[str]) -> list[str]:
+    """Addresses that a peer which cannot be dialled gets by way of these peers."""
+    daemon = await start_daemon(
+        addresses, START_TIMEOUT_S, host_maddrs=list(DEFAULT_LISTEN), dht_mode="client", auto_nat=False, nat_port_map=False,
+        use_relay=True, force_reachability="private", **relayed_by(addresses),
+    )
     deadline = time.monotonic() + RELAY_TIMEOUT_S
-    while True:
-        visible = [str(address) for address in await transport.daemon.get_visible_maddrs(latest=True)]
-        relays = [address for address in visible if "p2p-circuit" in address]
-        if relays or time.monotonic() > deadline:
-            return relays
-        await asyncio.sleep(0.5)
+    try:
+        while True:
+            visible = [str(address) for address in await daemon.get_visible_maddrs(latest=True)]
+            relays = [address for address in visible if "p2p-circuit" in address]
+            if relays or time.monotonic() > deadline:
+                return relays
+            await asyncio.sleep(0.2)
+    finally:
+        await daemon.close()
 
 
 async def _capacity(board: Switchboard, peers: Sequence[str], files: CampaignFiles, settings: PeerConfig) -> list[Check]:

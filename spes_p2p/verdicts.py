@@ -24,6 +24,7 @@ SLOW_EXCHANGE_SHARE = 0.5
 SET_THE_CLOCK = "let the machine set its clock from the network: timedatectl set-ntp true"
 OPEN_A_PORT = ("forward a TCP port to this machine in the router (and open it in the firewall), and join with "
                "--listen /ip4/0.0.0.0/tcp/PORT --announce /ip4/YOUR.PUBLIC.IP/tcp/PORT")
+TRAINS_ONLY = f"it can train all the same, but sums no parts of rounds for others; to help more, {OPEN_A_PORT}"
 
 
 @dataclass(frozen=True)
@@ -89,18 +90,19 @@ def judge_reachability(answers: Mapping[str, DialBack], ports: Sequence[int], re
     seen_at = {peer: list(answer.seen_at) for peer, answer in answers.items()}
     values = {"tried": list(ports), "seen_at": seen_at, "relays": list(relays)}
     reached = sorted({port for answer in answers.values() for port in answer.reached})
+    failed = [peer for peer, answer in answers.items() if any(map(direct_host, answer.seen_at)) and not answer.reached]
     values["reached"] = reached
     if not answers:
         return Check("reachability", "warning", "no peer could try to dial back", "try again in a moment", values)
+    if reached and failed:
+        found = f"dialled back on port {reached[0]} by {len(answers) - len(failed)} of {len(answers)} peers: counts as not"
+        return Check("reachability", "warning", found, TRAINS_ONLY, values)
     if reached:
         near = "" if _is_far(answers) else ", from the same network: this says nothing of the internet"
         return Check("reachability", "pass", f"dialled back on port {reached[0]}{near}", values=values)
-    if relays:
-        found = "cannot be dialled; others reach it through a relay"
-        return Check("reachability", "warning", found, f"relays are slow: {OPEN_A_PORT}", values)
-    found = f"cannot be dialled on port {', '.join(map(str, ports))}, and has no relay"
-    advice = f"it can train over connections that it opens itself, but others wait longer for it: {OPEN_A_PORT}"
-    return Check("reachability", "warning", found, advice, values)
+    found = f"cannot be dialled on port {', '.join(map(str, ports))}"
+    way = "others reach it through a relay" if relays else "no relay: only peers that it dials itself reach it"
+    return Check("reachability", "warning", f"{found}; {way}", TRAINS_ONLY, values)
 
 
 def judge_nat(answers: Mapping[str, DialBack], own_hosts: frozenset[str], ports: Sequence[int]) -> Check:

@@ -120,8 +120,8 @@ class Round:
             reports[me] = staged_report(results, me, "0" * 16)
         return reports
 
-    def commit(self, peers: Iterable[str] | None = None) -> Head:
-        return make_head(head_before(self.plan), self.plan, self.empty(), self.staged(peers), ())
+    def commit(self, peers: Iterable[str] | None = None, helpers: tuple[str, ...] = ()) -> Head:
+        return make_head(head_before(self.plan), self.plan, self.empty(), self.staged(peers), helpers)
 
     def new_base(self, peer: str, head: Head, base: np.ndarray) -> np.ndarray:
         results = self.exchanges[peer].results

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_TIMEOUT_S = 90.0
 CHILDREN_END_WITHIN_S = 5.0
-ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
+ADDRESS = re.compile(r"/ip4/[\d.]+/tcp/\d+/p2p/\w+")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
 
 
@@ -178,13 +178,17 @@ class LocalPeers:
         cwd: Path = ROOT,
         program: tuple[str, str] = ("-m", "spes_p2p"),
         run_dir_option: bool = True,
+        before: tuple[str, ...] = (),
     ) -> LocalPeer:
-        """Start a command on the run-dir of this name; one without `run_dir_option` has none. `program` is what Python runs."""
+        """Start a command on the run-dir of this name; one without `run_dir_option` has none.
+
+        `program` is what Python runs. `before` stands before the whole command: what runs it elsewhere.
+        """
         run_dir, log = self.folder / name, self.folder / f"{name}.log"
         log_start = log.stat().st_size if log.exists() else 0
         guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
         python = ["nice", "-n", str(self.niceness), *guard, sys.executable]
-        command = [*python, *program, *arguments, *(("--run-dir", str(run_dir)) if run_dir_option else ())]
+        command = [*before, *python, *program, *arguments, *(("--run-dir", str(run_dir)) if run_dir_option else ())]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=cwd

@@ -72,7 +72,8 @@ def test_addresses_lead_to_one_dht_when_each_sees_the_peers_of_all(seen: Any, re
 
 @pytest.mark.parametrize(("answers", "relays", "result", "words"), [
     ({"A": OPEN}, [], "pass", "dialled back on port 4001"),
-    ({"A": CLOSED, "B": OPEN}, [], "pass", "4001"),
+    ({"A": RELAYED, "B": OPEN}, [], "pass", "4001"),
+    ({"A": CLOSED, "B": OPEN}, [], "warning", "by 1 of 2 peers"),
     ({"A": CLOSED}, ["/p2p-circuit"], "warning", "through a relay"),
     ({"A": CLOSED}, [], "warning", "cannot be dialled on port 4001, 4002"),
     ({}, [], "warning", "no peer could try"),

@@ -220,3 +220,24 @@ def test_who_cannot_be_dialled_is_no_elector() -> None:
         assert played.commit().electorate == ("A", "C", "D")
 
     simulate(main)
+
+
+@pytest.mark.parametrize(("bandwidths", "electorate"), [
+    ({"A": 1.0, "W": 1.0}, ("A",)),
+    ({"A": 1.0, "B": 0.0, "W": 1.0}, ("W",)),
+    ({"A": 1.0, "B": 0.0, "C": 1.0, "W": 1.0}, ("A", "C", "W")),
+    ({"A": 0.0, "B": 0.0, "W": 1.0}, ("W",)),
+    ({"A": 1.0, "B": 0.0}, ("A",)),
+], ids=str)
+def test_of_several_trainers_none_decides_alone_where_a_helper_can(
+    bandwidths: dict[str, float], electorate: tuple[str, ...]
+) -> None:
+    async def main() -> None:
+        plan = make_plan_of(
+            Member(peer, 0, (0,) * 4, bandwidth, trains=peer != "W") for peer, bandwidth in bandwidths.items()
+        )
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        assert played.commit(helpers=("W",) if "W" in bandwidths else ()).electorate == electorate
+
+    simulate(main)

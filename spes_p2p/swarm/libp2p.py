@@ -127,14 +127,15 @@ async def start_libp2p(
             nat_port_map=is_public,
             auto_nat=is_public,
             use_relay=is_public,
-            use_auto_relay=is_public and bool(initial_peers),
             force_reachability=reachability if is_public else None,
+            **(relayed_by(initial_peers) if is_public else {}),
         )
     except BaseException:
         lock.close()
         raise
     try:
-        node = await join_dht(daemon, identity, initial_peers, start_timeout_s)
+        cannot_serve = is_public and reachability == "private"
+        node = await join_dht(daemon, identity, initial_peers, start_timeout_s, client_mode=cannot_serve)
         return Libp2p(daemon, node, identity, lock, await _visible_addresses(daemon))
     except BaseException:
         await daemon.close()
@@ -496,6 +497,11 @@ async def _check_identity_is_free(identity: RSAIdentity, initial_peers: Sequence
 async def _visible_addresses(daemon: Daemon) -> tuple[str, ...]:
     """Of this machine, those that lead nowhere from elsewhere at the end."""
     return tuple(sorted((str(address) for address in await daemon.get_visible_maddrs(latest=True)), key=is_loopback))
+
+
+def relayed_by(relays: Sequence[str]) -> dict[str, Any]:
+    """Options of `start_daemon`: a daemon that cannot be dialled asks these peers to be its relays."""
+    return {"use_auto_relay": bool(relays), "trusted_relays": list(relays) or None}
 
 
 async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:

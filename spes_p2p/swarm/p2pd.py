@@ -31,6 +31,9 @@ SOCKET_DIRECTORY = Path("/tmp")  # the daemon's control sockets need short paths
 SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
 STREAM_BUFFER_BYTES = 2**18
 EXIT_TIMEOUT_S = 5.0
+CIRCUIT = "/p2p-circuit"
+P2P_CODE, CIRCUIT_CODE = bytes.fromhex("a503"), bytes.fromhex("a202")
+"""Of a multiaddr's components /p2p and /p2p-circuit (codes 421 and 290 as varints)."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -51,11 +54,13 @@ class Daemon(P2P):  # type: ignore[misc]
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         wrapper = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+        if "trustedRelays" in kwargs:
+            kwargs["relayDiscovery"] = False  # the daemon would look for others, and not try these
         return wrapper + list(P2P._make_process_args(*args, **kwargs))
 
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Dial a peer at these multiaddrs (none: ask the swarm where it is). Raises PeerUnreachable."""
-        plain = [Multiaddr(address.rpartition("/p2p/")[0]).to_bytes() for address in addresses]
+        plain = [_dial_bytes(address) for address in addresses]
         connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=plain, timeout=_whole_seconds(timeout_s))
         _, writer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
         writer.close()
@@ -163,6 +168,16 @@ def _retrieve(task: asyncio.Task[None] | None) -> None:
     """hivemind leaves the failure of its writer unread when the daemon dies; asyncio would complain on the screen."""
     if task is not None and task.done() and not task.cancelled():
         task.exception()
+
+
+def _dial_bytes(address: str) -> bytes:
+    """An address without the peer's own id, in the binary form of libp2p (hivemind encodes a relay's id in another one)."""
+    transport, *ids = address.split("/p2p/")
+    encoded: bytes = Multiaddr(transport).to_bytes()
+    for relay in ids[:-1]:
+        relay_id = _peer_bytes(relay.removesuffix(CIRCUIT))
+        encoded += P2P_CODE + bytes([len(relay_id)]) + relay_id + CIRCUIT_CODE
+    return encoded
 
 
 def _peer_bytes(peer: str) -> bytes:

@@ -182,9 +182,8 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
         raise Refused("the plan is held by too few members")
     peers = tuple(member.peer for member in plan.members)
     disks = {**disks_of(head), **{peers[i]: report.disk for i, report in staged.items()}}
-    dialable = [member.peer for member in plan.members if member.bandwidth > 0]
     voting_helpers = tuple(helper for helper in helpers if helper in disks)
-    voting_members = [peer for peer in dialable if peer in disks]
+    voting_members = [peer for peer in _voters(plan) if peer in disks]
     electorate = choose_electorate(voting_helpers, voting_members, head.electorate) or head.electorate
     heard = {i for part in included if part.group.kind == "shared" for i in results.contributors(part)}
     experts = len(head.owners)
@@ -283,6 +282,15 @@ def staged_report(results: Results, member: int, disk: str, in_full: bool = Fals
         results.plan.id, own, results.revision, missing, _roots_digest(roots, missing), roots if in_full else (),
         _held_bits(results), disk,
     )
+
+
+def _voters(plan: Plan) -> list[str]:
+    """Members that can be dialled. One such trainer among several has no vote: the helpers outlast a volunteer."""
+    trainers = sum(member.trains for member in plan.members)
+    dialable = [member for member in plan.members if member.bandwidth > 0]
+    if trainers > 1 and sum(member.trains for member in dialable) == 1:
+        dialable = [member for member in dialable if not member.trains] or dialable
+    return [member.peer for member in dialable]
 
 
 def _held_bits(results: Results) -> bytes:
