@@ -95,12 +95,13 @@ async def run_bootstrap(
         async with _connected(settings, others) as (net, dialable):
             if not dialable:
                 logger.warning("others cannot dial this bootstrap peer: volunteers cannot join by its address; open its port")
-            await _live_as_bootstrap(net, files, settings, others, on_address)
+            async with _beside(net.keep_finding(others)):
+                await _live_as_bootstrap(net, files, settings, others, on_address)
     except NobodyAnswers as error:
         if read_run_dir(settings.run_dir) is None:
             raise
         logger.warning("%s; starting without them", error)
-        async with _connected(settings, ()) as (net, _):
+        async with _connected(settings, ()) as (net, _), _beside(net.keep_finding(others)):
             await _live_as_bootstrap(net, files, settings, (), on_address)
 
 
@@ -164,7 +165,8 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
                 lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
             )
             _on_signals(peer.leave)
-            async with _remembering(node, watchers), _beside(reachability.keep_measuring()):
+            around = (reachability.keep_measuring(), net.keep_finding(addresses))
+            async with _remembering(node, watchers), _beside(*around):
                 await _with_daemon(asyncio.ensure_future(peer.run()), net)
 
 
@@ -285,9 +287,9 @@ async def _remembering(node: Node, watchers: Watchers) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _beside(work: Awaitable[None]) -> AsyncIterator[None]:
+async def _beside(*works: Awaitable[None]) -> AsyncIterator[None]:
     """Work that has no end of its own, as long as the block runs."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.gather(*works)
     try:
         yield
     finally:

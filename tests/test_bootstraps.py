@@ -58,11 +58,15 @@ def test_trainers_that_joined_by_different_ones_train_together(swarm: LocalPeers
     assert {number for number, digests in swarm.digests().items() if len(digests) > 1} == set()
 
 
-def test_both_addresses_lead_to_one_dht(swarm: LocalPeers) -> None:
+def one_dht(swarm: LocalPeers) -> bool:
+    """What the doctor says of the two addresses."""
     ended = call("doctor", swarm["bootstrap"].address, swarm["second"].address, "--json")
     checks = {check["name"]: check for check in json.loads(ended.stdout)["checks"]}
-    assert checks["dht"]["result"] == "pass", checks["dht"]
-    assert checks["dht"]["found"].endswith("2 addresses lead to one DHT")
+    return checks["dht"]["result"] == "pass" and checks["dht"]["found"].endswith("2 addresses lead to one DHT")
+
+
+def test_both_addresses_lead_to_one_dht(swarm: LocalPeers) -> None:
+    assert one_dht(swarm)
 
 
 def test_the_second_one_serves_the_campaign_when_the_first_is_gone(swarm: LocalPeers, config: Path, listen: str) -> None:
@@ -78,6 +82,17 @@ def test_the_second_one_serves_the_campaign_when_the_first_is_gone(swarm: LocalP
     assert f"spes-p2p join {address}" in again.log
     assert "starting without them" in again.log
     assert f"no peer answers at {first.address}" in again.log
+
+
+def test_the_second_one_finds_the_first_again(swarm: LocalPeers, config: Path) -> None:
+    """It started while the first was away; the first comes back and is told of nobody."""
+    first = swarm["bootstrap"]
+    swarm.bootstrap(config, first.address.partition("/p2p/")[0])
+    assert swarm["bootstrap"].address == first.address
+    swarm.wait(lambda: one_dht(swarm), 90, "both addresses lead to one DHT")
+    newest = swarm.newest_round()
+    swarm.wait_for_round(newest + 2, 120, trainers(swarm))
+    assert {number for number, digests in swarm.digests().items() if len(digests) > 1} == set()
 
 
 def test_another_campaign_is_refused(swarm: LocalPeers, config: Path, tmp_path: Path) -> None:

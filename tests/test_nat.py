@@ -65,10 +65,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             for name in ("bootstrap", OPEN, *HIDDEN):
                 machines.add(name, BYTES_PER_S, behind_router=name in HIDDEN)
             first = world.start("bootstrap", ["bootstrap", "--config", str(config), "--listen", "/ip4/0.0.0.0/tcp/31337"])
-            peers.wait(lambda: first.address or not first.is_running, 90, "the bootstrap says its address")
+            peers.wait(lambda: first.address or not first.is_running, 240, "the bootstrap says its address")
             for name in (OPEN, *HIDDEN):
                 world.start(name, ["join", first.address])
-            peers.wait_for_round(0, 120)
+            peers.wait_for_round(0, 240)
             yield world
     finally:
         machines.close()
@@ -91,9 +91,9 @@ def test_work_of_peers_that_cannot_be_dialled_is_in_every_round(world: World) ->
     everybody = {peer.peer_id for peer in trainers(world).values()}
     assembled = 1 + next(
         number for number in range(100)
-        if world.peers.wait_for_round(number, 90) is None and everybody <= set(world.peers.commit(number).members)
+        if world.peers.wait_for_round(number, 180) is None and everybody <= set(world.peers.commit(number).members)
     )
-    world.peers.wait_for_round(assembled + 6, 90)
+    world.peers.wait_for_round(assembled + 6, 180)
     for number in range(assembled, assembled + 6):
         commit = world.peers.commit(number)
         assert {peer for peer, tokens, _ in commit.contributions if tokens} == everybody, number
@@ -115,7 +115,7 @@ def test_peers_behind_different_routers_reach_one_another_through_the_relay(worl
         found.update(peer["peer_id"] for peer in world.call(HIDDEN[0], "status", bootstrap.address)["peers"])
         return {peer.peer_id for peer in (bootstrap, *trainers(world).values())} <= found
 
-    world.peers.wait(everybody_answers, 60, "a status asked for behind one router names the peer behind the other")
+    world.peers.wait(everybody_answers, 120, "a status asked for behind one router names the peer behind the other")
 
 
 @pytest.mark.parametrize(("machine", "result", "words"), [

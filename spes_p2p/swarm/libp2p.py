@@ -51,7 +51,7 @@ OPEN_TIMEOUT_S = 10.0
 REGISTRY_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 30.0
 GOODBYE_TIMEOUT_S = 3.0
-ADDRESSES_EVERY_S = 2.0
+ADDRESSES_EVERY_S, FIND_EVERY_S = 2.0, 5.0
 LINGER_S = 5.0
 """How long a finished channel still swallows what the other end sends, so that our last frames are not reset away."""
 
@@ -83,6 +83,25 @@ class Libp2p:
     async def wait_daemon_exit(self) -> None:
         """Returns when the daemon has ended; unless `close` was called, nothing works from then on."""
         await self._daemon.wait()
+
+    async def keep_finding(self, addresses: Sequence[str]) -> None:
+        """Dial these peers now and then, and be in one DHT with them again after they, or I, were away. Never returns."""
+        others = {address.rsplit("/p2p/", 1)[-1]: address for address in addresses}
+        others.pop(self.identity.peer_id, None)
+        while True:
+            await asyncio.sleep(FIND_EVERY_S)
+            await asyncio.gather(*(self._find(peer, address) for peer, address in others.items()))
+
+    async def _find(self, peer: str, address: str) -> None:
+        """Each takes the other into its routing table; then mine learns who is near me in the DHT that the other is in."""
+        protocol, timeout_s = self._node.protocol, OPEN_TIMEOUT_S
+        known = PeerID.from_base58(peer) in protocol.routing_table.peer_id_to_uid
+        with suppress(PeerUnreachable, ValidationError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._daemon.connect(peer, [address], timeout_s), timeout_s)
+            found = await asyncio.wait_for(protocol.call_ping(PeerID.from_base58(peer)), timeout_s)
+            if found is not None and not known:
+                log.info("found %s again", peer[-6:])
+                await asyncio.wait_for(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
     async def close(self) -> None:
         """Leave the DHT, end the daemon, remove its sockets, release the identity."""
