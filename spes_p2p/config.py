@@ -37,6 +37,7 @@ from spes_p2p.yaml_file import read_yaml_mapping
 
 PROTOCOL_VERSION = 3
 """Changes whenever peers of the old and the new code could not train together."""
+DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
 SLOWEST_LINE_BITS = 1e6
 """Bits a second below which a part takes so long that heartbeats behind it would come too late."""
 
@@ -315,6 +316,9 @@ class PeerConfig(Section):
     announce: tuple[Multiaddr, ...] = Field(
         (), description="Addresses that others should dial, behind NAT. Default: those listened on.")
     data_dir: Path | None = Field(None, description="Where the manifest's token files lie. Default: where the manifest says.")
+    token_cache_bytes: Positive = Field(
+        DEFAULT_TOKEN_CACHE_BYTES,
+        description="Disk that fetched pieces of text take at most (--token-cache 16GiB); those used longest ago go first.")
     identity: Path | None = Field(None, description="Private key file of the peer's id. Default: identity.key in run_dir.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message that is logged.")
 

@@ -193,7 +193,7 @@ async def _capacity(board: Switchboard, peers: Sequence[str], files: CampaignFil
         checks.append(judge_space("host memory", host_bytes(config, choice).total, available, "close other programs"))
     share = 2 * sum(map(num_bytes, files.training_manifest.files)) // max(2, config.sync.min_peers)
     disk = shutil.disk_usage(_existing(settings.run_dir)).free
-    needed = disk_bytes(config, choice).total + share
+    needed = disk_bytes(config, choice).total + min(share, settings.token_cache_bytes)
     checks.append(judge_space("disk", needed, disk, "make room, or choose another --run-dir"))
     return [*checks, await _bandwidth(board, peers, files, choice)]
 

@@ -141,7 +141,7 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
         experts, stored, setup = _experts(settings, files, device)
         options = _training_options(settings, stored)
         check_options(files.campaign.config.model, options, device)
-        shelf = await asyncio.to_thread(_open_text, files, settings.run_dir)
+        shelf = await asyncio.to_thread(_open_text, files, settings.run_dir, settings.token_cache_bytes)
         keep_campaign(files, genesis, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
         logger.info("%s", setup)
@@ -367,14 +367,14 @@ async def _genesis_of(others: Sequence[str], files: CampaignFiles, net: Libp2p, 
     return genesis
 
 
-def _open_text(files: CampaignFiles, run_dir: Path) -> TokenShelf:
+def _open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int) -> TokenShelf:
     """What this machine has of the text, verified; the rest is fetched when it is trained on. Raises UserError."""
     local = {
         file: path
         for manifest in files.manifests
         for file, path in find_local(manifest, files.folders, run_dir / VERIFIED_FILE).items()
     }
-    return TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local)
+    return TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local, cache_bytes)
 
 
 def _text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
@@ -402,18 +402,19 @@ def _readers(files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary) -> 
     training, data = files.campaign.config.training, files.campaign.config.data
     loop = asyncio.get_running_loop()
 
-    def reader(manifest: Manifest) -> SampleReader:
+    def reader(manifest: Manifest, holder: str) -> SampleReader:
         def fetch(number: int, samples: npt.NDArray[np.int64]) -> None:
             file = manifest.files[number]
             if not shelf.is_local(file):
                 pieces = pieces_of_samples(samples, training.sequence_length * np.dtype(file.dtype).itemsize)
+                shelf.hold(holder, str(file.pieces_sha256), pieces)
                 asyncio.run_coroutine_threadsafe(library.ensure(file, pieces), loop).result()
 
         arrays = [shelf.array(file) for file in manifest.files]
         return SampleReader(arrays, training.sequence_length, data.piece_samples, training.seed, fetch)
 
     held_out = files.held_out_manifest
-    return reader(files.training_manifest), None if held_out is None else reader(held_out)
+    return reader(files.training_manifest, "training"), None if held_out is None else reader(held_out, "held-out")
 
 
 def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[int, StoredFormat | None, str]:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_p2p.data.cache_order import CacheOrder
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, piece_count, pieces_of_samples, root_of
 from spes_p2p.data.shelf import TokenShelf
@@ -52,8 +53,12 @@ class Place:
     path: Path
     network: MemoryNetwork
 
-    def shelf(self, name: str, has_file: bool = False) -> TokenShelf:
-        return TokenShelf([self.file], self.folder / name, {self.file: self.path} if has_file else {})
+    def shelf(self, name: str, has_file: bool = False, limit_bytes: int | None = None) -> TokenShelf:
+        return TokenShelf([self.file], self.folder / name, {self.file: self.path} if has_file else {}, limit_bytes)
+
+    def disk_bytes(self, name: str) -> int:
+        """That the token files of this shelf's cache take."""
+        return sum(path.stat().st_blocks * 512 for path in (self.folder / name).glob("*.tokens"))
 
     async def library(
         self, name: str, shelf: TokenShelf, trainers: Sequence[str] = (), helpers: Sequence[str] = ("W",)
@@ -119,6 +124,55 @@ def test_a_cache_is_as_large_as_what_was_put_there_and_outlives_the_process(plac
     again = place.shelf("me")
     assert again.missing(root, [2, 3]) == [2]
     assert again.piece(root, 3) == piece
+
+
+def test_a_full_cache_lets_go_what_was_used_longest_ago_and_nothing_that_is_read(place: Place) -> None:
+    whole, cache = place.shelf("W", has_file=True), place.shelf("me", limit_bytes=3 * PIECE_BYTES)
+    root = str(place.file.pieces_sha256)
+    assert cache.learn_hashes(root, whole.hashes(root) or b"")
+    cache.keep_hashes(root)
+
+    def put(*pieces: int) -> None:
+        for index in pieces:
+            assert cache.put(root, index, whole.piece(root, index) or b"")
+
+    put(0, 1, 2)
+    cache.hold("reader", root, [0])
+    put(3, 4)
+    assert cache.missing(root, range(5)) == [1, 2]
+    assert place.disk_bytes("me") <= 3 * PIECE_BYTES
+    cache.hold("reader", root, [3, 4, 5, 6, 7])
+    put(5, 6, 7)
+    assert cache.missing(root, range(8)) == [0, 1, 2], "what is read stays, beyond the limit too"
+    assert place.is_right(cache, [3, 4, 5, 6, 7])
+    cache.hold("reader", root, [8])
+    put(8)
+    assert cache.missing(root, range(9)) == [0, 1, 2, 3, 4, 5]
+
+    again = place.shelf("me", limit_bytes=2 * PIECE_BYTES)
+    again.array(place.file)
+    assert again.missing(root, range(9)) == [0, 1, 2, 3, 4, 5, 6]
+    assert place.disk_bytes("me") <= 2 * PIECE_BYTES
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), min_size=1, max_size=4)), max_size=30))
+def test_a_cache_is_within_its_limit_but_for_what_is_held(limit: int, calls: list[tuple[bool, list[int]]]) -> None:
+    order, here, held, used = CacheOrder(limit), set[int](), set[int](), list[int]()
+    for is_hold, pieces in calls:
+        if is_hold:
+            order.hold("reader", [("root", piece) for piece in pieces])
+            held = set(pieces)
+            used += sorted(held & here)
+            continue
+        used.append(pieces[0])
+        left = [piece for _, piece in order.add(("root", pieces[0]), 1)]
+        here = (here | {pieces[0]}) - set(left)
+        last_use = {piece: place for place, piece in enumerate(used)}
+        free = here - held - {pieces[0]}
+        assert not set(left) & held
+        assert order.total_bytes == len(here)
+        assert len(here) <= limit or not free
+        assert max((last_use[piece] for piece in set(left) - held), default=-1) <= min((last_use[p] for p in free), default=99)
 
 
 def test_a_piece_that_was_damaged_on_the_disk_is_not_there_any_more(place: Place) -> None:

@@ -1,35 +1,52 @@
 """What a machine has of a campaign's token files: whole files that lie there, and pieces of others in a cache of its own.
 
 Nothing is remembered of which pieces the cache holds: a piece is there when its bytes have its hash, which is looked at once in
-each life of a peer. So a crash in the middle of a write costs one piece, never wrong tokens.
+each life of a peer. So a crash in the middle of a write costs one piece, never wrong tokens. A piece that leaves the cache
+becomes a hole in its file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from spes_p2p.data.cache_order import CacheOrder
 from spes_p2p.data.manifest import TokenFile, write_whole
 from spes_p2p.data.pieces import HASH_BYTES, PIECE_BYTES, PieceHasher, is_piece, piece_count, root_of
 from spes_p2p.data.token_files import TokenArray, open_tokens
 from spes_p2p.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 SCAN_BYTES = 2**24
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+"""Flags of Linux's fallocate."""
 
 
 class TokenShelf:
     """Token files by the root of their pieces. Used from several threads: pieces are written to their own places only."""
 
-    def __init__(self, files: Sequence[TokenFile], folder: Path, local: Mapping[TokenFile, Path]):
-        """`folder`: the cache. `local`: files that lie whole on this machine, and where."""
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        folder: Path,
+        local: Mapping[TokenFile, Path],
+        limit_bytes: int | None = None,
+    ):
+        """`folder`: the cache, of `limit_bytes` at most. `local`: files that lie whole on this machine, and where."""
         self._files = {file.pieces_sha256: file for file in files if file.pieces_sha256 is not None}
         self._folder, self._local = folder, dict(local)
         self._hashes: dict[str, bytes] = {}
         self._verified: set[tuple[str, int]] = set()
         self._arrays: dict[TokenFile, TokenArray] = {}
+        self._order, self._changing = CacheOrder(limit_bytes), threading.RLock()
+        self._can_punch = True
 
     def is_local(self, file: TokenFile) -> bool:
         """Does the whole file lie on this machine?"""
@@ -44,6 +61,10 @@ class TokenShelf:
             path = self._local.get(file)
             self._arrays[file] = open_tokens(path, file.dtype) if path is not None else self._map_cache(file)
         return self._arrays[file]
+
+    def hold(self, holder: str, root: str, pieces: Sequence[int]) -> None:
+        """These pieces are read next: none of them leaves the cache before the holder's next call."""
+        self._order.hold(holder, ((root, index) for index in pieces))
 
     def hashes(self, root: str) -> bytes | None:
         """The piece hashes of a file, HASH_BYTES each: known, kept from an earlier start, or made from the local file."""
@@ -72,11 +93,12 @@ class TokenShelf:
             return None
         if not self.is_local(file) and not self._cache_path(file).exists():
             return None
-        content = self._bytes(file)[index * PIECE_BYTES : (index + 1) * PIECE_BYTES].tobytes()
-        if (root, index) not in self._verified:
-            if not is_piece(content, hashes, index):
-                return None
-            self._verified.add((root, index))
+        with self._changing:
+            content = self._bytes(file)[index * PIECE_BYTES : (index + 1) * PIECE_BYTES].tobytes()
+            if (root, index) not in self._verified:
+                if not is_piece(content, hashes, index):
+                    return None
+                self._verified.add((root, index))
         return content
 
     def missing(self, root: str, pieces: Sequence[int]) -> list[int]:
@@ -91,8 +113,27 @@ class TokenShelf:
         self.array(file)
         with self._cache_path(file).open("r+b") as cache:
             os.pwrite(cache.fileno(), content, index * PIECE_BYTES)
-        self._verified.add((root, index))
+        with self._changing:
+            self._verified.add((root, index))
+            self._add(root, index, len(content))
         return True
+
+    def _add(self, root: str, index: int, size: int) -> None:
+        """Count a piece of the cache, and let go what is too much then."""
+        for old_root, old_index in self._order.add((root, index), size):
+            self._verified.discard((old_root, old_index))
+            self._punch(self._cache_path(self._files[old_root]), old_index)
+
+    def _punch(self, path: Path, index: int) -> None:
+        """Give the piece's place on the disk back."""
+        if not self._can_punch:
+            return
+        with path.open("r+b") as cache:
+            offset, length = (ctypes.c_int64(index * PIECE_BYTES), ctypes.c_int64(PIECE_BYTES))
+            if ctypes.CDLL(None, use_errno=True).fallocate(cache.fileno(), PUNCH_HOLE | KEEP_SIZE, offset, length):
+                self._can_punch = False
+                why = os.strerror(ctypes.get_errno())
+                logger.warning("%s: pieces cannot be given back to this file system (%s): the cache grows", path, why)
 
     def _bytes(self, file: TokenFile) -> np.ndarray:
         return self.array(file).view(np.uint8)
@@ -109,6 +150,9 @@ class TokenShelf:
                 os.truncate(cache.fileno(), num_bytes(file))
         except OSError as error:
             raise UserError(f"{path}: cannot keep token pieces there ({error.strerror}); choose another --run-dir") from None
+        with self._changing:
+            for index in list(_pieces_on_disk(path)):
+                self._add(str(file.pieces_sha256), index, PIECE_BYTES)
         return np.memmap(path, np.dtype(file.dtype).newbyteorder("<"), "r")
 
     def _kept_hashes(self, root: str) -> bytes | None:
@@ -123,6 +167,19 @@ class TokenShelf:
         for start in range(0, len(content), SCAN_BYTES):
             hasher.update(content[start : start + SCAN_BYTES].tobytes())
         return hasher.hashes()
+
+
+def _pieces_on_disk(path: Path) -> Iterator[int]:
+    """Numbers of the pieces for which a sparse file has something."""
+    end, size = 0, path.stat().st_size
+    with path.open("rb") as cache:
+        while end < size:
+            try:
+                start = os.lseek(cache.fileno(), end, os.SEEK_DATA)
+            except OSError:  # nothing but a hole from here on
+                return
+            end = os.lseek(cache.fileno(), start, os.SEEK_HOLE)
+            yield from range(start // PIECE_BYTES, piece_count(end))
 
 
 def num_bytes(file: TokenFile) -> int:
