@@ -201,8 +201,11 @@ def test_anybody_exports_the_newest_base_with_its_card(endless: LocalPeers, tmp_
     assert sum(each["tokens"] for each in facts["contributions"]) == upto.total_tokens
     assert all(each["expert_steps"] > 0 for each in facts["contributions"])
     card = (tmp_path / "checkpoint/README.md").read_text()
-    for text in (commit.base_digest, facts["config_hash"], endless["peer-0"].peer_id, f"round {number}"):
+    for text in (commit.base_digest, facts["config_hash"], f"round {number}"):
         assert text in card
+    for each in facts["contributions"]:
+        share = 100 * each["tokens"] / upto.total_tokens
+        assert f"| `{each['peer']}` | {each['tokens']} | {share:.1f} % | {each['expert_steps']} |" in card
     from transformers import AutoModelForCausalLM
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
