@@ -212,6 +212,21 @@ def test_a_restart_knows_how_much_work_stands_behind_what_is_pending() -> None:
         np.testing.assert_array_equal(update, account.ledger.update[name])
 
 
+def test_what_was_trained_since_a_restart_is_not_taken_for_a_push_of_before() -> None:
+    account = Account(0, (0,), "none")
+    account.train(3)
+    before, pushed = account.pending(), Ledger(LAYOUT)
+    pushed.load_state(account.ledger.state())
+    account.ledger = pushed
+    account.ledger.announce(account.trainer, account.base)
+    account.train(1)
+    for name in ("shared", "expert.0"):
+        group = LAYOUT.group(name)
+        sent = account.ledger.may_be_sent(account.trainer, account.base, group)
+        np.testing.assert_allclose(sent, before[group.start : group.stop], atol=1e-6)
+    assert account.ledger.may_be_sent(account.trainer, account.base, LAYOUT.expert(1)) is None
+
+
 def test_an_owner_that_lost_an_expert_contributes_it_once_more_then_none() -> None:
     account = Account(0, (2,), "none")
     account.train(3)

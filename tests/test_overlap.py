@@ -1,0 +1,271 @@
+"""Rounds that go on while their peers train (`sync.overlap`): weights, base and pending work after each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spes_p2p.config import Campaign
+from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
+from spes_p2p.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
+from spes_p2p.swarm.memory import MemoryNetwork
+from spes_p2p.sync.parts import Part
+
+STEPS = 10
+PEERS = ("A", "B")
+
+
+def overlapping(total_steps: int = 60, codec: str = "fp16", peers: int = 3, **sections: dict[str, Any]) -> Campaign:
+    return campaign(total_steps, codec, sync={"overlap": True, "min_peers": peers}, **sections)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a peer holds when it has applied a round."""
+
+    parts: tuple[Part, ...]
+    members: tuple[str, ...]
+    owned: tuple[int, ...]
+    base: np.ndarray
+    local: np.ndarray
+    carried: dict[int, np.ndarray]
+
+
+class Watching:
+    """A peer's observer: keeps what the peer holds after each round."""
+
+    def __init__(self, swarm: Callable[[], VirtualSwarm], name: str, recorder: Observer):
+        self._swarm, self._name, self._recorder = swarm, name, recorder
+        self.seen: dict[int, Seen] = {}
+
+    def tell(self, event: Event) -> None:
+        self._recorder.tell(event)
+        if isinstance(event, RoundCommitted) and self._name in PEERS:
+            replica, trainer = self._swarm().peers[self._name].replica, self._swarm().trainers[self._name]
+            results = next(each for each in replica._kept.values() if each.plan.round == event.round)
+            members = tuple(member.peer for member in results.plan.members)
+            carried = {start: values.copy() for start, values in replica._carried.items()}
+            self.seen[event.round] = Seen(
+                results.parts, members, trainer.owned, replica.base.values.copy(), trainer._local.copy(), carried
+            )
+
+
+class Reference:
+    """The formula of `sync/accounting.py` for peers that trained as many tokens each."""
+
+    def __init__(self, base: np.ndarray, seed: int):
+        self.base = base.copy()
+        self.local = {name: base.copy() for name in PEERS}
+        self.carried: dict[tuple[str, int], np.ndarray] = {}
+        """By reducer and start of the part; another reducer begins with nothing."""
+        self._noise = {name: noise_of(seed, name) for name in PEERS}
+
+    def reduce(self, parts: tuple[Part, ...], members: tuple[str, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Announce what is pending now: the next base, and what each peer sent as the others decoded it."""
+        update = {name: self.local[name] - self.base for name in PEERS}
+        sent = {name: np.zeros_like(self.base) for name in PEERS}
+        base = self.base.copy()
+        for part in parts:
+            place = slice(part.start, part.stop)
+            contributors, reducer = [members[i] for i in part.contributors], members[part.reducer]
+            for name in contributors:
+                is_rounded = name != reducer or len(contributors) == 1
+                sent[name][place] = decoded(part, update[name][place]) if is_rounded else update[name][place]
+            mean = sum(sent[name][place] for name in contributors) / len(contributors)
+            if len(contributors) > 1:
+                exact = mean + self.carried.get((reducer, part.start), 0)
+                mean = decoded(part, exact)
+                self.carried = {key: values for key, values in self.carried.items() if key[1] != part.start}
+                self.carried[reducer, part.start] = exact - mean
+            base[place] += mean
+        return base, sent
+
+    def train(self, name: str, owned: tuple[int, ...]) -> None:
+        train(self.local[name], owned, self._noise[name])
+
+    def apply(self, base: np.ndarray, sent: dict[str, np.ndarray]) -> None:
+        for name in PEERS:
+            self.local[name] += (base - self.base) - sent[name]
+        self.base = base
+
+
+def train(local: np.ndarray, owned: tuple[int, ...], noise: np.random.Generator) -> None:
+    """One phase, as the synthetic trainer does it."""
+    for _ in range(STEPS):
+        for group in LAYOUT.groups:
+            if group.expert is None or group.expert in owned:
+                local[group.start : group.stop] += noise.standard_normal(group.size, np.float32) * np.float32(1e-3)
+
+
+def noise_of(seed: int, name: str) -> np.random.Generator:
+    """What the synthetic trainer of a peer draws from, in each of its lives."""
+    return np.random.default_rng(zlib.crc32(f"{seed}/{name}".encode()))
+
+
+def decoded(part: Part, values: np.ndarray) -> np.ndarray:
+    return part.codec.decode(part.codec.encode(values), part.size)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
+def test_two_peers_hold_what_the_formula_says_after_every_round(codec: str) -> None:
+    async def main() -> None:
+        watching: dict[str, Watching] = {}
+
+        def watch(name: str, recorder: Observer) -> Observer:
+            watching[name] = Watching(lambda: swarm, name, recorder)
+            return watching[name]
+
+        swarm = VirtualSwarm(overlapping(40, codec, 2, merge={"merge_interval": None}), make_observer=watch)
+        base0 = swarm.base0
+        swarm.start_all("AB")
+        await swarm.until_finished()
+        reference = Reference(base0, swarm.network.seed)
+        for number in range(1, 6):
+            seen = {name: watching[name].seen[number] for name in PEERS}
+            base, sent = reference.reduce(seen["A"].parts, seen["A"].members)
+            for name in PEERS:
+                if number < 5:
+                    reference.train(name, watching[name].seen[number - 1].owned)
+            reference.apply(base, sent)
+            for name in PEERS:
+                np.testing.assert_allclose(seen[name].base, reference.base, atol=1e-6)
+                np.testing.assert_allclose(seen[name].local, reference.local[name], atol=1e-6)
+                np.testing.assert_allclose(
+                    seen[name].local - seen[name].base, reference.local[name] - reference.base, atol=1e-6
+                )
+                for start, carried in seen[name].carried.items():
+                    np.testing.assert_allclose(carried, reference.carried[name, start], atol=1e-6)
+            np.testing.assert_array_equal(seen["A"].base, seen["B"].base)
+        assert not np.array_equal(reference.base, base0)
+
+    simulate(main)
+
+
+def test_an_update_is_applied_one_phase_after_it_was_announced_and_all_of_it_in_the_end() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(overlapping())
+        swarm.start_all()
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        commits = swarm.recorders["A"].commits()
+        assert sorted(commits) == list(range(8))
+        assert [commits[number].tokens for number in range(8)] == [0, 0, *[960] * 6]
+        assert commits[7].campaign_step == 60
+        assert swarm.trained_tokens() == commits[7].total_tokens
+        for name, peer in swarm.peers.items():
+            assert not peer.replica.ledger.pending.tokens
+            assert np.abs(swarm.trainers[name]._local - peer.replica.base.values).max() < 1e-4
+
+    simulate(main)
+
+
+def test_a_round_that_is_shorter_than_a_phase_costs_no_time() -> None:
+    def seconds(overlap: bool) -> float:
+        async def main() -> float:
+            network = MemoryNetwork(latency_s=0.05)
+            swarm = VirtualSwarm(campaign(300, "none", sync={"overlap": overlap}), network=network)
+            for name in "WABC":
+                network.set_bandwidth(name, 4000.0, 4000.0)
+            swarm.start_all()
+            await swarm.until_round(2)
+            started = asyncio.get_running_loop().time()
+            await swarm.until_round(22)
+            return asyncio.get_running_loop().time() - started
+
+        return simulate(main)
+
+    assert seconds(overlap=False) > 20 * STEPS * 1.3
+    assert seconds(overlap=True) < 20 * STEPS * 1.05
+
+
+@pytest.mark.parametrize("away_s", [0.0, 5.0, 60.0])
+def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -> None:
+    """Its update is in the new base, its codes died with it; the checkpoint has the update, and how much work that is."""
+
+    async def main() -> None:
+        watching: dict[str, Watching] = {}
+
+        def watch(name: str, recorder: Observer) -> Observer:
+            watching.setdefault(name, Watching(lambda: swarm, name, recorder))
+            return watching[name]
+
+        swarm = VirtualSwarm(overlapping(120, "none", merge={"merge_interval": None}), make_observer=watch)
+        swarm.start_all()
+        await swarm.until_round(3)
+        await swarm.until(lambda: swarm.trainers["B"].samples_by_round.get(4) is not None, 100)
+        victim = next(name for name in PEERS if name != swarm.peers["C"].node.coordinators()[0])
+        kill_at_vote(swarm, victim)
+        await swarm.until(lambda: victim not in swarm.peers, 200)
+        await asyncio.sleep(away_s)
+        phases = len(swarm.recorders[victim].told(PhaseTrained))
+        swarm.start_again(victim)
+        await swarm.until(lambda: 5 in watching[victim].seen, 100)
+        seen, since = watching[victim].seen[5], len(swarm.recorders[victim].told(PhaseTrained)) - phases
+        commits = swarm.recorders[victim].commits()
+        assert [tokens for peer, tokens, _ in commits[5].contributions if peer == victim] == [320]
+        trained, noise = np.zeros(LAYOUT.size, np.float32), noise_of(swarm.network.seed, victim)
+        for _ in range(since):
+            train(trained, seen.owned, noise)
+        np.testing.assert_allclose(seen.local - seen.base, trained, atol=1e-6)
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert swarm.recorders["C"].commits()[13].total_tokens <= swarm.trained_tokens()
+
+    simulate(main)
+
+
+def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(overlapping(300))
+        swarm.start_all()
+        await swarm.until_finished()
+        trained = Counter(
+            sample for by_round in swarm.samples.values() for each in by_round.values() for sample in samples(each)
+        )
+        assert set(trained.values()) == {1}
+        epochs = Counter(epoch for epoch, _ in trained)
+        assert all(epochs[epoch] == NUM_SAMPLES for epoch in range(max(epochs)))
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("delay_s", [0.3, 3.0, 9.9, 10.2])
+def test_who_leaves_politely_gives_back_the_samples_of_all_work_that_was_not_included(delay_s: float) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(overlapping(600))
+        swarm.start_all()
+        await swarm.until_round(3)
+        await asyncio.sleep(delay_s)
+        swarm.peers["B"].leave()
+        await swarm.until(lambda: swarm.tasks["B"].done())
+        commits = swarm.recorders["B"].commits()
+        included = sum(tokens for commit in commits.values() for peer, tokens, _ in commit.contributions if peer == "B")
+        del swarm.peers["B"]
+        await swarm.until_round(30)
+        others = Counter(
+            sample for name in "AC" for each in swarm.samples[name].values() for sample in samples(each)
+        )
+        mine = [sample for number in sorted(swarm.samples["B"]) for sample in samples(swarm.samples["B"][number])]
+        lost = mine[included // swarm.campaign.config.training.sequence_length :]
+        assert all(others[sample] == 1 for sample in lost)
+        assert not any(others[sample] for sample in mine[: len(mine) - len(lost)])
+
+    simulate(main)
+
+
+def kill_at_vote(swarm: VirtualSwarm, victim: str) -> None:
+    """The victim dies when somebody else asks for or casts the first vote on round 5."""
+
+    def hook(peer: str, its_method: str, index: int) -> None:
+        if its_method == "accept" and peer != victim and victim in swarm.peers and swarm.peers[victim].node.log.round == 4:
+            swarm.network.hook = None
+            swarm.kill(victim)
+
+    swarm.network.hook = hook
