@@ -1,0 +1,208 @@
+"""./tools/bench link: rounds over shaped lines, each peer in a network namespace of its own (tc tbf; needs root).
+
+`overlap`: two peers and a bootstrap peer; tokens a second of a peer that never syncs, of peers whose rounds block training,
+and of peers whose rounds overlap it. `even`: four peers alike. `uneven`: one of four has a fifth of the line, and 50 ms of
+latency each way come on top (added by the transport: not every kernel has netem). The last two say how much of its line the
+fullest peer used between plan and staged results: encoded bytes, without headers, so a few per cent less than what the line
+carried.
+
+Trainers take a fixed time a phase and no cores, as on a GPU. Means over the measured rounds of each peer, medians of the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from round_benchmark import Process
+from round_contenders import EXPERTS, Report
+
+from spes_p2p.simulate.namespaces import Namespaces, why_unavailable
+
+PROGRAM = Path(__file__).with_name("link_member.py")
+CASES = ("overlap", "even", "uneven")
+UNEVEN_SHARE, UNEVEN_LATENCY_S = 0.2, 0.05
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="default: all")
+    parser.add_argument("--rounds", type=int, default=6, help="measured rounds of each contender (default 6)")
+    parser.add_argument("--codec", default="int8", help="of shared weights and experts (default int8)")
+    parser.add_argument("--megabytes", type=int, default=20, help="fp32 state of `overlap` (default 20)")
+    parser.add_argument("--mbit", type=float, default=20.0, help="line of `overlap` (default 20)")
+    parser.add_argument("--phase", type=float, default=8.0, help="seconds that a phase of `overlap` takes (default 8)")
+    parser.add_argument("--line-megabytes", type=int, default=200, help="fp32 state of the other cases (default 200)")
+    parser.add_argument("--line-mbit", type=float, default=100.0, help="their line (default 100)")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
+    arguments = parser.parse_args()
+    why = why_unavailable()
+    if why is not None:
+        parser.error(why)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    report: Report = {}
+    if "overlap" in arguments.only:
+        report["overlap"] = overlap_case(arguments)
+    for case in ("even", "uneven"):
+        if case in arguments.only:
+            report[case] = line_case(arguments, case == "uneven")
+    text = json.dumps(report, indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
+    return 0
+
+
+def overlap_case(arguments: argparse.Namespace) -> Report:
+    """Tokens a second of three kinds of peers, one after the other."""
+    shape = {"elements": arguments.megabytes * 10**6 // 4, "phase_s": arguments.phase, "owned": EXPERTS // 2}
+    found = {}
+    for kind in ("alone", "blocking", "overlap"):
+        spec = {**shape, "codec": arguments.codec, "sync": {"min_peers": 2, "overlap": kind == "overlap"}, "latency_s": 0.0}
+        lines = {"peer-0": arguments.mbit, "peer-1": arguments.mbit}
+        rounds = run_alone(spec, arguments) if kind == "alone" else run(spec, lines, arguments)
+        found[kind] = summary(rounds, lines, arguments.phase)
+        print(f"{kind}: {found[kind]}", file=sys.stderr)
+    never = found["alone"]["seconds_a_round"]
+    return {
+        **found, "megabytes": arguments.megabytes, "mbit": arguments.mbit, "phase_s": arguments.phase,
+        "blocking_share_of_time": round(1 - never / found["blocking"]["seconds_a_round"], 3),
+        "overlap_vs_never_tokens_per_s": round(never / found["overlap"]["seconds_a_round"], 3),
+    }
+
+
+def line_case(arguments: argparse.Namespace, uneven: bool) -> Report:
+    """How much of the lines an exchange uses."""
+    lines = {f"peer-{i}": arguments.line_mbit for i in range(4)}
+    if uneven:
+        lines["peer-3"] *= UNEVEN_SHARE
+    spec = {
+        "elements": arguments.line_megabytes * 10**6 // 4, "phase_s": 0.5, "owned": EXPERTS // 4, "codec": arguments.codec,
+        "sync": {"min_peers": 4}, "latency_s": UNEVEN_LATENCY_S if uneven else 0.0,
+    }
+    found = summary(run(spec, lines, arguments), lines, 0.5)
+    print(f"{'uneven' if uneven else 'even'}: {found}", file=sys.stderr)
+    return {**found, "megabytes": arguments.line_megabytes, "mbit": list(lines.values())}
+
+
+WARM_UP = 5
+"""Rounds until bandwidths are measured, and files of former rounds are used again."""
+
+
+def run(spec: Report, lines: Mapping[str, float], arguments: argparse.Namespace) -> dict[str, list[Report]]:
+    """Warm-up and measured rounds of a swarm; the reports of the latter by peer, with the last one before them."""
+    machines = Namespaces()
+    try:
+        for name in ("bootstrap", *lines):
+            machines.add(name, 1e6 / 8 * lines.get(name, max(lines.values())))
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as place, started() as start:
+            rules = {**spec, "folder_of": place}
+            first = start("bootstrap", 0, machines, rules)
+            found = first.hear()
+            known = {"addresses": [found["address"]], "genesis": found["genesis"]}
+            members = {name: start("ours", i, machines, {**rules, **known}, name) for i, name in enumerate(lines)}
+            last = WARM_UP + arguments.rounds
+            heard = {name: list(reports_until(member, last)) for name, member in members.items()}
+        return {name: [report for report in reports if report["round"] >= WARM_UP] for name, reports in heard.items()}
+    finally:
+        machines.close()
+
+
+def run_alone(spec: Report, arguments: argparse.Namespace) -> dict[str, list[Report]]:
+    with started() as start:
+        member = start("alone", 0, None, {**spec, "folder_of": str(arguments.folder), "rounds": 1 + arguments.rounds})
+        return {"alone": list(reports_until(member, 1 + arguments.rounds))}
+
+
+def reports_until(member: Process, last: int) -> Iterator[Report]:
+    while True:
+        report = member.hear()
+        yield report
+        if report["round"] >= last:
+            return
+
+
+@contextmanager
+def started() -> Iterator[Any]:
+    """Starts processes, in their namespaces; ends them all."""
+    processes: list[Process] = []
+
+    def start(kind: str, member: int, machines: Namespaces | None, rules: Report, name: str = "bootstrap") -> Process:
+        folder = Path(rules["folder_of"]) / name
+        command, address = [sys.executable, str(PROGRAM)], ""
+        log: Any = subprocess.DEVNULL
+        if machines is not None:
+            folder.mkdir()
+            command, address = [*machines.command(name), *command], machines.address(name)
+            log = (folder / "log").open("w")
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = Process(child, {**rules, "kind": kind, "member": member, "folder": str(folder), "address": address})
+        processes.append(process)
+        process.tell(json.dumps(process.spec))
+        return process
+
+    try:
+        yield start
+    except RuntimeError:
+        for process in processes:
+            text = Path(process.spec["folder"]) / "log"
+            print(process.spec["kind"], text.read_text()[-3000:] if text.exists() else "", sep="\n", file=sys.stderr)
+        raise
+    finally:
+        for process in processes:
+            process.child.terminate()
+        for process in processes:
+            try:
+                process.child.wait(10)
+            except subprocess.TimeoutExpired:
+                process.child.kill()
+                process.child.wait()
+
+
+def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phase_s: float) -> Report:
+    """Of each peer the means over its rounds; of the peers the medians, and the fullest line."""
+    per_round = {name: (last["at"] - first["at"]) / (last["round"] - first["round"])
+                 for name, (first, *_, last) in rounds.items()}
+    found: Report = {
+        "seconds_a_round": round(statistics.median(per_round.values()), 3),
+        "cpu_seconds_a_round": round(statistics.median(
+            (last["cpu_seconds"] - first["cpu_seconds"]) / (last["round"] - first["round"])
+            for first, *_, last in rounds.values()), 3),
+    }
+    if "alone" in rounds:
+        return found
+    measured = [report for reports in rounds.values() for report in reports[1:]]
+    last = [reports[-1] for reports in rounds.values()]
+    shares = {name: {way: share_of_line(reports[1:], way, lines[name]) for way in ("sent", "received")}
+              for name, reports in rounds.items()}
+    return {
+        **found,
+        "round_without_phase_s": round(found["seconds_a_round"] - phase_s, 3),
+        "exchange_s": round(statistics.median(r["phases"]["exchange"] for r in measured), 3),
+        "apply_s": round(statistics.median(r["phases"]["apply"] for r in measured), 3),
+        "megabytes_sent": [round(r["sent"] / 1e6, 2) for r in last],
+        "megabytes_received": [round(r["received"] / 1e6, 2) for r in last],
+        "share_of_line": shares,
+        "share_of_fullest_line": max(share for ways in shares.values() for share in ways.values()),
+        "replicas_identical": len({r["digest"] for r in last}) == 1,
+        "dropped_parts": sum(r["dropped"] for r in measured),
+    }
+
+
+def share_of_line(reports: list[Report], way: str, mbit: float) -> float:
+    """Median over the rounds of what crossed a line, of what it carries while the exchange lasts."""
+    return round(statistics.median(8e-6 * r[way] / r["phases"]["exchange"] / mbit for r in reports), 3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

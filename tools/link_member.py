@@ -1,0 +1,183 @@
+"""One process of ./tools/bench link: a peer behind a shaped line; its trainer takes a fixed time a phase, as one on a GPU does.
+
+It reads what it is as one line of JSON and reports one line of JSON a round, with CPU seconds since the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from round_contenders import EXPERTS, Spec, our_campaign, our_layout, say
+
+TOKENS_A_PHASE = 1000
+
+
+def main() -> None:
+    spec = json.loads(sys.stdin.readline())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    if spec["kind"] == "alone":
+        alone(spec)
+    else:
+        import uvloop
+
+        uvloop.install()
+        asyncio.run(live(spec))
+
+
+def alone(spec: Spec) -> None:
+    """Train and never sync."""
+    from spes_p2p.training.interface import Phase
+
+    layout = our_layout(spec["elements"])
+    trainer = paced_trainer(spec, layout, np.zeros(layout.size, np.float32), tuple(range(spec["owned"])))
+    for number in range(1, spec["rounds"] + 1):
+        trainer.train(Phase(number, 0, 1, 1, ()), lambda: False, lambda done, speed: None)
+        say(round=number, at=time.monotonic(), cpu_seconds=cpu_seconds())
+
+
+def paced_trainer(spec: Spec, layout: Any, base: np.ndarray, owned: tuple[int, ...]) -> Any:
+    from spes_p2p.training.interface import Phase, PhaseReport
+    from spes_p2p.training.synthetic import SyntheticTrainer
+
+    class PacedTrainer(SyntheticTrainer):
+        """Its device computes for `phase_s` seconds while the cores are free; then all that is trained moves a bit."""
+
+        def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+            time.sleep(spec["phase_s"])
+            for group in self.layout.groups:
+                if group.expert is None or group.expert in self.owned:
+                    self._local[group.start : group.stop] *= np.float32(1 + 1e-3 * (spec["member"] + 1))
+            routed = tuple(TOKENS_A_PHASE if expert in self.owned else 0 for expert in range(EXPERTS))
+            return PhaseReport(phase.steps, TOKENS_A_PHASE, routed, 1.0, 0.0, spec["phase_s"], (), 0)
+
+    return PacedTrainer(layout, base, owned, TOKENS_A_PHASE, spec["phase_s"], spec["member"])
+
+
+async def live(spec: Spec) -> None:
+    """A trainer, or the bootstrap peer, which stays as a helper."""
+    from spes_p2p.genesis import make_genesis, save_base_0
+    from spes_p2p.observe.events import Event, RoundCommitted
+    from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
+    from spes_p2p.swarm.electors import open_votes
+    from spes_p2p.swarm.interfaces import World
+    from spes_p2p.swarm.libp2p import start_libp2p
+    from spes_p2p.swarm.node import Node
+    from spes_p2p.swarm.records import Head
+    from spes_p2p.swarm.store import DirectoryStore
+    from spes_p2p.swarm.wire import pack, unpack
+    from spes_p2p.sync.plan import Rules
+
+    class Observer:
+        """Reports each round."""
+
+        def tell(self, event: Event) -> None:
+            if isinstance(event, RoundCommitted) and not helps:
+                say(round=event.round, at=time.monotonic(), cpu_seconds=cpu_seconds(), digest=event.base_digest,
+                    sent=event.sent_bytes, received=event.received_bytes, phases=event.seconds, dropped=event.dropped_parts)
+
+    helps = spec["kind"] == "bootstrap"
+    folder, campaign, layout = Path(spec["folder"]), our_campaign(spec), our_layout(spec["elements"])
+    net = await start_libp2p(folder / "identity.key", [f"/ip4/{spec['address']}/tcp/0"], (), spec.get("addresses", ()))
+    store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
+    genesis = unpack(Head, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
+        make_genesis(campaign, net.identity.peer_id, base0, open_votes(store, random.Random()).disk))
+    save_base_0(store, genesis, base0)
+    transport = Delayed(net.transport, spec["latency_s"]) if spec["latency_s"] else net.transport
+    world = World(transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
+    rules = Rules(campaign.config, campaign.hash, 10**6)
+    node = Node(world, campaign, genesis, rules, "helper" if helps else "trainer", {}, Observer())
+    peer = Peer(
+        node, layout, None if helps else lambda base, owned: paced_trainer(spec, layout, base, owned),
+        NOTHING_TO_TRAIN if helps else Capacity(spec["owned"]), Observer(), lambda: b"", str(folder),
+    )
+    if helps:
+        say(address=net.transport.addresses[0], genesis=pack(genesis).hex())
+    try:
+        await peer.run()
+    finally:
+        await net.close()
+
+
+def cpu_seconds() -> float:
+    """Of this process and its libp2p daemon until now."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = psutil.Process().children(recursive=True)
+    return own.ru_utime + own.ru_stime + sum(sum(child.cpu_times()[:2]) for child in children)
+
+
+class Delayed:
+    """A transport whose frames arrive `latency_s` later than they do: for kernels without netem."""
+
+    def __init__(self, inner: Any, latency_s: float):
+        self._inner, self._latency_s = inner, latency_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def serve(self, method: str, handler: Callable[[Any], Any]) -> None:
+        """As its inner one."""
+
+        async def delayed(channel: Any) -> None:
+            await handler(DelayedChannel(channel, self._latency_s))
+
+        await self._inner.serve(method, delayed)
+
+    async def open(self, peer: str, method: str) -> Any:
+        """Takes a round trip more."""
+        await asyncio.sleep(2 * self._latency_s)
+        return DelayedChannel(await self._inner.open(peer, method), self._latency_s)
+
+
+class DelayedChannel:
+    """Frames are taken from the line as they arrive, and given out later, in order."""
+
+    def __init__(self, inner: Any, latency_s: float):
+        self._inner, self._latency_s = inner, latency_s
+        self._arrived: asyncio.Queue[tuple[float, Any]] = asyncio.Queue()
+        self._reading: asyncio.Task[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def receive(self) -> bytes | None:
+        """The next frame, late."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._read())
+        arrived_at, frame = await self._arrived.get()
+        await asyncio.sleep(max(0.0, arrived_at + self._latency_s - asyncio.get_running_loop().time()))
+        if isinstance(frame, Exception):
+            raise frame
+        received: bytes | None = frame
+        return received
+
+    def abort(self) -> None:
+        """Drop the stream."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._inner.abort()
+
+    async def _read(self) -> None:
+        frame: Any = b""
+        while frame is not None and not isinstance(frame, Exception):
+            try:
+                frame = await self._inner.receive()
+            except Exception as error:
+                frame = error
+            self._arrived.put_nowait((asyncio.get_running_loop().time(), frame))
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG: end with the benchmark
+    main()
