@@ -251,6 +251,21 @@ def status(
 
 
 @app.command()
+def control(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of any peer of the campaign: /ip4/.../p2p/...")],
+    key: Annotated[Path, typer.Option(help="identity.key of the bootstrap peer that began the campaign: it is the owner's.")],
+    order: Annotated[list[str], typer.Argument(metavar="ORDER...", help="pause, resume or stop.")],
+) -> None:
+    """Order all peers of your campaign to pause, resume or stop: everybody does it after the same round."""
+    from spes_p2p.orders import give_order, parse_order
+
+    _log("warning", False)
+    given = _run(give_order([address], key, parse_order(order)))
+    taken = f"{given.taken} of {given.peers} peers have record {given.control.number}"
+    print(f"{' '.join(order)}: {taken}; it holds as soon as a round after {given.round} is committed")
+
+
+@app.command()
 def simulate(
     scenario: Annotated[Path | None, typer.Argument(help="Scenario file (YAML); options below go on top of it.")] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="In this process, in virtual time: fast.")] = False,

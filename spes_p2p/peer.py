@@ -23,6 +23,7 @@ from spes_p2p.observe.events import (
     PhaseTrained,
     TrainingProgress,
 )
+from spes_p2p.swarm.control import is_paused, is_stopped
 from spes_p2p.swarm.coordinator import IN_FULL, ROUND
 from spes_p2p.swarm.node import Hooks, Node
 from spes_p2p.swarm.records import Announcement, Decided, Plan, Revision
@@ -132,10 +133,10 @@ class Peer:
 
     @property
     def finished(self) -> bool:
-        """Has the campaign's last step been committed?"""
-        return self.node.log.head.step >= self.node.campaign.config.training.total_steps and (
-            self.replica.base.head == self.node.log.head.id
-        )
+        """Is the campaign's last round in the base: the one that reached the last step, or in which its owner stopped it?"""
+        head = self.node.log.head
+        over = head.step >= self.node.campaign.config.training.total_steps or is_stopped(head.control)
+        return over and self.replica.base.head == head.id
 
     def leave(self) -> None:
         """Stop at the next step and go, after telling the others."""
@@ -317,7 +318,8 @@ class Peer:
         """One attempt: announce, exchange, stage, and learn the decided head. Raises PeerUnreachable, Refused, WireError."""
         clock = asyncio.get_running_loop().time
         await self.replica.durable()
-        self._enter("waiting" if self.is_helper else "announcing")
+        paused = is_paused(self.node.log.head.control)
+        self._enter("paused" if paused else "waiting" if self.is_helper else "announcing")
         started = clock()
         async with self.node.board.talk(coordinator, ROUND) as talk:
             await talk.send(pack(self._announcement(attempt)))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,
+    Controlled,
     DownloadProgress,
     Evaluated,
     Observer,
@@ -34,6 +35,7 @@ class Teller:
         self._replica = replica
         self._observer = observer
         self._evaluated_round = -1
+        self._control = 0
         self._moved: Counter[tuple[str, bool]] = Counter()
 
     def enter(self, phase: str) -> None:
@@ -57,6 +59,7 @@ class Teller:
         self._observer.tell(
             BaseRestored(head.round, head.step, total_steps, head.tokens, self._replica.base.digest, source, owners_of(head))
         )
+        self._tell_control(head)
 
     def committed(self, applied: Applied, seconds: Mapping[str, float]) -> None:
         """A round was applied; `seconds` by phase of the round."""
@@ -86,10 +89,18 @@ class Teller:
                 contributions=contributions(head, applied.results, training.batch_size * training.sequence_length),
             )
         )
+        self._tell_control(head)
 
     def downloading(self, done: int, total: int) -> None:
         """So much of the base is here."""
         self._observer.tell(DownloadProgress("the base", done, total))
+
+    def _tell_control(self, head: Head) -> None:
+        """The owner's order, once."""
+        control = head.control
+        if control is not None and control.number != self._control:
+            self._control = control.number
+            self._observer.tell(Controlled(head.round, control.number, control.state))
 
     def _bytes(self) -> tuple[int, int]:
         """Report what crossed the transport since the last time; returns (sent, received) in all."""

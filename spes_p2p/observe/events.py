@@ -16,7 +16,7 @@ class PhaseEntered:
     """What this peer does from now on."""
 
     name: str
-    """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, leaving."""
+    """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, paused, leaving."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,18 @@ class RoundCommitted:
     learning_rate: float = 0.0
     contributions: tuple[tuple[str, int, int], ...] = ()
     """For each member: peer id, tokens, local steps times experts trained in them."""
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """An order of the campaign's owner holds from now on, for everybody alike."""
+
+    round: int
+    """The last round in this peer's base."""
+    number: int
+    """Of the control record."""
+    state: str
+    """running, paused, stopped."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +191,7 @@ Event = (
     | TrainingProgress
     | PhaseTrained
     | RoundCommitted
+    | Controlled
     | RoundFailed
     | WorkDropped
     | DigestMismatch

@@ -17,6 +17,7 @@ from typing import Any
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import (
     BaseRestored,
+    Controlled,
     DigestMismatch,
     Evaluated,
     Event,
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
 
-KEPT = (BaseRestored, PhaseTrained, RoundCommitted, Evaluated, RoundFailed, WorkDropped, DigestMismatch)
+KEPT = (BaseRestored, PhaseTrained, RoundCommitted, Controlled, Evaluated, RoundFailed, WorkDropped, DigestMismatch)
 _KEPT_BY_NAME = {kind.__name__: kind for kind in KEPT}
 
 

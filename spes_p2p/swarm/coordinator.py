@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.swarm.control import is_paused
 from spes_p2p.swarm.deadline import lateness, patience
 from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, is_outbid, quorum, remaining, weigh
 from spes_p2p.swarm.interfaces import Identity
-from spes_p2p.swarm.records import Announcement, Ballot, Decided, Farewell, Head, Plan, Pong, Revision, Staged, Vote
+from spes_p2p.swarm.records import Announcement, Ballot, Control, Decided, Farewell, Head, Plan, Pong, Revision, Staged, Vote
 from spes_p2p.swarm.relay import Relay
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
@@ -94,11 +95,12 @@ class Coordination:
         identity: Identity,
         farewells: Callable[[], tuple[Farewell, ...]],
         relay: Relay,
+        control: Callable[[], Control | None],
     ):
         """`duties`: steps of this phase by peer. `lateness`: of members in earlier rounds (`deadline.py`).
 
         `returned`: who has left by now, with what they gave back; `farewells`: of electors among them. `phase_began`: loop
-        time.
+        time. `control`: the newest control record that is known here.
         """
         self.head = log.head
         self._board = board
@@ -114,6 +116,7 @@ class Coordination:
         self._identity = identity
         self._farewells = farewells
         self._relay = relay
+        self._control = control
         loop = asyncio.get_running_loop()
         self._announced: dict[str, Announcement] = {}
         self._done_at: dict[str, float] = {}
@@ -137,6 +140,7 @@ class Coordination:
     async def run(self) -> None:
         """Bring the round to a decision, or fail the attempt for everybody in it."""
         try:
+            await self._sit_out_pause()
             await self._gather()
             decided = await self._decide()
             self._on_decided(decided)
@@ -229,6 +233,17 @@ class Coordination:
 
     # Gathering ---------------------------------------------------------------------------------------------------------
 
+    async def _sit_out_pause(self) -> None:
+        """After a head that pauses the campaign no round is planned, until its owner says more."""
+        while is_paused(self.head.control) and self._control() == self.head.control:
+            self._require_open()
+            await asyncio.sleep(PING_EVERY_S)
+
+    def _require_open(self) -> None:
+        """Raises AttemptFailed when another coordinator has brought this round to its decision."""
+        if self._log.head.id != self.head.id:
+            raise AttemptFailed("this round is decided already")
+
     async def _gather(self) -> None:
         """Wait until every trainer that lives and has a duty has announced; late ones are told to stop, then left behind.
 
@@ -236,6 +251,7 @@ class Coordination:
         """
         sync = self._rules.config.sync
         while True:
+            self._require_open()
             self._changed.clear()
             now = asyncio.get_running_loop().time()
             trainers = {peer for peer in self._alive if self._announced[peer].trains}
@@ -358,7 +374,9 @@ class Coordination:
         tokens = sum(announcement.tokens for announcement in agreeing.values())
         donors = await self._choose_donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
         returned = tuple(interval for peer, back in self._returned().items() if peer not in there for interval in back)
-        return make_plan(self.head, ballot, agreeing, returned, digest, donors, self._rules, self._arrivals(agreeing))
+        return make_plan(
+            self.head, ballot, agreeing, returned, digest, donors, self._rules, self._arrivals(agreeing), self._control()
+        )
 
     async def _choose_donors(self) -> Donors | None:
         """Merge donors; none when I hold no base to compare experts in: this one merge is left out then."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from spes_p2p.errors import Refused
+from spes_p2p.swarm.control import may_follow
 from spes_p2p.swarm.interfaces import Identity, Store
 from spes_p2p.swarm.records import Ballot, Decided, Farewell, Head, Vote
 from spes_p2p.swarm.store import frame_record, parse_records
@@ -201,7 +202,9 @@ def reform_head(parent: Head, helper: str, disk: str) -> Head:
 def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
     """Is this head decided by the electorate that its parent fixed, or a reform signed by one of the campaign's helpers?"""
     head = decided.head
-    if (head.campaign, head.parent, head.round) != (parent.campaign, parent.id, parent.round + 1):
+    if (head.campaign, head.parent, head.round, head.helpers) != (parent.campaign, parent.id, parent.round + 1, parent.helpers):
+        return False
+    if not may_follow(head.control, parent, identity):
         return False
     if head.epoch != parent.epoch:
         return _proves_reform(decided, parent, identity)
@@ -363,6 +366,8 @@ class Elector:
         kept = (proposed.campaign, proposed.epoch, proposed.helpers) == (head.campaign, head.epoch, head.helpers)
         if not kept or not proposed.plan or len(proposed.disks) != len(proposed.electorate):
             raise Refused("a head that no plan of this campaign leads to")
+        if not may_follow(proposed.control, head, self._identity):
+            raise Refused("a control record that the owner did not sign, or an old one")
         self._require_elector()
         if request.ballot.coordinator not in head.electorate:
             raise Refused("a ballot of a peer that is no elector of this round")

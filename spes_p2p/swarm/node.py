@@ -14,6 +14,7 @@ from spes_p2p.config import PROTOCOL_VERSION, Campaign
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.observe.events import Observer, PeersSeen
+from spes_p2p.swarm.control import CONTROL, Controls, Known
 from spes_p2p.swarm.coordinator import (
     ACCEPT,
     DECIDE,
@@ -123,6 +124,7 @@ class Node:
         self.role = role
         self.board = Switchboard(world.transport, campaign.config.sync.silence_s, world.line)
         self.log = HeadLog(world.store, world.identity, genesis)
+        self.controls = Controls(self.log, world.store, world.identity)
         self.contacts: dict[str, Contact] = {}
         self.relay = Relay(self.board)
         self.lateness: deque[float] = deque(maxlen=KEPT_ARRIVALS)
@@ -158,6 +160,7 @@ class Node:
             PING: self._on_ping, STATUS: self._on_status, CAMPAIGN: self._on_campaign, BLOB: self._on_blob,
             HEADS: self._on_heads, PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide,
             LEAVE: self._on_leave, REFORM: self._on_reform, ROUND: self._on_round,
+            CONTROL: self._on_control,
         }
         for method, handler in handlers.items():
             await self.board.serve(method, handler)
@@ -178,7 +181,7 @@ class Node:
         """Tell the registry where I am, and learn who else is there."""
         contact = Contact(
             self.campaign_hash, PROTOCOL_VERSION, self.role, self.log.round, self.log.head.id,
-            self.world.transport.addresses[:MAX_CONTACT_ADDRESSES],
+            self.world.transport.addresses[:MAX_CONTACT_ADDRESSES], self.controls.number,
         )
         key = registry_key(self.campaign_hash)
         with contextlib.suppress(PeerUnreachable):
@@ -188,6 +191,7 @@ class Node:
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
         self._observer.tell(PeersSeen(trainers, helpers, living, self.log.head.electorate))
         await self._look_for_forks()
+        await self._look_for_control()
 
     async def _look_for_forks(self) -> None:
         """Somebody has another head than I for a round that I know: learn its branch; the higher epoch wins."""
@@ -197,6 +201,15 @@ class Node:
                 with contextlib.suppress(PeerUnreachable, Refused, WireError):
                     await self.learn_heads(peer, after=-1)
                 return
+
+    async def _look_for_control(self) -> None:
+        """Somebody holds a newer control record than I: ask for it, so that whoever coordinates next has it."""
+        newer = [peer for peer, contact in self.contacts.items() if contact.control > self.controls.number]
+        for peer in sorted(newer, key=lambda peer: -self.contacts[peer].control):
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                reply = await self.board.ask(peer, CONTROL, pack(Known(None, 0, 0)), self.board.silence_s)
+                if self.controls.take(unpack(Known, reply).newest):
+                    return
 
     def others(self, role: str | None = None) -> list[str]:
         """Peers of the campaign that the registry shows, without me; those with the newest head first."""
@@ -355,6 +368,11 @@ class Node:
             self._returned[talk.remote] = leave
         await talk.send(b"")
 
+    async def _on_control(self, talk: Talk) -> None:
+        """Somebody asks for the newest record, or brings one."""
+        self.controls.take(unpack(Known, await talk.message()).newest)
+        await talk.send(pack(self.controls.known()))
+
     async def _on_round(self, talk: Talk) -> None:
         announcement = unpack(Announcement, await talk.message())
         self._check_same_campaign(announcement)
@@ -419,7 +437,7 @@ class Node:
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
             self._duties(), self.lateness, returned, self.learn, self._phase_began, self.world.identity, self._farewells,
-            self.relay,
+            self.relay, lambda: self.controls.newest,
         )
         self._coordination = made
         self._spawn(self._coordinate(made))

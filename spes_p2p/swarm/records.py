@@ -5,9 +5,25 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from spes_p2p.data.slices import Cursor, Interval
 from spes_p2p.swarm.wire import pack, record_id
+
+CampaignState = Literal["running", "paused", "stopped"]
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the campaign's owner orders. It says all that holds from then on, so that the newest record is enough to know."""
+
+    campaign: str
+    number: int
+    """From 1; of two records the one with the higher number holds."""
+    state: CampaignState
+    """running: rounds go on; paused: none is planned until a newer record says so; stopped: the campaign is over, for good."""
+    signature: bytes
+    """By the key of the owner, under everything above."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,8 @@ class Contact:
     """Number of the last committed round; -1 before the first."""
     head: str
     addresses: tuple[str, ...]
+    control: int = 0
+    """Number of the newest control record that it holds; 0: none. Who has an older one asks for it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,8 @@ class Plan:
     then. The next rounds' patience with stragglers is learnt from it."""
     phase_step: int = 0
     """Campaign step at which the duties begin: `step`, and the phase that goes on during this round on top (`sync.overlap`)."""
+    control: Control | None = None
+    """What holds after this round."""
 
     def index(self, peer: str) -> int | None:
         """The peer's place among the members, or None."""
@@ -217,6 +237,8 @@ class Head:
     """Of each elector, the id of the disk that it votes with: its votes on another one, or on none, do not count."""
     lost: tuple[tuple[int, ...], ...] = ()
     """Members that were lost before each revision of the part table (indices into `members`)."""
+    control: Control | None = None
+    """The newest record that is applied: by everybody, with this head or one before it. None: the owner never gave one."""
 
     @cached_property
     def id(self) -> str:

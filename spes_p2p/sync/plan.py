@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from spes_p2p.config import CampaignConfig, ExpertsConfig
 from spes_p2p.data.slices import Cursor, Interval, give_back, take
 from spes_p2p.errors import Refused
+from spes_p2p.swarm.control import runs
 from spes_p2p.swarm.electors import DISK_ID_BYTES, choose_electorate, disks_of
 from spes_p2p.swarm.ownership import assign_experts
-from spes_p2p.swarm.records import Announcement, Ballot, Duty, Head, Member, Merge, Plan, Staged
+from spes_p2p.swarm.records import Announcement, Ballot, Control, Duty, Head, Member, Merge, Plan, Staged
 from spes_p2p.swarm.wire import WireError
 from spes_p2p.sync.merge import Donors, merge_alpha
 from spes_p2p.sync.parts import Part, mask_bytes
@@ -83,10 +84,11 @@ def make_plan(
     donors: Donors | None,
     rules: Rules,
     lateness: tuple[float, ...] = (),
+    control: Control | None = None,
 ) -> Plan:
     """The plan of the round after `head`.
 
-    `returned`: samples that members who left gave back. `donors`: if a merge is due. `lateness`: see Plan.
+    `returned`: samples that members who left gave back. `donors`: if a merge is due. `lateness`, `control`: see Plan.
     """
     config = rules.config
     peers = sorted(announcements)
@@ -107,7 +109,7 @@ def make_plan(
     )
     back = [interval for peer in peers for interval in announcements[peer].untrained]
     cursor = give_back(head.cursor, (*returned, *back))
-    duties, cursor = _duties(peers, announcements, owners, phase_step, cursor, rules)
+    duties, cursor = _duties(peers, announcements, owners, phase_step, cursor, rules, control)
     return Plan(
         campaign=head.campaign,
         epoch=head.epoch,
@@ -125,6 +127,7 @@ def make_plan(
         cursor=cursor,
         lateness=lateness,
         phase_step=phase_step,
+        control=control,
     )
 
 
@@ -206,6 +209,7 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
         electorate=electorate,
         disks=tuple(disks[peer] for peer in electorate),
         lost=results.lost,
+        control=plan.control,
     )
 
 
@@ -306,12 +310,13 @@ def _duties(
     phase_step: int,
     cursor: Cursor,
     rules: Rules,
+    control: Control | None,
 ) -> tuple[tuple[Duty, ...], Cursor]:
     training = rules.config.training
     steps = local_steps(training.sync_steps, {peer: a.tokens_per_second for peer, a in announcements.items() if a.trains})
     duties = []
     for index, peer in enumerate(peers):
-        count = 0 if phase_step >= training.total_steps else steps.get(peer, 0)
+        count = steps.get(peer, 0) if phase_step < training.total_steps and runs(control) else 0
         slices, cursor = take(cursor, count * training.batch_size, rules.num_samples)
         owned = tuple(expert for expert, its_owners in enumerate(owners) if peer in its_owners)
         duties.append(Duty(index, owned, count, slices))

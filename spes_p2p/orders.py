@@ -1,0 +1,142 @@
+"""The owner of a campaign gives an order (`spes-p2p control`): finds out what holds, signs a record, hands it to everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.session import visiting
+from spes_p2p.swarm.control import CONTROL, Known, is_paused, is_signed, is_stopped, number_of, owner_of, signed
+from spes_p2p.swarm.identity import RSAIdentity
+from spes_p2p.swarm.records import CampaignState, Control
+from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.visit import VISIT_SILENCE_S, Visit
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What holds in a campaign before an order."""
+
+    campaign: str
+    """Its hash."""
+    newest: Control | None
+    round: int
+    """The newest that any peer knows."""
+
+
+MakeControl = Callable[[Standing], Control]
+"""From what holds to the record that shall hold, unsigned. Raises UserError when the order makes no sense."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """An order that was given."""
+
+    control: Control
+    taken: int
+    """Peers that have it now; the others learn it from them."""
+    peers: int
+    round: int
+    """The newest that anybody had committed by then."""
+
+
+def parse_order(words: Sequence[str]) -> MakeControl:
+    """What a person wrote. Raises UserError."""
+    orders = {"pause": pause, "resume": resume, "stop": stop}
+    name, *rest = words
+    if name not in orders:
+        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(orders)}")
+    if rest:
+        raise UserError(f"control {name}: takes nothing more, not {' '.join(rest)!r}")
+    return orders[name]
+
+
+def pause(standing: Standing) -> Control:
+    """No round is planned after the one under way."""
+    if is_paused(standing.newest):
+        raise UserError(f"pause: the campaign is paused already (record {number_of(standing.newest)})")
+    return _next(standing, "paused")
+
+
+def resume(standing: Standing) -> Control:
+    """Rounds go on after a pause."""
+    if not is_paused(standing.newest):
+        raise UserError("resume: the campaign is not paused; see spes-p2p status")
+    return _next(standing, "running")
+
+
+def stop(standing: Standing) -> Control:
+    """The campaign ends with the round under way, for good."""
+    return _next(standing, "stopped")
+
+
+async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> Given:
+    """Sign what `make` says and hand it to every peer of the campaign at these addresses. Raises UserError."""
+    owner = _owner_key(key)
+    with tempfile.TemporaryDirectory(prefix="spes-control-") as folder:
+        async with visiting(addresses, Path(folder) / "identity.key") as visit:
+            _require_owner(visit, owner, key)
+            known = await _ask_all(visit, None)
+            standing = _standing(visit, known, addresses[0])
+            control = signed(make(standing), owner)
+            answers = await _ask_all(visit, control)
+    taken = sum(answer.newest == control for answer in answers)
+    if not taken:
+        raise UserError(f"{addresses[0]}: nobody took the order; see spes-p2p status, then give it again")
+    return Given(control, taken, len(answers), max(standing.round, 0))
+
+
+def _next(standing: Standing, state: CampaignState) -> Control:
+    return Control(standing.campaign, number_of(standing.newest) + 1, state, b"")
+
+
+def _owner_key(path: Path) -> RSAIdentity:
+    advice = "give the identity.key of the bootstrap peer that began the campaign"
+    if not path.is_file():
+        raise UserError(f"--key {path}: no such file; {advice}")
+    try:
+        return RSAIdentity(path)
+    except UserError:
+        raise UserError(f"--key {path}: not a peer's key; {advice}") from None
+
+
+def _require_owner(visit: Visit, key: RSAIdentity, path: Path) -> None:
+    owner = owner_of(visit.genesis)
+    if key.peer_id != owner:
+        name = visit.files.campaign.config.name
+        raise UserError(
+            f"--key {path}: the key of {key.peer_id}, but campaign {name} takes orders of {owner} only; give the identity.key "
+            "of the bootstrap peer that began it"
+        )
+
+
+def _standing(visit: Visit, known: Sequence[Known], address: str) -> Standing:
+    """Put together what the peers know. Raises UserError when nobody answers or no order makes sense any more."""
+    if not known:
+        raise UserError(f"{address}: reached, but no peer of the campaign answers; try again in a moment")
+    genesis, identity = visit.genesis, visit.world.identity
+    valid = [each.newest for each in known if each.newest is not None and is_signed(each.newest, genesis, identity)]
+    newest = max(valid, key=number_of, default=None)
+    if is_stopped(newest):
+        raise UserError("the campaign is stopped, for good; what it learned is exported with spes-p2p export")
+    if max(each.step for each in known) >= visit.files.campaign.config.training.total_steps:
+        raise UserError("the campaign is complete; there is nothing left to order")
+    return Standing(genesis.campaign, newest, max(each.round for each in known))
+
+
+async def _ask_all(visit: Visit, control: Control | None) -> list[Known]:
+    """What every peer that answers knows, after it got this record."""
+
+    async def ask(peer: str) -> Known | None:
+        try:
+            request = pack(Known(control, 0, 0))
+            return unpack(Known, await visit.board.ask(peer, CONTROL, request, VISIT_SILENCE_S))
+        except (PeerUnreachable, Refused, WireError):
+            return None
+
+    answers = await asyncio.gather(*(ask(peer) for peer in await visit.contacts()))
+    return [answer for answer in answers if answer is not None]

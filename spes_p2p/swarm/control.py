@@ -1,0 +1,142 @@
+"""What the campaign's owner orders: who that is, which records hold, and how they reach whoever writes the next head.
+
+The owner is the bootstrap peer that made base 0: its key signs. A record reaches some peers by talk, the others learn from the
+registry that there is a newer one, and the next coordinator puts the newest into plan and head. It holds from that head on, for
+everybody alike. Nobody appends a head with a record that the owner did not sign, or that is older than the one before
+(docs/safety.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from spes_p2p.errors import Refused
+from spes_p2p.swarm.interfaces import Identity, Store
+from spes_p2p.swarm.records import Control, Head
+from spes_p2p.swarm.store import frame_record, parse_records
+from spes_p2p.swarm.wire import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "control"
+"""The talk, and the file that keeps the newest record."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a peer knows of the owner's orders; asked with what the asking one brings."""
+
+    newest: Control | None
+    """Applied or not."""
+    round: int
+    """Of its head."""
+    step: int
+    """Campaign step of its head."""
+
+
+class Log(Protocol):
+    """The heads that this peer knows."""
+
+    @property
+    def head(self) -> Head:
+        """The last decided one."""
+
+
+class Controls:
+    """The newest record that this peer holds. Durable."""
+
+    def __init__(self, log: Log, store: Store, identity: Identity):
+        self._log = log
+        self._store = store
+        self._identity = identity
+        self._held = self._read()
+
+    @property
+    def newest(self) -> Control | None:
+        """The newest record, whether a head has applied it or not."""
+        applied = self._log.head.control
+        return self._held if self._held is not None and is_news(self._held, applied) else applied
+
+    @property
+    def number(self) -> int:
+        """Of the newest record; 0 when there is none."""
+        return number_of(self.newest)
+
+    def known(self) -> Known:
+        """What I answer who asks."""
+        return Known(self.newest, self._log.head.round, self._log.head.step)
+
+    def take(self, control: Control | None) -> bool:
+        """Keep a record, if it is news. Raises Refused when it is not one of this campaign's owner."""
+        if control is None or not is_news(control, self.newest):
+            return False
+        if not is_signed(control, self._log.head, self._identity):
+            raise Refused("a control record that the owner of this campaign did not sign")
+        self._store.write(CONTROL, [frame_record(pack(control))])
+        self._held = control
+        return True
+
+    def _read(self) -> Control | None:
+        blob = self._store.read(CONTROL)
+        if blob is None:
+            return None
+        try:
+            (record,) = parse_records(bytes(blob))
+            control = unpack(Control, record)
+        except ValueError:
+            logger.warning("the control record of this peer is damaged; others have it")
+            return None
+        return control if is_signed(control, self._log.head, self._identity) else None
+
+
+def owner_of(head: Head) -> str:
+    """Whose records count: the bootstrap peer that signed nothing but made everything, base 0."""
+    return head.helpers[0]
+
+
+def number_of(control: Control | None) -> int:
+    """0 before the first record."""
+    return 0 if control is None else control.number
+
+
+def is_paused(control: Control | None) -> bool:
+    """Does the campaign wait for its owner?"""
+    return control is not None and control.state == "paused"
+
+
+def is_stopped(control: Control | None) -> bool:
+    """Is the campaign over before its last step?"""
+    return control is not None and control.state == "stopped"
+
+
+def runs(control: Control | None) -> bool:
+    """Is there a next phase to train?"""
+    return control is None or control.state == "running"
+
+
+def is_news(control: Control, known: Control | None) -> bool:
+    """Does this record replace the known one? Nothing follows a stop."""
+    return control.number > number_of(known) and not is_stopped(known)
+
+
+def is_signed(control: Control, head: Head, identity: Identity) -> bool:
+    """Is this a record of the campaign's owner? `head`: any of the campaign."""
+    return control.campaign == head.campaign and identity.verify(owner_of(head), _message(control), control.signature)
+
+
+def may_follow(control: Control | None, parent: Head, identity: Identity) -> bool:
+    """May the head after `parent` carry this record: the same one again, or a newer one that the owner signed?"""
+    if control is None or control == parent.control:
+        return control == parent.control
+    return is_news(control, parent.control) and is_signed(control, parent, identity)
+
+
+def signed(control: Control, identity: Identity) -> Control:
+    """The record with the signature of this identity."""
+    return replace(control, signature=identity.sign(_message(control)))
+
+
+def _message(control: Control) -> bytes:
+    return b"spes control\0" + pack(replace(control, signature=b""))

@@ -1,0 +1,260 @@
+"""What the campaign's owner orders holds for everybody from the same round on, and nobody else can order anything."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spes_p2p.errors import Refused
+from spes_p2p.observe.events import Controlled, RoundCommitted
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.swarm.control import CONTROL, Known, number_of, owner_of, signed
+from spes_p2p.swarm.identity import SimulatedIdentity
+from spes_p2p.swarm.memory import in_memory_world
+from spes_p2p.swarm.records import Control
+from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.swarm.wire import pack, unpack
+
+OWNER = "W"
+
+
+def record(swarm: VirtualSwarm, number: int, state: Any = "running", signer: str = OWNER, **changes: Any) -> Control:
+    """As the owner's command makes it."""
+    return signed(replace(Control(swarm.campaign.hash, number, state, b""), **changes), SimulatedIdentity(signer))
+
+
+async def send(swarm: VirtualSwarm, peer: str, control: Control) -> Known:
+    """What the command does with one peer."""
+    board = Switchboard(in_memory_world(swarm.network, "visitor").transport, 5.0)
+    return unpack(Known, await board.ask(peer, CONTROL, pack(Known(control, 0, 0)), 5.0))
+
+
+def applied(swarm: VirtualSwarm, number: int) -> dict[str, int]:
+    """By peer, the round in whose head it found this record."""
+    found = {}
+    for name, node in swarm.nodes.items():
+        carrying = [d.head.round for d in node.log.since(-1) if number_of(d.head.control) == number]
+        found.update({name: min(carrying)} if carrying else {})
+    return found
+
+
+def hold(swarm: VirtualSwarm, state: str) -> bool:
+    """Does every living peer's head say so?"""
+    controls = [node.log.head.control for node in swarm.nodes.values()]
+    return all(control is not None and control.state == state for control in controls)
+
+
+async def paused(**options: Any) -> VirtualSwarm:
+    """A swarm of W, A, B and C after a pause in round 3 or so; everybody has applied it."""
+    swarm = VirtualSwarm(campaign(total_steps=100, sync={"reform_after_s": 30.0}), **options)
+    swarm.start_all()
+    await swarm.until_round(2)
+    await send(swarm, "B", record(swarm, 1, "paused"))
+    await swarm.until(lambda: hold(swarm, "paused"))
+    await swarm.until(lambda: len(set(swarm.rounds().values())) == 1)
+    return swarm
+
+
+async def finish(swarm: VirtualSwarm) -> None:
+    await swarm.until_finished()
+    swarm.assert_same_heads()
+    swarm.assert_replicas_agree()
+    assert all(peer.finished for peer in swarm.peers.values())
+
+
+def test_a_record_that_one_peer_got_holds_for_all_from_the_same_round_on() -> None:
+    async def main() -> None:
+        swarm = await paused()
+        assert len(set(applied(swarm, 1).values())) == 1
+        assert set(applied(swarm, 1)) == set("WABC")
+        pause = record(swarm, 1, "paused")
+        told = [recorder.told(Controlled) for recorder in swarm.recorders.values()]
+        assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused")]] * 4
+        assert all(node.controls.newest == pause for node in swarm.nodes.values())
+
+    simulate(main)
+
+
+def test_in_a_pause_nobody_trains_and_after_it_everything_goes_on_from_the_same_bits() -> None:
+    async def main() -> None:
+        swarm = await paused()
+        before, trained = swarm.peers["A"].replica.base, swarm.trained_tokens()
+        assert all(peer.replica.ledger.tokens == 0 for peer in swarm.peers.values()), "the last phase is in the base"
+        await asyncio.sleep(300)
+        assert set(swarm.rounds().values()) == {before.round}
+        assert swarm.trained_tokens() == trained
+        await send(swarm, "C", record(swarm, 2, "running"))
+        await swarm.until_round(before.round + 1)
+        assert swarm.digests()[before.round + 1] == {before.digest}, "the round that resumes moves nothing"
+        await finish(swarm)
+        assert swarm.recorders["A"].told(RoundCommitted)[-1].campaign_step == 100
+
+    simulate(main)
+
+
+def test_a_pause_costs_no_work_and_changes_no_bit_of_what_follows() -> None:
+    """The same swarm with and without a pause: the same losses, the same samples, the same last base."""
+
+    async def run(with_pause: bool) -> tuple[Any, ...]:
+        swarm = VirtualSwarm(campaign(total_steps=60, codec="none"))
+        swarm.start_all()
+        await swarm.until_round(2)
+        if with_pause:
+            await send(swarm, "W", record(swarm, 1, "paused"))
+            await swarm.until(lambda: hold(swarm, "paused"))
+            await asyncio.sleep(100)
+            await send(swarm, "W", record(swarm, 2, "running"))
+        await finish(swarm)
+        committed = [commit for commit in swarm.recorders["A"].commits().values() if commit.tokens]
+        losses = [commit.loss for commit in committed]
+        return losses, committed[-1].total_tokens, swarm.trained_tokens(), committed[-1].base_digest
+
+    assert simulate(lambda: run(True)) == simulate(lambda: run(False))
+
+
+@pytest.mark.parametrize("victims", ["first in rank", "W", "WABC"])
+def test_a_pause_holds_when_those_who_wait_are_killed_and_come_back(victims: str) -> None:
+    async def main() -> None:
+        swarm = await paused()
+        number = swarm.round_of("A")
+        killed = swarm.nodes["A"].coordinators()[0] if victims == "first in rank" else victims
+        for name in killed:
+            swarm.kill(name)
+        await asyncio.sleep(100)
+        for name in killed:
+            swarm.start_again(name)
+        await asyncio.sleep(100)
+        assert {node.log.round for node in swarm.nodes.values()} == {number}
+        assert hold(swarm, "paused")
+        await send(swarm, "A", record(swarm, 2, "running"))
+        await finish(swarm)
+
+    simulate(main)
+
+
+def test_a_pause_holds_when_every_trainer_has_gone_and_another_comes() -> None:
+    async def main() -> None:
+        swarm = await paused()
+        for name in "ABC":
+            swarm.kill(name)
+        await asyncio.sleep(50)
+        swarm.start("D")
+        await swarm.until(lambda: swarm.round_of("D") >= 0)
+        await asyncio.sleep(200)
+        assert hold(swarm, "paused")
+        assert swarm.trained_tokens() == swarm.recorders["W"].told(RoundCommitted)[-1].total_tokens
+        await send(swarm, "W", record(swarm, 2, "running"))
+        await swarm.until(lambda: swarm.tasks["D"].done())
+        assert swarm.peers["D"].finished
+
+    simulate(main)
+
+
+def test_who_joins_a_paused_swarm_waits_with_the_others_and_trains_when_it_goes_on() -> None:
+    async def main() -> None:
+        swarm = await paused()
+        number = swarm.round_of("A")
+        swarm.start("D")
+        await swarm.until(lambda: swarm.round_of("D") == number)
+        await asyncio.sleep(50)
+        assert swarm.recorders["D"].told(Controlled) == [Controlled(number, 1, "paused")]
+        await send(swarm, "D", record(swarm, 2, "running"))
+        await swarm.until_round(number + 2)
+        assert set(applied(swarm, 2)) == set("WABCD")
+        assert len(set(applied(swarm, 2).values())) == 1
+        assert "D" in swarm.recorders["A"].commits()[number + 1].members
+        await finish(swarm)
+
+    simulate(main)
+
+
+def test_a_stop_ends_the_campaign_for_all_after_the_round_that_applies_it() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=1000))
+        swarm.start_all()
+        await swarm.until_round(2)
+        await send(swarm, "A", record(swarm, 1, "stopped"))
+        await finish(swarm)
+        assert set(swarm.rounds().values()) == {applied(swarm, 1)["W"]}
+        assert swarm.trained_tokens() == swarm.recorders["A"].told(RoundCommitted)[-1].total_tokens
+        swarm.start("D")
+        await swarm.until(lambda: swarm.tasks["D"].done())
+        assert swarm.peers["D"].replica.base.digest == swarm.helper.replica.base.digest
+        answer = await send(swarm, "W", record(swarm, 2, "running"))
+        assert answer.newest == record(swarm, 1, "stopped"), "nothing follows a stop"
+
+    simulate(main)
+
+
+def test_a_record_of_anybody_else_or_of_another_campaign_is_refused() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60))
+        swarm.start_all()
+        await swarm.until_round(1)
+        good = record(swarm, 1, "stopped")
+        forged = [
+            record(swarm, 1, "stopped", signer="A"),
+            record(swarm, 1, "stopped", campaign="0" * 64),
+            replace(good, number=2),
+            replace(record(swarm, 1, "paused"), state="stopped"),
+            replace(good, signature=b""),
+        ]
+        for control in forged:
+            with pytest.raises(Refused, match="did not sign"):
+                await send(swarm, "B", control)
+        await finish(swarm)
+        assert all(node.log.head.control is None for node in swarm.nodes.values())
+
+    simulate(main)
+
+
+def test_a_record_that_is_sent_again_or_too_late_changes_nothing() -> None:
+    async def main() -> None:
+        swarm = await paused()
+        await send(swarm, "A", record(swarm, 3, "running"))
+        await swarm.until(lambda: hold(swarm, "running"))
+        for late in (record(swarm, 1, "paused"), record(swarm, 2, "stopped"), record(swarm, 3, "stopped")):
+            answer = await send(swarm, "B", late)
+            assert answer.newest == record(swarm, 3, "running")
+        await finish(swarm)
+        assert number_of(swarm.peers["A"].node.log.head.control) == 3
+
+    simulate(main)
+
+
+def test_of_two_records_that_wait_for_a_round_the_newer_one_holds() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60))
+        swarm.start_all()
+        await swarm.until_round(1)
+        await send(swarm, "A", record(swarm, 2, "running"))
+        await send(swarm, "B", record(swarm, 1, "stopped"))
+        await finish(swarm)
+        assert swarm.peers["A"].node.log.head.step == 60
+        assert not applied(swarm, 1)
+
+    simulate(main)
+
+
+def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
+    async def main() -> None:
+        swarm = await paused()
+        for name in "AB":
+            swarm.kill(name)
+            swarm.stores[name] = swarm.stores[name].reopen()
+            swarm.stores[name].write(CONTROL, [b"garbage"])
+            swarm.start_again(name)
+        await asyncio.sleep(50)
+        assert hold(swarm, "paused")
+        await send(swarm, "C", record(swarm, 2, "running"))
+        await finish(swarm)
+
+    simulate(main)
+
+
+def test_the_owner_is_who_made_base_0() -> None:
+    swarm = VirtualSwarm(campaign())
+    assert owner_of(swarm.genesis) == OWNER

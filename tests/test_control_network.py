@@ -1,0 +1,63 @@
+"""The owner's orders to a swarm of processes on loopback, given as the owner gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from network_swarm import Ended, LocalPeers, call, write_variant
+from sample_text import write_test_campaign
+
+from spes_p2p.observe.events import Controlled
+
+pytestmark = pytest.mark.network
+
+TRAINERS = ("peer-0", "peer-1")
+PATIENCE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+    """A bootstrap peer and two trainers in the middle of a long campaign."""
+    campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
+    config = write_variant(campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10})
+    with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
+        peers.niceness = 10
+        address = peers.bootstrap(config).address
+        for name in TRAINERS:
+            peers.join(name, address)
+        peers.wait_for_round(1, PATIENCE_S)
+        yield peers
+
+
+def order(swarm: LocalPeers, *words: str) -> Ended:
+    key = str(swarm["bootstrap"].run_dir / "identity.key")
+    return call("control", swarm["peer-0"].address, "--key", key, *words)
+
+
+def wait_until_all_were_told(swarm: LocalPeers, number: int, state: str) -> int:
+    """Returns the round from which on it holds."""
+
+    def told() -> list[Controlled]:
+        return [e for peer in swarm.peers.values() for e in peer.events(Controlled) if e.number == number]
+
+    swarm.wait(lambda: len(told()) == 3, PATIENCE_S, f"everybody applies record {number}")
+    assert {event.state for event in told()} == {state}
+    (round_number,) = {event.round for event in told()}
+    return round_number
+
+
+def test_a_swarm_pauses_goes_on_and_stops_as_its_owner_says(swarm: LocalPeers) -> None:
+    assert "3 of 3 peers have record 1" in order(swarm, "pause").stdout
+    paused = wait_until_all_were_told(swarm, 1, "paused")
+    assert "is paused already (record 1)" in order(swarm, "pause").stderr
+    assert order(swarm, "resume").code == 0
+    resumed = wait_until_all_were_told(swarm, 2, "running")
+    assert resumed == paused + 1
+    swarm.wait_for_round(resumed + 2, PATIENCE_S)
+    assert order(swarm, "stop").code == 0
+    stopped = wait_until_all_were_told(swarm, 3, "stopped")
+    swarm.wait(lambda: not swarm.trainers, PATIENCE_S, "the trainers go")
+    assert [swarm[name].process.wait() for name in TRAINERS] == [0, 0]
+    assert swarm.newest_round() == stopped
+    assert {number: digests for number, digests in swarm.digests().items() if len(digests) > 1} == {}
