@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from spes_p2p.config import CampaignConfig
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.session import visiting
-from spes_p2p.swarm.control import CONTROL, Known, is_paused, is_signed, is_stopped, number_of, owner_of, signed
+from spes_p2p.swarm.control import (
+    CONTROL,
+    Known,
+    changed,
+    is_paused,
+    is_signed,
+    is_stopped,
+    number_of,
+    owner_of,
+    scheduled,
+    signed,
+)
 from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.records import CampaignState, Control
+from spes_p2p.swarm.records import CampaignState, Change, Control
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.visit import VISIT_SILENCE_S, Visit
 
@@ -23,6 +37,7 @@ class Standing:
 
     campaign: str
     """Its hash."""
+    config: CampaignConfig
     newest: Control | None
     round: int
     """The newest that any peer knows."""
@@ -46,13 +61,28 @@ class Given:
 
 def parse_order(words: Sequence[str]) -> MakeControl:
     """What a person wrote. Raises UserError."""
-    orders = {"pause": pause, "resume": resume, "stop": stop}
+    plain = {"pause": pause, "resume": resume, "stop": stop}
     name, *rest = words
-    if name not in orders:
-        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(orders)}")
+    if name == "schedule":
+        return _parse_schedule(rest)
+    if name not in plain:
+        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, schedule")
     if rest:
         raise UserError(f"control {name}: takes nothing more, not {' '.join(rest)!r}")
-    return orders[name]
+    return plain[name]
+
+
+def _parse_schedule(words: Sequence[str]) -> MakeControl:
+    if len(words) < 2 or not words[0].isdecimal():
+        raise UserError("control schedule: give a round and what changes from it on: schedule 40 learning_rate=1e-4")
+    fields = {}
+    for word in words[1:]:
+        name, _, value = word.partition("=")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            raise UserError(f"control schedule: {word!r} is not NAME=NUMBER, such as learning_rate=1e-4") from None
+    return partial(schedule, Change(int(words[0]), json.dumps(fields, sort_keys=True, separators=(",", ":"))))
 
 
 def pause(standing: Standing) -> Control:
@@ -74,6 +104,21 @@ def stop(standing: Standing) -> Control:
     return _next(standing, "stopped")
 
 
+def schedule(change: Change, standing: Standing) -> Control:
+    """Other fields of `training` from a round on."""
+    if change.round <= standing.round + 1:
+        raise UserError(
+            f"schedule {change.round}: the phase that leads to round {standing.round + 1} has begun; give round "
+            f"{standing.round + 2} or a later one"
+        )
+    control = _next(standing, "running" if standing.newest is None else standing.newest.state)
+    changes = tuple(sorted((*control.changes, change), key=lambda change: change.round))
+    config = standing.config
+    for each in changes:
+        config = changed(config, each.training, f"schedule {each.round}")
+    return replace(control, changes=changes)
+
+
 async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> Given:
     """Sign what `make` says and hand it to every peer of the campaign at these addresses. Raises UserError."""
     owner = _owner_key(key)
@@ -91,7 +136,8 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
 
 
 def _next(standing: Standing, state: CampaignState) -> Control:
-    return Control(standing.campaign, number_of(standing.newest) + 1, state, b"")
+    changes = () if standing.newest is None else standing.newest.changes
+    return Control(standing.campaign, number_of(standing.newest) + 1, state, changes, b"")
 
 
 def _owner_key(path: Path) -> RSAIdentity:
@@ -123,9 +169,10 @@ def _standing(visit: Visit, known: Sequence[Known], address: str) -> Standing:
     newest = max(valid, key=number_of, default=None)
     if is_stopped(newest):
         raise UserError("the campaign is stopped, for good; what it learned is exported with spes-p2p export")
-    if max(each.step for each in known) >= visit.files.campaign.config.training.total_steps:
+    config, round_number = visit.files.campaign.config, max(each.round for each in known)
+    if max(each.step for each in known) >= scheduled(config, newest, round_number + 1).training.total_steps:
         raise UserError("the campaign is complete; there is nothing left to order")
-    return Standing(genesis.campaign, newest, max(each.round for each in known))
+    return Standing(genesis.campaign, config, newest, round_number)
 
 
 async def _ask_all(visit: Visit, control: Control | None) -> list[Known]:

@@ -135,7 +135,7 @@ class Peer:
     def finished(self) -> bool:
         """Is the campaign's last round in the base: the one that reached the last step, or in which its owner stopped it?"""
         head = self.node.log.head
-        over = head.step >= self.node.campaign.config.training.total_steps or is_stopped(head.control)
+        over = head.step >= self.node.training_after(head).total_steps or is_stopped(head.control)
         return over and self.replica.base.head == head.id
 
     def leave(self) -> None:
@@ -211,8 +211,8 @@ class Peer:
             return
         self._teller.enter("training")
         self._begun, self._samples = base.head, duty.slices
-        sync_steps = self.node.campaign.config.training.sync_steps
-        phase = Phase(base.round + 1, base.plan.phase_step, sync_steps, duty.steps, duty.slices)
+        training = self.node.training_after(self.node.log.head_at(base.round))
+        phase = Phase(base.round + 1, base.plan.phase_step, training.sync_steps, duty.steps, duty.slices, training)
         async with self._stepping:
             report: PhaseReport = await self.node.world.run_blocking(
                 self.trainer.train, phase, self._should_stop, self._progress_teller(phase)

@@ -55,7 +55,7 @@ class Teller:
     def restored(self, source: str) -> None:
         """The base is there: from "disk", "download" or a "reform"."""
         head = self._node.log.head_at(self._replica.base.round)
-        total_steps = self._node.campaign.config.training.total_steps
+        total_steps = self._node.training_after(head).total_steps
         self._observer.tell(
             BaseRestored(head.round, head.step, total_steps, head.tokens, self._replica.base.digest, source, owners_of(head))
         )
@@ -64,7 +64,7 @@ class Teller:
     def committed(self, applied: Applied, seconds: Mapping[str, float]) -> None:
         """A round was applied; `seconds` by phase of the round."""
         head, plan = applied.decided.head, applied.plan
-        training = self._node.campaign.config.training
+        training = self._node.training_after(head)
         sent, received = self._bytes()
         if plan.validation_loss is not None and self._evaluated_round != head.round - 1:
             self._observer.tell(Evaluated(head.round - 1, plan.validation_loss))

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.errors import Refused
+from spes_p2p.errors import Refused, UserError
 from spes_p2p.observe.events import Controlled, RoundCommitted
+from spes_p2p.orders import Standing, parse_order
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.control import CONTROL, Known, number_of, owner_of, signed
+from spes_p2p.swarm.control import CONTROL, Known, number_of, owner_of, scheduled, signed
 from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.memory import in_memory_world
-from spes_p2p.swarm.records import Control
+from spes_p2p.swarm.records import Change, Control
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.wire import pack, unpack
 
@@ -23,7 +24,7 @@ OWNER = "W"
 
 def record(swarm: VirtualSwarm, number: int, state: Any = "running", signer: str = OWNER, **changes: Any) -> Control:
     """As the owner's command makes it."""
-    return signed(replace(Control(swarm.campaign.hash, number, state, b""), **changes), SimulatedIdentity(signer))
+    return signed(replace(Control(swarm.campaign.hash, number, state, (), b""), **changes), SimulatedIdentity(signer))
 
 
 async def send(swarm: VirtualSwarm, peer: str, control: Control) -> Known:
@@ -258,3 +259,93 @@ def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
 def test_the_owner_is_who_made_base_0() -> None:
     swarm = VirtualSwarm(campaign())
     assert owner_of(swarm.genesis) == OWNER
+
+
+# Another schedule -------------------------------------------------------------------------------------------------------
+
+
+def rates(swarm: VirtualSwarm) -> dict[int, set[float]]:
+    """For each round, the peak learning rates by which anybody trained towards it."""
+    found: dict[int, set[float]] = {}
+    for phases in swarm.phases.values():
+        for number, phase in phases.items():
+            assert phase.training is not None
+            found.setdefault(number, set()).add(phase.training.learning_rate)
+    return found
+
+
+def test_another_schedule_holds_for_all_from_its_round_on_for_joiners_and_after_rejoins_too() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=100))
+        swarm.start_all()
+        await swarm.until_round(1)
+        change = Change(5, '{"learning_rate":0.5,"min_lr_ratio":1.0}')
+        await send(swarm, "B", record(swarm, 1, changes=(change,)))
+        await swarm.until_round(4)
+        swarm.kill("C")
+        swarm.start("D")
+        await swarm.until(lambda: swarm.round_of("D") >= 5)
+        swarm.start_again("C")
+        swarm.restart("A")
+        await finish(swarm)
+        assert rates(swarm) == {number: {1e-3 if number < 5 else 0.5} for number in range(1, 11)}
+        assert set(swarm.phases["D"]) >= {7, 8, 9, 10}
+        shown = [{c.round: c.learning_rate for c in r.commits().values() if c.round >= 5} for r in swarm.recorders.values()]
+        assert {rate for each in shown for rate in each.values()} == {0.5}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize(("fields", "steps"), [
+    ('{"total_steps":50}', [10, 20, 30, 40, 50]),
+    ('{"total_steps":80}', [10, 20, 30, 40, 50, 60, 70, 80]),
+    ('{"sync_steps":20}', [10, 20, 30, 50, 60]),
+    ('{"total_steps":20}', [10, 20, 30]),
+    ('{"batch_size":1}', [10, 20, 30, 40, 50, 60]),
+    ('{"learning_rate":-1}', [10, 20, 30, 40, 50, 60]),
+    ("[[", [10, 20, 30, 40, 50, 60]),
+])  # fmt: skip
+def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_out_by_all(fields: str, steps: list[int]) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60))
+        swarm.start_all()
+        await swarm.until_round(1)
+        await send(swarm, "A", record(swarm, 1, changes=(Change(4, fields),)))
+        await finish(swarm)
+        assert [commit.campaign_step for commit in swarm.recorders["A"].commits().values()] == [0, *steps]
+
+    simulate(main)
+
+
+def standing(round_number: int = 3, newest: Control | None = None) -> Standing:
+    the_campaign = campaign(total_steps=60)
+    return Standing(the_campaign.hash, the_campaign.config, newest, round_number)
+
+
+def test_an_order_keeps_what_was_ordered_before() -> None:
+    first = parse_order(["schedule", "9", "learning_rate=0.5"])(standing())
+    second = parse_order(["schedule", "7", "learning_rate=0.2", "total_steps=80"])(standing(newest=first))
+    paused = parse_order(["pause"])(standing(newest=second))
+    again = parse_order(["resume"])(standing(newest=paused))
+    assert [c.number for c in (first, second, paused, again)] == [1, 2, 3, 4]
+    assert [c.state for c in (first, second, paused, again)] == ["running", "running", "paused", "running"]
+    for number, expected in [(6, (1e-3, 60)), (7, (0.2, 80)), (8, (0.2, 80)), (9, (0.5, 80))]:
+        training = scheduled(standing().config, again, number).training
+        assert (training.learning_rate, training.total_steps) == expected
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ("resume", "the campaign is not paused"),
+    ("schedule 4 learning_rate=1", "has begun; give round 5 or a later one"),
+    ("schedule 9 learning_rate=-1", "training.learning_rate = -1: must be greater than 0"),
+    ("schedule 9 learning_rate=true", "training.learning_rate = true: must be a number"),
+    ("schedule 9 total_steps=55", "must be a multiple of sync_steps = 10"),
+    ("schedule 9 sync_steps=15", "must be a multiple of training.sync_steps = 15"),
+    ("schedule 9 batch_size=1", "training.batch_size cannot be changed; give one of learning_rate, "),
+    ("schedule 9 learningrate=1", "training.learningrate cannot be changed"),
+])  # fmt: skip
+def test_an_order_that_makes_no_sense_is_refused(words: str, expected: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_order(words.split())(standing())
+    assert expected in str(refused.value)
+    assert "\n" not in str(refused.value)

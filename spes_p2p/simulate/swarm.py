@@ -92,12 +92,14 @@ class Recorder:
 
 
 class RecordingTrainer(SyntheticTrainer):
-    """Remembers which samples it trained for which round."""
+    """Remembers which phase it was given for which round, and the samples that it trained."""
 
     samples_by_round: dict[int, list[Interval]]
+    phases_by_round: dict[int, Phase]
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """As its parent."""
+        self.phases_by_round[phase.round] = phase
         before = len(self.trained_samples)
         report = super().train(phase, should_stop, on_step)
         self.samples_by_round[phase.round] = self.trained_samples[before:]
@@ -150,6 +152,8 @@ class VirtualSwarm:
         """The last one of each peer."""
         self.samples: dict[str, dict[int, list[Interval]]] = {}
         """What each peer trained for each round; the last time, where it was restarted."""
+        self.phases: dict[str, dict[int, Phase]] = {}
+        """The phase that each peer was given for each round."""
         self.machines: dict[str, Machine] = {}
         self._slowness: dict[str, float] = {}
         self._seconds_per_step = seconds_per_step
@@ -191,6 +195,7 @@ class VirtualSwarm:
             seed = zlib.crc32(f"{self.network.seed}/{name}".encode())
             trainer = RecordingTrainer(LAYOUT, base, owned, tokens_per_step, self.step_s(name), seed)
             trainer.samples_by_round = self.samples.setdefault(name, {})
+            trainer.phases_by_round = self.phases.setdefault(name, {})
             self.trainers[name] = trainer
             return trainer
 

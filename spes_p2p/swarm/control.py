@@ -8,11 +8,14 @@ everybody alike. Nobody appends a head with a record that the owner did not sign
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from spes_p2p.errors import Refused
+from spes_p2p.config import CampaignConfig, parse_campaign_config
+from spes_p2p.errors import Refused, UserError
 from spes_p2p.swarm.interfaces import Identity, Store
 from spes_p2p.swarm.records import Control, Head
 from spes_p2p.swarm.store import frame_record, parse_records
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 CONTROL = "control"
 """The talk, and the file that keeps the newest record."""
+SCHEDULE_FIELDS = ("learning_rate", "min_lr_ratio", "sync_steps", "total_steps", "warmup_steps")
+"""Of `training`: what the owner can change while the campaign runs."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,31 @@ def is_stopped(control: Control | None) -> bool:
 def runs(control: Control | None) -> bool:
     """Is there a next phase to train?"""
     return control is None or control.state == "running"
+
+
+def scheduled(config: CampaignConfig, control: Control | None, round_number: int) -> CampaignConfig:
+    """The campaign's rules in the phase that leads to this round, where this record holds.
+
+    A change that would break a rule is left out, by everybody alike; the owner's command signs none.
+    """
+    for change in control.changes if control is not None else ():
+        if change.round <= round_number:
+            with contextlib.suppress(UserError):
+                config = changed(config, change.training, "control record")
+    return config
+
+
+def changed(config: CampaignConfig, training: str, where: str) -> CampaignConfig:
+    """The rules with these fields of `training` (JSON). Raises UserError naming `where`, the field and what would be right."""
+    try:
+        fields = dict(json.loads(training))
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"{where}: a change is a JSON object of fields of training") from None
+    unknown = sorted(set(fields) - set(SCHEDULE_FIELDS))
+    if unknown:
+        raise UserError(f"{where}: training.{unknown[0]} cannot be changed; give one of {', '.join(SCHEDULE_FIELDS)}")
+    raw = config.model_dump()
+    return parse_campaign_config({**raw, "training": {**raw["training"], **fields}}, where)
 
 
 def is_news(control: Control, known: Control | None) -> bool:

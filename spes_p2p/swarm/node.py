@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spes_p2p.config import PROTOCOL_VERSION, Campaign
+from spes_p2p.config import PROTOCOL_VERSION, Campaign, TrainingConfig
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.observe.events import Observer, PeersSeen
@@ -219,6 +219,10 @@ class Node:
     def coordinators(self) -> tuple[str, ...]:
         """Who coordinates the next round, in order of rank."""
         return coordinator_order(self.log.head)
+
+    def training_after(self, head: Head) -> TrainingConfig:
+        """The schedule of the phase that follows this head."""
+        return self.rules.training(head.control, head.round + 1)
 
     async def learn_heads(self, peer: str, after: int | None = None) -> None:
         """Fetch a peer's certificates after a round: from my last head on by default, from the first one where ours forked.

@@ -14,6 +14,16 @@ CampaignState = Literal["running", "paused", "stopped"]
 
 
 @dataclass(frozen=True)
+class Change:
+    """Another schedule."""
+
+    round: int
+    """The first round that it holds for: the phase that leads there is the first one trained by it."""
+    training: str
+    """Fields of the campaign's `training` with their new values, as JSON."""
+
+
+@dataclass(frozen=True)
 class Control:
     """What the campaign's owner orders. It says all that holds from then on, so that the newest record is enough to know."""
 
@@ -22,6 +32,8 @@ class Control:
     """From 1; of two records the one with the higher number holds."""
     state: CampaignState
     """running: rounds go on; paused: none is planned until a newer record says so; stopped: the campaign is over, for good."""
+    changes: tuple[Change, ...]
+    """All there ever were, by round; of two that change one field the later one holds."""
     signature: bytes
     """By the key of the owner, under everything above."""
 

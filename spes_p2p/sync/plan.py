@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spes_p2p.config import CampaignConfig, ExpertsConfig
+from spes_p2p.config import CampaignConfig, ExpertsConfig, TrainingConfig
 from spes_p2p.data.slices import Cursor, Interval, give_back, take
 from spes_p2p.errors import Refused
-from spes_p2p.swarm.control import runs
+from spes_p2p.swarm.control import runs, scheduled
 from spes_p2p.swarm.electors import DISK_ID_BYTES, choose_electorate, disks_of
 from spes_p2p.swarm.ownership import assign_experts
 from spes_p2p.swarm.records import Announcement, Ballot, Control, Duty, Head, Member, Merge, Plan, Staged
@@ -35,10 +35,14 @@ class Rules:
     campaign_hash: str
     num_samples: int
 
+    def training(self, control: Control | None, round_number: int) -> TrainingConfig:
+        """What holds in the phase that leads to this round; `control`: of the head before it."""
+        return scheduled(self.config, control, round_number).training
+
 
 def campaign_step(head: Head, tokens: int, rules: Rules) -> int:
     """Campaign step after a round: it advances when somebody trained, and ends with the schedule."""
-    training = rules.config.training
+    training = rules.training(head.control, head.round + 1)
     return min(head.step + (training.sync_steps if tokens else 0), training.total_steps)
 
 
@@ -98,8 +102,9 @@ def make_plan(
     tokens = sum(member.tokens for member in members)
     step = campaign_step(head, tokens, rules)
     alpha = alpha_due(head, tokens, rules)
-    ahead = config.training.sync_steps if any(a.in_flight for a in announcements.values()) else 0
-    phase_step = min(step + ahead, config.training.total_steps)
+    under_way = rules.training(head.control, head.round + 1)
+    ahead = under_way.sync_steps if any(a.in_flight for a in announcements.values()) else 0
+    phase_step = min(step + ahead, under_way.total_steps)
     owners = assign_experts(
         config.model.moe_num_experts,
         {peer: a.capacity for peer, a in announcements.items() if a.trains},
@@ -109,7 +114,8 @@ def make_plan(
     )
     back = [interval for peer in peers for interval in announcements[peer].untrained]
     cursor = give_back(head.cursor, (*returned, *back))
-    duties, cursor = _duties(peers, announcements, owners, phase_step, cursor, rules, control)
+    steps = _next_steps(announcements, phase_step, rules.training(control, head.round + 2)) if runs(control) else {}
+    duties, cursor = _duties(peers, owners, steps, cursor, rules)
     return Plan(
         campaign=head.campaign,
         epoch=head.epoch,
@@ -303,21 +309,20 @@ def _held_bits(results: Results) -> bytes:
     return bits.to_bytes(mask_bytes(len(results.parts)), "little")
 
 
+def _next_steps(announcements: Mapping[str, Announcement], step: int, training: TrainingConfig) -> dict[str, int]:
+    """Steps of each trainer in the next phase; none after the last."""
+    if step >= training.total_steps:
+        return {}
+    return local_steps(training.sync_steps, {peer: a.tokens_per_second for peer, a in announcements.items() if a.trains})
+
+
 def _duties(
-    peers: list[str],
-    announcements: Mapping[str, Announcement],
-    owners: tuple[tuple[str, ...], ...],
-    phase_step: int,
-    cursor: Cursor,
-    rules: Rules,
-    control: Control | None,
+    peers: list[str], owners: tuple[tuple[str, ...], ...], steps: Mapping[str, int], cursor: Cursor, rules: Rules
 ) -> tuple[tuple[Duty, ...], Cursor]:
-    training = rules.config.training
-    steps = local_steps(training.sync_steps, {peer: a.tokens_per_second for peer, a in announcements.items() if a.trains})
     duties = []
     for index, peer in enumerate(peers):
-        count = steps.get(peer, 0) if phase_step < training.total_steps and runs(control) else 0
-        slices, cursor = take(cursor, count * training.batch_size, rules.num_samples)
+        count = steps.get(peer, 0)
+        slices, cursor = take(cursor, count * rules.config.training.batch_size, rules.num_samples)
         owned = tuple(expert for expert, its_owners in enumerate(owners) if peer in its_owners)
         duties.append(Duty(index, owned, count, slices))
     return tuple(duties), cursor

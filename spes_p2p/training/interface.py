@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from spes_p2p.config import TrainingConfig
 from spes_p2p.data.slices import Interval
 from spes_p2p.model.layout import Group, Layout
 
@@ -26,6 +27,8 @@ class Phase:
     """Local optimizer steps to do."""
     slices: tuple[Interval, ...]
     """The samples to train on, in this order: `steps * batch_size` of them."""
+    training: TrainingConfig | None = None
+    """Whose learning rate holds; None: the campaign's own."""
 
 
 @dataclass(frozen=True)

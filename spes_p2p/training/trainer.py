@@ -135,6 +135,7 @@ class TorchTrainer:
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
         totals = _Totals(self._config.model.moe_num_experts, self._device)
+        schedule = phase.training or self._config.training
         planned = min(phase.steps, sum(map(len, phase.slices)) // self._config.training.batch_size)
         batches = read_ahead(self._read_batch, self._batch_slices(phase, planned))
         done = 0
@@ -142,7 +143,7 @@ class TorchTrainer:
         try:
             while done < planned and not should_stop():
                 campaign_step = phase.first_step + phase.campaign_steps * done / phase.steps
-                self._step(next(batches), learning_rate(campaign_step, self._config.training), totals)
+                self._step(next(batches), learning_rate(campaign_step, schedule), totals)
                 done += 1
                 self._stop_if_broken()
                 on_step(done, totals.tokens / (time.perf_counter() - started))
