@@ -254,9 +254,11 @@ def status(
 def control(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of any peer of the campaign: /ip4/.../p2p/...")],
     key: Annotated[Path, typer.Option(help="identity.key of the bootstrap peer that began the campaign: it is the owner's.")],
-    order: Annotated[list[str], typer.Argument(metavar="ORDER...", help="pause, resume, stop, or: schedule ROUND NAME=VALUE...")],
+    order: Annotated[
+        list[str], typer.Argument(metavar="ORDER...", help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE...")
+    ],
 ) -> None:
-    """Order all peers of your campaign to pause, resume, stop, or follow another schedule: everybody from the same round on."""
+    """Order your campaign to pause, resume, stop, go back to a round, or change its schedule: all peers in the same round."""
     from spes_p2p.orders import give_order, parse_order
 
     _log("warning", False)

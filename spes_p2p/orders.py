@@ -15,6 +15,7 @@ from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.session import visiting
 from spes_p2p.swarm.control import (
     CONTROL,
+    ControlRequest,
     Known,
     changed,
     is_paused,
@@ -41,6 +42,8 @@ class Standing:
     newest: Control | None
     round: int
     """The newest that any peer knows."""
+    archived: tuple[int, ...]
+    """Rounds whose bases some peer keeps, ascending."""
 
 
 MakeControl = Callable[[Standing], Control]
@@ -65,11 +68,19 @@ def parse_order(words: Sequence[str]) -> MakeControl:
     name, *rest = words
     if name == "schedule":
         return _parse_schedule(rest)
+    if name == "rollback":
+        return _parse_rollback(rest)
     if name not in plain:
-        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, schedule")
+        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, rollback, schedule")
     if rest:
         raise UserError(f"control {name}: takes nothing more, not {' '.join(rest)!r}")
     return plain[name]
+
+
+def _parse_rollback(words: Sequence[str]) -> MakeControl:
+    if len(words) != 1 or not words[0].isdecimal():
+        raise UserError("control rollback: give the round to go back to: rollback 40")
+    return partial(rollback, int(words[0]))
 
 
 def _parse_schedule(words: Sequence[str]) -> MakeControl:
@@ -111,12 +122,21 @@ def schedule(change: Change, standing: Standing) -> Control:
             f"schedule {change.round}: the phase that leads to round {standing.round + 1} has begun; give round "
             f"{standing.round + 2} or a later one"
         )
-    control = _next(standing, "running" if standing.newest is None else standing.newest.state)
+    control = _next(standing, _state(standing))
     changes = tuple(sorted((*control.changes, change), key=lambda change: change.round))
     config = standing.config
     for each in changes:
         config = changed(config, each.training, f"schedule {each.round}")
     return replace(control, changes=changes)
+
+
+def rollback(round_number: int, standing: Standing) -> Control:
+    """Back to the base of an earlier round; what was trained since is given up."""
+    possible = [kept for kept in standing.archived if kept < standing.round]
+    if round_number not in possible:
+        kept = ", ".join(map(str, possible)) or "none"
+        raise UserError(f"rollback {round_number}: no peer that answers keeps the base of that round; kept are: {kept}")
+    return replace(_next(standing, _state(standing)), rollback=round_number)
 
 
 async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> Given:
@@ -135,9 +155,13 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
     return Given(control, taken, len(answers), max(standing.round, 0))
 
 
+def _state(standing: Standing) -> CampaignState:
+    return "running" if standing.newest is None else standing.newest.state
+
+
 def _next(standing: Standing, state: CampaignState) -> Control:
     changes = () if standing.newest is None else standing.newest.changes
-    return Control(standing.campaign, number_of(standing.newest) + 1, state, changes, b"")
+    return Control(standing.campaign, number_of(standing.newest) + 1, state, changes, -1, b"")
 
 
 def _owner_key(path: Path) -> RSAIdentity:
@@ -172,7 +196,10 @@ def _standing(visit: Visit, known: Sequence[Known], address: str) -> Standing:
     config, round_number = visit.files.campaign.config, max(each.round for each in known)
     if max(each.step for each in known) >= scheduled(config, newest, round_number + 1).training.total_steps:
         raise UserError("the campaign is complete; there is nothing left to order")
-    return Standing(genesis.campaign, config, newest, round_number)
+    if newest is not None and newest.rollback >= 0 and newest.number > max(each.applied for each in known):
+        raise UserError(f"the rollback to round {newest.rollback} is not done yet; give the order again after the next round")
+    archived = sorted({kept for each in known for kept in each.archived})
+    return Standing(genesis.campaign, config, newest, round_number, tuple(archived))
 
 
 async def _ask_all(visit: Visit, control: Control | None) -> list[Known]:
@@ -180,7 +207,7 @@ async def _ask_all(visit: Visit, control: Control | None) -> list[Known]:
 
     async def ask(peer: str) -> Known | None:
         try:
-            request = pack(Known(control, 0, 0))
+            request = pack(ControlRequest(control))
             return unpack(Known, await visit.board.ask(peer, CONTROL, request, VISIT_SILENCE_S))
         except (PeerUnreachable, Refused, WireError):
             return None

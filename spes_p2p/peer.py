@@ -25,11 +25,12 @@ from spes_p2p.observe.events import (
 )
 from spes_p2p.swarm.control import is_paused, is_stopped
 from spes_p2p.swarm.coordinator import IN_FULL, ROUND
+from spes_p2p.swarm.electors import is_rollback
 from spes_p2p.swarm.node import Hooks, Node
 from spes_p2p.swarm.records import Announcement, Decided, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
-from spes_p2p.sync.archive import NO_ARCHIVE, Archive
+from spes_p2p.sync.archive import NO_ARCHIVE, Archive, archived_rounds
 from spes_p2p.sync.merge import Donors, nearest_experts
 from spes_p2p.sync.plan import staged_report
 from spes_p2p.sync.replica import Replica
@@ -364,6 +365,7 @@ class Peer:
             validation_loss=self._validation_loss,
             untrained=self._untrained,
             in_flight=self._overlaps and bool(self._phase_steps()),
+            archived=tuple(archived_rounds(self.node.world.store)),
         )
 
     async def _exchange(self, talk: Talk, plan: Plan, seconds: dict[str, float]) -> bytes:
@@ -466,10 +468,20 @@ class Peer:
             self.node.lateness.extend(each.plan.lateness)
             self._teller.committed(each, seconds)
         if not applied:
-            self._teller.restored("reform" if not self.node.log.head.plan else "download")
-        await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base)
+            self._teller.restored(self._source_of_base())
+        await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base, self._wanted_round())
         await self._maybe_evaluate()
         await self.node.meet()
+
+    def _source_of_base(self) -> str:
+        """Why the base of the last head is here, though no round was applied."""
+        head = self.node.log.head
+        return "rollback" if is_rollback(head) else "download" if head.plan else "reform"
+
+    def _wanted_round(self) -> int:
+        """The round that the newest control record goes back to, or went; -1: none."""
+        control = self.node.controls.newest
+        return -1 if control is None else control.rollback
 
     async def _maybe_evaluate(self) -> None:
         """One member evaluates the base every so many rounds, in turn; it tells the others with its next announcement."""

@@ -9,28 +9,30 @@ from typing import Any
 import pytest
 
 from spes_p2p.errors import Refused, UserError
-from spes_p2p.observe.events import Controlled, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
 from spes_p2p.orders import Standing, parse_order
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.control import CONTROL, Known, number_of, owner_of, scheduled, signed
+from spes_p2p.swarm.control import CONTROL, ControlRequest, Known, number_of, owner_of, scheduled, signed
+from spes_p2p.swarm.electors import is_rollback, vote_message
 from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.memory import in_memory_world
-from spes_p2p.swarm.records import Change, Control
+from spes_p2p.swarm.records import Ballot, Change, Control, Decided, Vote
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.wire import pack, unpack
+from spes_p2p.sync.archive import Archive, archived_rounds
 
 OWNER = "W"
 
 
 def record(swarm: VirtualSwarm, number: int, state: Any = "running", signer: str = OWNER, **changes: Any) -> Control:
     """As the owner's command makes it."""
-    return signed(replace(Control(swarm.campaign.hash, number, state, (), b""), **changes), SimulatedIdentity(signer))
+    return signed(replace(Control(swarm.campaign.hash, number, state, (), -1, b""), **changes), SimulatedIdentity(signer))
 
 
 async def send(swarm: VirtualSwarm, peer: str, control: Control) -> Known:
     """What the command does with one peer."""
     board = Switchboard(in_memory_world(swarm.network, "visitor").transport, 5.0)
-    return unpack(Known, await board.ask(peer, CONTROL, pack(Known(control, 0, 0)), 5.0))
+    return unpack(Known, await board.ask(peer, CONTROL, pack(ControlRequest(control)), 5.0))
 
 
 def applied(swarm: VirtualSwarm, number: int) -> dict[str, int]:
@@ -261,6 +263,147 @@ def test_the_owner_is_who_made_base_0() -> None:
     assert owner_of(swarm.genesis) == OWNER
 
 
+# Back to an earlier round -----------------------------------------------------------------------------------------------
+
+
+async def archiving(**sections: Any) -> VirtualSwarm:
+    """A swarm of W, A, B and C whose helper keeps every second base, in round 6 or so."""
+    swarm = VirtualSwarm(campaign(total_steps=150, **sections), archive=Archive(2, 2))
+    swarm.start_all()
+    await swarm.until_round(6)
+    assert archived_rounds(swarm.stores["W"]) == [4, 6]
+    return swarm
+
+
+def rollback_of(swarm: VirtualSwarm, number: int) -> int:
+    """The round of the head that applied this record, the same for everybody."""
+    (found,) = set(applied(swarm, number).values())
+    assert is_rollback(swarm.nodes["W"].log.head_at(found))
+    return found
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(codec: str) -> None:
+    async def main() -> None:
+        swarm = await archiving(sync={"codec": codec}, outer={"shared_momentum": 0.9})
+        there = swarm.digests()[4].pop()
+        await send(swarm, "A", record(swarm, 1, rollback=4))
+        await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
+        number = rollback_of(swarm, 1)
+        head = swarm.nodes["A"].log.head_at(number)
+        assert (head.base_digest, head.step) == (there, swarm.nodes["A"].log.head_at(4).step)
+        await swarm.until_round(number + 1)
+        for name in "WABC":
+            back = [event for event in swarm.recorders[name].told(BaseRestored) if event.source == "rollback"]
+            assert [(event.round, event.base_digest, event.campaign_step) for event in back] == [(number, there, 40)]
+        dropped = [swarm.recorders[name].told(WorkDropped) for name in "ABC"]
+        assert [[event.reason for event in each] for each in dropped] == [["the campaign was rolled back"]] * 3
+        await finish(swarm)
+        assert swarm.recorders["A"].told(RoundCommitted)[-1].campaign_step == 150
+        assert all(not replica_differs(swarm, name) for name in "ABC")
+
+    simulate(main)
+
+
+def replica_differs(swarm: VirtualSwarm, name: str) -> bool:
+    return bool(swarm.recorders[name].told(DigestMismatch))
+
+
+def test_who_was_away_during_a_rollback_follows_it_and_who_joins_later_begins_after_it() -> None:
+    async def main() -> None:
+        swarm = await archiving()
+        await asyncio.sleep(3)
+        swarm.kill("C")
+        await send(swarm, "A", record(swarm, 1, rollback=4))
+        await swarm.until(lambda: set(applied(swarm, 1)) == set("WAB"))
+        number = rollback_of(swarm, 1)
+        await swarm.until_round(number + 1)
+        swarm.start_again("C")
+        swarm.start("D")
+        await swarm.until(lambda: min(swarm.round_of("C"), swarm.round_of("D")) > number)
+        assert rollback_of(swarm, 1) == number
+        await finish(swarm)
+        assert swarm.samples["D"]
+
+    simulate(main)
+
+
+def test_a_rollback_whose_base_nobody_here_keeps_waits_for_who_does_and_stops_no_round() -> None:
+    async def main() -> None:
+        swarm = await archiving()
+        swarm.kill("W")
+        await send(swarm, "A", record(swarm, 1, rollback=4))
+        await swarm.until_round(8)
+        assert not applied(swarm, 1)
+        swarm.start_again("W")
+        await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
+        assert 4 in archived_rounds(swarm.stores["W"]), "the base that is gone back to stays"
+        await finish(swarm)
+        assert swarm.nodes["A"].log.head_at(rollback_of(swarm, 1)).step == 40
+
+    simulate(main)
+
+
+def test_a_paused_campaign_that_is_rolled_back_stays_paused() -> None:
+    async def main() -> None:
+        swarm = await archiving()
+        await send(swarm, "A", record(swarm, 1, "paused"))
+        await swarm.until(lambda: hold(swarm, "paused"))
+        trained = swarm.trained_tokens()
+        await send(swarm, "A", record(swarm, 2, "paused", rollback=4))
+        await swarm.until(lambda: len(applied(swarm, 2)) == 4)
+        await asyncio.sleep(100)
+        assert {node.log.round for node in swarm.nodes.values()} == {rollback_of(swarm, 2)}
+        assert swarm.trained_tokens() == trained
+        await send(swarm, "A", record(swarm, 3, "running"))
+        await finish(swarm)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("victim", ["the coordinator", "W"])
+def test_who_is_killed_while_it_goes_back_goes_on_from_there(victim: str) -> None:
+    async def main() -> None:
+        swarm = await archiving(sync={"reform_after_s": 30.0})
+        await send(swarm, "A", record(swarm, 1, rollback=4))
+        await swarm.until(lambda: bool(applied(swarm, 1)), 100)
+        name = swarm.nodes["A"].coordinators()[0] if victim == "the coordinator" else victim
+        swarm.restart(name)
+        await finish(swarm)
+        assert swarm.nodes["A"].log.head_at(rollback_of(swarm, 1)).step == 40
+
+    simulate(main)
+
+
+def test_a_head_without_a_plan_is_no_head_unless_the_owners_record_leads_to_it() -> None:
+    """What a majority of liars could sign: nobody takes it up."""
+
+    async def main() -> None:
+        swarm = await archiving()
+        log, parent = swarm.nodes["A"].log, swarm.nodes["A"].log.head
+        good = log.rolled_back(parent, record(swarm, 1, rollback=4))
+        assert good is not None
+        assert log.leads_to(parent, good)
+        assert log.rolled_back(parent, record(swarm, 1, rollback=parent.round)) is None, "nobody has certified that base yet"
+        wrong = [
+            replace(good, base_digest="0" * 64),
+            replace(good, step=good.step + 10),
+            replace(good, control=None),
+            replace(good, control=parent.control, plan="p", base_digest=parent.base_digest, helpers=("A",)),
+            replace(good, control=record(swarm, 1, rollback=4, signer="A")),
+            replace(good, control=record(swarm, 1), plan=""),
+            replace(good, plan="p"),
+        ]
+        ballot = Ballot(1, "A")
+        for head in wrong:
+            message = vote_message(ballot, head.id)
+            votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in parent.electorate)
+            with pytest.raises(Refused, match="does not hold"):
+                log.append(Decided(head, ballot, votes))
+
+    simulate(main)
+
+
 # Another schedule -------------------------------------------------------------------------------------------------------
 
 
@@ -319,7 +462,7 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
 
 def standing(round_number: int = 3, newest: Control | None = None) -> Standing:
     the_campaign = campaign(total_steps=60)
-    return Standing(the_campaign.hash, the_campaign.config, newest, round_number)
+    return Standing(the_campaign.hash, the_campaign.config, newest, round_number, (2,))
 
 
 def test_an_order_keeps_what_was_ordered_before() -> None:
@@ -343,6 +486,8 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
     ("schedule 9 sync_steps=15", "must be a multiple of training.sync_steps = 15"),
     ("schedule 9 batch_size=1", "training.batch_size cannot be changed; give one of learning_rate, "),
     ("schedule 9 learningrate=1", "training.learningrate cannot be changed"),
+    ("rollback 1", "no peer that answers keeps the base of that round; kept are: 2"),
+    ("rollback 3", "no peer that answers keeps the base of that round; kept are: 2"),
 ])  # fmt: skip
 def test_an_order_that_makes_no_sense_is_refused(words: str, expected: str) -> None:
     with pytest.raises(UserError) as refused:

@@ -20,6 +20,7 @@ from spes_p2p.swarm.interfaces import Identity, Store
 from spes_p2p.swarm.records import Control, Head
 from spes_p2p.swarm.store import frame_record, parse_records
 from spes_p2p.swarm.wire import pack, unpack
+from spes_p2p.sync.archive import archived_rounds
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +31,27 @@ SCHEDULE_FIELDS = ("learning_rate", "min_lr_ratio", "sync_steps", "total_steps",
 
 
 @dataclass(frozen=True)
+class ControlRequest:
+    """What do you know of the owner's orders?"""
+
+    brought: Control | None
+    """A record to take up, if it is news."""
+
+
+@dataclass(frozen=True)
 class Known:
-    """What a peer knows of the owner's orders; asked with what the asking one brings."""
+    """What a peer knows."""
 
     newest: Control | None
     """Applied or not."""
+    applied: int
+    """Number of the record that its head carries; 0: none."""
     round: int
     """Of its head."""
     step: int
     """Campaign step of its head."""
+    archived: tuple[int, ...]
+    """Rounds whose bases it keeps."""
 
 
 class Log(Protocol):
@@ -71,7 +84,8 @@ class Controls:
 
     def known(self) -> Known:
         """What I answer who asks."""
-        return Known(self.newest, self._log.head.round, self._log.head.step)
+        head = self._log.head
+        return Known(self.newest, number_of(head.control), head.round, head.step, tuple(archived_rounds(self._store)))
 
     def take(self, control: Control | None) -> bool:
         """Keep a record, if it is news. Raises Refused when it is not one of this campaign's owner."""
@@ -144,6 +158,11 @@ def changed(config: CampaignConfig, training: str, where: str) -> CampaignConfig
         raise UserError(f"{where}: training.{unknown[0]} cannot be changed; give one of {', '.join(SCHEDULE_FIELDS)}")
     raw = config.model_dump()
     return parse_campaign_config({**raw, "training": {**raw["training"], **fields}}, where)
+
+
+def rolls_back(control: Control | None, parent: Head) -> bool:
+    """Can only a rollback apply this record after `parent`?"""
+    return control is not None and control != parent.control and control.rollback >= 0
 
 
 def is_news(control: Control, known: Control | None) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.swarm.control import is_paused
+from spes_p2p.swarm.control import is_paused, rolls_back
 from spes_p2p.swarm.deadline import lateness, patience
 from spes_p2p.swarm.electors import Accept, HeadLog, Prepare, Promise, is_outbid, quorum, remaining, weigh
 from spes_p2p.swarm.interfaces import Identity
@@ -235,9 +235,17 @@ class Coordination:
 
     async def _sit_out_pause(self) -> None:
         """After a head that pauses the campaign no round is planned, until its owner says more."""
-        while is_paused(self.head.control) and self._control() == self.head.control:
+        while is_paused(self.head.control) and self._next_control() == self.head.control:
             self._require_open()
             await asyncio.sleep(PING_EVERY_S)
+
+    def _next_control(self) -> Control | None:
+        """What the next head carries: the newest record, but a rollback only when somebody here keeps the base for it."""
+        control = self._control()
+        if control is None or not rolls_back(control, self.head):
+            return control
+        kept = any(control.rollback in self._announced[peer].archived for peer in self._alive)
+        return control if kept and self._log.rolled_back(self.head, control) is not None else self.head.control
 
     def _require_open(self) -> None:
         """Raises AttemptFailed when another coordinator has brought this round to its decision."""
@@ -319,14 +327,13 @@ class Coordination:
 
     async def _decide(self) -> Decided:
         ballot, accepted = await self._prepare()
-        if accepted is None:
+        proposal = accepted or self._log.rolled_back(self.head, self._next_control())
+        if proposal is None:
             plan = await self._make_plan(ballot)
             self._results = self._results_of(plan)
             self._plan.set_result(plan)
             await self._collect(self._results)
             proposal = make_head(self.head, plan, self._results, self._staged, self.head.helpers)
-        else:
-            proposal = accepted
         decided = await self._propose(ballot, proposal)
         if not self._plan.done():
             self._plan.set_result(decided)
@@ -375,7 +382,7 @@ class Coordination:
         donors = await self._choose_donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
         returned = tuple(interval for peer, back in self._returned().items() if peer not in there for interval in back)
         return make_plan(
-            self.head, ballot, agreeing, returned, digest, donors, self._rules, self._arrivals(agreeing), self._control()
+            self.head, ballot, agreeing, returned, digest, donors, self._rules, self._arrivals(agreeing), self._next_control()
         )
 
     async def _choose_donors(self) -> Donors | None:

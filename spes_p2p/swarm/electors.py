@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from spes_p2p.errors import Refused
-from spes_p2p.swarm.control import may_follow
+from spes_p2p.swarm.control import may_follow, rolls_back
 from spes_p2p.swarm.interfaces import Identity, Store
-from spes_p2p.swarm.records import Ballot, Decided, Farewell, Head, Vote
+from spes_p2p.swarm.records import Ballot, Control, Decided, Farewell, Head, Vote
 from spes_p2p.swarm.store import frame_record, parse_records
 from spes_p2p.swarm.wire import WireError, pack, unpack
 
@@ -199,6 +199,30 @@ def reform_head(parent: Head, helper: str, disk: str) -> Head:
     )
 
 
+def rollback_head(parent: Head, control: Control, digest: str, step: int) -> Head:
+    """The head by which everybody goes back to an earlier base: no work is exchanged, the same electors decide the next round.
+
+    `digest`, `step`: of that base. Tokens and data cursor go on: what was trained since is not trained again.
+    """
+    return replace(
+        parent,
+        round=parent.round + 1,
+        parent=parent.id,
+        plan="",
+        roots=(),
+        dropped=(),
+        base_digest=digest,
+        step=step,
+        lost=(),
+        control=control,
+    )
+
+
+def is_rollback(head: Head) -> bool:
+    """Does this head go back to an earlier base? A reform, the other one without a plan, names no digest."""
+    return head.round >= 0 and not head.plan and head.base_digest != ""
+
+
 def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
     """Is this head decided by the electorate that its parent fixed, or a reform signed by one of the campaign's helpers?"""
     head = decided.head
@@ -282,11 +306,38 @@ class HeadLog:
                 raise Refused(f"round {head.round} was decided otherwise")
         if head.round > self.round + 1:
             raise Refused(f"round {head.round} does not follow round {self.round}")
-        if not proves(decided, self.head_at(head.round - 1), self._identity):
+        parent = self.head_at(head.round - 1)
+        if not proves(decided, parent, self._identity) or (head.epoch == parent.epoch and not self.leads_to(parent, head)):
             raise Refused(f"the certificate of round {head.round} does not hold")
         self._store.append(LOG, pack(decided))
         self._put(decided)
         return True
+
+    def leads_to(self, parent: Head, head: Head) -> bool:
+        """Can a plan, or a record that rolls back, lead from a head of this log to this one, in the same epoch?"""
+        if head.plan:
+            return not rolls_back(head.control, parent)
+        return head == self.rolled_back(parent, head.control)
+
+    def rolled_back(self, parent: Head, control: Control | None) -> Head | None:
+        """The head after `parent` that goes back as this record says; None when it says no such thing or that cannot be."""
+        if control is None or not rolls_back(control, parent):
+            return None
+        digest = self._digest_of_base(control.rollback, parent)
+        return rollback_head(parent, control, digest, self.head_at(control.rollback).step) if digest is not None else None
+
+    def _digest_of_base(self, round_number: int, last: Head) -> str | None:
+        """Of the base after this round, as the heads up to `last` certify it; None when they do not."""
+        if round_number >= last.round:
+            return None
+        if is_rollback(self.head_at(round_number)):
+            return self.head_at(round_number).base_digest
+        for later in map(self.head_at, range(round_number + 1, last.round + 1)):
+            if is_rollback(later):
+                return None
+            if later.plan:
+                return later.base_digest
+        return None
 
     def _take_up(self, record: bytes) -> bool:
         try:
@@ -364,7 +415,7 @@ class Elector:
             raise Refused(f"my head is round {head.round}")
         proposed = request.head
         kept = (proposed.campaign, proposed.epoch, proposed.helpers) == (head.campaign, head.epoch, head.helpers)
-        if not kept or not proposed.plan or len(proposed.disks) != len(proposed.electorate):
+        if not kept or not self._log.leads_to(head, proposed) or len(proposed.disks) != len(proposed.electorate):
             raise Refused("a head that no plan of this campaign leads to")
         if not may_follow(proposed.control, head, self._identity):
             raise Refused("a control record that the owner did not sign, or an old one")

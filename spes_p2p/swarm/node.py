@@ -14,7 +14,7 @@ from spes_p2p.config import PROTOCOL_VERSION, Campaign, TrainingConfig
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.observe.events import Observer, PeersSeen
-from spes_p2p.swarm.control import CONTROL, Controls, Known
+from spes_p2p.swarm.control import CONTROL, ControlRequest, Controls, Known
 from spes_p2p.swarm.coordinator import (
     ACCEPT,
     DECIDE,
@@ -207,7 +207,7 @@ class Node:
         newer = [peer for peer, contact in self.contacts.items() if contact.control > self.controls.number]
         for peer in sorted(newer, key=lambda peer: -self.contacts[peer].control):
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                reply = await self.board.ask(peer, CONTROL, pack(Known(None, 0, 0)), self.board.silence_s)
+                reply = await self.board.ask(peer, CONTROL, pack(ControlRequest(None)), self.board.silence_s)
                 if self.controls.take(unpack(Known, reply).newest):
                     return
 
@@ -374,7 +374,7 @@ class Node:
 
     async def _on_control(self, talk: Talk) -> None:
         """Somebody asks for the newest record, or brings one."""
-        self.controls.take(unpack(Known, await talk.message()).newest)
+        self.controls.take(unpack(ControlRequest, await talk.message()).brought)
         await talk.send(pack(self.controls.known()))
 
     async def _on_round(self, talk: Talk) -> None:

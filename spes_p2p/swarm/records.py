@@ -34,6 +34,8 @@ class Control:
     """running: rounds go on; paused: none is planned until a newer record says so; stopped: the campaign is over, for good."""
     changes: tuple[Change, ...]
     """All there ever were, by round; of two that change one field the later one holds."""
+    rollback: int
+    """Round whose base everybody goes back to with the head that applies this record; -1: none."""
     signature: bytes
     """By the key of the owner, under everything above."""
 
@@ -87,6 +89,8 @@ class Announcement:
     """A helper does not: it gets no experts and no samples."""
     in_flight: bool = False
     """Does a phase go on during this round? Its work comes with the next one (`sync.overlap`)."""
+    archived: tuple[int, ...] = ()
+    """Rounds whose bases it keeps."""
 
 
 @dataclass(frozen=True)
@@ -228,13 +232,13 @@ class Head:
     round: int
     parent: str
     plan: str
-    """Id of the plan; empty for the genesis head."""
+    """Id of the plan; empty for the genesis head, a reform and a rollback."""
     roots: tuple[bytes, ...]
     """Root of each member's manifest, revision by revision: `[revisions][members]`; empty bytes for members without one."""
     dropped: tuple[int, ...]
     """Parts that had contributors but are left out: the base keeps its old value there."""
     base_digest: str
-    """Of the parent's base (of base 0 in the genesis head)."""
+    """Of the parent's base; of base 0 in the genesis head, of the base gone back to in a rollback; empty in a reform."""
     step: int
     tokens: int
     """Included since the campaign began."""

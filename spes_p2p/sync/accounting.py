@@ -175,6 +175,16 @@ class Ledger:
             self._settle_group(trainer, group, old, new, [])
         return lost
 
+    def give_up(self, trainer: Trainer, base: np.ndarray) -> int:
+        """The campaign went back to an earlier base: nothing of what is pending stays. Returns its tokens."""
+        lost = max(self.pending.tokens, self._left_behind, *self.pending.routed)
+        trainer.load_base(base)
+        self.announced = self._fresh = self._nothing
+        self._left_behind = 0
+        for table in (self._update, self._handed_over, self._age):
+            table.clear()
+        return lost
+
     def state(self) -> dict[str, np.ndarray]:
         """What a restart needs beside `local - base`, by name."""
         work = self.pending

@@ -19,11 +19,14 @@ class Archive:
     keep: int
     """The newest so many stay. Each takes as much disk as the base."""
 
-    def file(self, store: Store, base: Base) -> bool:
-        """Keep this base if it is due, and let the oldest go; was it kept? Raises UserError when the disk is full."""
+    def file(self, store: Store, base: Base, wanted: int = -1) -> bool:
+        """Keep this base if it is due, and let the oldest go; was it kept? Raises UserError when the disk is full.
+
+        `wanted`: a round whose base stays, because the campaign goes back to it.
+        """
         if not self.every or base.round <= 0 or base.round % self.every:
             return False
-        for old in archived_rounds(store)[: -self.keep + 1 or None]:
+        for old in [kept for kept in archived_rounds(store) if kept != wanted][: -self.keep + 1 or None]:
             store.delete(_name(old))
         save_base(store, base, _name(base.round))
         return True

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import DigestMismatch, Observer, WorkDropped
+from spes_p2p.swarm.electors import is_rollback
 from spes_p2p.swarm.interfaces import Draft
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Decided, Head, Manifest, Plan, Revision
@@ -21,6 +22,7 @@ from spes_p2p.swarm.rpc import Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
+from spes_p2p.sync.archive import load_archived
 from spes_p2p.sync.base import Base, StagedBase, load_base, pieces_of, stage_base
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
@@ -169,7 +171,7 @@ class Replica:
         await self.node.learn_from_all()
         head = self.node.log.head
         offers = [offer for offer in await self._offers(head) if offer.info.round == head.round]
-        if head.round < 0:
+        if head.round < 0 or is_rollback(head):
             offers = [offer for offer in offers if offer.info.digest == head.base_digest]
         return offers
 
@@ -264,6 +266,9 @@ class Replica:
                 await self._jump_to_newest(forked=True)
                 continue
             decided = log.at(self.base.round + 1)
+            if is_rollback(decided.head):
+                await self._roll_back(decided.head)
+                continue
             if not decided.head.plan:
                 await self._pass_reform(decided)
                 continue
@@ -415,6 +420,25 @@ class Replica:
         self.base = base
         await self._save()
 
+    async def _roll_back(self, head: Head) -> None:
+        """Take an earlier base: who keeps it from its own disk, the others from those. What was trained since is given up."""
+        kept = await self._archived(head)
+        if kept is None:
+            await self._jump_to_newest(forked=False)
+        else:
+            await self._jump(Base(head.id, head.round, kept.values, kept.digest, None), False)
+
+    async def _archived(self, head: Head) -> Base | None:
+        """The base that this head goes back to, where it is kept here and whole."""
+        assert head.control is not None
+        store, size = self.node.world.store, base_size(self.layout, self.outer)
+        try:
+            kept: Base | None = await self.node.world.run_blocking(load_archived, store, head.control.rollback, size, "archive")
+        except UserError as error:
+            logger.warning("%s", error)
+            return None
+        return kept if kept is not None and kept.digest == head.base_digest else None
+
     async def _jump_to_newest(self, forked: bool) -> None:
         """Take a snapshot: too far behind to replay, or on a branch that was given up (`forked`).
 
@@ -439,15 +463,21 @@ class Replica:
 
     async def _jump(self, base: Base, keep_pending: bool) -> None:
         old = self.base
+        rolled_back = any(map(is_rollback, map(self.node.log.head_at, range(old.round + 1, base.round + 1))))
+        if rolled_back:
+            self._carried = {}
         self._install(base)
         self._prepared, self._codes_lost = None, False
         if self.trainer is not None:
-            dropped = await self.node.world.run_blocking(
-                self.ledger.rebase, self.trainer, old.values, base.values, keep_pending
-            )
+            run, ledger = self.node.world.run_blocking, self.ledger
+            if rolled_back:
+                dropped, reason = await run(ledger.give_up, self.trainer, base.values), "the campaign was rolled back"
+            else:
+                dropped = await run(ledger.rebase, self.trainer, old.values, base.values, keep_pending)
+                reason = "the base was downloaded again"
             if dropped:
-                self._observer.tell(WorkDropped(base.round, dropped, "the base was downloaded again"))
-            await self.node.world.run_blocking(self._take_duty, base)
+                self._observer.tell(WorkDropped(base.round, dropped, reason))
+            await run(self._take_duty, base)
         await self._save()
 
     def _install(self, base: Base) -> None:
