@@ -22,6 +22,7 @@ from spes_p2p.observe.events import (
     Observer,
     PhaseTrained,
     TrainingProgress,
+    WorkDropped,
 )
 from spes_p2p.swarm.control import is_paused, is_stopped
 from spes_p2p.swarm.coordinator import IN_FULL, ROUND
@@ -507,7 +508,14 @@ class Peer:
         if not self._has_finished():
             await self._tell_leave()
         elif not self.is_helper:
+            self._tell_of_left_over_work()
             await self._linger()
+
+    def _tell_of_left_over_work(self) -> None:
+        """The campaign is over, and no round will include what is still pending: a stop does not wait for it."""
+        tokens = self.replica.ledger.pending.tokens
+        if tokens:
+            self._observer.tell(WorkDropped(self.replica.base.round, tokens, "the campaign ended before a round included it"))
 
     async def _tell_leave(self) -> None:
         """Say that I go; the samples of all work that is in no round come back, since nothing of it will be included."""
