@@ -30,6 +30,8 @@ class Origin:
     """(round, held-out loss) of the last evaluated base up to this one."""
     totals: Totals
     """May be of a round that is a little older or newer than the base."""
+    orders: tuple[tuple[int, str], ...] = ()
+    """(first round that was committed under it, what the owner had ordered), in order."""
 
 
 def origin_of(campaign: Campaign, round_number: int, digest: str, records: dict[int, RoundRecord], totals: Totals) -> Origin:
@@ -37,7 +39,11 @@ def origin_of(campaign: Campaign, round_number: int, digest: str, records: dict[
     evaluated = [r for r in records.values() if r.round <= round_number and math.isfinite(r.validation_loss)]
     last = max(evaluated, key=lambda record: record.round, default=None)
     held_out = (last.round, last.validation_loss) if last is not None else None
-    return Origin(campaign, round_number, digest, records.get(round_number), held_out, totals)
+    orders: list[tuple[int, str]] = []
+    for number in sorted(known for known in records if known <= round_number):
+        if records[number].control != (orders[-1][1] if orders else ""):
+            orders.append((number, records[number].control))
+    return Origin(campaign, round_number, digest, records.get(round_number), held_out, totals, tuple(orders))
 
 
 def card_files(origin: Origin) -> dict[str, str]:
@@ -61,6 +67,7 @@ def facts(origin: Origin) -> dict[str, Any]:
             "held_out_round": origin.held_out[0] if origin.held_out else None,
             "digest": origin.digest,
             "members_of_last_round": record.members if record else None,
+            "orders": [{"from_round": number, "order": order} for number, order in origin.orders],
             "contributions_up_to_round": origin.totals.round,
             "contributions": origin.totals.contributions,
             "made_with": f"spes_p2p {__version__}",
@@ -83,6 +90,7 @@ def model_card(origin: Origin) -> str:
             f"{config.model.num_hidden_layers} layers, trained from scratch, peer to peer, with spes_p2p {__version__}.",
             "These are the exact float32 values that the members of the swarm agreed on after this round.", "",
             *_table(origin), "",
+            *_orders(origin),
             *_contributors(origin.totals), "",
             "## Use", "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
             'model = AutoModelForCausalLM.from_pretrained("PATH")',
@@ -108,6 +116,16 @@ def _table(origin: Origin) -> list[str]:
         ("training manifest", f"`{origin.campaign.manifest_sha256}`"),
     ]
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _orders(origin: Origin) -> list[str]:
+    """What the owner changed while the campaign ran; nothing where it ran as it was planned."""
+    if not origin.orders:
+        return []
+    rows = [f"- round {number}: {order or 'as planned'}" for number, order in origin.orders]
+    return ["## Orders of the campaign's owner", "",
+            "From these rounds on. Tokens of rounds that a rollback gave up are counted above, but are not in the weights.", "",
+            *rows, ""]
 
 
 def _contributors(totals: Totals) -> list[str]:

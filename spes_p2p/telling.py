@@ -16,6 +16,7 @@ from spes_p2p.observe.events import (
     RoundCommitted,
     RoundFailed,
 )
+from spes_p2p.swarm.control import describe, is_stopped
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Head, Plan
 from spes_p2p.sync.plan import contributions
@@ -55,9 +56,17 @@ class Teller:
     def restored(self, source: str) -> None:
         """The base is there: from "disk", "download" or a "reform"."""
         head = self._node.log.head_at(self._replica.base.round)
-        total_steps = self._node.training_after(head).total_steps
         self._observer.tell(
-            BaseRestored(head.round, head.step, total_steps, head.tokens, self._replica.base.digest, source, owners_of(head))
+            BaseRestored(
+                round=head.round,
+                campaign_step=head.step,
+                total_steps=self._node.training_after(head).total_steps,
+                total_tokens=head.tokens,
+                base_digest=self._replica.base.digest,
+                source=source,
+                owners=owners_of(head),
+                total_rounds=self._total_rounds(head),
+            )
         )
         self._tell_control(head)
 
@@ -87,6 +96,8 @@ class Teller:
                 merge_alpha=plan.merge.alpha if plan.merge is not None else 0.0,
                 learning_rate=learning_rate(head.step, training),
                 contributions=contributions(head, applied.results, training.batch_size * training.sequence_length),
+                total_rounds=self._total_rounds(head),
+                control=describe(head.control),
             )
         )
         self._tell_control(head)
@@ -95,12 +106,20 @@ class Teller:
         """So much of the base is here."""
         self._observer.tell(DownloadProgress("the base", done, total))
 
+    def _total_rounds(self, head: Head) -> int:
+        """Number of the last round. One that resumes or reforms is one more; another schedule or a rollback moves the end."""
+        training, config = self._node.training_after(head), self._node.campaign.config
+        if is_stopped(head.control):
+            return head.round
+        left = -(-max(0, training.total_steps - head.step) // training.sync_steps)
+        return max(0, head.round) + left + (config.sync.overlap and head.round < 1)
+
     def _tell_control(self, head: Head) -> None:
         """The owner's order, once."""
         control = head.control
         if control is not None and control.number != self._control:
             self._control = control.number
-            self._observer.tell(Controlled(head.round, control.number, control.state))
+            self._observer.tell(Controlled(head.round, control.number, control.state, describe(control)))
 
     def _bytes(self) -> tuple[int, int]:
         """Report what crossed the transport since the last time; returns (sent, received) in all."""

@@ -12,7 +12,7 @@ from spes_p2p.errors import Refused, UserError
 from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
 from spes_p2p.orders import Standing, parse_order
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.control import CONTROL, ControlRequest, Known, number_of, owner_of, scheduled, signed
+from spes_p2p.swarm.control import CONTROL, ControlRequest, Known, describe, number_of, owner_of, scheduled, signed
 from spes_p2p.swarm.electors import is_rollback, vote_message
 from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.memory import in_memory_world
@@ -75,7 +75,7 @@ def test_a_record_that_one_peer_got_holds_for_all_from_the_same_round_on() -> No
         assert set(applied(swarm, 1)) == set("WABC")
         pause = record(swarm, 1, "paused")
         told = [recorder.told(Controlled) for recorder in swarm.recorders.values()]
-        assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused")]] * 4
+        assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused", "paused")]] * 4
         assert all(node.controls.newest == pause for node in swarm.nodes.values())
 
     simulate(main)
@@ -185,7 +185,7 @@ def test_who_joins_a_paused_swarm_waits_with_the_others_and_trains_when_it_goes_
         swarm.start("D")
         await swarm.until(lambda: swarm.round_of("D") == number)
         await asyncio.sleep(50)
-        assert swarm.recorders["D"].told(Controlled) == [Controlled(number, 1, "paused")]
+        assert swarm.recorders["D"].told(Controlled) == [Controlled(number, 1, "paused", "paused")]
         await send(swarm, "D", record(swarm, 2, "running"))
         await swarm.until_round(number + 2)
         assert set(applied(swarm, 2)) == set("WABCD")
@@ -480,7 +480,9 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
         await swarm.until_round(1)
         await send(swarm, "A", record(swarm, 1, changes=(Change(4, fields),)))
         await finish(swarm)
-        assert [commit.campaign_step for commit in swarm.recorders["A"].commits().values()] == [0, *steps]
+        commits = list(swarm.recorders["A"].commits().values())
+        assert [commit.campaign_step for commit in commits] == [0, *steps]
+        assert {commit.total_rounds for commit in commits[4:]} == {len(steps)} or len(steps) < 4
 
     simulate(main)
 
@@ -488,6 +490,14 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
 def standing(round_number: int = 3, newest: Control | None = None) -> Standing:
     the_campaign = campaign(total_steps=60)
     return Standing(the_campaign.hash, the_campaign.config, newest, round_number, (2,))
+
+
+def test_an_order_in_words() -> None:
+    assert describe(None) == ""
+    changes = (Change(9, '{"learning_rate":0.0001,"total_steps":80}'), Change(12, "\x1b[31m"))
+    control = Control("c", 1, "paused", changes, 4, b"")
+    expected = "paused, rolled back to round 4, from round 9 on learning_rate 0.0001, total_steps 80, from round 12 on 31m"
+    assert describe(control) == expected
 
 
 def test_an_order_keeps_what_was_ordered_before() -> None:

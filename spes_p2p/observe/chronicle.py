@@ -17,6 +17,7 @@ from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitt
 from spes_p2p.observe.history import cut_torn_line
 from spes_p2p.observe.plain import plain
 from spes_p2p.observe.rounds import NOTHING, Contribution, RoundRecord, Totals, merged
+from spes_p2p.observe.status import LONGEST_WORD
 
 ROUNDS_FILE = "rounds.jsonl"
 
@@ -109,6 +110,7 @@ class Chronicle:
             sent_bytes=event.sent_bytes,
             received_bytes=event.received_bytes,
             failed_attempts=self._failed_attempts,
+            control=event.control[:LONGEST_WORD],
         )
         self._keep(own)
         self._train_seconds, self._failed_attempts = 0.0, 0

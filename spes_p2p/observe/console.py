@@ -8,6 +8,7 @@ from collections.abc import Callable
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
     BaseRestored,
+    Controlled,
     DigestMismatch,
     DownloadProgress,
     Evaluated,
@@ -40,6 +41,7 @@ DOWNLOAD_EVERY_S = 10.0
 """Between two lines about one download."""
 
 _SOURCES = {"created": "made base {}", "disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
+            "rollback": "the campaign was rolled back: base {} is that of an earlier round",
             "reform": "no majority was left: the swarm was reformed on base {}"}
 
 
@@ -81,6 +83,9 @@ class RoundLog:
                 return f"{self._nth(event.round)}: {event.skipped_steps} steps left out, their loss or gradient was not finite"
             case RoundCommitted():
                 return self._round(event) if event.round > 0 else self._assembled(event)
+            case Controlled():
+                order = event.order or event.state
+                return f"{self._nth(event.round)} · from now on, by the owner's order {event.number}: {order}"
             case Evaluated():
                 when = "" if event.round > 0 else " before training"
                 return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"

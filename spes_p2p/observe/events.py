@@ -31,9 +31,11 @@ class BaseRestored:
     """Included since the campaign began."""
     base_digest: str
     source: str
-    """created, disk, download, reform."""
+    """created, disk, download, reform, rollback."""
     owners: tuple[tuple[str, ...], ...] = ()
     """For each expert, who trains it; empty when it is not known yet."""
+    total_rounds: int = 0
+    """The last round, as things stand; 0: as the campaign was planned."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ class RoundCommitted:
     learning_rate: float = 0.0
     contributions: tuple[tuple[str, int, int], ...] = ()
     """For each member: peer id, tokens, local steps times experts trained in them."""
+    total_rounds: int = 0
+    """The last round, as things stand; 0: as the campaign was planned."""
+    control: str = ""
+    """What the campaign's owner has ordered, in words; empty for nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,8 @@ class Controlled:
     """Of the control record."""
     state: str
     """running, paused, stopped."""
+    order: str = ""
+    """All that it says, in words."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,
+    Controlled,
     DigestMismatch,
     Evaluated,
     Event,
@@ -110,6 +111,7 @@ class Metrics:
         self._members = make(Gauge, "spes_round_members", "Members of the last committed round.")
         self._expert_owners = make(Gauge, "spes_expert_owners", "Peers that train the expert.", "expert")
         self._experts = make(Gauge, "spes_owned_experts", "Experts that this peer trains.")
+        self._held = make(Gauge, "spes_campaign_held", "1 while its owner has the campaign paused, or stopped it; otherwise 0.")
         for unknown in (self._loss, self._validation_loss):
             unknown.set(math.nan)
 
@@ -198,6 +200,8 @@ class Metrics:
             case PeersSeen():
                 self._peers.labels("trainer").set(event.trainers)
                 self._peers.labels("helper").set(event.helpers)
+            case Controlled():
+                self._held.set(event.state != "running")
             case BytesMoved():
                 self._bytes.labels(event.kind, "sent").inc(event.sent)
                 self._bytes.labels(event.kind, "received").inc(event.received)

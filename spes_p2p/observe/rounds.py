@@ -51,6 +51,8 @@ class RoundRecord:
     received_bytes: Count
     failed_attempts: Count
     """Attempts of this peer at this round that did not commit."""
+    control: Word = ""
+    """What the campaign's owner had ordered by then, in words; empty for nothing. The same on every peer."""
 
 
 @dataclass(frozen=True)

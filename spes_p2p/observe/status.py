@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.observe.events import (
     BaseRestored,
+    Controlled,
     DigestMismatch,
     Evaluated,
     Event,
@@ -42,7 +43,8 @@ def _printable(text: str) -> str:
     return text
 
 
-Word = Annotated[str, Field(max_length=200), AfterValidator(_printable)]
+LONGEST_WORD = 200
+Word = Annotated[str, Field(max_length=LONGEST_WORD), AfterValidator(_printable)]
 """Text from another peer: short, and without the control characters that could rewrite a terminal."""
 
 Count = Annotated[int, Field(ge=0)]
@@ -114,8 +116,12 @@ class PeerStatus:
     """Attempts that did not commit since this peer started, by reason."""
     digest_mismatches: Count = 0
     seconds_left: float = math.nan
-    """Until the last round of the campaign, from the pace of the last rounds; NaN before there is one."""
+    """Until the last round of the campaign, from the pace of the last rounds; NaN before there is one, and in a pause."""
     uptime_s: float = 0.0
+    state: Word = "running"
+    """Of the campaign, as its owner wants it: running, paused, stopped."""
+    control: Word = ""
+    """What the owner has ordered, in words; empty for nothing."""
 
     def to_bytes(self) -> bytes:
         """The msgpack that `from_bytes` reads."""
@@ -180,6 +186,8 @@ class StatusBoard:
                 self._set(local_loss=event.loss)
             case RoundCommitted():
                 self._round_committed(event)
+            case Controlled():
+                self._set(state=event.state, control=event.order[:LONGEST_WORD])
             case WorkDropped():
                 self._set(dropped_tokens=self._status.dropped_tokens + event.tokens)
             case RoundFailed():
@@ -230,13 +238,14 @@ class StatusBoard:
             total_steps=event.total_steps,
             total_tokens=event.total_tokens,
             base_digest=event.base_digest,
+            total_rounds=event.total_rounds or self._status.total_rounds,
         )
         if event.owners:
             owned = tuple(expert for expert, owners in enumerate(event.owners) if peer_id in owners)
             self._set(owners=event.owners, owned=owned)
 
     def _seconds_left(self) -> float:
-        if len(self._commits) < 2:
+        if len(self._commits) < 2 or self._status.state != "running":
             return math.nan
         seconds_a_round = []
         round_before, time_before = self._commits[0]
@@ -298,6 +307,10 @@ class SwarmStatus:
     """Work that was given up, all peers."""
     peers: tuple[PeerStatus, ...]
     """Trainers first, then by id."""
+    state: str
+    """Of the campaign, as its owner wants it: running, paused, stopped."""
+    control: str
+    """What the owner has ordered, in words; empty for nothing."""
 
     @property
     def assembled(self) -> bool:
@@ -357,6 +370,8 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         digest_mismatches=sum(status.digest_mismatches for status in peers),
         dropped_tokens=sum(status.dropped_tokens for status in peers),
         peers=peers,
+        state=best.state,
+        control=best.control,
     )
 
 

@@ -36,11 +36,13 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
     if not statuses:
         return Group(Text("no peer has answered yet", "dim"), *_warnings(notes))
     swarm = gather(statuses)
+    order = [Text(f"by its owner's order: {swarm.control}", "bold yellow")] if swarm.control else []
     last_round = [_last_round(swarm)] if swarm.round > 0 and swarm.round_seconds else []
     return Group(
         _headline(swarm),
         _progress(swarm),
         _losses(swarm),
+        *order,
         *last_round,
         Text(),
         _peer_table(swarm),
@@ -70,8 +72,14 @@ def _trained(swarm: SwarmStatus) -> list[str]:
         human_rate(swarm.tokens_per_second),
         _trainers(swarm),
         f"{human_bytes(sum(sent) / len(sent))} up a peer in {seconds}" if sent else "",
-        "done" if swarm.done else time_left(swarm.seconds_left),
+        _when_done(swarm),
     ]
+
+
+def _when_done(swarm: SwarmStatus) -> str:
+    if swarm.state != "running":
+        return swarm.state
+    return "done" if swarm.done else time_left(swarm.seconds_left)
 
 
 def _held_out(swarm: SwarmStatus) -> str:
@@ -139,7 +147,7 @@ def _headline(swarm: SwarmStatus) -> Text:
         line.append(f"   step {swarm.campaign_step}/{swarm.total_steps}   {human_count(swarm.total_tokens)} tokens")
     line.append("   ")
     if swarm.assembled:
-        line.append("done" if swarm.done else time_left(swarm.seconds_left), "bold")
+        line.append(_when_done(swarm), "bold")
     else:
         line.append(f"assembling, {_trainers(swarm)} so far", "bold")
     return line

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -133,6 +134,23 @@ def is_stopped(control: Control | None) -> bool:
 def runs(control: Control | None) -> bool:
     """Is there a next phase to train?"""
     return control is None or control.state == "running"
+
+
+def describe(control: Control | None) -> str:
+    """What a record says, for people: paused, rolled back to round 40, from round 60 on learning_rate 0.0001. Or nothing: ""."""
+    if control is None:
+        return ""
+    words: list[str] = [] if control.state == "running" else [control.state]
+    if control.rollback >= 0:
+        words.append(f"rolled back to round {control.rollback}")
+    for change in control.changes:
+        words.append(f"from round {change.round} on {_words(change.training)}")
+    return ", ".join(words)
+
+
+def _words(training: str) -> str:
+    """A change without the signs of JSON; printable, whatever was signed."""
+    return re.sub(r"[^\w.:,+-]", "", training).replace(":", " ").replace(",", ", ")
 
 
 def scheduled(config: CampaignConfig, control: Control | None, round_number: int) -> CampaignConfig:
