@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from spes_p2p.sync.replica import Replica
 from spes_p2p.sync.results import Results
 from spes_p2p.sync.selftest import check_arithmetic
 from spes_p2p.telling import Teller, trainers_of
+from spes_p2p.training.balance import load_violation, share_of
 from spes_p2p.training.checkpoint import load_checkpoint
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 
@@ -227,7 +229,8 @@ class Peer:
         self._observer.tell(
             PhaseTrained(
                 phase.round, report.steps, report.tokens, report.loss, report.aux_loss, report.seconds, report.skipped_steps,
-                report.flops_per_second, report.mfu,
+                report.flops_per_second, report.mfu, tuple(load_violation(report.assignments)),
+                share_of(report.assignments, self.trainer.owned) if report.assignments else math.nan,
             )
         )
 

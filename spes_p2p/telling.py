@@ -15,6 +15,7 @@ from spes_p2p.observe.events import (
     PhaseEntered,
     RoundCommitted,
     RoundFailed,
+    RoundMeasured,
 )
 from spes_p2p.swarm.control import describe, is_stopped
 from spes_p2p.swarm.node import Node
@@ -102,6 +103,10 @@ class Teller:
         )
         self._tell_control(head)
 
+        if head.round == self._replica.base.round:
+            drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
+            self._observer.tell(RoundMeasured(head.round, drift, expert_tokens_of(plan)))
+
     def downloading(self, done: int, total: int) -> None:
         """So much of the base is here."""
         self._observer.tell(DownloadProgress("the base", done, total))
@@ -139,6 +144,11 @@ class Teller:
 def trainers_of(plan: Plan) -> tuple[str, ...]:
     """The members that train, by id."""
     return tuple(member.peer for member in plan.members if member.trains)
+
+
+def expert_tokens_of(plan: Plan) -> tuple[int, ...]:
+    """For each expert: tokens on which the members trained it."""
+    return tuple(map(sum, zip(*(member.routed for member in plan.members), strict=True)))
 
 
 def owners_of(head: Head) -> tuple[tuple[str, ...], ...]:

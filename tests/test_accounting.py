@@ -279,6 +279,22 @@ def test_weights_are_what_was_trained_since_the_last_inclusion() -> None:
     assert account.ledger.pending == Work((0,) * LAYOUT.num_experts)
 
 
+@pytest.mark.parametrize(("others", "cosine", "shrink"), [(1.0, 1.0, 1.0), (0.0, 1.0, 0.5), (-1.0, 0.0, 0.0), (3.0, 1.0, 2.0)])
+def test_drift_is_this_peers_update_beside_the_bases_step(others: float, cosine: float, shrink: float) -> None:
+    account = Account(0, (0, 1), "none")
+    account.train(2)
+    account.push()
+    account.base, new = np.zeros_like(account.base), np.zeros_like(account.base)
+    for part, values in account.sent.values():
+        new[part.start : part.stop] = (values + np.float32(others) * values) / 2
+    account.ledger.settle(account.trainer, account.base, new, account.sent, lambda index: True)
+    assert set(account.ledger.drift) == {"shared", "router", "expert"}
+    for drift in account.ledger.drift.values():
+        assert (drift.cosine, drift.shrink) == pytest.approx((cosine, shrink), abs=1e-6)
+    account.ledger.settle(account.trainer, new, new, {}, lambda index: False)
+    assert account.ledger.drift == {}
+
+
 def test_a_phase_whose_loss_was_never_finite_spoils_no_mean() -> None:
     ledger = Ledger(LAYOUT)
     ledger.trained(PhaseReport(2, 100, (0,) * 4, 2.0, 0.0, 1.0, (), 0))

@@ -16,11 +16,13 @@ from spes_p2p.errors import UserError
 from spes_p2p.experiments import probe
 from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
 from spes_p2p.experiments.report import gap_in_spreads, outcomes, report, share_closed, shares
+from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
 from spes_p2p.experiments.swarm import spread, train
 from spes_p2p.experiments.text import Text
 from spes_p2p.model.build import initial_state, layout_of
-from spes_p2p.training.interface import Phase
+from spes_p2p.observe.events import Drift, RoundMeasured
+from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
 CAMPAIGN = {
@@ -97,6 +99,10 @@ def test_a_run_gives_the_same_result_again(mode: str) -> None:
     assert first["failed_rounds"] == 0
     assert [point["step"] for point in first["curve"]] == [3, 6]
     assert first["sent_bytes"] > 0
+    series = first["series"]
+    assert series["round"] == [1, 2]
+    assert series["trained share"] == ([1, 1] if mode == "diloco" else pytest.approx([0.5, 0.5], abs=0.1))
+    assert all(0 < cosine <= 1 for cosine in series["cosine shared"])
     drifts = first["rounds"][-1]["drift"]
     assert ("expert" in drifts) == (mode == "diloco")
     assert -1 <= drifts["shared"]["cosine"] <= 1
@@ -261,6 +267,23 @@ def test_agreement_and_balance_of_routing() -> None:
     assert probe.agreement(routing, np.array([[[0, 2], [2, 3]], [[2, 3], [2, 3]]])) == 3 / 8
     assert probe.load_violation(routing, 4) == [0.0, 1.0]
     assert probe.share_of(routing, (0, 2)) == 0.5
+
+
+def test_a_series_averages_peers_and_stretches_of_rounds() -> None:
+    series = RoundSeries()
+    for number in range(1, 81):
+        for assignments, owned in (((6, 2), (0,)), ((2, 6), (1,))):
+            report = PhaseReport(1, 4, (0, 0), 0.0, 0.0, 1.0, (), 0, assignments=(assignments,))
+            series.trained(number, report, owned)
+        for sent in (1.0, 3.0):
+            series.measured(RoundMeasured(number, {"shared": Drift(sent, 2.0, number / 100)}, (6, 6)))
+    columns = series.columns()
+    assert columns["round"] == list(range(2, 81, 2))
+    assert columns["update shared"] == [2.0] * 40
+    assert columns["cosine shared"][0] == 0.015
+    assert columns["load violation"] == [0.0] * 40
+    assert (columns["owned share"][0], columns["owned share global"][0]) == (0.75, 0.5)
+    assert (columns["expert tokens"][0], columns["trained share"][0]) == (6, 0.75)
 
 
 def test_experts_that_are_the_same_have_similarity_one() -> None:

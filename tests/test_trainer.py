@@ -154,6 +154,9 @@ def test_training_lowers_the_loss_and_changes_no_foreign_expert() -> None:
 def test_report_counts_tokens_and_the_assignments_of_owned_experts() -> None:
     everything, part = train(trainer_of((0, 1, 2, 3)), phase_of(3)), train(trainer_of((0, 3)), phase_of(3))
     assert everything.tokens == part.tokens == 3 * 4 * 16
+    assert np.sum(everything.assignments, axis=1).tolist() == [everything.tokens * MODEL.moe_top_k] * MODEL.num_hidden_layers
+    assert np.sum(everything.assignments, axis=0).tolist() == list(everything.routed)
+    assert np.sum(part.assignments) == np.sum(everything.assignments)
     assert sum(everything.routed) == everything.tokens * MODEL.moe_top_k * MODEL.num_hidden_layers
     assert part.routed[1] == part.routed[2] == 0
     assert part.routed[0] > 0

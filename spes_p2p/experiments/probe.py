@@ -20,6 +20,7 @@ from spes_p2p.config import CampaignConfig
 from spes_p2p.model.build import State
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.training import balance
 from spes_p2p.training.losses import next_token_loss
 from spes_p2p.training.trainer import Reader, Samples, TorchTrainer
 
@@ -88,8 +89,7 @@ def agreement(a: Routing, b: Routing) -> float:
 
 def load_violation(routing: Routing, experts: int) -> list[float]:
     """For each layer: tokens of the busiest expert / mean over experts - 1. 0 is balance, E - 1 everything on one."""
-    counts = [np.bincount(layer.reshape(-1), minlength=experts) for layer in routing]
-    return [float(layer.max() / layer.mean() - 1) for layer in counts]
+    return balance.load_violation([np.bincount(layer.reshape(-1), minlength=experts).tolist() for layer in routing])
 
 
 def share_of(routing: Routing, experts: Sequence[int]) -> float:

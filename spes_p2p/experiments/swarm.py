@@ -17,12 +17,13 @@ import numpy as np
 
 from spes_p2p.config import Campaign, CampaignConfig
 from spes_p2p.experiments import probe
+from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Run
 from spes_p2p.experiments.text import Text
 from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import State, initial_state, layout_of
 from spes_p2p.model.layout import Group, Layout
-from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, WorkDropped
+from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, RoundMeasured, WorkDropped
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
@@ -122,13 +123,19 @@ class Watch:
     """By all peers."""
     failed: int = 0
     dropped_tokens: int = 0
+    layout: Layout = field(init=False)
     train_losses: list[float] = field(default_factory=list)
     memory_bytes: int = 0
+    series: RoundSeries = field(default_factory=RoundSeries)
     last_round: int = 0
+
+    def __post_init__(self) -> None:
+        self.layout = layout_of(self.config.model)
 
     def trained(self, trainer: TorchTrainer, phase: Phase, report: PhaseReport) -> None:
         """A phase ended: keep what the round's diagnostics need."""
         self.memory_bytes = max(self.memory_bytes, trainer.state_bytes())
+        self.series.trained(phase.round, report, trainer.owned)
         if phase.round not in spread(self.config.total_rounds, self.run.experiment.measured_rounds):
             return
         groups = [g for g in trainer.layout.groups if g.expert is None or g.expert in trainer.owned]
@@ -147,6 +154,8 @@ class Watch:
             self.dropped_tokens += event.tokens
         elif isinstance(event, PhaseTrained):
             self.train_losses.append(event.loss)
+        elif isinstance(event, RoundMeasured):
+            self.series.measured(event)
         elif isinstance(event, RoundCommitted):
             self.sent_bytes += event.sent_bytes
             if event.round > self.last_round:
@@ -164,12 +173,13 @@ class Watch:
                 "step": event.campaign_step, "tokens": event.total_tokens, "sent_bytes": self.sent_bytes // self.run.members,
                 "loss": float(np.mean(list(losses.values()))), "domains": losses,
                 "train_loss": float(np.mean(self.train_losses)) if self.train_losses else None,
+                "expert_similarity": probe.similarity(new, self.layout), "weight_norms": probe.norms(new, self.layout),
             })
             self.train_losses.clear()
         self.base = new.copy()
 
     def _diagnose(self, event: RoundCommitted, new: State, work: Sequence[Work]) -> Record:
-        layout, model = layout_of(self.config.model), self.config.model
+        layout, model = self.layout, self.config.model
         before, after = self.judge.routing(self.base), self.judge.routing(new)
         assignments = model.moe_top_k * model.num_hidden_layers * sum(w.tokens for w in work)
         owner_tokens = np.sum([w.routed for w in work], axis=0)
@@ -227,6 +237,7 @@ def train(run: Run, text: Text) -> Record:
         "failed_rounds": watch.failed, "dropped_tokens": watch.dropped_tokens,
         "cpu_seconds": round(time.process_time() - cpu, 1), "seconds": round(time.monotonic() - started, 1),
         "campaign": run.arm.campaign, "curve": watch.curve, "rounds": watch.rounds,
+        "series": watch.series.columns(),
     }
 
 

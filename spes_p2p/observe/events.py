@@ -65,6 +65,10 @@ class PhaseTrained:
     """Floating-point operations that the steps needed, a second; 0 when it is not known."""
     mfu: float = math.nan
     """Model FLOPs utilisation, 0 to 1; NaN when the device's peak is not known."""
+    load_violation: tuple[float, ...] = ()
+    """For each layer, on this peer's tokens: those of the busiest expert over the mean, less 1."""
+    owned_routing: float = math.nan
+    """Share of this peer's routing that went to experts that it trains."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,34 @@ class Controlled:
     """running, paused, stopped."""
     order: str = ""
     """All that it says, in words."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Over the weights of one kind (shared, router, expert) that a peer sent in a round and the round took in."""
+
+    sent: float
+    """L2 norm of the peer's update."""
+    step: float
+    """L2 norm of the base's step, merge and outer momentum included."""
+    cosine: float
+    """Of the two; 0 where one of them is 0."""
+
+    @property
+    def shrink(self) -> float:
+        """Length of the base's step over that of the peer's update; 0 without an update."""
+        return self.step / self.sent if self.sent else 0.0
+
+
+@dataclass(frozen=True)
+class RoundMeasured:
+    """What a committed round did to the work that was sent to it."""
+
+    round: int
+    drift: Mapping[str, Drift]
+    """By kind of weights (shared, router, expert): this peer's update beside the base's step; empty when it sent none."""
+    expert_tokens: tuple[int, ...]
+    """For each expert, summed over layers: tokens on which its owners trained it, as the plan counts them."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +232,7 @@ Event = (
     | PhaseTrained
     | RoundCommitted
     | Controlled
+    | RoundMeasured
     | RoundFailed
     | WorkDropped
     | DigestMismatch

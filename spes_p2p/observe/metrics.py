@@ -37,6 +37,7 @@ from spes_p2p.observe.events import (
     PhaseTrained,
     RoundCommitted,
     RoundFailed,
+    RoundMeasured,
     TrainingProgress,
     WorkDropped,
     sync_phases,
@@ -79,6 +80,7 @@ class Metrics:
         self._last_commit = 0.0
         self._make_campaign_metrics()
         self._make_work_metrics()
+        self._make_learning_metrics()
         self._make_trouble_metrics()
         self._make(Info, "spes_build", "Version of the program, identity of campaign and peer; always 1.").info(
             {
@@ -144,6 +146,29 @@ class Metrics:
             for direction in ("sent", "received"):
                 self._bytes.labels(kind, direction)
 
+    def _make_learning_metrics(self) -> None:
+        make, kinds = self._make, "kind: shared, router, expert."
+        self._update_norm = make(
+            Gauge, "spes_update_norm", f"L2 norm of the update that this peer sent in the last round; {kinds}", "kind"
+        )
+        self._shrink = make(
+            Gauge, "spes_update_shrink", f"Length of the base's last step over that of this peer's update; {kinds}", "kind"
+        )
+        self._cosine = make(
+            Gauge, "spes_update_cosine", f"Cosine of this peer's update and the base's step; {kinds}", "kind"
+        )
+        self._expert_tokens = make(
+            Gauge, "spes_expert_tokens", "Tokens that trained the expert for the last round, over owners and layers.", "expert"
+        )
+        self._load_violation = make(
+            Gauge, "spes_load_violation", "On this peer's tokens: those of the layer's busiest expert over the mean, less 1.",
+            "layer",
+        )
+        self._owned_routing = make(
+            Gauge, "spes_owned_routing_share", "Share of this peer's routing that went to experts that it trains."
+        )
+        self._owned_routing.set(math.nan)
+
     def _make_trouble_metrics(self) -> None:
         make = self._make
         self._failures = make(
@@ -186,6 +211,8 @@ class Metrics:
                 self._phase_trained(event)
             case RoundCommitted():
                 self._round_committed(event)
+            case RoundMeasured():
+                self._round_measured(event)
             case BaseRestored():
                 self._base_is(event)
                 self._reforms.inc(event.source == "reform")
@@ -214,6 +241,9 @@ class Metrics:
         self._flops.set(event.flops_per_second)
         self._mfu.set(event.mfu)
         self._phase_seconds.labels("train").observe(event.seconds)
+        self._owned_routing.set(event.owned_routing)
+        for layer, violation in enumerate(event.load_violation):
+            self._load_violation.labels(str(layer)).set(violation)
 
     def _round_committed(self, event: RoundCommitted) -> None:
         self._base_is(event)
@@ -226,6 +256,14 @@ class Metrics:
         self._dropped_parts.inc(event.dropped_parts)
         for phase, seconds in sync_phases(event.seconds).items():
             self._phase_seconds.labels(phase).observe(seconds)
+
+    def _round_measured(self, event: RoundMeasured) -> None:
+        for kind, drift in event.drift.items():
+            self._update_norm.labels(kind).set(drift.sent)
+            self._shrink.labels(kind).set(drift.shrink)
+            self._cosine.labels(kind).set(drift.cosine)
+        for expert, tokens in enumerate(event.expert_tokens):
+            self._expert_tokens.labels(str(expert)).set(tokens)
 
     def _note_time(self) -> None:
         now = self._wall_time()

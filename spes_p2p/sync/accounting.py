@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spes_p2p.model.layout import Group, Layout
+from spes_p2p.observe.events import Drift
+from spes_p2p.sync.drift import drift_by_kind
 from spes_p2p.sync.parts import Part
 from spes_p2p.training.interface import PhaseReport, Trainer
 
@@ -64,6 +66,8 @@ class Ledger:
         self.announced = self._nothing
         """What the round in flight carries, and what earlier rounds left out."""
         self._update: dict[str, np.ndarray] = {}
+        self.drift: dict[str, Drift] = {}
+        """By kind of weights, at the last commit; empty where nothing of mine was in it."""
         self._left_behind = 0
         self._handed_over: dict[int, np.ndarray] = {}
         self._age: dict[str, int] = {}
@@ -144,6 +148,7 @@ class Ledger:
         for part, values in sent.values():
             if included(part.index):
                 my_parts.setdefault(part.group.name, []).append((part, values))
+        self.drift = drift_by_kind(old, new, (each for accepted in my_parts.values() for each in accepted))
         for group in self._layout.groups:
             accepted = my_parts.get(group.name, [])
             self._settle_group(trainer, group, old, new, accepted)

@@ -51,6 +51,8 @@ class PhaseReport:
     """Floating-point operations that the steps needed, by formula (model/flops.py), a second; 0 when it is not known."""
     mfu: float = math.nan
     """Model FLOPs utilisation: that over the device's bf16 peak; NaN when the peak is not known."""
+    assignments: tuple[tuple[int, ...], ...] = ()
+    """For each layer and expert: tokens that this peer's router sent there, whoever owns it; empty when it is not known."""
 
 
 class Trainer(Protocol):

@@ -134,7 +134,7 @@ class TorchTrainer:
         started = time.perf_counter()
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
-        totals = _Totals(self._config.model.moe_num_experts, self._device)
+        totals = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         schedule = phase.training or self._config.training
         planned = min(phase.steps, sum(map(len, phase.slices)) // self._config.training.batch_size)
         batches = read_ahead(self._read_batch, self._batch_slices(phase, planned))
@@ -199,7 +199,7 @@ class TorchTrainer:
         self._optimizer.load_state(state)
 
     def _step(self, samples: Samples, rate: float, totals: _Totals) -> None:
-        step = _Totals(self._config.model.moe_num_experts, self._device)
+        step = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         for chunk in self._micro_batches(samples):
             with self._autocast():
                 losses = forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training)
@@ -274,33 +274,33 @@ class TorchTrainer:
 class _Totals:
     """Sums over forward passes; losses and routing stay on the device until the report."""
 
-    def __init__(self, num_experts: int, device: torch.device):
+    def __init__(self, layers: int, num_experts: int, device: torch.device):
         self.tokens = 0
         self.skipped = 0
         self.losses = torch.zeros(2, dtype=torch.float64, device=device)
         """Cross-entropy and auxiliary loss, each times tokens."""
-        self.routed = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.assignments = torch.zeros(layers, num_experts, dtype=torch.int64, device=device)
 
     def add_pass(self, tokens: int, cross_entropy: Tensor, auxiliary: Tensor, blocks: Any) -> None:
         self.tokens += tokens
         self.losses += torch.stack((cross_entropy, auxiliary)) * tokens
-        for block in blocks:
-            self.routed += block.routed
+        self.assignments += torch.stack([block.routed for block in blocks])
 
     def add(self, other: _Totals) -> None:
         self.tokens += other.tokens
         self.losses += other.losses
-        self.routed += other.routed
+        self.assignments += other.assignments
 
     def report(
         self, steps: int, owned: tuple[int, ...], seconds: float, untrained: tuple[Interval, ...], flops_per_second: float,
         peak: float | None,
     ) -> PhaseReport:
         cross_entropy, auxiliary = (self.losses / self.tokens).tolist() if self.tokens else (float("nan"), float("nan"))
-        routed = tuple(count if expert in owned else 0 for expert, count in enumerate(self.routed.tolist()))
+        assignments = tuple(tuple(layer) for layer in self.assignments.tolist())
+        routed = tuple(count if e in owned else 0 for e, count in enumerate(map(sum, zip(*assignments, strict=True))))
         return PhaseReport(
             steps, self.tokens, routed, cross_entropy, auxiliary, seconds, untrained, self.skipped, flops_per_second,
-            mfu=flops_per_second / peak if peak else math.nan,
+            mfu=flops_per_second / peak if peak else math.nan, assignments=assignments,
         )
 
 
