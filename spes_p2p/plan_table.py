@@ -27,7 +27,7 @@ def plan_json(plan: PeerPlan) -> dict[str, Any]:
 
 def describe_setup(setup: Setup, num_experts: int) -> str:
     """'12 of 16 experts, AdamW float32, foreign experts bf16, micro-batch 1'."""
-    words = [f"{setup.owned} of {num_experts} experts", _OPTIMIZERS[setup.optimizer]]
+    words = [f"{setup.owned} of {num_experts} experts", "Muon and " * setup.muon + _OPTIMIZERS[setup.optimizer]]
     if setup.owned < num_experts:
         words.append(f"foreign experts {setup.stored}" + (" in host memory" if setup.stored_on == "host" else ""))
     words.append(f"micro-batch {setup.micro_batch}")

@@ -269,10 +269,10 @@ def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: Group
 
 def _choices(config: CampaignConfig, kind: DeviceKind, owned: int, options: Options) -> Iterator[Choice]:
     training = config.training
-    bf16 = kind == "cuda" and training.autocast_bf16
+    bf16, muon = kind == "cuda" and training.autocast_bf16, training.optimizer == "muon"
     names = [field.name for field in fields(options)]
     for values in product(*(getattr(options, name) for name in names)):
-        setup = Setup(owned=owned, device=kind, bf16=bf16, **dict(zip(names, values, strict=True)))
+        setup = Setup(owned=owned, device=kind, bf16=bf16, muon=muon, **dict(zip(names, values, strict=True)))
         yield Choice(setup, device_bytes(config.model, training.sequence_length, setup))
 
 

@@ -13,7 +13,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, exact_expert, initial_state, layout_of
 from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
-from spes_p2p.training.optimizer import OwnedAdamW, learning_rate, ramp
+from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate, ramp
 
 MODEL = tiny_model(intermediate_size=128)  # experts' matrices are large enough for 8-bit moments
 LAYOUT = layout_of(MODEL)
@@ -25,7 +25,7 @@ class Training:
 
     def __init__(self, owned: tuple[int, ...], kind: OptimizerKind = "adamw", **settings):
         self.model = build_model(MODEL, BASE, owned)
-        self.optimizer = OwnedAdamW(self.model, LAYOUT, tiny_training(**settings), kind)
+        self.optimizer = OwnedOptimizer(self.model, LAYOUT, tiny_training(**settings), kind)
 
     def step(self, rate: float = 1e-2, gradient: float | None = None) -> bool:
         generator = torch.Generator().manual_seed(0)
@@ -164,6 +164,66 @@ def test_state_round_trip_continues_bit_for_bit_and_ignores_what_does_not_fit() 
     misfit = Training((0, 3))
     misfit.optimizer.load_state({key: value.reshape(-1)[:1] if value.ndim else value for key, value in state.items()})
     assert not any(key.startswith("exp_avg/") and key.endswith("gate_up_proj") for key in misfit.optimizer.state())
+
+
+# Muon --------------------------------------------------------------------------------------------------------------------
+
+GATE_UP = "model.layers.0.mlp.experts.1.gate_up_proj"
+
+
+def test_muon_steps_matrices_by_orthogonal_ones_of_adamws_size_and_nothing_else() -> None:
+    muon, adamw = (Training((1,), optimizer=kind, weight_decay=0.0, new_owner_ramp_steps=0) for kind in ("muon", "adamw"))
+    before = muon.values()
+    for training in (muon, adamw):
+        training.step(rate=1e-2)
+    after, other = muon.values(), adamw.values()
+    for name, spec in ((placed.spec.name, placed.spec) for placed in LAYOUT.tensors if placed.spec.name in after):
+        matrix = spec.layer is not None and spec.kind != "router" and len(spec.shape) == 2
+        assert np.array_equal(after[name], other[name]) != matrix, name
+        if matrix:
+            step = after[name] - before[name]
+            values = np.linalg.svd(step, compute_uv=False) / (1e-2 * 0.2 * max(step.shape) ** 0.5)
+            assert 0.3 < values.min() <= values.max() < 1.5, name
+
+
+def test_muon_keeps_one_moment_a_matrix_as_the_planner_says() -> None:
+    training = Training((1, 3), optimizer="muon")
+    training.step()
+    setup = Setup(owned=2, stored="fp32", optimizer="adamw", micro_batch=1, muon=True)
+    assert training.optimizer.state_bytes() == pytest.approx(device_bytes(MODEL, 16, setup).moments, rel=0.01)
+    plain = Training((1, 3))
+    plain.step()
+    assert training.optimizer.state_bytes() < 0.7 * plain.optimizer.state_bytes()
+
+
+def test_muons_momentum_survives_a_change_of_owners() -> None:
+    changed, unchanged = (Training((1, 3), optimizer="muon", max_grad_norm=1e9) for _ in range(2))
+    for training in (changed, unchanged):
+        training.step()
+    changed.assign((0, 3))
+    assert f"momentum_buffer/{GATE_UP}" not in changed.optimizer.state()
+    assert changed.optimizer.state()["age/expert.0"] == 0
+    for training in (changed, unchanged):
+        training.step(gradient=-0.1)
+    left, right = changed.values(), unchanged.values()
+    for name in left.keys() & right.keys():
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def test_muons_state_round_trip_continues_bit_for_bit_and_another_optimizers_is_not_taken() -> None:
+    original, restored = (Training((0, 1), optimizer="muon") for _ in range(2))
+    original.step()
+    for a, b in zip(restored.model.parameters(), original.model.parameters(), strict=True):
+        a.detach().copy_(b.detach())
+    restored.optimizer.load_state(original.optimizer.state())
+    adamw = Training((0, 1))
+    adamw.optimizer.load_state(original.optimizer.state())
+    assert not any(GATE_UP in key for key in adamw.optimizer.state())
+    assert adamw.optimizer.state()["age/expert.1"] == 0
+    for training in (original, restored):
+        training.step()
+    for name, value in original.values().items():
+        np.testing.assert_array_equal(value, restored.values()[name], err_msg=name)
 
 
 needs_torchao = pytest.mark.skipif(

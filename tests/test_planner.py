@@ -41,7 +41,7 @@ from spes_p2p.planner import (
 from spes_p2p.quantities import parse_bits_per_second, parse_bytes
 from spes_p2p.sync.codecs import CODECS, group_codecs
 from spes_p2p.training.losses import forward_losses
-from spes_p2p.training.optimizer import OwnedAdamW
+from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.trainer import checkpoint_activations
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ class Peer:
         self.config, self.bf16 = model, bf16
         self.training = tiny_training(sequence_length=SEQUENCE, lm_head_zloss_weight=z_loss)
         self.model = build_model(model, initial_state(model), OWNED, stored)
-        self.optimizer = OwnedAdamW(self.model, layout_of(model), self.training)
+        self.optimizer = OwnedOptimizer(self.model, layout_of(model), self.training)
         self.blocks = [m for m in self.model.modules() if isinstance(m, PartitionedExperts)]
 
     def forward(self) -> torch.Tensor:

@@ -41,7 +41,7 @@ from spes_p2p.planner import Device, most_experts, plan_options
 from spes_p2p.quantities import parse_bytes
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import forward_losses
-from spes_p2p.training.optimizer import OwnedAdamW
+from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import TorchTrainer, device_name
 
@@ -193,7 +193,7 @@ def bench_memory(rounds: int, device: torch.device) -> Report:
 def counted_and_formula(config: CampaignConfig, base: Any, setup: Setup, device: torch.device) -> Report:
     """Counted: the distinct storages of what lives after the backward pass of a second step."""
     model = build_model(config.model, base, tuple(range(setup.owned)), setup.stored, device)
-    optimizer = OwnedAdamW(model, layout_of(config.model), config.training, setup.optimizer)
+    optimizer = OwnedOptimizer(model, layout_of(config.model), config.training, setup.optimizer)
     ids = torch.randint(config.model.vocab_size, (1, 8), device=device)
     for step in range(2):
         losses = forward_losses(model, list(experts_of(model)), ids, config.training)

@@ -16,7 +16,7 @@ the head stay too. With checkpointing a layer keeps its input, 4 H, and one laye
 Working memory is what is there for a moment: in the loss, logits of LOSS_CHUNK tokens (in bf16 in both widths) and a cast copy
 of the head; in a layer, decoded experts, their gradient, and gradients of its activations; at the end of the backward pass the
 gradient of the embedding, which joins the head's where the two are tied; in AdamW's step, a square root of the largest
-parameter group.
+parameter group; in Muon's, copies of one matrix in bf16 at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.model.build import layout_of
-from spes_p2p.model.layout import Layout
+from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.staging import SLOTS
 from spes_p2p.model.stored import StoredFormat, StoredPlace
 
@@ -65,6 +65,8 @@ class Setup:
     stored_on: StoredPlace = "device"
     checkpointing: bool = False
     """Layers' activations are computed again in the backward pass."""
+    muon: bool = False
+    """The campaign trains matrices of attention and experts with Muon."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def device_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> Devi
     return DeviceBytes(
         weights=4 * trained,
         gradients=4 * trained,
-        moments=2 * (_moment_bytes(layout, None, setup.optimizer) + setup.owned * _moment_bytes(layout, 0, setup.optimizer)),
+        moments=_moments_bytes(layout, None, setup.optimizer, setup.muon)
+        + setup.owned * _moments_bytes(layout, 0, setup.optimizer, setup.muon),
         stored=stored_bytes(model, setup) * layers_there // model.num_hidden_layers,
         activations=activations,
         working=max(working, optimizer_working - activations),
@@ -110,9 +113,17 @@ def shared_elements(layout: Layout) -> int:
 
 
 @lru_cache(maxsize=64)
-def _moment_bytes(layout: Layout, expert: int | None, optimizer: OptimizerKind) -> int:
-    """One of AdamW's two moments for one expert, or for everything that is no expert."""
-    return sum(tensor_moment_bytes(t.spec.size, optimizer) for t in layout.tensors if t.spec.expert == expert)
+def _moments_bytes(layout: Layout, expert: int | None, optimizer: OptimizerKind, muon: bool) -> int:
+    """For one expert, or for everything that is no expert: AdamW's two moments, or Muon's one, which is float32."""
+    specs = [t.spec for t in layout.tensors if t.spec.expert == expert]
+    return sum(
+        4 * spec.size if muon and is_muons(spec) else 2 * tensor_moment_bytes(spec.size, optimizer) for spec in specs
+    )
+
+
+def is_muons(spec: TensorSpec) -> bool:
+    """Would Muon step this tensor: a matrix between hidden states? Embedding, output head, routers and vectors are AdamW's."""
+    return spec.layer is not None and spec.kind != "router" and len(spec.shape) == 2
 
 
 def tensor_moment_bytes(elements: int, optimizer: OptimizerKind) -> int:

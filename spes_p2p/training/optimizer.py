@@ -1,13 +1,13 @@
-"""AdamW over weights whose owners change, and its learning rate.
+"""The optimizer of weights whose owners change, and its learning rate: AdamW, or Muon for matrices and AdamW for the rest.
 
 Each expert is its own parameter group, so that it has its own moments, bias correction and ramp; the shared weights and the
-router are two more, with and without weight decay.
+router are more, with and without weight decay, and with Muon.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,12 @@ from transformers import PreTrainedModel
 
 from spes_p2p.config import TrainingConfig
 from spes_p2p.model.layout import Layout
-from spes_p2p.model.memory import OptimizerKind
-from spes_p2p.training.adamw import Arrays, make_adamw, state_tensors
+from spes_p2p.model.memory import OptimizerKind, is_muons
+from spes_p2p.training.adamw import AdamW, Arrays, make_adamw, state_tensors
+from spes_p2p.training.muon import Muon
+
+MUONS = "matrices"
+"""The parameter group of the shared weights that Muon steps."""
 
 
 def learning_rate(step: float, config: TrainingConfig) -> float:
@@ -36,8 +40,8 @@ def ramp(age: int, config: TrainingConfig) -> float:
     return min(1.0, (age + 1) / (config.new_owner_ramp_steps + 1))
 
 
-class OwnedAdamW:
-    """AdamW (float32 or 8-bit moments) for the trainable parameters of a partitioned model.
+class OwnedOptimizer:
+    """What steps the trainable parameters of a partitioned model: AdamW (float32 or 8-bit moments), for matrices perhaps Muon.
 
     Parameters are known by their layout name. What `regroup` keeps, keeps its moments; what is new starts with none and a ramp.
     """
@@ -54,27 +58,30 @@ class OwnedAdamW:
             if (p.ndim < 2 and not config.decay_norm_and_bias) or (id(p) in embeddings and not config.decay_embeddings)
         }
         groups = [self._group(name, names) for name, names in self._wanted().items()]
-        self._kind = make_adamw(kind, groups, (config.beta1, config.beta2), config.eps)
-        self._adamw = self._kind.torch_optimizer
+        muons = [group for group in groups if self._is_muons(group["name"])]
+        rest = [group for group in groups if not self._is_muons(group["name"])]
+        self._adamw: AdamW | Muon = make_adamw(kind, rest, (config.beta1, config.beta2), config.eps)
+        self._muon = Muon(muons, config.muon_momentum) if muons else None
 
     def regroup(self, model: PreTrainedModel) -> None:
         """Follow a change of owners: forget what is no longer trained, take up what is new."""
         self._parameters = dict(model.named_parameters())
         wanted = self._wanted()
-        for group in self._adamw.param_groups:
-            if group["name"] not in wanted:
-                for parameter in group["params"]:
-                    self._adamw.state.pop(parameter, None)
-        kept = [group for group in self._adamw.param_groups if group["name"] in wanted]
-        self._adamw.param_groups[:] = kept
-        known = {group["name"] for group in kept}
+        for kind in self._kinds():
+            optimizer = kind.torch_optimizer
+            for group in optimizer.param_groups:
+                if group["name"] not in wanted:
+                    for parameter in group["params"]:
+                        optimizer.state.pop(parameter, None)
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["name"] in wanted]
+        known = {group["name"] for _, group in self._groups()}
         for name, names in wanted.items():
             if name not in known:
-                self._adamw.add_param_group(self._group(name, names))
+                self._kind_of(name).torch_optimizer.add_param_group(self._group(name, names))
 
     def skip_ramps(self) -> None:
         """Give every group its full learning rate at once: for the start of a campaign, which has the schedule's warm-up."""
-        for group in self._adamw.param_groups:
+        for _, group in self._groups():
             group["age"] = max(group["age"], self._config.new_owner_ramp_steps)
 
     def step(self, rate: float, loss: Tensor) -> bool:
@@ -82,42 +89,46 @@ class OwnedAdamW:
         norm = nn.utils.clip_grad_norm_(self._all_parameters(), self._config.max_grad_norm)
         finite = bool(torch.isfinite(norm + loss.sum()))
         if finite:
-            self._kind.step([rate * ramp(group["age"], self._config) for group in self._adamw.param_groups])
-            for group in self._adamw.param_groups:
-                group["age"] += 1
+            for kind in self._kinds():
+                groups = kind.torch_optimizer.param_groups
+                kind.step([rate * ramp(group["age"], self._config) for group in groups])
+                for group in groups:
+                    group["age"] += 1
         self.zero_grad()
         return finite
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for kind in self._kinds():
+            kind.torch_optimizer.zero_grad(set_to_none=True)
 
     def state_bytes(self) -> int:
         """Bytes of the moments, as tensors."""
-        return sum(t.nbytes for state in self._adamw.state.values() for t in state_tensors(state))
+        states = (state for kind in self._kinds() for state in kind.torch_optimizer.state.values())
+        return sum(t.nbytes for state in states for t in state_tensors(state))
 
     def state(self) -> Arrays:
         """Copies of each parameter's state (`exp_avg/NAME`, `step/NAME`, ...) and each group's `age/GROUP`."""
         arrays: Arrays = {}
-        for group in self._adamw.param_groups:
+        for kind, group in self._groups():
             arrays[f"age/{group['name']}"] = np.array(group["age"], np.int64)
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                arrays.update({f"{key}/{name}": value for key, value in self._kind.state_of(parameter).items()})
+                arrays.update({f"{key}/{name}": value for key, value in kind.state_of(parameter).items()})
         return arrays
 
     def load_state(self, arrays: Arrays) -> None:
         """Undo of `state`. A parameter whose entries are missing or do not fit is left as it is; its group then ramps up."""
         by_parameter: dict[str, Arrays] = {}
         for key, value in arrays.items():
-            kind, _, name = key.partition("/")
-            by_parameter.setdefault(name, {})[kind] = value
-        for group in self._adamw.param_groups:
+            what, _, name = key.partition("/")
+            by_parameter.setdefault(name, {})[what] = value
+        for kind, group in self._groups():
             found = [
                 (parameter, by_parameter[name])
                 for name, parameter in zip(group["names"], group["params"], strict=True)
                 if name in by_parameter
             ]
-            fits = [self._kind.load_state_of(parameter, entries) for parameter, entries in found]
+            fits = [kind.load_state_of(parameter, entries) for parameter, entries in found]
             if all(fits):
                 group["age"] = int(arrays.get(f"age/{group['name']}", group["age"]))
 
@@ -126,9 +137,25 @@ class OwnedAdamW:
         wanted: dict[str, list[str]] = {}
         for name in self._parameters:
             spec = self._layout.by_name[name].spec
-            decay = "undecayed" if name in self._undecayed else "decayed"
-            wanted.setdefault(decay if spec.expert is None else f"expert.{spec.expert}", []).append(name)
+            shared = "undecayed" if name in self._undecayed else "decayed"
+            if self._config.optimizer == "muon" and is_muons(spec):
+                shared = MUONS
+            wanted.setdefault(shared if spec.expert is None else f"expert.{spec.expert}", []).append(name)
         return wanted
+
+    def _is_muons(self, group: str) -> bool:
+        """Every matrix of an expert is one between hidden states."""
+        return self._config.optimizer == "muon" and (group == MUONS or group.startswith("expert."))
+
+    def _kind_of(self, group: str) -> AdamW | Muon:
+        return self._muon if self._muon is not None and self._is_muons(group) else self._adamw
+
+    def _kinds(self) -> tuple[AdamW | Muon, ...]:
+        return (self._adamw,) if self._muon is None else (self._adamw, self._muon)
+
+    def _groups(self) -> Iterator[tuple[AdamW | Muon, dict[str, Any]]]:
+        """Every parameter group with the optimizer that has it."""
+        return ((kind, group) for kind in self._kinds() for group in kind.torch_optimizer.param_groups)
 
     def _group(self, name: str, names: list[str]) -> dict[str, Any]:
         decay = 0.0 if name == "undecayed" else self._config.weight_decay
@@ -136,4 +163,4 @@ class OwnedAdamW:
         return {"params": parameters, "name": name, "names": names, "age": 0, "weight_decay": decay}
 
     def _all_parameters(self) -> Iterable[nn.Parameter]:
-        return [p for group in self._adamw.param_groups for p in group["params"]]
+        return [p for _, group in self._groups() for p in group["params"]]

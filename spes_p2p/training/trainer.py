@@ -26,7 +26,7 @@ from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import forward_losses, next_token_loss
-from spes_p2p.training.optimizer import OwnedAdamW, learning_rate
+from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate
 from spes_p2p.training.options import TrainingOptions
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class TorchTrainer:
             checkpoint_activations(self._model)
         named = self._model.named_modules()
         self._blocks = {name: module for name, module in named if isinstance(module, PartitionedExperts)}
-        self._optimizer = OwnedAdamW(self._model, self._layout, config.training, options.optimizer)
+        self._optimizer = OwnedOptimizer(self._model, self._layout, config.training, options.optimizer)
         self._micro_batch_size = (
             options.micro_batch_size or config.training.micro_batch_size or config.training.batch_size
         )

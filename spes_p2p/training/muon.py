@@ -1,0 +1,44 @@
+"""torch's Muon as one of the optimizers whose state can be taken out and put back by parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from spes_p2p.training.adamw import Arrays
+
+MOMENTUM = "momentum_buffer"
+
+
+class Muon:
+    """Momentum whose matrices are orthogonalised by five Newton-Schulz steps (torch.optim.Muon).
+
+    Steps are scaled to the size of AdamW's (arXiv 2502.16982, 0.2 sqrt(largest dimension)), so that both share a learning rate.
+    An expert's fused gate and up projection `[2F, H]` is orthogonalised as the one matrix that it is.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float):
+        self.torch_optimizer: torch.optim.Optimizer = torch.optim.Muon(
+            groups, lr=0.0, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def step(self, rates: list[float]) -> None:
+        """Apply the gradients with one learning rate a parameter group."""
+        for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.torch_optimizer.step()
+
+    def state_of(self, parameter: nn.Parameter) -> Arrays:
+        """A copy of a parameter's momentum; empty before its first step."""
+        momentum = self.torch_optimizer.state.get(parameter, {}).get(MOMENTUM)
+        return {} if momentum is None else {MOMENTUM: momentum.detach().cpu().numpy().copy()}
+
+    def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
+        """Undo of `state_of`; False and nothing changed where the arrays are not this parameter's."""
+        momentum = arrays.get(MOMENTUM)
+        if momentum is None or momentum.shape != tuple(parameter.shape):
+            return False
+        self.torch_optimizer.state[parameter] = {MOMENTUM: torch.tensor(momentum, device=parameter.device)}
+        return True
