@@ -91,6 +91,8 @@ class TrainingConfig(Section):
         "adamw", description="Of local steps. muon: for the matrices of attention and experts, at the same learning rate and "
         "with one moment in place of two; AdamW for embeddings, head, routers and vectors.")
     learning_rate: PositiveNumber = Field(description="Peak learning rate.")
+    embedding_lr_ratio: PositiveNumber = Field(
+        1.0, description="Learning rate of the embedding and the output head over that of the other weights.")
     warmup_steps: Count = Field(0, description="Campaign steps of linear warm-up.")
     min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of the peak (cosine).")
     beta1: Decay = Field(0.9, description="AdamW's first moment decay.")

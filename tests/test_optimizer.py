@@ -73,6 +73,21 @@ def test_weight_decay_touches_what_the_config_says(norms: bool, embeddings: bool
         np.testing.assert_allclose(value, before[name] * (1 - 1e-2 * 0.1) if decays else before[name], rtol=1e-6, err_msg=name)
 
 
+def test_embedding_and_head_have_a_learning_rate_of_their_own_and_decay_as_the_others() -> None:
+    plain, faster = (Training((1,), embedding_lr_ratio=ratio, weight_decay=0.0) for ratio in (1.0, 4.0))
+    before = plain.values()
+    for training in (plain, faster):
+        training.step(gradient=1.0)
+    for name, value in faster.values().items():
+        ratio = 4 if "embed" in name or "lm_head" in name else 1
+        np.testing.assert_allclose(value - before[name], ratio * (plain.values()[name] - before[name]), rtol=1e-3, err_msg=name)
+    decayed, faster = (Training((1,), embedding_lr_ratio=ratio) for ratio in (1.0, 4.0))
+    for training in (decayed, faster):
+        training.step(gradient=0.0)
+    for name, value in faster.values().items():
+        np.testing.assert_allclose(value, decayed.values()[name], rtol=1e-6, err_msg=name)
+
+
 def test_change_of_owners_keeps_moments_of_the_kept_and_gives_none_to_the_new() -> None:
     training = Training((0, 3))
     training.step()

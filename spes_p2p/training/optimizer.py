@@ -1,7 +1,7 @@
 """The optimizer of weights whose owners change, and its learning rate: AdamW, or Muon for matrices and AdamW for the rest.
 
 Each expert is its own parameter group, so that it has its own moments, bias correction and ramp; the shared weights and the
-router are more, with and without weight decay, and with Muon.
+router are more: with and without weight decay, the embedding and the output head, and with Muon.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from spes_p2p.training.muon import Muon
 
 MUONS = "matrices"
 """The parameter group of the shared weights that Muon steps."""
+VOCABULARY = " vocabulary"
+"""Ends the names of the parameter groups of the embedding and the output head."""
 
 
 def learning_rate(step: float, config: TrainingConfig) -> float:
@@ -51,12 +53,14 @@ class OwnedOptimizer:
     ):
         self._layout, self._config = layout, config
         embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+        head = {id(p) for p in model.get_output_embeddings().parameters()}
         self._parameters = dict(model.named_parameters())
         self._undecayed = {
             name
             for name, p in self._parameters.items()
             if (p.ndim < 2 and not config.decay_norm_and_bias) or (id(p) in embeddings and not config.decay_embeddings)
         }
+        self._vocabulary = {name for name, p in self._parameters.items() if id(p) in embeddings | head}
         groups = [self._group(name, names) for name, names in self._wanted().items()]
         muons = [group for group in groups if self._is_muons(group["name"])]
         rest = [group for group in groups if not self._is_muons(group["name"])]
@@ -91,7 +95,7 @@ class OwnedOptimizer:
         if finite:
             for kind in self._kinds():
                 groups = kind.torch_optimizer.param_groups
-                kind.step([rate * ramp(group["age"], self._config) for group in groups])
+                kind.step([rate * group["lr_ratio"] * ramp(group["age"], self._config) for group in groups])
                 for group in groups:
                     group["age"] += 1
         self.zero_grad()
@@ -138,7 +142,9 @@ class OwnedOptimizer:
         for name in self._parameters:
             spec = self._layout.by_name[name].spec
             shared = "undecayed" if name in self._undecayed else "decayed"
-            if self._config.optimizer == "muon" and is_muons(spec):
+            if name in self._vocabulary:
+                shared += VOCABULARY
+            elif self._config.optimizer == "muon" and is_muons(spec):
                 shared = MUONS
             wanted.setdefault(shared if spec.expert is None else f"expert.{spec.expert}", []).append(name)
         return wanted
@@ -158,9 +164,10 @@ class OwnedOptimizer:
         return ((kind, group) for kind in self._kinds() for group in kind.torch_optimizer.param_groups)
 
     def _group(self, name: str, names: list[str]) -> dict[str, Any]:
-        decay = 0.0 if name == "undecayed" else self._config.weight_decay
+        ratio = self._config.embedding_lr_ratio if name.endswith(VOCABULARY) else 1.0
+        decay = 0.0 if name.startswith("undecayed") else self._config.weight_decay
         parameters = [self._parameters[n] for n in names]
-        return {"params": parameters, "name": name, "names": names, "age": 0, "weight_decay": decay}
+        return {"params": parameters, "name": name, "names": names, "age": 0, "weight_decay": decay / ratio, "lr_ratio": ratio}
 
     def _all_parameters(self) -> Iterable[nn.Parameter]:
         return [p for _, group in self._groups() for p in group["params"]]
