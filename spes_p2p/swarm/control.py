@@ -137,7 +137,7 @@ def runs(control: Control | None) -> bool:
 
 
 def describe(control: Control | None) -> str:
-    """What a record says, for people: paused, rolled back to round 40, from round 60 on learning_rate 0.0001. Or nothing: ""."""
+    """What a record says, for people: paused, rolled back to round 40, from round 60 on learning_rate 0.0001; or ""."""
     if control is None:
         return ""
     words: list[str] = [] if control.state == "running" else [control.state]
