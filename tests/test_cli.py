@@ -17,6 +17,7 @@ from network_swarm import ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_v
 from sample_text import TEXT, write_test_campaign
 
 from spes_p2p.config import PROTOCOL_VERSION
+from spes_p2p.swarm.identity import RSAIdentity
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 TOKENS = "train_000_000000.npy"
@@ -158,6 +159,13 @@ def status(place: Place) -> list[str]:
     return ["status", place.address]
 
 
+def control(place: Place, *order: str) -> list[str]:
+    """By whoever has this test's key."""
+    key = place.campaign.with_name("somebody.key")
+    RSAIdentity(key)
+    return ["control", place.address, "--key", str(key), *(order or ("pause",))]
+
+
 def doctor(place: Place) -> list[str]:
     return ["doctor", place.address]
 
@@ -234,6 +242,19 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "doctor device": (lambda p: ["doctor", NOBODY, "--device", "tpu"], ("--device", "tpu")),
     "status malformed": (lambda p: ["status", "localhost"], ("'localhost'",)),
     "status nobody": (lambda p: ["status", NOBODY, "--json"], ("no peer answers at", NOBODY)),
+    "control nothing": (lambda p: ["control", NOBODY, "--key", "k"], ("ORDER",)),
+    "control no key": (lambda p: ["control", NOBODY, "pause"], ("--key",)),
+    "control key is not there": (lambda p: ["control", NOBODY, "--key", "no.key", "pause"], ("no.key: no such file; give",)),
+    "control key of nothing": (lambda p: ["control", NOBODY, "--key", a_file(p), "pause"], ("not a peer's key; give",)),
+    "control malformed": (lambda p: control(replace(p, address="localhost")), ("'localhost'",)),
+    "control nobody": (control, ("no peer answers at", NOBODY)),
+    "control another order": (lambda p: control(p, "halt"), ("unknown order 'halt'; give one of pause, resume, stop,",)),
+    "control too much": (lambda p: control(p, "pause", "now"), ("control pause: takes nothing more, not 'now'",)),
+    "control no round": (lambda p: control(p, "rollback"), ("give the round to go back to: rollback 40",)),
+    "control round in words": (lambda p: control(p, "rollback", "ten"), ("give the round to go back to",)),
+    "control schedule of nothing": (lambda p: control(p, "schedule", "9"), ("give a round and what changes",)),
+    "control schedule value": (lambda p: control(p, "schedule", "9", "learning_rate=low"), ("is not NAME=NUMBER",)),
+    "control schedule word": (lambda p: control(p, "schedule", "9", "learning_rate"), ("is not NAME=NUMBER",)),
     "tokenize nothing there": (lambda p: tokenize(p, "no.txt", None), ("no.txt: no such file",)),
     "tokenize another kind": (lambda p: tokenize(p, "text.pdf", "a"), ("text.pdf",)),
     "tokenize no documents": (lambda p: tokenize(p, "empty.jsonl", ""), ("no documents",)),
@@ -290,7 +311,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("command", [join, status, doctor, second])
+@pytest.mark.parametrize("command", [join, status, doctor, second, control])
 def test_a_foreign_address_is_refused(command: Callable[..., list[str]], foreign: str, place: Place) -> None:
     elsewhere = replace(place, address=foreign)
     assert_refused(place.folder, command(elsewhere), "check", "who runs the campaign")
@@ -357,6 +378,22 @@ def test_more_experts_than_the_model_has_are_refused(swarm_place: Place) -> None
 def test_an_identity_in_use_is_refused(swarm_place: Place, running: LocalPeers) -> None:
     key = running["bootstrap"].run_dir / "identity.key"
     assert_refused(swarm_place.folder, join(swarm_place, "--identity", str(key)), str(key), "uses this identity")
+
+
+@pytest.mark.network
+def test_only_the_owner_gives_orders_and_only_possible_ones(swarm_place: Place, running: LocalPeers) -> None:
+    bootstrap = running["bootstrap"]
+    assert_refused(swarm_place.folder, control(swarm_place), "somebody.key", f"takes orders of {bootstrap.peer_id} only")
+    owner = str(bootstrap.run_dir / "identity.key")
+    for order, expected in {
+        "resume": "the campaign is not paused",
+        "rollback 7": "no peer that answers keeps the base of that round; kept are: none",
+        "schedule 0 learning_rate=1": "has begun; give round 1 or a later one",
+        "schedule 9 sync_step=1": "training.sync_step cannot be changed",
+        "schedule 9 learning_rate=0": "schedule 9: training.learning_rate = 0: must be greater than 0",
+    }.items():
+        arguments = ["control", swarm_place.address, "--key", owner, *order.split()]
+        assert_refused(swarm_place.folder, arguments, expected)
 
 
 @pytest.mark.network
