@@ -213,6 +213,8 @@ class Peer:
         duty = base.duty(self.node.peer_id)
         if self.is_helper or base.plan is None or duty is None or duty.steps == 0:
             return
+        if not self.node.log.has(base.head, base.round):
+            return  # that branch was given up
         self._teller.enter("training")
         self._begun, self._samples = base.head, duty.slices
         training = self.node.training_after(self.node.log.head_at(base.round))

@@ -255,7 +255,7 @@ def test_a_record_that_is_sent_again_or_too_late_changes_nothing() -> None:
 
 def test_of_two_records_that_wait_for_a_round_the_newer_one_holds() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=60))
+        swarm = VirtualSwarm(campaign(total_steps=60), seconds_per_step=2.0)  # time for two meetings in a phase
         swarm.start_all()
         await swarm.until_round(1)
         await send(swarm, "A", record(swarm, 2, "running"))

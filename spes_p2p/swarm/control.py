@@ -90,7 +90,7 @@ class Controls:
 
     def take(self, control: Control | None) -> bool:
         """Keep a record, if it is news. Raises Refused when it is not one of this campaign's owner."""
-        if control is None or not is_news(control, self.newest):
+        if control is None or control.number <= self.number or not is_news(control, self._log.head.control):
             return False
         if not is_signed(control, self._log.head, self._identity):
             raise Refused("a control record that the owner of this campaign did not sign")

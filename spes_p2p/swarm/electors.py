@@ -292,6 +292,10 @@ class HeadLog:
         """The head of a round; round -1 is genesis."""
         return self.genesis if round_number < 0 else self.at(round_number).head
 
+    def has(self, head: str, round_number: int) -> bool:
+        """Is the head with this id the one that was decided in that round?"""
+        return round_number <= self.round and self.head_at(round_number).id == head
+
     def since(self, round_number: int) -> tuple[Decided, ...]:
         """All certificates after that round."""
         return tuple(self._decided[max(-1, round_number) + 1 :])
