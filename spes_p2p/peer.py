@@ -473,7 +473,7 @@ class Peer:
         for each in applied:
             self.node.lateness.extend(each.plan.lateness)
             self._teller.committed(each, seconds)
-        if not applied:
+        if not applied or applied[-1].decided.head.id != self.replica.base.head:
             self._teller.restored(self._source_of_base())
         await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base, self._wanted_round())
         await self._maybe_evaluate()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from spes_p2p.errors import Refused, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
 from spes_p2p.orders import Standing, parse_order
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -283,6 +285,39 @@ def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
     simulate(main)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_ordered_and_whoever_dies_an_order_holds_from_one_round_on(seed: int) -> None:
+    """Random orders to random peers, kills and restarts, at random times; then everybody is back and the campaign ends."""
+
+    async def main() -> None:
+        rng = random.Random(seed)
+        sync = {"reform_after_s": 30.0, "overlap": seed % 2 == 1}
+        swarm = VirtualSwarm(campaign(total_steps=10_000, sync=sync), seed, archive=Archive(2, 2))
+        swarm.start_all()
+        await swarm.until_round(3)
+        for number in range(1, 9):
+            await asyncio.sleep(rng.uniform(0, 40))
+            kept = archived_rounds(swarm.stores["W"])
+            back = rng.choice(kept) if kept and rng.random() < 0.5 else -1
+            order = record(swarm, number, rng.choice(("running", "paused")), rollback=back)
+            victim = rng.choice("ABCW")
+            with contextlib.suppress(PeerUnreachable):
+                await send(swarm, rng.choice("ABCW"), order)
+            await asyncio.sleep(rng.choice((0.0, 0.3, 3.0)))
+            swarm.kill(victim)
+            await asyncio.sleep(rng.uniform(0, 20))
+            swarm.start_again(victim)
+        await send(swarm, "W", record(swarm, 9, "running"))
+        await swarm.until(lambda: set(applied(swarm, 9)) == set("WABC"))
+        for number in range(1, 10):
+            assert len(set(applied(swarm, number).values())) <= 1
+        await send(swarm, "A", record(swarm, 10, "stopped"))
+        await finish(swarm)
+        assert not any(replica_differs(swarm, name) for name in "ABC")
+
+    simulate(main, 20_000.0)
+
+
 def test_the_owner_is_who_made_base_0() -> None:
     swarm = VirtualSwarm(campaign())
     assert owner_of(swarm.genesis) == OWNER
@@ -418,6 +453,7 @@ def test_a_head_without_a_plan_is_no_head_unless_the_owners_record_leads_to_it()
             replace(good, control=record(swarm, 1, rollback=4, signer="A")),
             replace(good, control=record(swarm, 1), plan=""),
             replace(good, plan="p"),
+            replace(good, plan="p", control=record(swarm, 1, "paused", signer="A")),
         ]
         ballot = Ballot(1, "A")
         for head in wrong:

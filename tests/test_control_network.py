@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from network_swarm import Ended, LocalPeers, call, write_variant
+from network_swarm import LOOPBACK, Ended, LocalPeers, call, write_variant
 from sample_text import write_test_campaign
 
-from spes_p2p.observe.events import Controlled
+from spes_p2p.observe.events import BaseRestored, Controlled
+from spes_p2p.swarm.store import DirectoryStore
+from spes_p2p.sync.archive import archived_rounds
 
 pytestmark = pytest.mark.network
 
@@ -23,7 +25,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
     config = write_variant(campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10})
     with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
         peers.niceness = 10
-        address = peers.bootstrap(config).address
+        address = peers.bootstrap(config, LOOPBACK, "--archive-every", "2").address
         for name in TRAINERS:
             peers.join(name, address)
         peers.wait_for_round(1, PATIENCE_S)
@@ -47,16 +49,27 @@ def wait_until_all_were_told(swarm: LocalPeers, number: int, state: str) -> int:
     return round_number
 
 
-def test_a_swarm_pauses_goes_on_and_stops_as_its_owner_says(swarm: LocalPeers) -> None:
+def test_a_swarm_pauses_goes_on_goes_back_and_stops_as_its_owner_says(swarm: LocalPeers) -> None:
     assert "3 of 3 peers have record 1" in order(swarm, "pause").stdout
     paused = wait_until_all_were_told(swarm, 1, "paused")
     assert "is paused already (record 1)" in order(swarm, "pause").stderr
     assert order(swarm, "resume").code == 0
     resumed = wait_until_all_were_told(swarm, 2, "running")
     assert resumed == paused + 1
-    swarm.wait_for_round(resumed + 2, PATIENCE_S)
+    swarm.wait_for_round(resumed + 4, PATIENCE_S)
+    assert "kept are: " in order(swarm, "rollback", "1").stderr
+    kept = archived_rounds(DirectoryStore(swarm["bootstrap"].run_dir))[-1]
+    assert order(swarm, "rollback", str(kept)).code == 0
+    back = wait_until_all_were_told(swarm, 3, "running")
+    for peer in swarm.peers.values():
+        restored = [event for event in peer.events(BaseRestored) if event.source == "rollback"]
+        assert [{event.base_digest} for event in restored] == [swarm.digests()[kept]]
+    assert order(swarm, "schedule", str(back + 20), "learning_rate=0.0001", "min_lr_ratio=1.0").code == 0
+    wait_until_all_were_told(swarm, 4, "running")
+    swarm.wait_for_round(back + 21, PATIENCE_S)
+    assert swarm.commit(back + 20).learning_rate == 0.0001
     assert order(swarm, "stop").code == 0
-    stopped = wait_until_all_were_told(swarm, 3, "stopped")
+    stopped = wait_until_all_were_told(swarm, 5, "stopped")
     swarm.wait(lambda: not swarm.trainers, PATIENCE_S, "the trainers go")
     assert [swarm[name].process.wait() for name in TRAINERS] == [0, 0]
     assert swarm.newest_round() == stopped

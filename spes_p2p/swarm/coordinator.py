@@ -327,9 +327,10 @@ class Coordination:
 
     async def _decide(self) -> Decided:
         ballot, accepted = await self._prepare()
-        proposal = accepted or self._log.rolled_back(self.head, self._next_control())
+        control = self._next_control()
+        proposal = accepted or self._log.rolled_back(self.head, control)
         if proposal is None:
-            plan = await self._make_plan(ballot)
+            plan = await self._make_plan(ballot, control)
             self._results = self._results_of(plan)
             self._plan.set_result(plan)
             await self._collect(self._results)
@@ -372,7 +373,7 @@ class Coordination:
             logger.debug("elector %s: %s", elector[-6:], error)
             return None
 
-    async def _make_plan(self, ballot: Ballot) -> Plan:
+    async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
         there = {peer: self._announced[peer] for peer in self._alive if peer not in self._returned()}
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("everybody left")
@@ -381,9 +382,8 @@ class Coordination:
         tokens = sum(announcement.tokens for announcement in agreeing.values())
         donors = await self._choose_donors() if alpha_due(self.head, tokens, self._rules) > 0 else None
         returned = tuple(interval for peer, back in self._returned().items() if peer not in there for interval in back)
-        return make_plan(
-            self.head, ballot, agreeing, returned, digest, donors, self._rules, self._arrivals(agreeing), self._next_control()
-        )
+        arrivals = self._arrivals(agreeing)
+        return make_plan(self.head, ballot, agreeing, returned, digest, donors, self._rules, arrivals, control)
 
     async def _choose_donors(self) -> Donors | None:
         """Merge donors; none when I hold no base to compare experts in: this one merge is left out then."""
