@@ -25,6 +25,7 @@ from spes_p2p.observe.status import PeerStatus
 from spes_p2p.observe.table import SwarmView
 from spes_p2p.session import choose_device, visiting
 from spes_p2p.swarm import die_with_parent
+from spes_p2p.swarm.latency import LATENCY_VARIABLE
 
 BOOTSTRAP = "bootstrap"
 ADDRESS_FILE = "address"
@@ -114,17 +115,18 @@ def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str
 
 
 def start_peer(
-    run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = ()
+    run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = (), latency_s: float = 0.0
 ) -> subprocess.Popen[bytes]:
     """Start one peer: one compute thread, its log in its run-dir, dead when this process dies.
 
-    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`.
+    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`. `latency_s`: by which
+    whatever it receives is late.
     """
     folder = run_dir / name
     folder.mkdir(exist_ok=True)
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
     command = [sys.executable, "-m", "spes_p2p", *arguments, "--run-dir", str(folder), "--listen", listen]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", LATENCY_VARIABLE: str(latency_s)}
     guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen([*before, *guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)

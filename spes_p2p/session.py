@@ -49,6 +49,7 @@ from spes_p2p.planner import join_options, most_experts
 from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
+from spes_p2p.swarm.latency import delayed, latency_of_environment
 from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, check_addresses, start_libp2p
 from spes_p2p.swarm.limits import UNLIMITED, limited_line
 from spes_p2p.swarm.node import Node
@@ -261,7 +262,7 @@ async def _serve_checkup(net: Libp2p, board: Switchboard) -> None:
 
 def _world(net: Libp2p, store: DirectoryStore, settings: PeerConfig | None = None) -> World:
     return World(
-        transport=net.transport,
+        transport=delayed(net.transport, latency_of_environment()),
         registry=net.registry,
         identity=net.identity,
         store=store,

@@ -211,7 +211,9 @@ class _Run:
         folder = self._run_dir / name
         folder.mkdir(exist_ok=True)
         peer_id = RSAIdentity(folder / "identity.key").peer_id
-        process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before)
+        machine = self._scenario.machine(name)
+        latency_s = self._scenario.latency_s if machine.latency_s is None else machine.latency_s
+        process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, latency_s)
         if known is not None:
             known.process, known.is_wanted = process, True
             return known

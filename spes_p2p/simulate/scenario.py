@@ -54,7 +54,7 @@ class MachineSettings(Section):
     speed: PositiveNumber | None = Field(None, description="Training speed relative to step_s.")
     experts: Positive | None = Field(None, description="Most experts that it trains.")
     bandwidth: Bandwidth | None = Field(None, description="Of its link, each way: 100mbit.")
-    latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer.")
+    latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer (real processes: from them).")
 
 
 class FaultSettings(Section):
@@ -89,7 +89,7 @@ class ScenarioSettings(Section):
     kinds: tuple[Kind, ...] = Field(get_args(Kind), description="Kinds of the random faults.")
     points: tuple[Point, ...] = Field((), description="Points of the random faults. Default: all.")
     step_s: PositiveNumber = Field(2.5, description="Seconds of one local step at speed 1 (virtual form).")
-    latency_s: NonNegative = Field(0.05, description="One-way seconds between two peers (virtual form).")
+    latency_s: NonNegative = Field(0.05, description="One-way seconds between two peers.")
     bandwidth: Bandwidth = Field("100mbit", description="Of every peer's link, each way.")
     vary: bool = Field(True, description="Each seed chooses speeds, capacities, codec, redundancy, merging (virtual form).")
     overlap: bool = Field(False, description="Rounds go on while peers train (`sync.overlap`).")

@@ -1,0 +1,111 @@
+"""A line that is longer than it is: frames are given out some time after they came. For trials on one machine, since not every
+kernel can delay packets itself (netem)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Iterable
+
+from spes_p2p.errors import UserError
+from spes_p2p.swarm.interfaces import Channel, Handler, Transport
+
+LATENCY_VARIABLE = "SPES_LATENCY_S"
+"""Environment variable: seconds by which whatever a peer receives is late."""
+WAITING_FRAMES = 256
+"""On their way on one channel; then its sender has to wait."""
+
+
+def latency_of_environment() -> float:
+    """Seconds. Raises UserError for what is no time."""
+    text = os.environ.get(LATENCY_VARIABLE, "0")
+    try:
+        latency_s = float(text)
+    except ValueError:
+        latency_s = math.nan
+    if not 0 <= latency_s < math.inf:
+        raise UserError(f"{LATENCY_VARIABLE}={text}: not a time in seconds; unset it, or give one such as 0.05")
+    return latency_s
+
+
+def delayed(transport: Transport, latency_s: float) -> Transport:
+    """The same transport on a longer line."""
+    return _DelayedTransport(transport, latency_s) if latency_s else transport
+
+
+class _DelayedTransport:
+    def __init__(self, inner: Transport, latency_s: float):
+        self._inner, self._latency_s = inner, latency_s
+
+    @property
+    def peer_id(self) -> str:
+        return self._inner.peer_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._inner.addresses
+
+    def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
+        self._inner.learn_addresses(peer, addresses)
+
+    async def serve(self, method: str, handler: Handler) -> None:
+        async def serve_delayed(channel: Channel) -> None:
+            late = _DelayedChannel(channel, self._latency_s)
+            try:
+                await handler(late)
+            finally:
+                late.end()
+
+        await self._inner.serve(method, serve_delayed)
+
+    async def open(self, peer: str, method: str) -> Channel:
+        await asyncio.sleep(self._latency_s)
+        return _DelayedChannel(await self._inner.open(peer, method), self._latency_s)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _DelayedChannel:
+    """Takes frames from the line as they come, and gives them out later, in order."""
+
+    def __init__(self, inner: Channel, latency_s: float):
+        self.remote = inner.remote
+        self._inner, self._latency_s = inner, latency_s
+        self._waiting: asyncio.Queue[tuple[float, bytes | Exception | None]] = asyncio.Queue(WAITING_FRAMES)
+        self._next: tuple[float, bytes | Exception | None] | None = None
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def send(self, frame: bytes | memoryview) -> None:
+        await self._inner.send(frame)
+
+    async def receive(self) -> bytes | None:
+        if self._next is None:
+            self._next = await self._waiting.get()
+        due_at, received = self._next
+        await asyncio.sleep(max(0.0, due_at - asyncio.get_running_loop().time()))
+        if isinstance(received, Exception):
+            raise received
+        self._next = None if received is not None else self._next
+        return received
+
+    async def finish(self) -> None:
+        await self._inner.finish()
+
+    def abort(self) -> None:
+        self.end()
+        self._inner.abort()
+
+    def end(self) -> None:
+        """Nothing is read any more."""
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        received: bytes | Exception | None = b""
+        while received is not None and not isinstance(received, Exception):
+            try:
+                received = await self._inner.receive()
+            except Exception as error:
+                received = error
+            await self._waiting.put((asyncio.get_running_loop().time() + self._latency_s, received))

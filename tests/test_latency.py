@@ -1,0 +1,59 @@
+"""A longer line: everything comes, in order, so much later and no slower."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from spes_p2p.errors import UserError
+from spes_p2p.swarm.interfaces import Channel
+from spes_p2p.swarm.latency import LATENCY_VARIABLE, delayed, latency_of_environment
+from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
+
+LATENCY_S, FRAMES = 0.5, 100
+
+
+async def echo(channel: Channel) -> None:
+    while (frame := await channel.receive()) is not None:
+        await channel.send(frame)
+    await channel.finish()
+
+
+async def connected() -> Channel:
+    network = MemoryNetwork()
+    await delayed(network.transport("b"), LATENCY_S).serve("echo", echo)
+    return await delayed(network.transport("a"), LATENCY_S).open("b", "echo")
+
+
+def test_a_hundred_frames_take_one_round_trip() -> None:
+    async def main() -> tuple[list[bytes | None], float]:
+        channel, loop = await connected(), asyncio.get_running_loop()
+        began = loop.time()
+        for number in range(FRAMES):
+            await channel.send(bytes([number]))
+        await channel.finish()
+        received = [await channel.receive() for _ in range(FRAMES + 1)]
+        return received, loop.time() - began
+
+    received, seconds = run_virtual(main())
+    assert received == [*(bytes([number]) for number in range(FRAMES)), None]
+    assert seconds == pytest.approx(2 * LATENCY_S)
+
+
+def test_a_receive_that_is_cancelled_loses_no_frame() -> None:
+    async def main() -> bytes | None:
+        channel = await connected()
+        await channel.send(b"frame")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.receive(), 1.5 * LATENCY_S)
+        return await channel.receive()
+
+    assert run_virtual(main()) == b"frame"
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan", ""])
+def test_what_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LATENCY_VARIABLE, text)
+    with pytest.raises(UserError, match=LATENCY_VARIABLE):
+        latency_of_environment()
