@@ -449,6 +449,7 @@ def evaluate(
 
     if (model_dir is None) == (not addresses):
         raise UserError("evaluate: give either a checkpoint folder or --from with an address of the swarm")
+    evaluation.check_options(num_fewshot, limit, device)
     named = [task for task in tasks.split(",") if task]
     with tempfile.TemporaryDirectory(prefix="spes-evaluate-") as folder:
         origin = {}

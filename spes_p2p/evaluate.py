@@ -54,6 +54,20 @@ def evaluate(
     return _summary(model_dir, outcome)
 
 
+def check_options(num_fewshot: int | None, limit: int | None, device: str) -> None:
+    """Raises UserError for a number that cannot be, or a device that is not there."""
+    if num_fewshot is not None and num_fewshot < 0:
+        raise UserError(f"--num-fewshot {num_fewshot}: examples in a prompt are 0 or more; leave it out for the task's own")
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit}: at least one example is evaluated; leave it out for all of them")
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: must be cpu or cuda")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu")
+
+
 def find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
     """An lm-eval TaskManager that knows all tasks; it knows lm-eval's own only if one of them is asked for.
 

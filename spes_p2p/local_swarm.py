@@ -64,7 +64,10 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
         raise UserError(f"--peers {peers}: the campaign starts with sync.min_peers = {needed} trainers; give at least {needed}")
     for manifest in filter(None, (files.training_manifest, files.held_out_manifest)):
         open_corpus(manifest, files.folders)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
     started = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}
     stopped = asyncio.Event()

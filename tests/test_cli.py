@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer.main
 from network_swarm import ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
 from sample_text import TEXT, write_test_campaign
 
+from spes_p2p.cli import app
 from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.swarm.identity import RSAIdentity
 
@@ -185,6 +187,20 @@ def describe(place: Place, content: bytes, *options: str) -> list[str]:
     return ["describe", str(path), "--tokenizer", tokenizer, "--manifest", place.output, *options]
 
 
+def plan(place: Place, memory: str, *options: str) -> list[str]:
+    return ["plan", "--config", str(place.campaign), "--memory", memory, *options]
+
+
+def evaluate(place: Place, *options: str) -> list[str]:
+    return ["evaluate", str(place.folder), "--tasks", "arc_easy", *options]
+
+
+def scenario(place: Place, text: str, *options: str) -> list[str]:
+    path = place.folder / "scenario.yaml"
+    path.write_text(text)
+    return ["simulate", str(path), *options]
+
+
 def a_file(place: Place) -> str:
     path = place.folder / "file"
     path.touch()
@@ -278,8 +294,53 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "evaluate nothing": (lambda p: ["evaluate", "--tasks", "arc_easy"], ("a checkpoint folder or --from",)),
     "evaluate from nobody": (lambda p: ["evaluate", "--from", NOBODY, "--tasks", "arc_easy"], ("no peer answers at", NOBODY)),
     "watch nobody": (lambda p: ["status", NOBODY, "--watch"], ("no peer answers at", NOBODY)),
-    "evaluate no model": (lambda p: ["evaluate", str(p.folder), "--tasks", "arc_easy"], ("config.json",)),
+    "evaluate no model": (evaluate, ("config.json",)),
+    "evaluate limit": (lambda p: evaluate(p, "--limit", "0"), ("--limit 0", "at least one")),
+    "evaluate few-shot": (lambda p: evaluate(p, "--num-fewshot", "-1"), ("--num-fewshot -1", "0 or more")),
+    "evaluate device": (lambda p: evaluate(p, "--device", "tpu"), ("--device tpu", "cpu or cuda")),
+    "version of what": (lambda p: ["version", "1"], ("unexpected extra argument", "(1)")),
+    "plan without a file": (lambda p: ["plan", "--memory", "24GiB"], ("--config",)),
+    "plan no such file": (lambda p: ["plan", "--config", p.output, "--memory", "24GiB"], ("output", "name a YAML file")),
+    "plan memory": (lambda p: plan(p, "lots"), ("--memory 'lots'", "24GiB")),
+    "plan too little memory": (lambda p: plan(p, "1kB"), ("too small for even the shared weights", "more memory")),
+    "plan bandwidth": (lambda p: plan(p, "24GiB", "--bandwidth", "fast"), ("--bandwidth 'fast'", "100mbit")),
+    "plan peers": (lambda p: plan(p, "24GiB", "--peers", "0"), ("--peers 0",)),
+    "simulate neither": (lambda p: ["simulate"], ("one of --virtual and --processes",)),
+    "simulate both": (lambda p: ["simulate", "--virtual", "--processes"], ("one of --virtual and --processes",)),
+    "simulate no scenario": (lambda p: ["simulate", p.output, "--virtual"], ("cannot read the scenario file",)),
+    "simulate misspelt": (lambda p: scenario(p, "peerz: 3\n", "--virtual"), ("line 1", "did you mean 'peers'?")),
+    "simulate no YAML": (lambda p: scenario(p, "a: [\n", "--virtual"), ("not valid YAML",)),
+    "simulate peers": (lambda p: ["simulate", "--virtual", "--peers", "0"], ("--peers",)),
+    "simulate faults": (lambda p: ["simulate", "--virtual", "--faults", "flood"], ("--faults", "'flood'", "'kill'")),
+    "simulate points": (lambda p: ["simulate", "--virtual", "--points", "noon"], ("--points", "'noon'", "announce")),
+    "simulate rate": (lambda p: ["simulate", "--virtual", "--fault-rate", "2"], ("--fault-rate", "at most 1")),
+    "simulate seeds": (lambda p: ["simulate", "--virtual", "--seeds", "0"], ("--seeds 0",)),
+    "simulate many logs": (
+        lambda p: ["simulate", "--virtual", "--seeds", "2", "--event-log", p.output], ("--event-log", "--seeds 1")),
+    "simulate processes no config": (
+        lambda p: ["simulate", "--processes", "--config", str(p.folder / "no.yaml"), "--run-dir", p.output], ("no.yaml",)),
+    "simulate processes run-dir": (
+        lambda p: ["simulate", "--processes", "--config", str(p.campaign), "--run-dir", str(Path(a_file(p)).parent)],
+        ("not empty",)),
+    "dashboard nothing": (lambda p: ["dashboard"], ("ADDRESS",)),
+    "dashboard malformed": (lambda p: ["dashboard", "localhost"], ("'localhost'", "/ip4/")),
+    "dashboard port": (lambda p: ["dashboard", NOBODY, "--port", "70000"], ("--port 70000",)),
+    "dashboard host": (lambda p: ["dashboard", NOBODY, "--port", "0", "--host", "203.0.113.7"], ("203.0.113.7", "--host")),
+    "swarm no file": (
+        lambda p: ["swarm", "--config", str(p.folder / "no.yaml"), "--peers", "2", "--run-dir", p.output], ("no.yaml",)),
+    "swarm run-dir is a file": (
+        lambda p: ["swarm", "--config", str(p.campaign), "--peers", "2", "--run-dir", a_file(p)], ("another --run-dir",)),
+    "describe no tokenizer": (
+        lambda p: ["describe", a_file(p), "--tokenizer", p.output, "--manifest", p.output], ("output", "tokenizer.json")),
+    "describe another tokenizer": (
+        lambda p: ["describe", a_file(p), "--tokenizer", str(p.campaign), "--manifest", p.output],
+        ("not a tokenizer.json",)),
 }
+
+
+def test_every_command_is_in_the_table(place: Place) -> None:
+    tried = {make(place)[0] for make, _ in BAD_COMMANDS.values()}
+    assert tried >= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("case", BAD_COMMANDS)
@@ -297,6 +358,14 @@ def test_a_port_in_use_is_refused(option: str, command: Callable[..., list[str]]
         port = taken.getsockname()[1]
         value = f"/ip4/127.0.0.1/tcp/{port}" if option == "--listen" else str(port)
         assert_refused(place.folder, command(place, option, value), str(port), "choose another port")
+
+
+def test_the_dashboards_port_in_use_is_refused(place: Place) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert_refused(place.folder, ["dashboard", NOBODY, "--port", port], port, "in use", "another --port")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.campaign import read_campaign
 from spes_p2p.errors import UserError
 from spes_p2p.simulate.campaign_files import write_campaign
 from spes_p2p.simulate.processes import check_scenario, run_processes
@@ -57,6 +58,8 @@ def simulate_processes(
     """Run real processes once; returns the summary and its lines for a person. Raises UserError."""
     scenario = load_scenario(path, options)
     kinds = check_scenario(scenario)
+    if config is not None:
+        read_campaign(config)
     started = time.monotonic()
     if config is not None and scenario.overlap:
         raise UserError(f"--config {config}: says itself whether rounds overlap training; leave out --overlap")
