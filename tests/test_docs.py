@@ -25,6 +25,10 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 PLACEHOLDERS = {"N": "4", "ADDRESS": "/ip4/203.0.113.7/tcp/31337/p2p/QmX", "...": "/ip4/203.0.113.7/tcp/31337/p2p/QmX"}
 
 
+NEEDS_THE_HUB = {"--push-to", "arc_easy"}
+"""Commands with these are run on local data, and against a Hub of our own, by test_evaluate.py and test_model_card.py."""
+
+
 def fenced_commands(page: Path) -> list[list[str]]:
     """Command lines of the program in fenced blocks; a line may begin with a prompt and may be continued."""
     lines = "\n".join(FENCED.findall(page.read_text())).replace("\\\n", " ").splitlines()
@@ -117,16 +121,28 @@ class Walk:
             name = Path(words[words.index("--run-dir") + 1]).name
             peer = self._start(name, words, "spes-p2p join /ip4/127.0.0.1/")
             self.address = self.address or peer.log.split("spes-p2p join ")[1].split()[0]
+        elif words[1] == "dashboard":
+            self._look(words, "dashboard on http")
+        elif "--watch" in words:
+            self._look(words, "round ")
         elif words[1] == "join":
             for name in ("volunteer-0", "volunteer-1"):
                 self._start(name, [*words, "--listen", LOOPBACK], "joined campaign")
         else:
             run_and_expect_success(words)
 
+    def _look(self, words: list[str], sign: str) -> None:
+        """Run what only ends when it is told to, until it shows what it is for."""
+        peer = self.peers.run("looking", words[1:], cwd=Path(os.getcwd()), run_dir_option=False)
+        self.peers.wait(lambda: sign in peer.log or not peer.is_running, 120, f"{shlex.join(words)} says: {sign}")
+        assert sign in peer.log, peer.log
+        self.peers.kill("looking")
+
     def _local(self, word: str) -> str:
+        word = word.strip("[]")
         word = self.address if word == "ADDRESS" else re.sub(r"/ip4/[\d.]+/", "/ip4/127.0.0.1/", word)
         word = re.sub(r"313\d\d", lambda found: self.ports[found[0]], word)
-        return "0" if word == "9400" else word
+        return "0" if word in ("9400", "8700") else word
 
     def _start(self, name: str, words: list[str], sign: str) -> LocalPeer:
         peer = self.peers.run(name, words[1:], cwd=Path(os.getcwd()))
@@ -150,9 +166,29 @@ def test_a_campaign_is_run_and_joined_as_the_docs_say(walk: Walk, clone: Path) -
     for words in (*before_export, *volunteer):
         walk.run(words)
     volunteers = [walk.peers[name] for name in ("volunteer-0", "volunteer-1")]
-    walk.peers.wait_for_round(1, 120, [*volunteers, walk.peers["bootstrap"]])
+    walk.peers.wait_for_round(1, 180, [*volunteers, walk.peers["bootstrap"]])
+    for words in fenced_commands(ROOT / "docs/dashboard.md"):
+        if not NEEDS_THE_HUB & set(words):
+            walk.run(words)
+    (clone / "checkpoint").rename(clone / "from_the_swarm")
     walk.peers.terminate("bootstrap")
     for words in owner:
         if words[1] == "export":
             walk.run(words)
     assert (clone / "checkpoint/config.json").is_file()
+
+
+SIMULATIONS = [words for words in fenced_commands(ROOT / "docs/reliability.md") if "--virtual" in words]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SIMULATIONS, ids=shlex.join)
+def test_the_simulations_of_the_docs_run(words: list[str], clone: Path) -> None:
+    """With fewer seeds and rounds than the page says."""
+    (scenario,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/reliability.md").read_text(), re.MULTILINE | re.DOTALL)
+    (clone / "scenario.yaml").write_text(scenario)
+    cut = {"--seeds": "2", "--rounds": "3"}
+    words = [cut.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    report = run_and_expect_success(words)
+    assert "round" in report
+    assert "--event-log" not in words or (clone / words[words.index("--event-log") + 1]).stat().st_size > 0
