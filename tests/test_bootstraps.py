@@ -84,17 +84,6 @@ def test_the_second_one_serves_the_campaign_when_the_first_is_gone(swarm: LocalP
     assert f"no peer answers at {first.address}" in again.log
 
 
-def test_the_second_one_finds_the_first_again(swarm: LocalPeers, config: Path) -> None:
-    """It started while the first was away; the first comes back and is told of nobody."""
-    first = swarm["bootstrap"]
-    swarm.bootstrap(config, first.address.partition("/p2p/")[0])
-    assert swarm["bootstrap"].address == first.address
-    swarm.wait(lambda: one_dht(swarm), 90, "both addresses lead to one DHT")
-    newest = swarm.newest_round()
-    swarm.wait_for_round(newest + 2, 120, trainers(swarm))
-    assert {number for number, digests in swarm.digests().items() if len(digests) > 1} == set()
-
-
 def test_another_campaign_is_refused(swarm: LocalPeers, config: Path, tmp_path: Path) -> None:
     other = write_variant(config, "other.yaml", training={**TRAINING, "total_steps": 800_000})
     arguments = ["--config", str(other), "--run-dir", str(tmp_path / "run"), "--listen", LOOPBACK]

@@ -450,3 +450,29 @@ def open_pid(pid: int):
 
 def sockets_of(pid: int) -> list[Path]:
     return list(Path("/tmp").glob(f"spes-p2p-{pid}-*"))
+
+
+def test_a_peer_that_started_alone_finds_those_it_was_told_of_when_they_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is the first node of a DHT of its own, until one dials the other."""
+    monkeypatch.setattr("spes_p2p.swarm.libp2p.FIND_EVERY_S", 0.2)
+
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            away = await swarm.start("away")
+            address = away.transport.addresses[0]
+            await away.close()
+            alone = await swarm.start("alone")
+            finding = asyncio.ensure_future(alone.keep_finding([address]))
+            try:
+                back = await swarm.start("away", listen=[address.partition("/p2p/")[0]])
+                found: set[str] = set()
+                while found != {alone.identity.peer_id, back.identity.peer_id}:
+                    for peer in (alone, back):
+                        await peer.registry.put("campaign", b"here", 60)
+                    found = set(await alone.registry.get("campaign")) & set(await back.registry.get("campaign"))
+            finally:
+                finding.cancel()
+
+    run(main())
