@@ -107,7 +107,7 @@ def _table(origin: Origin) -> list[str]:
     rows = [
         ("campaign", config.name),
         ("config hash", f"`{origin.campaign.hash}`"),
-        ("round", f"{origin.round} of {config.total_rounds}"),
+        ("round", str(origin.round) if origin.orders else f"{origin.round} of {config.total_rounds}"),
         ("tokens", f"{record.total_tokens} ({human_count(record.total_tokens)})" if record else "not known"),
         ("peers that contributed", str(contributors) if contributors else "not known"),
         ("training loss", f"{record.loss:.4f} nats a token" if record and math.isfinite(record.loss) else "not known"),

@@ -49,6 +49,11 @@ def test_a_record_says_what_the_round_was_and_what_it_cost_this_peer(tmp_path: P
     assert third.seconds == (("exchange", 2.0), ("apply", 0.5))
 
 
+def test_a_record_says_what_the_owner_had_ordered(tmp_path: Path) -> None:
+    first, second = chronicle_after(tmp_path, FIRST, replace(commit(1), control="paused")).records
+    assert (first.control, second.control) == ("", "paused")
+
+
 def test_contributions_add_up_to_the_tokens_of_the_base(tmp_path: Path) -> None:
     chronicle = chronicle_after(tmp_path, FIRST, commit(1), commit(2))
     assert chronicle.totals == Totals(2, (Contribution("a", 140, 12), Contribution("b", 60, 8)))

@@ -7,6 +7,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -41,6 +42,18 @@ def test_the_card_and_the_facts_say_the_same() -> None:
     for each in facts["contributions"]:
         assert f"| `{each['peer']}` | {each['tokens']} | 33.3 % | {each['expert_steps']} |" in card
     assert facts["config"] == json.loads(CONFIG.model_dump_json())
+
+
+def test_the_card_names_what_the_owner_ordered_up_to_its_round() -> None:
+    ordered = {5: "paused", 6: "", 8: "rolled back to round 4", 9: "rolled back to round 4", 11: "stopped"}
+    swarm = synthetic_swarm(3, 4, 12)
+    records = {record.round: replace(record, control=ordered.get(record.round, "")) for record in swarm.records}
+    files = card_files(origin_of(CAMPAIGN, 9, "d" * 64, records, swarm.totals))
+    orders = [(each["from_round"], each["order"]) for each in json.loads(files[FACTS_FILE])["orders"]]
+    assert orders == [(5, "paused"), (6, ""), (8, "rolled back to round 4")]
+    for line in ("- round 5: paused", "- round 6: as planned", "- round 8: rolled back to round 4", "| round | 9 |"):
+        assert line in files[CARD_FILE].splitlines()
+    assert "owner" not in card_files(origin())[CARD_FILE]
 
 
 def test_the_front_matter_is_what_the_hub_reads() -> None:

@@ -21,6 +21,7 @@ from spes_p2p.observe.events import (
     BEFORE_TRAINING,
     BaseRestored,
     BytesMoved,
+    Controlled,
     DigestMismatch,
     Evaluated,
     Event,
@@ -333,6 +334,22 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def observers(clock: Clock) -> Observers:
     board = new_board(clock)
     return Observers(board, RoundLog(board, clock))
+
+
+def test_what_the_owner_ordered_is_shown_until_something_else_is() -> None:
+    paused = Controlled(2, 3, "paused", "paused, from round 9 on learning_rate 0.1")
+    statuses = [status_after(commit(1), commit(2), paused)]
+    assert (statuses[0].state, statuses[0].control) == ("paused", paused.order)
+    assert f"by its owner's order: {paused.order}" in shown(statuses)
+    assert round_line(statuses).split(" · ")[-1] == "paused"
+    assert math.isnan(statuses[0].seconds_left)
+    resumed = [status_after(commit(1), paused, Controlled(3, 4, "running", ""), commit(3))]
+    assert "order" not in shown(resumed)
+
+
+def test_the_number_of_rounds_follows_the_schedule_and_the_rounds_that_moved_nothing() -> None:
+    assert status_after(commit(3, total_rounds=9)).total_rounds == 9
+    assert gather([status_after(commit(4, total_rounds=4))]).done
 
 
 def test_a_round_is_one_line_with_what_a_person_wants(log: pytest.LogCaptureFixture) -> None:
