@@ -104,8 +104,8 @@ def pause(standing: Standing) -> Control:
 
 
 def resume(standing: Standing) -> Control:
-    """Rounds go on after a pause."""
-    if not is_paused(standing.newest):
+    """Rounds go on after a pause, or in spite of a stop that no round has applied yet."""
+    if _state(standing) == "running":
         raise UserError("resume: the campaign is not paused; see spes-p2p status")
     return _next(standing, "running")
 
@@ -191,12 +191,13 @@ def _standing(visit: Visit, known: Sequence[Known], address: str) -> Standing:
     genesis, identity = visit.genesis, visit.world.identity
     valid = [each.newest for each in known if each.newest is not None and is_signed(each.newest, genesis, identity)]
     newest = max(valid, key=number_of, default=None)
-    if is_stopped(newest):
+    applied = max(each.applied for each in known)
+    if is_stopped(newest) and number_of(newest) <= applied:
         raise UserError("the campaign is stopped, for good; what it learned is exported with spes-p2p export")
     config, round_number = visit.files.campaign.config, max(each.round for each in known)
     if max(each.step for each in known) >= scheduled(config, newest, round_number + 1).training.total_steps:
         raise UserError("the campaign is complete; there is nothing left to order")
-    if newest is not None and newest.rollback >= 0 and newest.number > max(each.applied for each in known):
+    if newest is not None and newest.rollback >= 0 and newest.number > applied:
         raise UserError(f"the rollback to round {newest.rollback} is not done yet; give the order again after the next round")
     archived = sorted({kept for each in known for kept in each.archived})
     return Standing(genesis.campaign, config, newest, round_number, tuple(archived))

@@ -541,6 +541,8 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
     second = parse_order(["schedule", "7", "learning_rate=0.2", "total_steps=80"])(standing(newest=first))
     paused = parse_order(["pause"])(standing(newest=second))
     again = parse_order(["resume"])(standing(newest=paused))
+    stopped = parse_order(["stop"])(standing(newest=again))
+    assert parse_order(["resume"])(standing(newest=stopped)).state == "running", "no round has applied it yet"
     assert [c.number for c in (first, second, paused, again)] == [1, 2, 3, 4]
     assert [c.state for c in (first, second, paused, again)] == ["running", "running", "paused", "running"]
     for number, expected in [(6, (1e-3, 60)), (7, (0.2, 80)), (8, (0.2, 80)), (9, (0.5, 80))]:
