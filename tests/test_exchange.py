@@ -209,6 +209,24 @@ def test_a_member_that_is_too_slow_is_left_out_and_the_others_work_is_in() -> No
     simulate(main)
 
 
+def test_what_is_ready_is_served_while_other_parts_wait_for_their_updates() -> None:
+    async def main() -> None:
+        members = [member("A", 10, (9, 0, 0, 0)), member("B", 10, (0, 9, 0, 0)), member("C", 10, SHARED_ONLY)]
+        played = await Round.open(make_plan_of(members), random_updates(make_plan_of(members)))
+        running = asyncio.ensure_future(played.run("AB"))
+        await asyncio.sleep(SILENCE_S / 4)
+        results = played.exchanges["B"].results
+        of_a = [part for part in results.parts if part.reducer == 0]
+        ready = {part.index for part in of_a if part.contributors == (0,)}
+        assert ready
+        assert min(part.index for part in of_a) < min(ready)
+        assert {part.index for part in of_a if part.index in results.encoded} == ready
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    simulate(main)
+
+
 def test_a_part_that_only_one_of_several_members_holds_is_dropped() -> None:
     async def main() -> None:
         plan = make_plan_of(MEMBERS["two, each expert one owner"])

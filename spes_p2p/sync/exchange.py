@@ -96,7 +96,10 @@ class Exchange:
         self._lost: set[int] = set()
         self._pushing: set[int] = set()
         self._mine = {part.index: part for part in self._reduced_by(me)}
-        self._closed: dict[int, asyncio.Event] = {index: asyncio.Event() for index in self._mine}
+        self._closed: set[int] = set()
+        self._order: list[int] = []
+        """Of my parts, as they were closed."""
+        self._next_closed = asyncio.Event()
         self._manifest_ready = asyncio.Event()
         self._someone_left = asyncio.Event()
 
@@ -137,15 +140,20 @@ class Exchange:
             self._someone_left.set()
 
     async def on_pull(self, talk: Talk, request: PullRequest) -> None:
-        """Serve results, each as soon as it is there."""
+        """Serve results as they come: what is ready never waits for an update that is still on its way to me."""
         if self.plan.index(talk.remote) is None:
             raise Refused("not a member of this plan")
         if request.parts:
             await serve_parts(talk, self.results, request.parts)
             return
-        for index, closed in self._closed.items():
-            await talk.alive(closed.wait())
+        served = 0
+        while served < len(self._mine):
+            if served == len(self._order):
+                await talk.alive(self._next_closed.wait())
+                continue
+            index = self._order[served]
             await talk.send(_frame(index, self.results.encoded.get(index, b"")))
+            served += 1
         await talk.alive(self._manifest_ready.wait())
         await talk.send(pack(self.results.manifests[self.revision, self.me]))
 
@@ -155,7 +163,7 @@ class Exchange:
         if part is None or sender not in part.contributors:
             raise Refused(f"part {index} is not for me from you")
         arrived = self._arrived.setdefault(index, set())
-        if sender in arrived or self._closed[index].is_set():
+        if sender in arrived or index in self._closed:
             return
         if len(body) != part.encoded_bytes:
             raise Refused(f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
@@ -169,7 +177,7 @@ class Exchange:
         arrived.add(sender)
         if self._complete(part):
             self._close(part)
-            if all(closed.is_set() for closed in self._closed.values()):
+            if len(self._closed) == len(self._mine):
                 self._someone_left.set()
 
     # Reducing ----------------------------------------------------------------------------------------------------------
@@ -178,7 +186,7 @@ class Exchange:
         """Close my parts; those that wait for others are closed as the last update arrives or its sender is lost."""
         await self._close_complete()
         started = asyncio.get_running_loop().time()
-        while not all(closed.is_set() for closed in self._closed.values()):
+        while len(self._closed) < len(self._mine):
             self._someone_left.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._someone_left.wait(), self._board.silence_s / 4)
@@ -191,9 +199,8 @@ class Exchange:
         self._sign_off()
 
     async def _close_complete(self) -> None:
-        for count, (index, closed) in enumerate(self._closed.items()):
-            part = self._mine[index]
-            if not closed.is_set() and self._complete(part):
+        for count, (index, part) in enumerate(self._mine.items()):
+            if index not in self._closed and self._complete(part):
                 self._close(part)
                 if count % BREATHE_EVERY == 0:
                     await asyncio.sleep(0)
@@ -222,7 +229,10 @@ class Exchange:
                 self._codes[part.index] = self._encode_mean(part, contributors)
             self._put(part, self._codes.pop(part.index))
             self._masks[part.index] = to_mask(contributors, len(self._names))
-        self._closed[part.index].set()
+        self._closed.add(part.index)
+        self._order.append(part.index)
+        self._next_closed.set()
+        self._next_closed = asyncio.Event()
 
     def _contribute(self, part: Part) -> None:
         """My own update of a part that I reduce: a sole one is encoded as the result, any other one is summed as it is."""
