@@ -181,10 +181,11 @@ def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phas
     }
     if "alone" in rounds:
         return found
-    measured = [report for reports in rounds.values() for report in reports[1:]]
+    exchanged = {name: [report for report in reports[1:] if "exchange" in report["phases"]] for name, reports in rounds.items()}
+    measured = [report for reports in exchanged.values() for report in reports]
     last = [reports[-1] for reports in rounds.values()]
-    shares = {name: {way: share_of_line(reports[1:], way, lines[name]) for way in ("sent", "received")}
-              for name, reports in rounds.items()}
+    shares = {name: {way: share_of_line(reports, way, lines[name]) for way in ("sent", "received")}
+              for name, reports in exchanged.items() if reports}
     return {
         **found,
         "round_without_phase_s": round(found["seconds_a_round"] - phase_s, 3),
@@ -195,6 +196,7 @@ def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phas
         "share_of_line": shares,
         "share_of_fullest_line": max(share for ways in shares.values() for share in ways.values()),
         "replicas_identical": len({r["digest"] for r in last}) == 1,
+        "left_out": sum(len(reports) - 1 for reports in rounds.values()) - len(measured),
         "dropped_parts": sum(r["dropped"] for r in measured),
     }
 

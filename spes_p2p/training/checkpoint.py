@@ -101,7 +101,7 @@ def _crc(arrays: Mapping[str, np.ndarray]) -> str:
     crc = 0
     for name, array in sorted(arrays.items()):
         crc = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), crc)
-        crc = zlib.crc32(np.ascontiguousarray(array).tobytes(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
     return f"{crc:08x}"
 
 
