@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--codec", default="int8", help="of shared weights and experts (default int8)")
     parser.add_argument("--megabytes", type=int, default=20, help="fp32 state of `overlap` (default 20)")
     parser.add_argument("--mbit", type=float, default=20.0, help="line of `overlap` (default 20)")
-    parser.add_argument("--phase", type=float, default=8.0, help="seconds that a phase of `overlap` takes (default 8)")
+    parser.add_argument("--phase", type=float, default=6.0, help="seconds that a phase of `overlap` takes (default 6)")
     parser.add_argument("--line-megabytes", type=int, default=200, help="fp32 state of the other cases (default 200)")
     parser.add_argument("--line-mbit", type=float, default=100.0, help="their line (default 100)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
