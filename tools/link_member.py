@@ -13,7 +13,6 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,7 @@ async def live(spec: Spec) -> None:
     from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
     from spes_p2p.swarm.electors import open_votes
     from spes_p2p.swarm.interfaces import World
+    from spes_p2p.swarm.latency import delayed
     from spes_p2p.swarm.libp2p import start_libp2p
     from spes_p2p.swarm.node import Node
     from spes_p2p.swarm.records import Head
@@ -94,7 +94,7 @@ async def live(spec: Spec) -> None:
     genesis = unpack(Head, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
         make_genesis(campaign, net.identity.peer_id, base0, open_votes(store, random.Random()).disk))
     save_base_0(store, genesis, base0)
-    transport = Delayed(net.transport, spec["latency_s"]) if spec["latency_s"] else net.transport
+    transport = delayed(net.transport, spec["latency_s"])
     world = World(transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
     rules = Rules(campaign.config, campaign.hash, 10**6)
     node = Node(world, campaign, genesis, rules, "helper" if helps else "trainer", {}, Observer())
@@ -115,67 +115,6 @@ def cpu_seconds() -> float:
     own = resource.getrusage(resource.RUSAGE_SELF)
     children = psutil.Process().children(recursive=True)
     return own.ru_utime + own.ru_stime + sum(sum(child.cpu_times()[:2]) for child in children)
-
-
-class Delayed:
-    """A transport whose frames arrive `latency_s` later than they do: for kernels without netem."""
-
-    def __init__(self, inner: Any, latency_s: float):
-        self._inner, self._latency_s = inner, latency_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def serve(self, method: str, handler: Callable[[Any], Any]) -> None:
-        """As its inner one."""
-
-        async def delayed(channel: Any) -> None:
-            await handler(DelayedChannel(channel, self._latency_s))
-
-        await self._inner.serve(method, delayed)
-
-    async def open(self, peer: str, method: str) -> Any:
-        """Takes a round trip more."""
-        await asyncio.sleep(2 * self._latency_s)
-        return DelayedChannel(await self._inner.open(peer, method), self._latency_s)
-
-
-class DelayedChannel:
-    """Frames are taken from the line as they arrive, and given out later, in order."""
-
-    def __init__(self, inner: Any, latency_s: float):
-        self._inner, self._latency_s = inner, latency_s
-        self._arrived: asyncio.Queue[tuple[float, Any]] = asyncio.Queue()
-        self._reading: asyncio.Task[None] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def receive(self) -> bytes | None:
-        """The next frame, late."""
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self._read())
-        arrived_at, frame = await self._arrived.get()
-        await asyncio.sleep(max(0.0, arrived_at + self._latency_s - asyncio.get_running_loop().time()))
-        if isinstance(frame, Exception):
-            raise frame
-        received: bytes | None = frame
-        return received
-
-    def abort(self) -> None:
-        """Drop the stream."""
-        if self._reading is not None:
-            self._reading.cancel()
-        self._inner.abort()
-
-    async def _read(self) -> None:
-        frame: Any = b""
-        while frame is not None and not isinstance(frame, Exception):
-            try:
-                frame = await self._inner.receive()
-            except Exception as error:
-                frame = error
-            self._arrived.put_nowait((asyncio.get_running_loop().time(), frame))
 
 
 if __name__ == "__main__":
