@@ -454,6 +454,7 @@ class Peer:
         await self._or_leave(asyncio.sleep(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S)))
         await self.node.meet()
         await self.node.learn_from_all()
+        await self.node.repeat_farewell()
         if not self.is_helper:
             await self.node.ask_for_reform()
 

@@ -388,12 +388,24 @@ class Elector:
         return True
 
     def leave(self) -> Farewell | None:
-        """Give up my seat in the next round; None when I have none, or have cast a vote in it already. Durable."""
+        """Give up my seat in the next round; None when I have none, or have cast a vote in it already. Durable.
+
+        A helper keeps its seat, and so does a lone elector: somebody must be able to vote when all who left are back.
+        """
+        head, me = self._log.head, self._identity.peer_id
+        if me in head.helpers or head.electorate == (me,):
+            return None
         if not self.may_vote or (state := self._state()).promised is not None:
             return None
         self._remember(replace(state, left=True))
-        signature = self._identity.sign(farewell_message(self._log.head.id))
-        return Farewell(self._identity.peer_id, self._log.head.id, signature)
+        return self.farewell()
+
+    def farewell(self) -> Farewell | None:
+        """What says that I gave up my seat in the next round; None when I did not."""
+        head, state = self._log.head, open_votes(self._store, self._rng)
+        if state.parent != head.id or not state.left:
+            return None
+        return Farewell(self._identity.peer_id, head.id, self._identity.sign(farewell_message(head.id)))
 
     def prepare(self, request: Prepare) -> Promise:
         """Promise not to accept lower ballots, and say what was accepted. Each ballot is promised once.

@@ -139,6 +139,8 @@ class Node:
         self._phase_during = -1, 0.0
         self._failed_to_coordinate = -1
         self._returned: dict[str, Leave] = {}
+        self._came_back: set[str] = set()
+        """Of those, who has announced itself since."""
         self._no_majority_since: tuple[str, float] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -264,8 +266,16 @@ class Node:
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
         """Tell the electors that I go, so that my experts and samples find others at once."""
-        request = pack(Leave(self.log.round + 1, untrained, self._elector.leave()))
-        others = sorted(set(self.log.head.electorate) - {self.peer_id})
+        await self._tell_electors(Leave(self.log.round + 1, untrained, self._elector.leave()))
+
+    async def repeat_farewell(self) -> None:
+        """I left this round and am back: tell again that I do not vote in it. Who was restarted meanwhile has forgotten."""
+        farewell = self._elector.farewell()
+        if farewell is not None:
+            await self._tell_electors(Leave(self.log.round + 1, (), farewell))
+
+    async def _tell_electors(self, leave: Leave) -> None:
+        request, others = pack(leave), sorted(set(self.log.head.electorate) - {self.peer_id})
         await asyncio.gather(*(self.board.ask(peer, LEAVE, request, 2.0) for peer in others), return_exceptions=True)
 
     # Handlers ----------------------------------------------------------------------------------------------------------
@@ -370,6 +380,7 @@ class Node:
         head = self.log.head
         if talk.remote in {*head.members, *head.electorate} and leave.round == head.round + 1:
             self._returned[talk.remote] = leave
+            self._came_back.discard(talk.remote)
         await talk.send(b"")
 
     async def _on_control(self, talk: Talk) -> None:
@@ -389,6 +400,8 @@ class Node:
         rank = announcement.attempt % len(order)
         if order[rank] != self.peer_id:
             raise Refused("not the coordinator of this attempt")
+        if talk.remote in self._returned:
+            self._came_back.add(talk.remote)
         await self._only_if_others_cannot(order[:rank])
         await self._current_coordination().serve(talk, announcement)
 
@@ -436,7 +449,8 @@ class Node:
             return self._coordination
 
         def returned() -> dict[str, tuple[Interval, ...]]:
-            return {peer: leave.untrained for peer, leave in self._returned.items() if leave.round == head.round + 1}
+            gone = {peer: leave for peer, leave in self._returned.items() if peer not in self._came_back}
+            return {peer: leave.untrained for peer, leave in gone.items() if leave.round == head.round + 1}
 
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
@@ -448,8 +462,9 @@ class Node:
         return made
 
     def _farewells(self) -> tuple[Farewell, ...]:
-        """Of electors that left the next round."""
-        return tuple(leave.farewell for leave in self._returned.values() if leave.farewell is not None)
+        """Of electors that left the next round, come back or not."""
+        told = (leave.farewell for leave in self._returned.values())
+        return tuple(farewell for farewell in (self._elector.farewell(), *told) if farewell is not None)
 
     def _duties(self) -> Mapping[str, int]:
         """Steps by peer in this phase. A coordinator that does not hold the last plan expects the same of every trainer."""
@@ -474,6 +489,7 @@ class Node:
             during, began = self._phase_during
             self._phase_began = began if during == decided.head.round else asyncio.get_running_loop().time()
             self._returned = {p: leave for p, leave in self._returned.items() if leave.round > decided.head.round}
+            self._came_back &= self._returned.keys()
             self.hooks.decided(decided)
 
     async def _catch_up_from(self, peer: str) -> None:

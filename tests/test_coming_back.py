@@ -1,0 +1,69 @@
+"""Who left politely comes back in the same round: nobody waits for a reform, and no seat that was given up votes."""
+
+from __future__ import annotations
+
+import pytest
+
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
+
+SOON_S = 60.0
+
+
+async def left_in_round_3(trainers: str, leavers: str) -> VirtualSwarm:
+    swarm = VirtualSwarm(campaign(total_steps=6000, sync={"min_peers": 1, "reform_after_s": 600.0}))
+    swarm.start_all(trainers)
+    await swarm.until_round(3)
+    for name in leavers:
+        swarm.peers[name].leave()
+    await swarm.until(lambda: all(swarm.tasks[name].done() for name in leavers))
+    return swarm
+
+
+async def assert_goes_on(swarm: VirtualSwarm) -> None:
+    number = swarm.nodes["W"].log.round
+    await swarm.until_round(number + 2, SOON_S)
+    assert swarm.nodes["W"].log.head.epoch == 0
+    swarm.assert_same_heads()
+    swarm.assert_replicas_agree()
+
+
+@pytest.mark.parametrize(("trainers", "leavers"), [("A", "A"), ("AB", "AB"), ("ABC", "ABC"), ("ABC", "AB"), ("ABC", "B")])
+def test_those_who_left_and_are_back_go_on_at_once(trainers: str, leavers: str) -> None:
+    async def main() -> None:
+        swarm = await left_in_round_3(trainers, leavers)
+        for name in leavers:
+            swarm.restart(name)
+        await assert_goes_on(swarm)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("helper_ends", ["is killed", "leaves"])
+@pytest.mark.parametrize("trainers", ["A", "AB", "ABC"])
+def test_a_swarm_that_was_shut_down_politely_goes_on_when_all_are_back(trainers: str, helper_ends: str) -> None:
+    async def main() -> None:
+        swarm = await left_in_round_3(trainers, trainers)
+        if helper_ends == "leaves":
+            swarm.helper.leave()
+            await swarm.until(lambda: swarm.tasks["W"].done())
+        for name in ("W", *trainers):
+            swarm.restart(name)
+        await assert_goes_on(swarm)
+
+    simulate(main)
+
+
+def test_who_is_back_trains_its_samples_itself() -> None:
+    async def main() -> None:
+        swarm = await left_in_round_3("ABC", "B")
+        swarm.restart("B")
+        number = swarm.nodes["W"].log.round
+        await swarm.until_round(number + 1, SOON_S)
+        assert "B" in swarm.nodes["W"].log.head.members
+        assert swarm.nodes["W"].log.head_at(number + 1).cursor.returned == ()
+        mine = {(i.epoch, p) for i in swarm.samples["B"][number + 1] for p in range(i.start, i.stop)}
+        for other in "ABC":
+            theirs = [i for r, taken in swarm.samples[other].items() if (other, r) != ("B", number + 1) for i in taken]
+            assert not mine & {(i.epoch, p) for i in theirs for p in range(i.start, i.stop)}
+
+    simulate(main)
