@@ -49,10 +49,10 @@ def commit(number: int, members: tuple[str, ...], owners: Owners, total_tokens: 
 def test_a_fault_at_every_point_of_a_round_breaks_no_invariant(kind: str) -> None:
     points = [point for point in POINTS if point not in RARE]
     faults = tuple(
-        Fault(kind, number, point, peers=("peer-1",) if kind == "partition" else (), seconds=6.0, what="garbage")
-        for number, point in enumerate(points, start=2)
+        Fault(kind, 2 * number, point, peers=("peer-1",) if kind == "partition" else (), seconds=6.0, what="garbage")
+        for number, point in enumerate(points, start=1)
     )
-    result = run_seed(Scenario(peer_names(4), len(points) + 3, faults, vary=False), 0)
+    result = run_seed(Scenario(peer_names(4), 2 * len(points) + 3, faults, vary=False), 0)
     assert_sound(result)
     assert result.points == dict.fromkeys(points, 1)
     assert result.figures.rounds_committed >= len(points)
