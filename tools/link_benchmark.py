@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from round_benchmark import Process
+from round_benchmark import Process, end_all
 from round_contenders import EXPERTS, Report
 
 from spes_p2p.simulate.namespaces import Namespaces, why_unavailable
@@ -159,14 +159,7 @@ def started() -> Iterator[Any]:
             print(process.spec["kind"], text.read_text()[-3000:] if text.exists() else "", sep="\n", file=sys.stderr)
         raise
     finally:
-        for process in processes:
-            process.child.terminate()
-        for process in processes:
-            try:
-                process.child.wait(10)
-            except subprocess.TimeoutExpired:
-                process.child.kill()
-                process.child.wait()
+        end_all(processes)
 
 
 def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phase_s: float) -> Report:

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,14 +128,19 @@ def started(name: str, elements: int, place: Path) -> Iterator[list[Process]]:
             print(log.name, log.read_text()[-3000:], sep="\n", file=sys.stderr)
         raise
     finally:
-        for process in processes:
-            process.child.terminate()
-        for process in processes:
-            try:
-                process.child.wait(10)
-            except subprocess.TimeoutExpired:
-                process.child.kill()
-                process.child.wait()
+        end_all(processes)
+
+
+def end_all(processes: Iterable[Process]) -> None:
+    """Ask them to end; kill those that do not within 10 s."""
+    for process in processes:
+        process.child.terminate()
+    for process in processes:
+        try:
+            process.child.wait(10)
+        except subprocess.TimeoutExpired:
+            process.child.kill()
+            process.child.wait()
 
 
 def our_members(start: Any, codec: str) -> list[Process]:
