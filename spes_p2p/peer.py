@@ -31,6 +31,7 @@ from spes_p2p.swarm.electors import is_rollback
 from spes_p2p.swarm.node import Hooks, Node
 from spes_p2p.swarm.records import Announcement, Decided, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
+from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.archive import NO_ARCHIVE, Archive, archived_rounds
 from spes_p2p.sync.merge import Donors, nearest_experts
@@ -283,8 +284,7 @@ class Peer:
             await self._train_phase()
             await self._in_flight
         finally:
-            self._in_flight.cancel()
-            await asyncio.gather(self._in_flight, return_exceptions=True)
+            await end_tasks([self._in_flight])
             self._in_flight = None
         await self._advance(seconds)
 
@@ -407,10 +407,7 @@ class Peer:
                     seconds["exchange"] = clock() - started
                     self._enter("committing")
         finally:
-            open_tasks = [answer] if work is None else [answer, work]
-            for task in open_tasks:
-                task.cancel()
-            await asyncio.gather(*open_tasks, return_exceptions=True)
+            await end_tasks([answer] if work is None else [answer, work])
 
     def _check_plan(self, plan: Plan, coordinator: str) -> None:
         base = self.replica.base

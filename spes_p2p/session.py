@@ -58,6 +58,7 @@ from spes_p2p.swarm.records import Head
 from spes_p2p.swarm.remember import HISTORY, remember, serving
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import DirectoryStore
+from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.sync.archive import Archive, archived_rounds, load_archived
 from spes_p2p.sync.base import BASE, Base, load_base
 from spes_p2p.sync.digest import state_digest
@@ -290,12 +291,11 @@ async def _remembering(node: Node, watchers: Watchers) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def _beside(*works: Awaitable[None]) -> AsyncIterator[None]:
     """Work that has no end of its own, as long as the block runs."""
-    task = asyncio.gather(*works)
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 @contextlib.contextmanager
@@ -478,10 +478,9 @@ async def _with_daemon(life: asyncio.Future[None], net: Libp2p) -> None:
     """Run a life as long as its libp2p daemon lives."""
     gone = asyncio.ensure_future(net.wait_daemon_exit())
     await asyncio.wait({life, gone}, return_when=asyncio.FIRST_COMPLETED)
-    gone.cancel()
+    await end_tasks([gone])
     if not life.done():
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
+        await end_tasks([life])
         raise UserError("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
     await life
 

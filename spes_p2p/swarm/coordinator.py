@@ -24,6 +24,7 @@ from spes_p2p.swarm.interfaces import Identity
 from spes_p2p.swarm.records import Announcement, Ballot, Control, Decided, Farewell, Head, Plan, Pong, Revision, Staged, Vote
 from spes_p2p.swarm.relay import Relay
 from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
 from spes_p2p.sync.plan import (
@@ -208,8 +209,7 @@ class Coordination:
         finally:
             self._told.pop(talk, None)
             if report is not None:
-                report.cancel()
-                await asyncio.gather(report, return_exceptions=True)
+                await end_tasks([report])
 
     def _passed_on(self, record: bytes, peer: str, members: Sequence[str]) -> bytes:
         return self._relay.addressed(record, members.index(peer), members) if peer in members else record
@@ -492,6 +492,4 @@ async def _until(enough: Callable[[list[T]], bool], asks: Iterable[Coroutine[Any
             answers = [answer for task in tasks if task.done() and (answer := task.result()) is not None]
         return answers
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)

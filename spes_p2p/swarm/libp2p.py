@@ -38,6 +38,7 @@ from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.identity import RSAIdentity, peer_id_of_public_key
 from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Handler
 from spes_p2p.swarm.p2pd import Daemon, remove_stale_sockets
+from spes_p2p.swarm.tasks import end_tasks
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Libp2p:
 
     async def close(self) -> None:
         """Leave the DHT, end the daemon, remove its sockets, release the identity."""
-        self._keeping.cancel()
+        await end_tasks([self._keeping])
         try:
             if self._daemon.is_running:
                 with suppress(asyncio.TimeoutError):

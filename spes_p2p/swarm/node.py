@@ -44,6 +44,7 @@ from spes_p2p.swarm.records import (
 )
 from spes_p2p.swarm.relay import Relay
 from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
 from spes_p2p.sync.plan import Rules
@@ -174,9 +175,7 @@ class Node:
         """Stop serving; the transport is closed by who made it."""
         if self._coordination is not None:
             self._coordination.give_up()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self.board.close()
 
     async def meet(self) -> None:
@@ -438,9 +437,7 @@ class Node:
                     return index
             return len(peers)
         finally:
-            for ping in pings:
-                ping.cancel()
-            await asyncio.gather(*pings, return_exceptions=True)
+            await end_tasks(pings)
 
     def _current_coordination(self) -> Coordination:
         """The attempt that is open here, one at a time; a new one when the last has failed or its round is over."""

@@ -17,6 +17,7 @@ from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.detector import SilenceDetector
 from spes_p2p.swarm.interfaces import Channel, Transport
 from spes_p2p.swarm.limits import UNLIMITED, Line
+from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.throughput import Throughput
 from spes_p2p.swarm.wire import WireError
 
@@ -317,8 +318,7 @@ async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
             raise asyncio.TimeoutError
         return task.result()
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks([task])
 
 
 async def _until_finished(talk: Talk) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.records import Manifest
 from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.means import MeanKind, RunningMean
 from spes_p2p.sync.parts import Part, mask_bytes, to_mask, weight
@@ -116,9 +117,7 @@ class Exchange:
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
         self.results.discard_unverified(self.revision)
 
     # Serving -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,23 @@
+"""Ending tasks for certain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+CANCEL_EVERY_S = 0.5
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks until all have ended; what they raise is dropped.
+
+    Once is not enough: before Python 3.12 `asyncio.wait_for` loses a cancellation that comes in the moment in which what it
+    waits for is done (https://github.com/python/cpython/issues/86296), and a task that waits in a loop then goes on.
+    """
+    ending = list(tasks)
+    while running := [task for task in ending if not task.done()]:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=CANCEL_EVERY_S)
+    await asyncio.gather(*ending, return_exceptions=True)
