@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
 from spes_p2p.simulate.virtual import SILENCE_S, SeedResult, run_seed
 from spes_p2p.swarm.electors import Elector
 from spes_p2p.swarm.ownership import Owners, assign_experts
-from spes_p2p.sync import plan, replica
+from spes_p2p.sync import exchange, plan, replica
+from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
+from spes_p2p.sync.exchange import Exchange
 
 RARE = ("decide", "download", "donate", "replay", "leave")
 """Points that are reached only after some other fault."""
@@ -235,3 +237,42 @@ def test_ten_thousand_rounds_under_random_faults_break_no_invariant() -> None:
     assert ended.code == 0
     assert found["rounds_committed"] >= 10_000
     assert set(found["faults"]) == set(KINDS)
+
+
+def _work_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = Ledger.settle
+
+    def broken(self: Ledger, trainer: Any, old: Any, new: Any, sent: Any, included: Any) -> int:
+        kept = {index: (part, values.copy()) for index, (part, values) in sent.items() if included(index)}
+        dropped = settle(self, trainer, old, new, sent, included)
+        for part, values in kept.values():
+            if part.group.expert is None:
+                again = np.zeros_like(trainer.read(part.group))
+                again[part.start - part.group.start : part.stop - part.group.start] = values
+                trainer.add(part.group, again)
+        return dropped
+
+    monkeypatch.setattr(Ledger, "settle", broken)
+
+
+def _reducers_leave_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Exchange._add
+
+    def broken(self: Exchange, part: Any, sender: int, update: np.ndarray) -> None:
+        add(self, part, sender, update * 0 if sender == 1 else update)
+
+    monkeypatch.setattr(Exchange, "_add", broken)
+
+
+def _reducers_weigh_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    weigh = exchange.weight
+    monkeypatch.setattr(exchange, "weight", lambda member, group: weigh(member, group) * (1 + (member.peer == "peer-1")))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("harm", [_work_counts_twice, _reducers_leave_somebody_out, _reducers_weigh_otherwise])
+def test_work_that_counts_twice_or_not_at_all_is_found_though_all_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, harm: Callable[[pytest.MonkeyPatch], None], overlap: bool
+) -> None:
+    harm(monkeypatch)
+    assert rules_broken(Scenario(peer_names(3), 5, vary=False, overlap=overlap)) == {"work"}

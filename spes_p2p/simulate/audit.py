@@ -27,7 +27,7 @@ class Violation:
 
     time_s: float
     rule: str
-    """One of: digest, fork, lost round, ownerless, tokens, error, stuck."""
+    """One of: digest, fork, lost round, ownerless, tokens, work, error, stuck."""
     detail: str
 
 
@@ -180,6 +180,10 @@ class Audit:
     def corrupted(self, peer: str) -> None:
         """Bits of its base were changed: until it repairs them, its digests say nothing."""
         self._suspect.add(peer)
+
+    def is_suspect(self, peer: str) -> bool:
+        """Is its base still the one that was changed?"""
+        return peer in self._suspect
 
     def violated(self, now_s: float, rule: str, detail: str) -> None:
         """A rule that somebody else checks."""

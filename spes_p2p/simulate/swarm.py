@@ -92,16 +92,19 @@ class Recorder:
 
 
 class RecordingTrainer(SyntheticTrainer):
-    """Remembers which phase it was given for which round, and the samples that it trained."""
+    """Remembers which phase it was given for which round, the samples that it trained, and how training changed its weights."""
 
     samples_by_round: dict[int, list[Interval]]
     phases_by_round: dict[int, Phase]
+    changes: np.ndarray
+    """float64, of all phases."""
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """As its parent."""
         self.phases_by_round[phase.round] = phase
-        before = len(self.trained_samples)
+        before, weights = len(self.trained_samples), self.local
         report = super().train(phase, should_stop, on_step)
+        self.changes += self.local - weights
         self.samples_by_round[phase.round] = self.trained_samples[before:]
         return report
 
@@ -194,6 +197,7 @@ class VirtualSwarm:
         def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> SyntheticTrainer:
             seed = zlib.crc32(f"{self.network.seed}/{name}".encode())
             trainer = RecordingTrainer(LAYOUT, base, owned, tokens_per_step, self.step_s(name), seed)
+            trainer.changes = np.zeros(LAYOUT.size)
             trainer.samples_by_round = self.samples.setdefault(name, {})
             trainer.phases_by_round = self.phases.setdefault(name, {})
             self.trainers[name] = trainer

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spes_p2p.config import Campaign
-from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress
+from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress, WorkDropped
 from spes_p2p.simulate.audit import Audit, Figures, Violation
 from spes_p2p.simulate.injector import Injector, now
 from spes_p2p.simulate.points import point_of_event, point_of_write
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
-from spes_p2p.simulate.swarm import EXPERTS, VirtualSwarm, campaign
+from spes_p2p.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
+from spes_p2p.simulate.work import Work
 from spes_p2p.swarm.electors import is_rollback
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
 from spes_p2p.swarm.store import MemoryStore
@@ -72,6 +73,7 @@ class _Run:
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
         self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority)
+        self._work = Work(LAYOUT)
         self._log: list[str] = []
         self._swarm: VirtualSwarm
         self._faults: Injector
@@ -159,9 +161,13 @@ class _Run:
         self._note(peer, _line(event))
         before = self._newest()
         self._audit.told(now(), peer, event)
+        if isinstance(event, (BaseRestored, WorkDropped)):
+            self._work.forget(peer)
         if isinstance(event, (RoundCommitted, BaseRestored)) and peer in self._swarm.peers:
             self._look_at(peer)
             self._count_control_bytes(peer)
+        if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
+            self._look_at_work(peer, event)
         if self._newest() > before:
             self._faults.round_committed(self._newest())
         point = point_of_event(event)
@@ -178,6 +184,18 @@ class _Run:
         if 0 <= base.round <= node.log.round:
             head = node.log.head_at(base.round)
             self._audit.decided(now(), peer, head.parent, head.epoch, head.id, not head.plan and not is_rollback(head))
+
+    def _look_at_work(self, peer: str, event: RoundCommitted) -> None:
+        """Compare what the round moved with what its contributors sent."""
+        replica, trainer = self._swarm.peers[peer].replica, self._swarm.trainers.get(peer)
+        if trainer is None or replica.base.round != event.round or self._audit.is_suspect(peer):
+            self._work.forget(peer)
+            return
+        standing = self._work.standing(event.round, replica.base.values, trainer.local, trainer.changes)
+        tokens = {name: count for name, count, _ in event.contributions}
+        error = self._work.committed(peer, standing, event.base_digest, tokens)
+        if error is not None:
+            self._audit.violated(now(), "work", f"round {event.round} moved the base by other than what was sent: {error:.2g}")
 
     def _lacks_majority(self) -> bool:
         newest = max((node.log.head for node in self._swarm.nodes.values()), key=lambda head: (head.epoch, head.round))

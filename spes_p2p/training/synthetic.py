@@ -25,6 +25,11 @@ class SyntheticTrainer:
         self.seconds_per_step = seconds_per_step
         self._rng = np.random.default_rng(seed)
 
+    @property
+    def local(self) -> np.ndarray:
+        """A copy of all local weights, float64."""
+        return self._local.astype(np.float64)
+
     def load_base(self, base: np.ndarray) -> None:
         """Set all local weights to the base."""
         self._local = base.copy()
