@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.data.slices import Interval
 from spes_p2p.errors import Refused
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.swarm.coordinator import ACCEPT, PREPARE
 from spes_p2p.swarm.electors import Accept, Prepare
 from spes_p2p.swarm.memory import run_virtual
+from spes_p2p.swarm.node import LEAVE, Leave
 from spes_p2p.swarm.records import Ballot
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.wire import pack
@@ -34,5 +36,19 @@ def test_a_strangers_ballots_are_refused_and_the_swarm_finishes(name: str) -> No
                 await board.ask(elector, ACCEPT, pack(Accept(Ballot(10**6, name), forged)), 5.0)
         await swarm.until(lambda: all(swarm.tasks[peer].done() for peer in "ABC"))
         assert swarm.recorders["A"].commits()[6].campaign_step == 60
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("returned", [Interval(0, 0, 10**9), Interval(0, -5, 3), Interval(7, 0, 3), Interval(0, 3, 3)])
+def test_who_leaves_gives_back_only_samples_that_were_handed_out(returned: Interval) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=6000))
+        swarm.start_all("ABC")
+        await swarm.until_round(1)
+        swarm.kill("C")
+        board, head = Switchboard(swarm.network.transport("C"), 5.0), swarm.nodes["W"].log.head
+        with pytest.raises(Refused):
+            await board.ask("W", LEAVE, pack(Leave(head.round + 1, (returned,))), 5.0)
 
     run_virtual(main())

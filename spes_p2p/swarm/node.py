@@ -47,7 +47,7 @@ from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.merge import Donors
-from spes_p2p.sync.plan import Rules
+from spes_p2p.sync.plan import Rules, check_handed_out
 from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
@@ -378,6 +378,7 @@ class Node:
         leave = unpack(Leave, await talk.message())
         head = self.log.head
         if talk.remote in {*head.members, *head.electorate} and leave.round == head.round + 1:
+            check_handed_out(leave.untrained, head, self.rules)
             self._returned[talk.remote] = leave
             self._came_back.discard(talk.remote)
         await talk.send(b"")

@@ -71,12 +71,17 @@ def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> 
     works = announcement.capacity or announcement.tokens or any(announcement.routed) or announcement.in_flight
     if not announcement.trains and works:
         raise Refused("malformed announcement: work of a peer that does not train")
-    for interval in announcement.untrained:
+    check_handed_out(announcement.untrained, head, rules)
+
+
+def check_handed_out(intervals: tuple[Interval, ...], head: Head, rules: Rules) -> None:
+    """Raises Refused when somebody gives back samples that no plan up to this head has handed out."""
+    for interval in intervals:
         inside = 0 <= interval.start < interval.stop <= rules.num_samples
         before_cursor = (interval.epoch, interval.stop) <= (head.cursor.epoch, head.cursor.position)
         handed_out = interval.epoch >= 0 and before_cursor
         if not inside or not handed_out:
-            raise Refused("malformed announcement: untrained samples that were not handed out")
+            raise Refused("malformed: untrained samples that were not handed out")
 
 
 def make_plan(
