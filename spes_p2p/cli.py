@@ -287,10 +287,10 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Run a swarm on this machine under faults, and check its invariants. Exit code 1 if one was broken."""
-    from spes_p2p.simulate.command import simulate_processes, simulate_virtual
-
     if virtual == processes:
         raise UserError("simulate: give one of --virtual and --processes")
+    from spes_p2p.simulate.command import simulate_processes, simulate_virtual
+
     options = {
         "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
         "kinds": faults.split(",") if faults is not None else None, "points": points.split(",") if points is not None else None,

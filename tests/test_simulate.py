@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from network_swarm import call
 
+from spes_p2p.errors import UserError
 from spes_p2p.observe.events import PhaseTrained, RoundCommitted
 from spes_p2p.peer import Peer
 from spes_p2p.simulate.audit import Audit
+from spes_p2p.simulate.command import simulate_virtual
 from spes_p2p.simulate.faults import KINDS, Fault
 from spes_p2p.simulate.points import POINTS
 from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
@@ -174,7 +177,7 @@ BAD = {
     "faults:\n  - {fault: kill, round: 5, peer: peer-0}\n  - {fault: stop, round: 7, peer: peer-0}":
         "line 3: faults.1.peer = 'peer-0': was killed before round 7",
     "faults:\n  - {fault: join, round: 5, peer: late}\n  - {fault: stop, round: 4, peer: late}":
-        "line 3: faults.1.peer = 'late': has not joined yet round 4",
+        "line 3: faults.1.peer = 'late': has not joined by round 4",
     "faults:\n  - {fault: join, round: 5, peer: peer-0}":
         "faults.0.peer = 'peer-0': cannot join in round 5: it is there already",
     "faults:\n  - {fault: join, round: 5}": "faults.0.peer = (nothing): must name the peer that joins",
@@ -212,6 +215,13 @@ def test_bad_options_are_one_line_and_exit_code_2(options: tuple[str, ...], mess
     ended = call("simulate", "--virtual", *options)
     assert (ended.code, ended.stderr.count("\n")) == (2, 1)
     assert message in ended.stderr
+
+
+def test_an_event_log_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.simulate.command.run_seeds", None)
+    progress = contextlib.nullcontext(lambda done, total: None)
+    with pytest.raises(UserError, match="cannot be written"):
+        simulate_virtual(None, {}, range(1), 1, tmp_path / "missing" / "log.txt", progress)
 
 
 def test_a_scenario_file_says_who_gets_which_fault_and_link(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def simulate_virtual(
     if event_log is not None and len(seeds) > 1:
         raise UserError(f"--event-log {event_log}: holds one run; give --seeds 1 with it")
     scenario = load_scenario(path, options)
+    if event_log is not None:
+        _write(event_log, ())  # a path that cannot be written is refused before the run, not after it
     started, results = time.monotonic(), list[SeedResult]()
     with progress as update:
 

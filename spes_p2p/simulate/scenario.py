@@ -225,7 +225,7 @@ def _check_life(fault: FaultSettings, state: str, place: str, name: str) -> None
     if fault.fault == "leave" and name == BOOTSTRAP:
         raise broken_rule("the bootstrap peer does not leave; kill or restart it", place, name)
     if fault.fault != "join" and state != "there":
-        why = "has not joined yet" if state == "absent" else f"was {state} before"
+        why = "has not joined by" if state == "absent" else f"was {state} before"
         raise broken_rule(f"{why} round {fault.round}", place, name)
 
 
