@@ -67,3 +67,19 @@ def test_who_is_back_trains_its_samples_itself() -> None:
             assert not mine & {(i.epoch, p) for i in theirs for p in range(i.start, i.stop)}
 
     simulate(main)
+
+
+def test_a_helper_that_is_away_has_no_seat_until_it_is_back() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=6000, sync={"min_peers": 1, "reform_after_s": 600.0}))
+        swarm.start_all("AB")
+        await swarm.until_round(2)
+        swarm.kill("W")
+        await swarm.until_round(5)
+        assert "W" not in swarm.nodes["A"].log.head.electorate, "its death and one more must not end the campaign"
+        swarm.restart("W")
+        await swarm.until_round(swarm.round_of("A") + 4)
+        assert "W" in swarm.nodes["A"].log.head.electorate
+        swarm.assert_same_heads()
+
+    simulate(main)

@@ -56,6 +56,8 @@ CAMPAIGN, BLOB, HEADS, LEAVE, REFORM, STATUS = "campaign", "blob", "heads", "lea
 MAX_BALLOT_NUMBER = 2**32
 CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
 HEADS_A_MESSAGE = 200
+ASKED_WITHIN_S = 90.0
+"""Trainers that find no majority ask for a reform again within this time; what was seen longer ago was another outage."""
 BLOB_CHUNK_BYTES = 2**18
 MAX_CONTACT_ADDRESSES = 4
 
@@ -142,7 +144,8 @@ class Node:
         self._returned: dict[str, Leave] = {}
         self._came_back: set[str] = set()
         """Of those, who has announced itself since."""
-        self._no_majority_since: tuple[str, float] | None = None
+        self._no_majority: tuple[str, float, float] | None = None
+        """As a helper: after which head there was none, since when, and when I last looked."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -341,13 +344,14 @@ class Node:
             await talk.send(pack(Decide(self.log.since(self.log.round - 1))))
             return
         if await self._sees_majority() or asked_for != self.log.head.id:
-            self._no_majority_since = None
+            self._no_majority = None
             raise Refused("a majority of the electors is there")
         now = asyncio.get_running_loop().time()
-        if self._no_majority_since is None or self._no_majority_since[0] != asked_for:
-            self._no_majority_since = asked_for, now
-        patience_s = self.campaign.config.sync.reform_after_s
-        if now - self._no_majority_since[1] < patience_s:
+        patience_s, known = self.campaign.config.sync.reform_after_s, self._no_majority
+        goes_on = known is not None and known[0] == asked_for and now - known[2] < max(patience_s, ASKED_WITHIN_S)
+        since = known[1] if known is not None and goes_on else now
+        self._no_majority = asked_for, since, now
+        if now - since < patience_s:
             raise Refused(f"no majority of the electors; I reform the swarm when that lasts for {patience_s:g} s")
         await talk.send(pack(Decide((self._reform(),))))
 

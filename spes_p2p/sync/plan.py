@@ -196,7 +196,7 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
         raise Refused("the plan is held by too few members")
     peers = tuple(member.peer for member in plan.members)
     disks = {**disks_of(head), **{peers[i]: report.disk for i, report in staged.items()}}
-    voting_helpers = tuple(helper for helper in helpers if helper in disks)
+    voting_helpers = tuple(helper for helper in helpers if helper in disks and helper in peers)
     voting_members = [peer for peer in _voters(plan) if peer in disks]
     electorate = choose_electorate(voting_helpers, voting_members, head.electorate) or head.electorate
     heard = {i for part in included if part.group.kind == "shared" for i in results.contributors(part)}
