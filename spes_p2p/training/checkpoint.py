@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Mapping
@@ -10,11 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import safetensors.numpy
 
 from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.interfaces import Store
 from spes_p2p.training.interface import Trainer
+from spes_p2p.training.tensor_file import read_tensors, tensor_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def take_checkpoint(
 def write_checkpoint(store: Store, checkpoint: Checkpoint) -> None:
     """Make it durable in place of the one of its name."""
     metadata = {**checkpoint.metadata, "crc32": _crc(checkpoint.arrays)}
-    store.write(checkpoint.name, [safetensors.numpy.save(checkpoint.arrays, metadata=metadata)])
+    store.write(checkpoint.name, tensor_chunks(checkpoint.arrays, metadata))
 
 
 def load_checkpoint(
@@ -77,13 +76,11 @@ def load_checkpoint(
     if blob is None:
         logger.warning("no checkpoint of round %d: going on from its base with fresh moments", round_number)
         return False
-    data = bytes(blob)
     try:
-        arrays = safetensors.numpy.load(data)
-        metadata = _metadata(data)
+        arrays, metadata = read_tensors(blob)
         intact = metadata["crc32"] == _crc(arrays)
         saved_for = metadata["head"], metadata["owned"]
-    except (safetensors.SafetensorError, ValueError, KeyError):
+    except (ValueError, KeyError):
         intact, saved_for, arrays = False, ("", ""), {}
     if not intact or saved_for != (head, _owned(trainer)):
         what = "is of another round" if intact else "is cut short or damaged"
@@ -107,9 +104,3 @@ def _crc(arrays: Mapping[str, np.ndarray]) -> str:
 
 def _owned(trainer: Trainer) -> str:
     return ",".join(map(str, trainer.owned))
-
-
-def _metadata(data: bytes) -> dict[str, str]:
-    size = int.from_bytes(data[:8], "little")
-    metadata: dict[str, str] = json.loads(data[8 : 8 + size])["__metadata__"]
-    return metadata
