@@ -19,6 +19,7 @@ def plan_json(plan: PeerPlan) -> dict[str, Any]:
     values: dict[str, Any] = plain(plan)
     values["choice"]["device"]["total"] = plan.choice.device.total
     values["host"]["total"], values["disk"]["total"] = plan.host.total, plan.disk.total
+    values["bootstrap_disk"]["total"] = plan.bootstrap_disk.total
     values["target"]["reserved"] = plan.target.reserved
     values["join_with"] = join_flags(plan.choice.setup)
     values["traffic"]["minutes"] = plan.traffic.seconds / 60
@@ -43,7 +44,8 @@ def render_plan(plan: PeerPlan) -> Table:
     table.add_row("join with", join_flags(plan.choice.setup))
     table.add_row("device memory", _device(plan.choice, plan.target.reserved))
     table.add_row("host memory", _sizes(plan.host))
-    table.add_row("disk", f"{_sizes(plan.disk)}; token files come on top")
+    table.add_row("disk", f"{_sizes(plan.disk)}; fetched text comes on top, at most --token-cache")
+    table.add_row("a bootstrap peer's", f"{_sizes(plan.bootstrap_disk)}")
     traffic = plan.traffic
     alike = f"{traffic.peers} peers alike, {traffic.owned} experts each"
     if traffic.owned_by_anyone < plan.num_experts:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from spes_p2p.config import CampaignConfig
+from spes_p2p.config import CampaignConfig, PeerConfig
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout
@@ -33,6 +33,9 @@ RESERVED_SHARE = 0.05
 """Left free on the device beside the tensors: the driver's own memory, libraries' work space, gaps between tensors."""
 COARSE_PARTS = 2048
 """Traffic is computed with about so many parts: balance is as good, and the time short."""
+
+CHECKPOINT_FILES = 3
+"""Two in turn (training/checkpoint.py), and the next one until it has replaced its own."""
 
 MAX_PEERS = 1024
 """Beyond that the traffic of a round is not computed in seconds."""
@@ -84,14 +87,19 @@ class Alternative:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Main memory at the highest moment, when a round is applied and saved."""
+    """Main memory that belongs to no file, at the highest moment: the checkpoint is taken after a base was downloaded anew.
+
+    Bases and results are memory-mapped: what is free beside this keeps their pages at hand, but they need none of it. A round
+    itself needs less: it has the update and twice the rounding, and holding it while training goes on (`sync.overlap`) adds the
+    checkpoint of the round before. Each further attempt at a round that failed takes one update more until the round is over.
+    """
 
     base: int
-    """The bases that are served, and the next one, with their outer momentum."""
-    results: int
-    """Encoded results of the rounds that are kept, and of the one under way."""
-    updates: int
-    """Pending updates and what was sent of them, decoded."""
+    """A base that is downloaded, until it is written; pending work takes less that is set aside while the base is evaluated."""
+    update: int
+    """What was announced and is not in a base yet, decoded."""
+    rounding: int
+    """Means under way here, and what their encoding dropped in this round and the one before."""
     checkpoint: int
     """Moments and pending work on their way to the disk."""
     stored: int
@@ -100,21 +108,28 @@ class HostBytes:
     @property
     def total(self) -> int:
         """All together."""
-        return self.base + self.results + self.updates + self.checkpoint + self.stored
+        return self.base + self.update + self.rounding + self.checkpoint + self.stored
 
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """The run-dir at the highest moment; a file is written aside while the old one is there. Without token files."""
+    """The run-dir at the highest moment: checkpoint and base of a round are being written. Fetched text comes on top."""
 
     base: int
+    """Those that are served, of which the older one lies in a spare file, and the next one."""
+    download: int
+    """An older base while somebody downloads it; or the pieces of a base that this peer downloads."""
+    archive: int
+    """Earlier bases that a bootstrap peer keeps."""
     results: int
+    """Of the rounds that are kept and of the one under way, which takes the file of a round that was given up."""
     checkpoint: int
+    """Two in turn, and the next one beside the one that it replaces."""
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.base + self.results + self.checkpoint
+        return self.base + self.download + self.archive + self.results + self.checkpoint
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,8 @@ class PeerPlan:
     alternatives: tuple[Alternative, ...]
     host: HostBytes
     disk: DiskBytes
+    bootstrap_disk: DiskBytes
+    """Of a peer that does not train and keeps as many earlier bases as it does without options."""
     traffic: Traffic
 
 
@@ -173,6 +190,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
         alternatives=alternatives(config, target),
         host=host_bytes(config, choice),
         disk=disk_bytes(config, choice),
+        bootstrap_disk=bootstrap_disk_bytes(config, PeerConfig.model_fields["archive_keep"].default),
         traffic=round_traffic(config, choice.setup.owned, peers or _enough_peers(config, choice.setup.owned), bits_per_second),
     )
 
@@ -217,24 +235,40 @@ def join_options(config: CampaignConfig, kind: DeviceKind) -> Options:
 
 def host_bytes(config: CampaignConfig, choice: Choice) -> HostBytes:
     """Main memory, beside the program itself (about 1 GB with torch)."""
-    layout, trained = layout_of(config.model), choice.device.weights
+    layout, device = layout_of(config.model), choice.device
     return HostBytes(
-        base=4 * (KEPT_SNAPSHOTS + 1) * base_size(layout, config.outer),
-        results=(KEPT_ROUNDS + 1) * group_codecs(config.sync.codec).encoded_bytes(layout),
-        updates=2 * trained,
-        checkpoint=2 * (choice.device.moments + trained),
+        base=4 * base_size(layout, config.outer),
+        update=device.weights,
+        rounding=(3 if config.outer.mean == "magnitude" else 2) * _reduced_bytes(config),
+        checkpoint=device.moments + device.weights,
         stored=stored_bytes(config.model, choice.setup) if choice.setup.stored_on == "host" else 0,
     )
 
 
 def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
-    """The run-dir, without token files."""
+    """The run-dir of a peer that trains."""
+    checkpoint = choice.device.moments + choice.device.weights
+    return replace(bootstrap_disk_bytes(config, 0), checkpoint=CHECKPOINT_FILES * checkpoint)
+
+
+def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
+    """The run-dir of a bootstrap peer that keeps so many earlier bases."""
     layout = layout_of(config.model)
+    base = 4 * base_size(layout, config.outer)
     return DiskBytes(
-        base=2 * 4 * base_size(layout, config.outer),
+        base=(KEPT_SNAPSHOTS + 1) * base,
+        download=base,
+        archive=archived * base,
         results=(KEPT_ROUNDS + 1) * group_codecs(config.sync.codec).encoded_bytes(layout),
-        checkpoint=2 * (choice.device.moments + choice.device.weights),
+        checkpoint=0,
     )
+
+
+def _reduced_bytes(config: CampaignConfig) -> int:
+    """The mean updates that one peer makes, of those alike: its share of all groups that several peers train."""
+    layout = layout_of(config.model)
+    several = layout.size if config.experts.redundancy > 1 else shared_elements(layout)
+    return 4 * several // max(2, config.sync.min_peers)
 
 
 def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_second: float) -> Traffic:

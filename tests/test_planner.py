@@ -29,6 +29,7 @@ from spes_p2p.plan_table import join_flags
 from spes_p2p.planner import (
     Device,
     alternatives,
+    bootstrap_disk_bytes,
     disk_bytes,
     host_bytes,
     join_options,
@@ -350,5 +351,6 @@ def test_outer_momentum_counts_wherever_a_base_is() -> None:
     with_momentum = plain.model_copy(update={"outer": OuterConfig(shared_momentum=0.9)})
     choice = most_experts(plain, Device("cpu", GIB), join_options(plain, "cpu"), "x")
     shared = 4 * layout_of(plain.model).group("shared").size
-    assert host_bytes(with_momentum, choice).base - host_bytes(plain, choice).base == 3 * shared
-    assert disk_bytes(with_momentum, choice).base - disk_bytes(plain, choice).base == 2 * shared
+    assert host_bytes(with_momentum, choice).base - host_bytes(plain, choice).base == shared
+    assert disk_bytes(with_momentum, choice).base - disk_bytes(plain, choice).base == 3 * shared
+    assert bootstrap_disk_bytes(with_momentum, 5).archive - bootstrap_disk_bytes(plain, 5).archive == 5 * shared

@@ -1,0 +1,154 @@
+"""What the planner says of a peer's disk and main memory is what a peer of a real campaign has, counted as it writes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spes_p2p.config import CampaignConfig
+from spes_p2p.data.slices import Interval
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.memory import Setup, device_bytes
+from spes_p2p.planner import Choice, DiskBytes, HostBytes, bootstrap_disk_bytes, disk_bytes, host_bytes
+from spes_p2p.simulate import swarm as virtual_swarm
+from spes_p2p.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
+from spes_p2p.swarm.store import SMALLEST_SPARE_BYTES, DirectoryStore
+from spes_p2p.sync import replica
+from spes_p2p.sync.archive import NO_ARCHIVE, Archive
+from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.trainer import TorchTrainer
+
+MODEL = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 1024}
+OWNED = EXPERTS // 2
+
+
+class Text:
+    """Samples that count upwards from the position."""
+
+    num_samples = NUM_SAMPLES
+
+    def read(self, interval: Interval) -> np.ndarray:
+        return (np.arange(interval.start, interval.stop)[:, None] + np.arange(16)) % 1000
+
+    def read_spread(self, count: int) -> np.ndarray:
+        return self.read(Interval(0, 0, count))
+
+
+class Trainer(TorchTrainer):
+    """The real one, in virtual time."""
+
+    samples_by_round: Any
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        report = super().train(phase, should_stop, on_step)
+        return replace(report, seconds=float(report.steps))
+
+
+class Lives:
+    """Two trainers, A's run-dir and the bootstrap's a folder each, looked at whenever one of them flushes a file."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, archive: Archive = NO_ARCHIVE, **sections: dict[str, Any]
+    ):
+        training = {"sync_steps": 2, "warmup_steps": 0, "total_steps": 24, **sections.pop("training", {})}
+        sync = {"min_peers": 2, "part_bytes": 2**16, **sections.pop("sync", {})}
+        self.campaign = campaign(24, "int8", model=MODEL, training=training, sync=sync, **sections)
+        layout = layout_of(self.config.model)
+        assert 4 * layout.size > SMALLEST_SPARE_BYTES
+        monkeypatch.setattr(virtual_swarm, "LAYOUT", layout)
+        monkeypatch.setattr(
+            virtual_swarm, "RecordingTrainer",
+            lambda layout, base, owned, *speed: Trainer(self.config, base, owned, Text(), Text()),
+        )
+        self.run_dirs = {name: folder / name for name in "WA"}
+        self.on_disk, self.in_memory = dict.fromkeys("WA", 0), dict[str, int]()
+        self._flush, self._write = os.fsync, replica.write_checkpoint
+        monkeypatch.setattr("spes_p2p.swarm.store.os.fsync", self._look_at_disk)
+        monkeypatch.setattr(replica, "write_checkpoint", self._look_at_memory)
+        self._archive = archive
+
+    @property
+    def config(self) -> CampaignConfig:
+        return self.campaign.config
+
+    async def go(self) -> None:
+        self.swarm = VirtualSwarm(self.campaign, archive=self._archive)
+        self.swarm.stores["W"] = DirectoryStore(self.run_dirs["W"])  # type: ignore[assignment]
+        self.swarm.start_bootstrap()
+        self.swarm.start("A", experts=OWNED, store=DirectoryStore(self.run_dirs["A"]))
+        self.swarm.start("B", experts=OWNED)
+        await self.swarm.until_finished()
+        await asyncio.sleep(1)
+
+    def _look_at_disk(self, descriptor: int) -> None:
+        """Nothing that is about to be replaced is gone, and what replaces it is whole."""
+        for name, run_dir in self.run_dirs.items():
+            sizes = {entry.inode(): entry.stat().st_size for entry in os.scandir(run_dir)} if run_dir.exists() else {}
+            self.on_disk[name] = max(self.on_disk[name], sum((sizes | mapped_files(run_dir)).values()))
+        self._flush(descriptor)
+
+    def _look_at_memory(self, store: Any, checkpoint: Any) -> None:
+        """In A, when it begins to write a checkpoint."""
+        if isinstance(store, DirectoryStore):
+            mine = self.swarm.peers["A"].replica
+            exchanges = mine._exchanges.values()
+            rounding = [*mine._carried.values(), *(values for each in exchanges for values in each.rounding.values())]
+            counted = {"update": mine.ledger.update.values(), "rounding": rounding, "checkpoint": checkpoint.arrays.values()}
+            for what, arrays in counted.items():
+                size = sum({id(array): array.nbytes for array in arrays}.values())
+                self.in_memory[what] = max(self.in_memory.get(what, 0), size)
+        self._write(store, checkpoint)
+
+
+def mapped_files(folder: Path) -> dict[int, int]:
+    """Size of each file of this folder that this process maps, by inode, removed ones too."""
+    found: dict[int, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith(f"{folder}/"):
+            start, stop = (int(address, 16) for address in fields[0].split("-"))
+            found[int(fields[4])] = stop - start
+    return found
+
+
+def planned(config: CampaignConfig) -> tuple[HostBytes, DiskBytes]:
+    setup = Setup(OWNED, "fp32", "adamw", 2, "cpu", bf16=False, muon=config.training.optimizer == "muon")
+    choice = Choice(setup, device_bytes(config.model, config.training.sequence_length, setup))
+    return host_bytes(config, choice), disk_bytes(config, choice)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"sync": {"overlap": True}},
+    "outer momentum": {"outer": {"shared_momentum": 0.9, "experts_momentum": 0.9, "mean": "magnitude"}},
+    "muon": {"training": {"optimizer": "muon", "embedding_lr_ratio": 0.5}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_disk_and_memory_of_a_peer_are_as_planned(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = Lives(tmp_path, monkeypatch, **VARIANTS[variant])
+    simulate(lives.go)
+    host, disk = planned(lives.config)
+    print(variant, lives.on_disk, disk, lives.in_memory, host)
+    assert lives.on_disk["A"] == pytest.approx(disk.total - disk.download, rel=0.03)
+    assert lives.in_memory["update"] == pytest.approx(host.update, rel=0.03)
+    assert lives.in_memory["checkpoint"] == pytest.approx(host.checkpoint, rel=0.03)
+    assert lives.in_memory["rounding"] <= host.rounding
+
+
+def test_a_bootstrap_peer_keeps_the_bases_that_it_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = Lives(tmp_path, monkeypatch, Archive(2, 3))
+    simulate(lives.go)
+    disk = bootstrap_disk_bytes(lives.config, 3)
+    print(lives.on_disk, disk)
+    assert lives.on_disk["W"] == pytest.approx(disk.total - disk.download, rel=0.03)
