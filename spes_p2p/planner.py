@@ -25,7 +25,7 @@ from spes_p2p.swarm.records import Member
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
 from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.parts import part_table
-from spes_p2p.sync.replica import KEPT_ROUNDS
+from spes_p2p.sync.replica import KEPT_ROUNDS, MAX_KEPT_ROUNDS
 from spes_p2p.sync.snapshot import KEPT_SNAPSHOTS
 
 RESERVED_BYTES = 2**29
@@ -118,7 +118,7 @@ class DiskBytes:
     base: int
     """Those that are served, of which the older one lies in a spare file, and the next one."""
     download: int
-    """An older base while somebody downloads it; or the pieces of a base that this peer downloads."""
+    """An older base while somebody downloads it, with the results of the rounds since; or pieces of one that comes here."""
     archive: int
     """Earlier bases that a bootstrap peer keeps."""
     results: int
@@ -254,12 +254,12 @@ def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
 def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
     """The run-dir of a bootstrap peer that keeps so many earlier bases."""
     layout = layout_of(config.model)
-    base = 4 * base_size(layout, config.outer)
+    base, results = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec).encoded_bytes(layout)
     return DiskBytes(
         base=(KEPT_SNAPSHOTS + 1) * base,
-        download=base,
+        download=base + (MAX_KEPT_ROUNDS - KEPT_ROUNDS) * results,
         archive=archived * base,
-        results=(KEPT_ROUNDS + 1) * group_codecs(config.sync.codec).encoded_bytes(layout),
+        results=(KEPT_ROUNDS + 1) * results,
         checkpoint=0,
     )
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from model_shapes import tiny_model
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spes_p2p.errors import UserError
+from spes_p2p.model.build import empty_model, layout_of_model
 from spes_p2p.model.partitioned import PartitionedExperts, expert_blocks
 
 EXPERTS, HIDDEN, FFN = 4, 16, 24
@@ -78,3 +80,28 @@ def test_a_class_is_computed_right_or_refused_by_name(config_class: Any, model_c
     hidden, index = torch.randn(12, HIDDEN), torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(12)])
     weights = torch.rand(12, 2)
     torch.testing.assert_close(mine(hidden, index, weights), reference(hidden, index, weights))
+
+
+@pytest.mark.parametrize(("config_class", "model_class"), list(moe_classes()))
+def test_what_chooses_among_experts_is_the_router_group_or_the_class_is_refused(config_class: Any, model_class: Any) -> None:
+    model = model_on_meta(config_class, model_class)
+    try:
+        layout = layout_of_model(model)
+    except UserError as refusal:
+        assert "\n" not in str(refusal)
+        return
+    blocks = dict(expert_blocks(model))
+    routed = {placed.spec.name for placed in layout.tensors if placed.spec.kind == "router"}
+    for name, block in blocks.items():
+        beside = name.removesuffix("experts")
+        chosen = [n for n, p in model.named_parameters() if n.startswith(beside) and p.shape[:1] == (block.num_experts,)]
+        scores = {n for n in chosen if model.get_parameter(n).ndim == 2 and not n.startswith(name)}
+        assert scores
+        assert scores <= routed
+
+
+def test_a_layer_without_a_router_is_refused() -> None:
+    model = empty_model(tiny_model())
+    del model.base_model.layers[1].mlp.gate
+    with pytest.raises(UserError, match=r"^OlmoeSparseMoeBlock: no router beside its experts"):
+        layout_of_model(model)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from spes_p2p.config import ModelConfig
+from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
@@ -25,6 +26,9 @@ from spes_p2p.model.staging import Staging
 from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 State = npt.NDArray[np.float32]
+
+ROUTERS = ("gate", "router")
+"""What the classes of transformers call the module beside the experts that chooses among them."""
 
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
@@ -62,9 +66,12 @@ def layout_of(config: ModelConfig) -> Layout:
 
 
 def layout_of_model(model: nn.Module) -> Layout:
-    """The layout of any transformers model with plain experts. Raises UserError, with the reason, for other kinds."""
+    """The layout of any transformers model with plain experts and a router beside them.
+
+    Raises UserError, with the reason, for other kinds.
+    """
     blocks = [name for name, _ in expert_blocks(model)]
-    routers = tuple(name.removesuffix("experts") + "gate." for name in blocks)
+    routers = tuple(_router_of(model, name) for name in blocks)
     specs: list[TensorSpec] = []
     for name, parameter in model.named_parameters():
         block, _, matrix = name.rpartition(".")
@@ -76,6 +83,17 @@ def layout_of_model(model: nn.Module) -> Layout:
         else:
             specs.append(TensorSpec(name, shape, "router" if name.startswith(routers) else "shared", layer))
     return Layout(specs)
+
+
+def _router_of(model: nn.Module, block: str) -> str:
+    """How the names of the parameters begin that choose among the experts of this block."""
+    beside, _, _ = block.rpartition(".")
+    layer = model.get_submodule(beside)
+    for name in ROUTERS:
+        if any(True for _ in getattr(layer, name, nn.Identity()).parameters()):
+            return f"{beside}.{name}."
+    raise UserError(f"{type(layer).__name__}: no router beside its experts ({' or '.join(ROUTERS)} with parameters); "
+                    "use a model of another class, as olmoe or qwen3_moe")
 
 
 def initial_state(config: ModelConfig) -> State:

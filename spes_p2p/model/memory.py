@@ -171,7 +171,7 @@ class _Pass:
         moments = (
             (self.saved(), self._loss_working()),
             (self.layers_saved() + self._cast_copies + layer, self._layer_working() + tied),
-            (self._cast_copies, self._head() + 2 * tied),
+            (self._cast_copies, self._head() + tied),
         )
         return max(moments, key=sum)
 
