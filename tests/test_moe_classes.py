@@ -101,7 +101,8 @@ def test_what_chooses_among_experts_is_the_router_group_or_the_class_is_refused(
     blocks = dict(expert_blocks(model))
     routed = {placed.spec.name for placed in layout.tensors if placed.spec.kind == "router"}
     for name, block in blocks.items():
-        beside = [n for n, _ in model.named_parameters() if n.startswith(name.removesuffix("experts")) and not n.startswith(name)]
+        layer = name.removesuffix("experts")
+        beside = [n for n, _ in model.named_parameters() if n.startswith(layer) and not n.startswith(name)]
         assert any(model.get_parameter(n).ndim == 2 for n in routed.intersection(beside))
         left = [n for n in beside if n not in routed and "shared" not in n]
         assert not [n for n in left if model.get_parameter(n).shape[:1] == (block.num_experts,)]

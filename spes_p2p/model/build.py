@@ -72,6 +72,7 @@ def layout_of_model(model: nn.Module) -> Layout:
     """
     blocks = [name for name, _ in expert_blocks(model)]
     routers = tuple(_router_of(model, name) for name in blocks)
+    layers = {name.rpartition(".")[0] for name in blocks}
     specs: list[TensorSpec] = []
     for name, parameter in model.named_parameters():
         block, _, matrix = name.rpartition(".")
@@ -81,7 +82,9 @@ def layout_of_model(model: nn.Module) -> Layout:
         if block in blocks:
             specs += [TensorSpec(f"{block}.{e}.{matrix}", shape[1:], "expert", layer, e) for e in range(shape[0])]
         else:
-            specs.append(TensorSpec(name, shape, "router" if name.startswith(routers) else "shared", layer))
+            # What a layer of experts has of its own, as a bias an expert, serves the choice among them.
+            routes = name.startswith(routers) or block in layers
+            specs.append(TensorSpec(name, shape, "router" if routes else "shared", layer))
     return Layout(specs)
 
 
