@@ -20,7 +20,7 @@ class SyntheticTrainer:
         self.layout = layout
         self.owned = owned
         self.trained_samples: list[Interval] = []
-        self._local = base.copy()
+        self._local = base[: self.layout.size].copy()
         self._tokens_per_step = tokens_per_step
         self.seconds_per_step = seconds_per_step
         self._rng = np.random.default_rng(seed)
@@ -32,7 +32,7 @@ class SyntheticTrainer:
 
     def load_base(self, base: np.ndarray) -> None:
         """Set all local weights to the base."""
-        self._local = base.copy()
+        self._local = base[: self.layout.size].copy()
 
     def assign(self, owned: tuple[int, ...], base: np.ndarray) -> None:
         """Train these experts from now on."""
