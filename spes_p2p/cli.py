@@ -373,6 +373,9 @@ def tokenize(
     eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
     text_field: Annotated[str, typer.Option(help="Field of the text in JSON and Parquet.")] = "text",
     shard_tokens: Annotated[int | None, typer.Option(help="Tokens in one file at most.")] = None,
+    source: Annotated[str | None, typer.Option(
+        help="Where the same input files lie for everybody, https://..., hf://datasets/OWNER/NAME/... or a path: volunteers "
+             "make the tokens from there, and the token files need not be served.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that are there.")] = False,
 ) -> None:
     """Turn text into token files and a manifest."""
@@ -381,10 +384,12 @@ def tokenize(
 
     if shard_tokens is not None and shard_tokens < 1:
         raise UserError(f"--shard-tokens {shard_tokens}: a file holds at least one token; give a positive number")
+    if shard_tokens is not None and source is not None:
+        raise UserError(f"--shard-tokens {shard_tokens}: with --source each input becomes one file; leave one of the two out")
     with _ProgressBar("tokenizing") as update:
         manifest = tokenizing.tokenize(
             inputs, tokenizer, output, eos_token=eos_token, text_field=text_field, prefix=prefix, overwrite=overwrite,
-            shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS,
+            shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS, source_prefix=source,
             on_progress=lambda p: update(p.bytes_done, p.bytes_total),
         )
     print(f"{manifest.tokens} tokens in {len(manifest.files)} files: {output / f'{prefix}{MANIFEST_NAME}'}")

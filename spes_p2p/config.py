@@ -222,7 +222,8 @@ class EvaluationConfig(Section):
 
 
 class DataConfig(Section):
-    """Token files. Every machine has the files; the manifest (paths, hashes) and the tokenizer come from the swarm."""
+    """Token files. Their manifest, their pieces and the tokenizer come from the swarm; pieces that no peer has are made from
+    the source of the text, where the manifest names one (`--source` of `spes-p2p tokenize`)."""
 
     manifest: Text = Field(
         description="Manifest of the training token files, as `spes-p2p tokenize` writes it; relative to the campaign file.")

@@ -144,7 +144,7 @@ def check_answers(answers: Answers) -> None:
     if isinstance(answers.tokenizer, int) and not 300 <= answers.tokenizer <= 2**18:
         raise UserError(f"--tokenizer {answers.tokenizer}: a tokenizer that is trained has 300 to {2**18} ids")
     for path in (*answers.texts, *answers.held_out):
-        reader_of(path)
+        reader_of(str(path))
         if not path.is_file():
             raise UserError(f"{path}: no such file; give text as .jsonl, .parquet or .txt")
     if isinstance(answers.tokenizer, Path):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from spes_p2p.campaign import (
     CAMPAIGN_FILE,
+    TOKENIZER_FILE,
     CampaignFiles,
     check_run_dir,
     fetch_campaign,
@@ -25,10 +26,13 @@ from spes_p2p.campaign import (
     read_run_dir,
 )
 from spes_p2p.config import CampaignConfig, PeerConfig
-from spes_p2p.data.manifest import Manifest, find_local, locate_file
+from spes_p2p.data.encoding import Encoder
+from spes_p2p.data.manifest import HASHES, Manifest, find_hashes, find_local, locate_file
 from spes_p2p.data.pieces import pieces_of_samples
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.shelf import TokenShelf
+from spes_p2p.data.streaming import STREAMED_CHARACTERS, TextStreamer
+from spes_p2p.data.tokenizers import parse_tokenizer
 from spes_p2p.errors import NobodyAnswers, UserError
 from spes_p2p.free_memory import measured
 from spes_p2p.genesis import make_genesis, save_base_0
@@ -155,7 +159,7 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
         with _watching(files, settings, net.identity.peer_id, "trainer") as watchers:
             node = _node(_world(net, store, settings), files, genesis, "trainer", watchers)
             await _serve_checkup(net, node.board)
-            text, held_out = _readers(files, shelf, await _token_library(node, shelf))
+            text, held_out = _readers(files, shelf, await _token_library(node, shelf, _streamer(files, shelf)))
 
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
                 return TorchTrainer(config, base, owned, text, held_out, device, options)
@@ -375,7 +379,7 @@ def _open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int) -> TokenSh
         for manifest in files.manifests
         for file, path in find_local(manifest, files.folders, run_dir / VERIFIED_FILE).items()
     }
-    return TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local, cache_bytes)
+    return _with_hash_lists(TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local, cache_bytes), files)
 
 
 def _text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
@@ -385,14 +389,42 @@ def _text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
         try:
             local[file] = locate_file(file, files.folders)
         except UserError as error:
-            logger.warning("not served to volunteers: %s", error)
-    return TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local)
+            if file.source is None:
+                logger.warning("not served to volunteers: %s", error)
+    shelf = _with_hash_lists(TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local), files)
+    for file in files.token_files:
+        if file not in local and file.source is not None:
+            if shelf.hashes(str(file.pieces_sha256)) is None:
+                listed = file.path + HASHES
+                logger.warning("%s cannot be streamed: %s is missing or another's; copy it to the manifest", file.path, listed)
+            else:
+                logger.info("%s is not here: volunteers stream it from %s", file.path, file.source.url)
+    return shelf
 
 
-async def _token_library(node: Node, shelf: TokenShelf) -> TokenLibrary:
-    """Serves the shelf, and fetches what it lacks."""
+def _with_hash_lists(shelf: TokenShelf, files: CampaignFiles) -> TokenShelf:
+    """The shelf, which knows the lists of piece hashes that lie where token files are looked for."""
+    for file in files.token_files:
+        hashes = find_hashes(file, files.folders) if file.source is not None else None
+        if hashes is not None:
+            shelf.learn_hashes(str(file.pieces_sha256), hashes)
+    return shelf
+
+
+def _streamer(files: CampaignFiles, shelf: TokenShelf) -> TextStreamer:
+    """Makes the token files that have a source, with the campaign's tokenizer."""
+    tokenizer = parse_tokenizer(files.tokenizer, TOKENIZER_FILE)
+    return TextStreamer(shelf, {
+        file: Encoder(tokenizer, manifest.eos_token_id, STREAMED_CHARACTERS)
+        for manifest in files.manifests for file in manifest.files if file.source is not None
+    })
+
+
+async def _token_library(node: Node, shelf: TokenShelf, streamer: TextStreamer | None = None) -> TokenLibrary:
+    """Serves the shelf, and fetches or streams what it lacks."""
     library = TokenLibrary(
-        shelf, node.board, lambda: (node.others("trainer"), node.others("helper")), node.world.run_blocking, node.world.rng
+        shelf, node.board, lambda: (node.others("trainer"), node.others("helper")), node.world.run_blocking, node.world.rng,
+        streamer,
     )
     await library.serve()
     return library

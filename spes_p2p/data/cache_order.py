@@ -26,6 +26,10 @@ class CacheOrder:
         """Of all pieces in the cache."""
         return self._total_bytes
 
+    def has_room(self, size: int) -> bool:
+        """Would so many bytes more stay within the limit?"""
+        return self._limit_bytes is None or self._total_bytes + size <= self._limit_bytes
+
     def hold(self, holder: str, pieces: Iterable[Piece]) -> None:
         """These are used now, and stay until the next call of the same holder, whatever the limit."""
         with self._lock:

@@ -26,66 +26,69 @@ def read_documents(path: Path, text_field: str = "text") -> Documents:
 
     Raises UserError naming file (and line or row): missing, unknown format, cut short, not UTF-8, not JSON, no text there.
     """
-    reader = reader_of(path)
+    reader_of(str(path))
     try:
-        for text, done in reader(path, text_field):
-            if text:
-                yield text, done
+        with path.open("rb") as file:
+            yield from documents_in(file, str(path), text_field)
     except OSError as error:
         raise UserError(f"{path}: cannot read it ({error.strerror or error}); check the file and its permissions") from None
 
 
-def reader_of(path: Path) -> Callable[[Path, str], Documents]:
+def documents_in(file: BinaryIO, name: str, text_field: str = "text") -> Documents:
+    """As `read_documents`, of an open file of this name. Raises UserError as it does, and what reading the file raises."""
+    for text, done in reader_of(name)(file, name, text_field):
+        if text:
+            yield text, done
+
+
+def reader_of(name: str) -> Callable[[BinaryIO, str, str], Documents]:
     """The reader for a file's name. Raises UserError for an unknown ending."""
     for ending, reader in READERS.items():
-        if path.name.lower().endswith(ending):
+        if name.lower().endswith(ending):
             return reader
-    raise UserError(f"{path}: unknown format; text comes as {', '.join(READERS)}")
+    raise UserError(f"{name}: unknown format; text comes as {', '.join(READERS)}")
 
 
-def _plain_jsonl(path: Path, field: str) -> Documents:
-    with path.open("rb") as file:
-        yield from _parse_lines(_lines(_chunks(file)), path, field, file)
+def _plain_jsonl(raw: BinaryIO, name: str, field: str) -> Documents:
+    return _parse_lines(_lines(_chunks(raw)), name, field, raw)
 
 
-def _gzip_jsonl(path: Path, field: str) -> Documents:
-    with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+def _gzip_jsonl(raw: BinaryIO, name: str, field: str) -> Documents:
+    with gzip.GzipFile(fileobj=raw) as file:
         try:
-            yield from _parse_lines(_lines(_chunks(file)), path, field, raw)
+            yield from _parse_lines(_lines(_chunks(file)), name, field, raw)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{path}: the gzip data is cut short or damaged ({error}); copy it again") from None
+            raise UserError(f"{name}: the gzip data is cut short or damaged ({error}); copy it again") from None
 
 
-def _zstd_jsonl(path: Path, field: str) -> Documents:
-    with path.open("rb") as raw:
-        try:
-            yield from _parse_lines(_lines(_zstd_chunks(raw, path)), path, field, raw)
-        except zstandard.ZstdError as error:
-            raise UserError(f"{path}: the zstd data is damaged ({error}); copy it again") from None
+def _zstd_jsonl(raw: BinaryIO, name: str, field: str) -> Documents:
+    try:
+        yield from _parse_lines(_lines(_zstd_chunks(raw, name)), name, field, raw)
+    except zstandard.ZstdError as error:
+        raise UserError(f"{name}: the zstd data is damaged ({error}); copy it again") from None
 
 
-def _parquet(path: Path, field: str) -> Documents:
-    with path.open("rb") as raw:
-        try:
-            table = pq.ParquetFile(raw)
-            if field not in table.schema_arrow.names:
-                columns = ", ".join(table.schema_arrow.names)
-                raise UserError(f"{path}: has no column '{field}', only {columns}; name the text's with --text-field")
-            row = 0
-            for batch in table.iter_batches(batch_size=1024, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield _checked(text, f"{path}, row {row}", field), raw.tell()
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
+def _parquet(raw: BinaryIO, name: str, field: str) -> Documents:
+    try:
+        table = pq.ParquetFile(raw)
+        if field not in table.schema_arrow.names:
+            columns = ", ".join(table.schema_arrow.names)
+            raise UserError(f"{name}: has no column '{field}', only {columns}; name the text's with --text-field")
+        row = 0
+        for batch in table.iter_batches(batch_size=1024, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                yield _checked(text, f"{name}, row {row}", field), raw.tell()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{name}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
 
 
-def _text(path: Path, field: str) -> Documents:
-    content = path.read_bytes()
-    yield _decoded(content, str(path)), len(content)
+def _text(raw: BinaryIO, name: str, field: str) -> Documents:
+    content = raw.read()
+    yield _decoded(content, name), len(content)
 
 
-READERS: dict[str, Callable[[Path, str], Documents]] = {
+READERS: dict[str, Callable[[BinaryIO, str, str], Documents]] = {
     ".jsonl": _plain_jsonl,
     ".jsonl.gz": _gzip_jsonl,
     ".json.gz": _gzip_jsonl,
@@ -96,11 +99,11 @@ READERS: dict[str, Callable[[Path, str], Documents]] = {
 }
 
 
-def _parse_lines(lines: Iterator[bytes], path: Path, field: str, raw: BinaryIO) -> Documents:
+def _parse_lines(lines: Iterator[bytes], name: str, field: str, raw: BinaryIO) -> Documents:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{name}, line {number}"
         try:
             record = json.loads(_decoded(line, where))
         except json.JSONDecodeError as error:
@@ -134,7 +137,7 @@ def _chunks(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
         yield chunk
 
 
-def _zstd_chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
+def _zstd_chunks(raw: BinaryIO, name: str) -> Iterator[bytes]:
     """Decompress frame after frame. A reader of whole streams would take a frame that is cut short for the end."""
     frame = None
     for chunk in _chunks(raw):
@@ -144,7 +147,7 @@ def _zstd_chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
             chunk = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise UserError(f"{path}: the zstd data is cut short; copy it again")
+        raise UserError(f"{name}: the zstd data is cut short; copy it again")
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """The manifest names a campaign's token files by path and hash, so that every peer trains on the same tokens.
 
 It travels through the swarm. A machine that has the files lets `open_corpus` find and check them; another one gets the pieces
-that it trains on from its peers (`shelf.py`, `sync/tokens.py`).
+that it trains on from its peers (`shelf.py`, `sync/tokens.py`), or makes them from the text's source (`streaming.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,23 @@ from spes_p2p.data.token_files import Dtype, TokenArray, open_tokens, scan
 from spes_p2p.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
+HASHES = ".hashes"
+"""Ending of the list of piece hashes that lies beside a token file with a source, and may lie there without it."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Positive = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The raw text that a token file was made of: one file of text, all of its documents in their order."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    url: Annotated[str, Field(pattern=r"^(https?://|hf://datasets/|/)[!-~]*[^/]$")]
+    """https://, http://, hf://datasets/OWNER/NAME/PATH, or an absolute path on every machine (`sources.py`)."""
+    text_field: Annotated[str, Field(min_length=1)] = "text"
+    """Field of the text in JSON and Parquet."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,8 @@ class TokenFile:
     dtype: Dtype
     pieces_sha256: Sha256 | None = None
     """Root of its pieces (`pieces.py`), by which peers serve it; None in manifests of earlier versions."""
+    source: Source | None = None
+    """Where a machine may make it from, when no peer gives its pieces; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,11 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the manifest file: the same manifest gives the same bytes."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        content = asdict(self)
+        for file in content["files"]:
+            if file["source"] is None:
+                del file["source"]
+        return json.dumps(content, indent=1) + "\n"
 
     @property
     def sha256(self) -> str:
@@ -127,6 +147,15 @@ def find_local(manifest: Manifest, folders: Sequence[Path], verified: Path | Non
              if file.pieces_sha256 is None or any(path.is_file() for path in _candidates(file, folders))}
     _verify_once(manifest, paths, verified, lambda done, total: None)
     return paths
+
+
+def find_hashes(file: TokenFile, folders: Sequence[Path]) -> bytes | None:
+    """The list of piece hashes that lies where the token file is looked for; not verified. None when there is none."""
+    for path in _candidates(file, folders):
+        listed = path.with_name(path.name + HASHES)
+        if listed.is_file():
+            return listed.read_bytes()
+    return None
 
 
 def _verify_once(manifest: Manifest, paths: Mapping[TokenFile, Path], verified: Path | None,

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from spes_p2p.data.manifest import TokenFile
+from spes_p2p.data.manifest import HASHES, Source, TokenFile
 from spes_p2p.data.pieces import PieceHasher, root_of
 from spes_p2p.data.token_files import Dtype
 from spes_p2p.errors import UserError
@@ -48,7 +48,7 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
-        for left in self._folder.glob(f"{glob.escape(self._prefix)}000_*.npy{PARTIAL}"):
+        for left in self._folder.glob(f"{glob.escape(self._prefix)}000_*.npy*{PARTIAL}"):
             left.unlink()
         if self._made_folder and not any(self._folder.iterdir()):
             self._folder.rmdir()
@@ -72,15 +72,23 @@ class ShardWriter:
         self._close_shard()
         for file in self.files:
             (self._folder / (file.path + PARTIAL)).replace(self._folder / file.path)
+            if file.source is not None:
+                (self._folder / (file.path + HASHES + PARTIAL)).replace(self._folder / (file.path + HASHES))
 
-    def _close_shard(self) -> None:
+    def end_source(self, source: Source) -> None:
+        """The documents since the last shard are all of this source's: they are a shard, with the list of its piece hashes."""
+        if self._file is not None:
+            (self._folder / (self._name() + HASHES + PARTIAL)).write_bytes(self._pieces.hashes())
+            self._close_shard(source)
+
+    def _close_shard(self, source: Source | None = None) -> None:
         if self._file is None:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         root = root_of(self._pieces.hashes())
-        self.files.append(TokenFile(self._name(), self._digest.hexdigest(), self._shard_size, self._dtype, root))
+        self.files.append(TokenFile(self._name(), self._digest.hexdigest(), self._shard_size, self._dtype, root, source))
         self._file, self._digest, self._pieces, self._shard_size = None, hashlib.sha256(), PieceHasher(), 0
 
     def _name(self) -> str:

@@ -82,6 +82,10 @@ class TokenShelf:
         self._hashes[root] = hashes
         return True
 
+    def knows_hashes(self, root: str) -> bool:
+        """Is the list of a file's piece hashes here, without a look at the disk?"""
+        return root in self._hashes
+
     def keep_hashes(self, root: str) -> None:
         """Write a list that was learnt to disk, for the next start."""
         write_whole(self._folder / f"{root}.hashes", self._hashes[root])
@@ -105,10 +109,19 @@ class TokenShelf:
         """Those of these pieces that are not here."""
         return [index for index in pieces if (root, index) not in self._verified and self.piece(root, index) is None]
 
+    def is_right(self, root: str, index: int, content: bytes) -> bool:
+        """Is this the piece that the hashes say? False while they are unknown."""
+        hashes = self.hashes(root)
+        return hashes is not None and is_piece(content, hashes, index)
+
+    def has_room(self, size: int) -> bool:
+        """Would so many bytes more drive nothing out of the cache?"""
+        return self._order.has_room(size)
+
     def put(self, root: str, index: int, content: bytes) -> bool:
         """Keep a piece; False when it is not what the hashes say."""
-        hashes, file = self.hashes(root), self._files[root]
-        if hashes is None or not is_piece(content, hashes, index):
+        file = self._files[root]
+        if not self.is_right(root, index, content):
             return False
         self.array(file)
         with self._cache_path(file).open("r+b") as cache:

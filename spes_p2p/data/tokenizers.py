@@ -34,10 +34,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}); name a tokenizer.json") from None
+    return parse_tokenizer(content, str(path))
+
+
+def parse_tokenizer(content: bytes, where: str) -> Tokenizer:
+    """As `load_tokenizer`, of the bytes of a tokenizer.json. Raises UserError."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exceptions
-        raise UserError(f"{path}: not a tokenizer.json of the `tokenizers` library ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{where}: not a tokenizer.json of the `tokenizers` library ({str(error).splitlines()[0]})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

@@ -7,21 +7,22 @@ and the new one comes last, so that no manifest ever names files that are not it
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from spes_p2p.data.documents import read_documents, reader_of
-from spes_p2p.data.manifest import MANIFEST_NAME, Manifest, TokenFile, read_manifest, write_manifest
+from spes_p2p.data.encoding import Encoder
+from spes_p2p.data.manifest import HASHES, MANIFEST_NAME, Manifest, Source, TokenFile, read_manifest, write_manifest
 from spes_p2p.data.shards import ShardWriter
+from spes_p2p.data.sources import check_sources
 from spes_p2p.data.token_files import Dtype, detect_dtype, scan, smallest_dtype
 from spes_p2p.data.tokenizers import END_OF_TEXT, TokenizerIdentity, check_tokenizer, load_tokenizer
 from spes_p2p.errors import UserError
 
-BATCH_CHARACTERS = 2**20
 DEFAULT_SHARD_TOKENS = 2**28
 
 
@@ -38,10 +39,13 @@ class Progress:
 
 def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, eos_token: str = END_OF_TEXT,
              text_field: str = "text", prefix: str = "", shard_tokens: int = DEFAULT_SHARD_TOKENS, dtype: Dtype | None = None,
-             overwrite: bool = False, on_progress: Callable[[Progress], None] = lambda progress: None) -> Manifest:
+             overwrite: bool = False, source_prefix: str | None = None,
+             on_progress: Callable[[Progress], None] = lambda progress: None) -> Manifest:
     """Tokenize text files into `output_dir`: `{prefix}000_{shard:06d}.npy` and `{prefix}manifest.json`.
 
     A shard ends before the document that would make it longer than `shard_tokens`. `dtype` None: the narrowest that fits.
+    `source_prefix`: where the inputs lie for everybody, so that volunteers can make the tokens themselves. Then each input is
+    one shard, however long, and the list of its piece hashes lies beside it (`.npy.hashes`).
     Raises UserError (bad input, no documents, output already there without `overwrite`); then nothing is left half-written.
     """
     identity = check_tokenizer(tokenizer_json, eos_token)
@@ -49,10 +53,12 @@ def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, 
     if identity.vocab_size - 1 > np.iinfo(chosen).max:
         raise UserError(f"{tokenizer_json}: has {identity.vocab_size} ids, too many for {chosen}; use uint32")
     _check_inputs(inputs)
+    sources = () if source_prefix is None else check_sources(inputs, source_prefix, text_field)
     old = _old_files(output_dir, prefix, overwrite)
     try:
-        with ShardWriter(output_dir, prefix, shard_tokens, chosen) as writer:
-            _write_tokens(inputs, text_field, load_tokenizer(tokenizer_json), identity.eos_token_id, writer, on_progress)
+        with ShardWriter(output_dir, prefix, sys.maxsize if sources else shard_tokens, chosen) as writer:
+            encoder = Encoder(load_tokenizer(tokenizer_json), identity.eos_token_id)
+            _write_tokens(inputs, text_field, encoder, writer, sources, on_progress)
             for path in old:
                 path.unlink(missing_ok=True)
             writer.publish()
@@ -91,15 +97,17 @@ def describe_token_files(paths: Sequence[Path], tokenizer_json: Path, manifest_p
     return manifest
 
 
-def _write_tokens(inputs: Sequence[Path], text_field: str, tokenizer: Tokenizer, eos_token_id: int, writer: ShardWriter,
+def _write_tokens(inputs: Sequence[Path], text_field: str, encoder: Encoder, writer: ShardWriter, sources: Sequence[Source],
                   on_progress: Callable[[Progress], None]) -> None:
     sizes = [path.stat().st_size for path in inputs]
     for number, path in enumerate(inputs):
         before = sum(sizes[:number])
-        for texts, done in _batches(read_documents(path, text_field)):
-            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                writer.add(np.asarray([*encoding.ids, eos_token_id], np.uint32))
+        for documents, done in encoder.encode(read_documents(path, text_field)):
+            for ids in documents:
+                writer.add(ids)
             on_progress(Progress(writer.documents, writer.tokens, before + min(done, sizes[number]), sum(sizes)))
+        if sources:
+            writer.end_source(sources[number])
     if writer.documents == 0:
         raise UserError(f"{', '.join(map(str, inputs))}: no documents with text; give files that hold some")
     on_progress(Progress(writer.documents, writer.tokens, sum(sizes), sum(sizes)))
@@ -114,7 +122,7 @@ def _check_inputs(inputs: Sequence[Path]) -> None:
     if not inputs:
         raise UserError("no input files were given; name at least one text file")
     for path in inputs:
-        reader_of(path)
+        reader_of(str(path))
         if not path.is_file():
             raise UserError(f"{path}: no such file; correct the path")
 
@@ -129,20 +137,8 @@ def _old_files(output_dir: Path, prefix: str, overwrite: bool) -> list[Path]:
     if not manifest_path.exists():
         return []
     names = [Path(file.path) for file in read_manifest(manifest_path).files]
-    return [manifest_path, *(output_dir / name for name in names if len(name.parts) == 1)]
-
-
-def _batches(documents: Iterator[tuple[str, int]]) -> Iterator[tuple[list[str], int]]:
-    texts: list[str] = []
-    characters = done = 0
-    for text, done in documents:
-        texts.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield texts, done
-            texts, characters = [], 0
-    if texts:
-        yield texts, done
+    inside = [output_dir / name for name in names if len(name.parts) == 1]
+    return [manifest_path, *inside, *(path.with_name(path.name + HASHES) for path in inside)]
 
 
 def _relative(path: Path, folder: Path) -> str:

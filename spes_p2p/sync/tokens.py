@@ -1,6 +1,7 @@
 """Training text from peer to peer: pieces of token files, each verified, from whoever has them; only those that are trained on.
 
-Trainers are asked first, in random order, so that the bootstrap peer serves each piece few times.
+Trainers are asked first, in random order, so that the bootstrap peer serves each piece few times. A piece that nobody has is
+made from the text's source, where the manifest names one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import HASH_BYTES, PIECE_BYTES, piece_count
 from spes_p2p.data.shelf import TokenShelf, num_bytes
+from spes_p2p.data.streaming import TextStreamer
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
@@ -56,10 +58,11 @@ class TokenLibrary:
         sources: Callable[[], tuple[Sequence[str], Sequence[str]]],
         run_blocking: Callable[..., Awaitable[Any]],
         rng: random.Random,
+        streamer: TextStreamer | None = None,
     ):
-        """`sources`: the trainers and the helpers that live now."""
+        """`sources`: the trainers and the helpers that live now. `streamer`: makes what none of them has."""
         self._shelf, self._board, self._sources = shelf, board, sources
-        self._run, self._rng = run_blocking, rng
+        self._run, self._rng, self._streamer = run_blocking, rng, streamer
 
     async def serve(self) -> None:
         """Answer from now on."""
@@ -80,7 +83,10 @@ class TokenLibrary:
             await talk.send(await self._run(self._shelf.piece, request.root, index) or b"")
 
     async def ensure(self, file: TokenFile, pieces: Sequence[int]) -> None:
-        """Have these pieces of a file here. Raises UserError when nobody gives them for PATIENCE_S."""
+        """Have these pieces of a file here: from peers, else from the text's source where there is one.
+
+        Raises UserError when nobody gives them for PATIENCE_S, or as `TextStreamer.make` does.
+        """
         root, loop = str(file.pieces_sha256), asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_S
         while True:
@@ -91,8 +97,12 @@ class TokenLibrary:
                 raise UserError(f"{file.path}: no peer gives {len(missing)} pieces of this token file; "
                                 "ask who runs the campaign to start a bootstrap peer that has it, or give --data-dir")
             await self._fetch_all(file, root, missing)
-            if await self._missing(file, root, missing):
-                await asyncio.sleep(RETRY_S)
+            if not (left := await self._missing(file, root, missing)):
+                return
+            if self._streamer is not None and self._streamer.can_make(file) and self._shelf.knows_hashes(root):
+                await self._run(self._streamer.make, file, left)
+                return
+            await asyncio.sleep(RETRY_S)
 
     async def _missing(self, file: TokenFile, root: str, pieces: Sequence[int]) -> list[int]:
         if await self._run(self._shelf.hashes, root) is None and not await self._fetch_hashes(file, root):
