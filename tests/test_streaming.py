@@ -18,12 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from network_swarm import call
 from text_server import TextServer, text_server
 
 from spes_p2p.data import documents, sources
 from spes_p2p.data.encoding import Encoder
 from spes_p2p.data.manifest import HASHES, Manifest, TokenFile, find_hashes, read_manifest
-from spes_p2p.data.pieces import PIECE_BYTES, piece_count
+from spes_p2p.data.pieces import piece_count
 from spes_p2p.data.shelf import TokenShelf, num_bytes
 from spes_p2p.data.sources import open_source
 from spes_p2p.data.streaming import TextStreamer
@@ -37,7 +38,8 @@ from spes_p2p.sync.tokens import TokenLibrary
 
 WORDS = ["state", "of", "the", "union", "łódź", "日本語", "🙂", "<|endoftext|>", "is", "strong\n", "42"]
 QUICK = (0.0, 0.0, 0.0)
-BLOCK_BYTES = 2**16
+PIECE_BYTES, BLOCK_BYTES = 2**14, 2**13
+"""Small ones, so that little text has many."""
 
 
 def make_documents(seed: int, count: int) -> list[str]:
@@ -45,7 +47,7 @@ def make_documents(seed: int, count: int) -> list[str]:
     return [" ".join(rng.choices(WORDS, k=rng.randint(1, 200))) for _ in range(count)]
 
 
-DOCUMENTS = make_documents(0, 3000)
+DOCUMENTS = make_documents(0, 250)
 
 
 def json_lines(documents: Sequence[str]) -> bytes:
@@ -54,7 +56,7 @@ def json_lines(documents: Sequence[str]) -> bytes:
 
 def parquet(documents: Sequence[str]) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"body": list(documents)}), sink, row_group_size=500)
+    pq.write_table(pa.table({"body": list(documents)}), sink, row_group_size=50)
     return bytes(sink.getvalue().to_pybytes())
 
 
@@ -126,6 +128,8 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(sources, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(documents, "CHUNK_BYTES", BLOCK_BYTES)
+    for module in ("pieces", "shelf", "streaming"):
+        monkeypatch.setattr(f"spes_p2p.data.{module}.PIECE_BYTES", PIECE_BYTES)
     with text_server({}) as server:
         yield Place(tmp_path, tokenizer_json, server)
 
@@ -237,7 +241,7 @@ def test_a_source_that_is_gone_is_not_asked_again(place: Place, caplog: pytest.L
 
 
 OTHER_TEXTS: dict[str, tuple[bytes, str]] = {
-    "another document": (json_lines([*DOCUMENTS[:-1], "another"]), r"differs in piece \d+"),
+    "another document": (json_lines([*DOCUMENTS[:150], "another", *DOCUMENTS[151:]]), r"differs in piece [1-9]"),
     "a document less": (json_lines(DOCUMENTS[:-1]), "ends .* bytes of tokens too soon"),
     "another order": (json_lines(DOCUMENTS[::-1]), "differs in piece 0"),
     "another format": (b"<html>", "cannot be read: .*line 1: not valid JSON"),
@@ -308,6 +312,44 @@ def test_what_a_peer_has_is_not_streamed_and_the_rest_is(place: Place, caplog: p
 
     simulate(main)
     assert f"streaming it from {place.server.url}/text/a.jsonl" in caplog.text
+
+
+# Bad input --------------------------------------------------------------------------------------------------------------
+
+
+BAD_SOURCES: dict[str, tuple[str, str]] = {
+    "unknown scheme": ("ftp://example.org/text", "is streamed from https://HOST/PATH, hf://datasets/OWNER/NAME/PATH or an"),
+    "relative path": ("text", "is streamed from https://HOST/PATH"),
+    "not on the server": ("{url}/elsewhere", "/elsewhere/a.jsonl: cannot be read (not there, status 404); put the text there"),
+    "another text": ("{url}/other", "/other/a.jsonl: has 7 bytes, "),
+    "no server": ("http://127.0.0.1:1/text", "http://127.0.0.1:1/text/a.jsonl: cannot be read"),
+    "no such folder": ("/nowhere", "/nowhere/a.jsonl: cannot be read (No such file or directory)"),
+    "no such dataset": ("hf://datasets/nobody/nothing", "hf://datasets/nobody/nothing/a.jsonl: cannot be read (not there"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SOURCES)
+def test_a_wrong_source_is_one_line_and_leaves_nothing(place: Place, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", place.server.url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    place.server.files["/other/a.jsonl"] = b"another"
+    (place.folder / "a.jsonl").write_bytes(json_lines(DOCUMENTS[:3]))
+    source, expected = BAD_SOURCES[case]
+    source = source.format(url=place.server.url)
+    ended = call("tokenize", str(place.folder / "a.jsonl"), "--tokenizer", str(place.tokenizer), "--output", str(place.owned),
+                 "--text-field", "body", "--source", source)
+    assert ended.code == 2
+    assert ended.stderr.startswith(f"error: --source {source}")
+    assert expected in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not place.owned.exists()
+
+
+def test_a_manifest_with_a_source_of_unknown_kind_is_refused(place: Place) -> None:
+    place.own()
+    text = (place.owned / "manifest.json").read_text().replace("http://", "gopher://")
+    with pytest.raises(UserError, match=r"files\.0\.source\.url"):
+        Manifest.from_json(text, "manifest.json")
 
 
 # The owner --------------------------------------------------------------------------------------------------------------
