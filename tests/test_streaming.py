@@ -198,7 +198,7 @@ def test_no_more_sources_are_open_at_once_than_bounded(place: Place, monkeypatch
         place.own(name)
     files = place.tokenize("a.jsonl", "a.jsonl.gz").files
     shelf, opened = place.shelf(*files), []
-    encoder = Encoder(load_tokenizer(place.tokenizer), 0)
+    encoder = Encoder(load_tokenizer(place.tokenizer), 0, 5000)
 
     def open_text(url: str) -> Any:
         assert [file for file in opened if not file.closed] == []

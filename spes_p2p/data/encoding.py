@@ -11,8 +11,6 @@ from tokenizers import Tokenizer
 
 from spes_p2p.data.documents import Documents
 
-BATCH_CHARACTERS = 2**20
-
 
 @dataclass(frozen=True)
 class Encoder:
@@ -20,7 +18,7 @@ class Encoder:
 
     tokenizer: Tokenizer
     eos_token_id: int
-    batch_characters: int = BATCH_CHARACTERS
+    batch_characters: int
     """So many characters are encoded at once, in several threads; bounds memory, does not change the tokens."""
 
     def encode(self, documents: Documents) -> Iterator[tuple[list[npt.NDArray[np.uint32]], int]]:

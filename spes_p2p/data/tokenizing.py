@@ -23,6 +23,7 @@ from spes_p2p.data.token_files import Dtype, detect_dtype, scan, smallest_dtype
 from spes_p2p.data.tokenizers import END_OF_TEXT, TokenizerIdentity, check_tokenizer, load_tokenizer
 from spes_p2p.errors import UserError
 
+BATCH_CHARACTERS = 2**20
 DEFAULT_SHARD_TOKENS = 2**28
 
 
@@ -57,7 +58,7 @@ def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, 
     old = _old_files(output_dir, prefix, overwrite)
     try:
         with ShardWriter(output_dir, prefix, sys.maxsize if sources else shard_tokens, chosen) as writer:
-            encoder = Encoder(load_tokenizer(tokenizer_json), identity.eos_token_id)
+            encoder = Encoder(load_tokenizer(tokenizer_json), identity.eos_token_id, BATCH_CHARACTERS)
             _write_tokens(inputs, text_field, encoder, writer, sources, on_progress)
             for path in old:
                 path.unlink(missing_ok=True)
