@@ -137,7 +137,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name == "plain" else pytest.mark.slow) for name in VARIANTS]
+)
 def test_disk_and_memory_of_a_peer_are_as_planned(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ def test_disk_and_memory_of_a_peer_are_as_planned(
     assert lives.in_memory["rounding"] <= host.rounding
 
 
+@pytest.mark.slow
 def test_a_bootstrap_peer_keeps_the_bases_that_it_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lives = Lives(tmp_path, monkeypatch, Archive(2, 3))
     simulate(lives.go)
