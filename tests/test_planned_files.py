@@ -23,6 +23,7 @@ from spes_p2p.swarm.store import SMALLEST_SPARE_BYTES, DirectoryStore
 from spes_p2p.sync import replica
 from spes_p2p.sync.archive import NO_ARCHIVE, Archive
 from spes_p2p.sync.snapshot import PINNED_S
+from spes_p2p.training.checkpoint import write_checkpoint
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -74,7 +75,7 @@ class Lives:
         )
         self.run_dirs = {name: folder / name for name in "WA"}
         self.on_disk, self.in_memory = dict.fromkeys("WA", 0), dict[str, int]()
-        self._flush, self._write = os.fsync, replica.write_checkpoint
+        self._flush, self._write = os.fsync, write_checkpoint
         monkeypatch.setattr("spes_p2p.swarm.store.os.fsync", self._look_at_disk)
         monkeypatch.setattr(replica, "write_checkpoint", self._look_at_memory)
         self._archive = archive
