@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM
 
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.slices import Interval
+from spes_p2p.data.tokenizers import END_OF_TEXT
 from spes_p2p.errors import UserError
 from spes_p2p.experiments import probe
 from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
-from spes_p2p.experiments.report import gap_in_spreads, outcomes, report, share_closed, shares
+from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, report, share_closed, shares
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
 from spes_p2p.experiments.swarm import spread, train
-from spes_p2p.experiments.text import Text
+from spes_p2p.experiments.text import TOKENIZER, Text, endpoint_of, keep_endpoint
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.observe.events import Drift, RoundMeasured
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -106,6 +109,16 @@ def test_a_run_gives_the_same_result_again(mode: str) -> None:
     drifts = first["rounds"][-1]["drift"]
     assert ("expert" in drifts) == (mode == "diloco")
     assert -1 <= drifts["shared"]["cosine"] <= 1
+
+
+def test_the_end_of_a_run_is_kept_as_a_checkpoint_that_has_its_loss(tmp_path: Path) -> None:
+    run, the_text = only_run(mode="spes", peers=2), text()
+    Tokenizer(models.WordLevel({END_OF_TEXT: 0})).save(str(tmp_path / TOKENIZER))
+    for _ in range(2):
+        found = train(run, the_text, lambda weights: keep_endpoint(tmp_path, "key", run.config.model, weights))
+    model = AutoModelForCausalLM.from_pretrained(endpoint_of(tmp_path, "key"))
+    losses = [probe.loss_of(model, r.read_spread(4)) for r in the_text.held_out_readers(16).values()]
+    assert found["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-5)
 
 
 def test_all_modes_train_on_the_same_samples() -> None:
@@ -240,6 +253,20 @@ def test_the_report_compares_seed_by_seed_at_each_arms_best_rate() -> None:
     assert shares(found["spes"], made.yardstick, found) == pytest.approx([0.5, 0.8])
     assert gap_in_spreads(found["spes"], found["centralised"]) == pytest.approx(0.4 / 0.35355339)
     assert "| spes | 1 | 2 | 0.00 | 4.650 ± 0.212 | +9.4 % | 1 | 65 ± 21 % |" in report(made, list(found.values()))
+
+
+def test_losses_by_domain_and_accuracies_are_tables() -> None:
+    made = experiment(arm("alone", "centralised", peers=1, seeds=2))
+    records = [{**record(Run(made, made.arms[0], 1e-2, seed), 5.0), "domains": {"a": 5.0 + seed, "b": 4.0}} for seed in (0, 1)]
+    assert "| alone | 5.500 | 4.000 |" in report(made, outcomes(made, records, ""))
+    scores = {"alone": {"copa": {"acc": 0.5, "acc_stderr": 0.05}, "piqa": {"acc": None}}}
+    assert "| alone | 0.500 ± 0.050 |  |" in evaluation_table(["copa", "piqa"], scores)
+
+
+def test_a_run_on_another_device_is_another_run() -> None:
+    made = experiment(arm("arm", "spes"))
+    there = made.model_copy(update={"device": "cuda"})
+    assert Run(made, made.arms[0], 1e-2, 0).key("") != Run(there, made.arms[0], 1e-2, 0).key("")
 
 
 def test_an_arm_may_bring_its_own_yardstick() -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from spes_p2p.errors import UserError
 
@@ -18,6 +19,8 @@ Learning experiments: arms x learning rates x seeds from one YAML file, in one p
                                       tokenize {domain}.train.jsonl.zst and {domain}.val.jsonl.zst
 ./tools/experiments run FILE...       what is not done yet, in this order; start it twice to use two cores
 ./tools/experiments report FILE       tables and plots of what is done
+./tools/experiments evaluate FILE --tasks A,B [--include-path FOLDER]
+                                      lm-eval on the checkpoint of each arm's end, where the run was done on this machine
 
 Results are results.jsonl beside the files. A running one looks at the files again before each run.
 """
@@ -37,6 +40,11 @@ def main() -> int:
     report = commands.add_parser("report")
     report.add_argument("file", type=Path)
     report.add_argument("--output", type=Path, default=Path("docs/learning"), help="folder of NAME.md and NAME.png")
+    evaluation = commands.add_parser("evaluate")
+    evaluation.add_argument("file", type=Path)
+    evaluation.add_argument("--tasks", required=True, help="names, between commas")
+    evaluation.add_argument("--include-path", type=Path, help="folder of task files")
+    evaluation.add_argument("--limit", type=int, help="examples of each task")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("spes_p2p").setLevel(logging.WARNING)
@@ -64,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from spes_p2p.experiments.queue import losses_of, read_results, work
     from spes_p2p.experiments.spec import Run, load_experiment, open_runs
     from spes_p2p.experiments.swarm import train
-    from spes_p2p.experiments.text import open_text
+    from spes_p2p.experiments.text import keep_endpoint, open_text
 
     files: list[Path] = arguments.files
     results = results_of(files[0])
@@ -77,7 +85,10 @@ def _run(arguments: argparse.Namespace) -> None:
             for run in open_runs(experiment, losses_of(experiment, read_results(results), text.digest)):
                 yield run, run.key(text.digest)
 
-    work(find, results, folder / "claims", lambda run: train(run, text), time.time() + 60 * arguments.minutes)
+    def do(run: Run) -> dict[str, Any]:
+        return train(run, text, lambda weights: keep_endpoint(folder, run.key(text.digest), run.config.model, weights))
+
+    work(find, results, folder / "claims", do, time.time() + 60 * arguments.minutes)
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -99,4 +110,26 @@ def _report(arguments: argparse.Namespace) -> None:
     print(text)
 
 
-_COMMANDS = {"prepare": _prepare, "run": _run, "report": _report}
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from spes_p2p.evaluate import evaluate
+    from spes_p2p.experiments.queue import read_results
+    from spes_p2p.experiments.report import evaluation_table, outcomes
+    from spes_p2p.experiments.spec import load_experiment
+    from spes_p2p.experiments.text import endpoint_of, text_digest
+
+    file: Path = arguments.file
+    experiment = load_experiment(file)
+    folder = (file.parent / experiment.text).resolve()
+    found = outcomes(experiment, read_results(results_of(file)), text_digest(folder))
+    kept = {o.arm: endpoint_of(folder, o.first["key"]) for o in found if endpoint_of(folder, o.first["key"]).is_dir()}
+    if not kept:
+        raise UserError(f"{folder / 'endpoints'}: holds no arm of {file}; do some runs here: tools/experiments run {file}")
+    tasks = arguments.tasks.split(",")
+    scores = {
+        arm: evaluate(path, tasks, include_path=arguments.include_path, limit=arguments.limit)["tasks"]
+        for arm, path in kept.items()
+    }
+    print(evaluation_table(tasks, scores))
+
+
+_COMMANDS = {"prepare": _prepare, "run": _run, "report": _report, "evaluate": _evaluate}

@@ -22,6 +22,7 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training import balance
 from spes_p2p.training.losses import next_token_loss
+from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import Reader, Samples, TorchTrainer
 
 CHUNK = 32
@@ -34,11 +35,11 @@ Routing = npt.NDArray[np.int64]
 class Judge:
     """Measures bases on held-out text with one model that owns nothing."""
 
-    def __init__(self, config: CampaignConfig, base: State, held_out: Mapping[str, Reader]):
+    def __init__(self, config: CampaignConfig, base: State, held_out: Mapping[str, Reader], device: str = "cpu"):
         """`held_out`: by domain."""
         self._held_out = held_out
         any_reader = next(iter(held_out.values()))
-        self._trainer = TorchTrainer(config, base, (), any_reader)
+        self._trainer = TorchTrainer(config, base, (), any_reader, device=device, options=TrainingOptions(stored="fp32"))
         self.fixed = np.concatenate([reader.read_spread(4) for reader in held_out.values()])
         """Samples `[n, sequence]` for comparisons of two models."""
 
@@ -63,7 +64,7 @@ def loss_of(model: PreTrainedModel, samples: Samples) -> float:
     total = 0.0
     model.eval()
     with torch.no_grad():
-        for chunk in _chunks(samples):
+        for chunk in _chunks(samples, model.device):
             hidden = model.base_model(input_ids=chunk, use_cache=False).last_hidden_state
             total += float(next_token_loss(model, hidden, chunk).cross_entropy) * len(chunk)
     return total / len(samples)
@@ -77,9 +78,9 @@ def routing_of(model: nn.Module, samples: Samples) -> Routing:
         for layer, block in enumerate(blocks):
             hooks.callback(block.register_forward_pre_hook(_keep_index(found[layer]), with_kwargs=True).remove)
         model.eval()
-        for chunk in _chunks(samples):
+        for chunk in _chunks(samples, next(model.parameters()).device):
             model(input_ids=chunk, use_cache=False)
-    return torch.stack([torch.cat(layer) for layer in found]).numpy()
+    return torch.stack([torch.cat(layer) for layer in found]).cpu().numpy()
 
 
 def agreement(a: Routing, b: Routing) -> float:
@@ -134,9 +135,9 @@ def _norm(values: npt.NDArray[Any]) -> float:
     return float(np.linalg.norm(values.astype(np.float64)))
 
 
-def _chunks(samples: Samples) -> Iterator[Tensor]:
+def _chunks(samples: Samples, device: torch.device) -> Iterator[Tensor]:
     for start in range(0, len(samples), CHUNK):
-        yield torch.from_numpy(samples[start : start + CHUNK])
+        yield torch.from_numpy(samples[start : start + CHUNK]).to(device)
 
 
 def _keep_index(found: list[Tensor]) -> Any:

@@ -79,8 +79,9 @@ def gap_in_spreads(outcome: Outcome, centralised: Outcome) -> float | None:
 
 
 def report(experiment: Experiment, found: Sequence[Outcome]) -> str:
-    """Markdown: results, learning-rate sweeps, diagnostics."""
-    return "\n\n".join((results_table(experiment, found), sweep_table(found), diagnostics_table(found))) + "\n"
+    """Markdown: results, learning-rate sweeps, losses by domain, diagnostics."""
+    tables = results_table(experiment, found), sweep_table(found), domains_table(found), diagnostics_table(found)
+    return "\n\n".join(tables) + "\n"
 
 
 def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:
@@ -115,6 +116,29 @@ def sweep_table(found: Sequence[Outcome]) -> str:
     rates = sorted({rate for outcome in found for rate in outcome.sweep})
     rows = [(o.arm, *(f"{o.sweep[rate]:.3f}" if rate in o.sweep else "" for rate in rates)) for o in found]
     return _table(("held-out loss, seed 0, by inner rate", *(f"{rate:g}" for rate in rates)), rows)
+
+
+def domains_table(found: Sequence[Outcome]) -> str:
+    """Held-out loss at the end by domain, mean over seeds."""
+    domains = sorted({domain for outcome in found for domain in outcome.first.get("domains", {})})
+    rows = [
+        (o.arm, *(f"{statistics.fmean(run['domains'][domain] for run in o.runs.values()):.3f}" for domain in domains))
+        for o in found if o.first.get("domains")
+    ]
+    return _table(("held-out loss by domain", *domains), rows)
+
+
+def evaluation_table(tasks: Sequence[str], scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """lm-eval's accuracy by arm and task (scores[arm][task][metric]), with its standard error where it is known."""
+    rows = []
+    for arm, by_task in scores.items():
+        cells = []
+        for task in tasks:
+            accuracy, error = by_task[task].get("acc"), by_task[task].get("acc_stderr")
+            spread = f" ± {error:.3f}" if isinstance(error, float) else ""
+            cells.append(f"{accuracy:.3f}{spread}" if isinstance(accuracy, float) else "")
+        rows.append((arm, *cells))
+    return _table(("accuracy", *tasks), rows)
 
 
 def diagnostics_table(found: Sequence[Outcome]) -> str:

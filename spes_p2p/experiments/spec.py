@@ -54,6 +54,8 @@ class Experiment(Section):
     name: Text
     text: Text
     """Prepared text, relative to the experiment file."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What computes; every arm runs there, with foreign experts stored in float32."""
     campaign: Overrides
     """Sections of the campaign file that all arms share: model, training."""
     yardstick: Yardstick | None = None
@@ -107,7 +109,8 @@ class Run:
         """
         config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
-        content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest], sort_keys=True)
+        elsewhere = [self.experiment.device] if self.experiment.device != "cpu" else []
+        content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *elsewhere], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -31,6 +31,7 @@ from spes_p2p.swarm.node import Node
 from spes_p2p.sync.outer import first_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
+from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import Reader, TorchTrainer
 
 Record = dict[str, Any]
@@ -216,20 +217,22 @@ class Watch:
         return self.judge.loss(base, self.judge.fixed)
 
 
-def train(run: Run, text: Text) -> Record:
-    """Do a run from base 0 to its end; everything that is known of it, ready for JSON."""
+def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: None) -> Record:
+    """Do a run from base 0 to its end; everything that is known of it, ready for JSON. `keep` gets the last base."""
     started, cpu = time.monotonic(), time.process_time()
     config = run.config
     layout = layout_of(config.model)
     held_out = text.held_out_readers(config.training.sequence_length)
     base0 = first_base(initial_state(config.model), layout, config.outer)
-    watch = Watch(run, config, probe.Judge(config, base0, held_out), base0)
+    watch = Watch(run, config, probe.Judge(config, base0, held_out, run.experiment.device), base0)
     reader = text.reader(config.training.sequence_length, config.training.seed)
     run_virtual(_live(run, config, layout, base0, reader, watch))
+    keep(watch.base[: layout.size])
     peers = run.members
     return {
         "experiment": run.experiment.name, "arm": run.arm.name, "mode": run.arm.mode, "rate": run.rate, "seed": run.seed,
-        "key": run.key(text.digest), "peers": peers, "owners": run.arm.owners, "sync_steps": config.training.sync_steps,
+        "device": run.experiment.device, "key": run.key(text.digest), "peers": peers, "owners": run.arm.owners,
+        "sync_steps": config.training.sync_steps,
         "batch_tokens": config.training.batch_size * config.training.sequence_length,
         "steps": config.training.total_steps,
         "tokens": watch.curve[-1]["tokens"], "loss": watch.curve[-1]["loss"], "domains": watch.curve[-1]["domains"],
@@ -249,8 +252,10 @@ async def _live(run: Run, config: CampaignConfig, layout: Layout, base0: State, 
     genesis = make_genesis(campaign, BOOTSTRAP, base0, open_votes(world.store, world.rng).disk)
     rules = Rules(config, campaign.hash, reader.num_samples)
 
+    device, options = run.experiment.device, TrainingOptions(stored="fp32")
+
     def make_trainer(base: State, owned: tuple[int, ...]) -> Trainer:
-        return Watched(TorchTrainer(config, base, owned, reader), watch)
+        return Watched(TorchTrainer(config, base, owned, reader, device=device, options=options), watch)
 
     save_base_0(world.store, genesis, base0)
     node = Node(world, campaign, genesis, rules, "helper", {}, _Silent())

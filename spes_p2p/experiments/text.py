@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from spes_p2p.config import ModelConfig
 from spes_p2p.data.documents import read_documents
 from spes_p2p.data.manifest import MANIFEST_NAME, Manifest, open_corpus, read_manifest
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.token_files import TokenArray
-from spes_p2p.data.tokenizers import train_tokenizer
+from spes_p2p.data.tokenizers import END_OF_TEXT, train_tokenizer
 from spes_p2p.data.tokenizing import tokenize
 from spes_p2p.errors import UserError
+from spes_p2p.model.build import State
+from spes_p2p.model.export import export_checkpoint
 
 TRAIN, HELD_OUT = "train", "val"
 SUFFIX = ".jsonl.zst"
@@ -76,6 +80,18 @@ def text_digest(folder: Path) -> str:
     """Of all token files of a prepared folder: results on other text are other results. Raises UserError when there is none."""
     files = (file.sha256 for manifest in _manifests(folder).values() for file in manifest.files)
     return hashlib.sha256("".join(files).encode()).hexdigest()
+
+
+def endpoint_of(folder: Path, key: str) -> Path:
+    """Where the checkpoint of a run's end lies, in a prepared folder."""
+    return folder / "endpoints" / key
+
+
+def keep_endpoint(folder: Path, key: str, model: ModelConfig, weights: State) -> None:
+    """Export the end of a run for `tools/experiments evaluate`; one of an earlier attempt is replaced."""
+    output = endpoint_of(folder, key)
+    shutil.rmtree(output, ignore_errors=True)
+    export_checkpoint(model, weights, folder / TOKENIZER, END_OF_TEXT, None, output)
 
 
 def _manifests(folder: Path) -> dict[str, Manifest]:
