@@ -203,7 +203,9 @@ class Peer:
         self.replica.trainer = await self.node.world.run_blocking(make_trainer, base.values, owned)
         if restored:
             store, ledger = self.node.world.store, self.replica.ledger
-            if load_checkpoint(store, self.trainer, ledger, self.layout, base.head, base.round):
+            found = load_checkpoint(store, self.trainer, ledger, self.layout, base.head, base.round)
+            if found is not None:
+                self.replica.checkpoint = found
                 self.replica.announce()
 
     # Training ----------------------------------------------------------------------------------------------------------

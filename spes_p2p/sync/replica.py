@@ -94,6 +94,8 @@ class Replica:
         self._codes_lost = False
         """Was this peer restarted, so that a push of its last life may be in a round that it knows nothing of?"""
         self._prepared: StagedBase | None = None
+        self.checkpoint: str | None = None
+        """Name of the one that belongs to the base on disk."""
         self._saving: asyncio.Future[None] | None = None
         self._carried: dict[int, np.ndarray] = {}
         self._news = asyncio.Event()
@@ -499,7 +501,7 @@ class Replica:
         checkpoint = None
         if self.trainer is not None:
             checkpoint = await run(
-                take_checkpoint, self.trainer, self.ledger, self.layout, base.values, base.head, base.round
+                take_checkpoint, self.trainer, self.ledger, self.layout, base.values, base.head, base.round, self.checkpoint
             )
         self._saving = asyncio.ensure_future(self._write(checkpoint, draft))
 
@@ -508,6 +510,7 @@ class Replica:
         if checkpoint is not None:
             await run(write_checkpoint, store, checkpoint)
         await run(draft.commit)
+        self.checkpoint = None if checkpoint is None else checkpoint.name
 
     async def durable(self) -> None:
         """Wait until the base and its checkpoint are on the disk: nothing is announced before. Raises UserError (disk full)."""

@@ -39,15 +39,19 @@ class Checkpoint:
     metadata: dict[str, str]
 
 
-def checkpoint_name(round_number: int) -> str:
-    """Two files in turn: the checkpoint of the base on disk stays while the next one is written, before the next base is."""
-    return f"checkpoint-{round_number % 2}.safetensors"
+def checkpoint_names(round_number: int) -> tuple[str, str]:
+    """Two files in turn; the second one where the base on disk has the first, after a jump over rounds."""
+    here, there = round_number % 2, (round_number + 1) % 2
+    return f"checkpoint-{here}.safetensors", f"checkpoint-{there}.safetensors"
 
 
 def take_checkpoint(
-    trainer: Trainer, account: Account, layout: Layout, base: np.ndarray, head: str, round_number: int
+    trainer: Trainer, account: Account, layout: Layout, base: np.ndarray, head: str, round_number: int, kept: str | None
 ) -> Checkpoint:
-    """Copy moments and `local - base` of everything that is trained here, as of the base of this head."""
+    """Copy moments and `local - base` of everything that is trained here, as of the base of this head.
+
+    `kept`: name of the checkpoint of the base on disk. It stays, since the next base is written after its checkpoint.
+    """
     arrays = {OPTIMIZER + name: array for name, array in trainer.optimizer_state().items()}
     arrays.update({LEDGER + name: array.copy() for name, array in account.state().items()})
     for group in layout.groups:
@@ -56,7 +60,8 @@ def take_checkpoint(
             np.subtract(pending, base[group.start : group.stop], out=pending)
             if pending.any():
                 arrays[PENDING + group.name] = pending
-    return Checkpoint(checkpoint_name(round_number), arrays, {"head": head, "owned": _owned(trainer)})
+    first, second = checkpoint_names(round_number)
+    return Checkpoint(second if first == kept else first, arrays, {"head": head, "owned": _owned(trainer)})
 
 
 def write_checkpoint(store: Store, checkpoint: Checkpoint) -> None:
@@ -67,31 +72,45 @@ def write_checkpoint(store: Store, checkpoint: Checkpoint) -> None:
 
 def load_checkpoint(
     store: Store, trainer: Trainer, account: Account, layout: Layout, head: str, round_number: int
-) -> bool:
-    """Restore what `take_checkpoint` took, when it was for this head and these experts, whole or not at all.
+) -> str | None:
+    """Restore what `take_checkpoint` took, when it was for this head and these experts, whole or not at all; returns its name.
 
-    False, with a warning, when there is none that fits: training goes on from the base with fresh moments.
+    None, with a warning, when there is none that fits: training goes on from the base with fresh moments.
     """
-    blob = store.read(checkpoint_name(round_number))
+    problems = []
+    for name in checkpoint_names(round_number):
+        arrays, problem = _read(store, name, (head, _owned(trainer)))
+        if arrays is not None:
+            _restore(arrays, trainer, account, layout)
+            return name
+        if problem:
+            problems.append(f"{name} {problem}")
+    what = problems[0] if problems else f"no checkpoint of round {round_number}"
+    logger.warning("%s: going on from the base with fresh moments", what)
+    return None
+
+
+def _read(store: Store, name: str, wanted_for: tuple[str, str]) -> tuple[dict[str, np.ndarray] | None, str]:
+    """The arrays of a checkpoint that is whole and for this head and these experts, or what is wrong with it."""
+    blob = store.read(name)
     if blob is None:
-        logger.warning("no checkpoint of round %d: going on from its base with fresh moments", round_number)
-        return False
+        return None, ""
     try:
         arrays, metadata = read_tensors(blob)
-        intact = metadata["crc32"] == _crc(arrays)
-        saved_for = metadata["head"], metadata["owned"]
+        intact, saved_for = metadata["crc32"] == _crc(arrays), (metadata["head"], metadata["owned"])
     except (ValueError, KeyError):
-        intact, saved_for, arrays = False, ("", ""), {}
-    if not intact or saved_for != (head, _owned(trainer)):
-        what = "is of another round" if intact else "is cut short or damaged"
-        logger.warning("%s %s: going on from the base with fresh moments", checkpoint_name(round_number), what)
-        return False
+        return None, "is cut short or damaged"
+    if not intact:
+        return None, "is cut short or damaged"
+    return (arrays, "") if saved_for == wanted_for else (None, "is of another round")
+
+
+def _restore(arrays: Mapping[str, np.ndarray], trainer: Trainer, account: Account, layout: Layout) -> None:
     trainer.load_optimizer_state({n.removeprefix(OPTIMIZER): a for n, a in arrays.items() if n.startswith(OPTIMIZER)})
     account.load_state({n.removeprefix(LEDGER): a for n, a in arrays.items() if n.startswith(LEDGER)})
     for name, pending in arrays.items():
         if name.startswith(PENDING):
             trainer.add(layout.group(name.removeprefix(PENDING)), pending)
-    return True
 
 
 def _crc(arrays: Mapping[str, np.ndarray]) -> str:

@@ -1,0 +1,35 @@
+"""Two checkpoints in turn: that of the base on disk stays until the next base is there too, also after a jump over rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spes_p2p.data.slices import Interval
+from spes_p2p.simulate.swarm import LAYOUT
+from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.sync.accounting import Ledger
+from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
+from spes_p2p.training.interface import Phase
+from spes_p2p.training.synthetic import SyntheticTrainer
+
+BASE = np.zeros(LAYOUT.size, np.float32)
+
+
+def trained(steps: int) -> SyntheticTrainer:
+    trainer = SyntheticTrainer(LAYOUT, BASE, (0,), 32, 1.0, seed=0)
+    trainer.train(Phase(1, 0, 10, steps, (Interval(0, 0, 2 * steps),)), lambda: False, lambda done, speed: None)
+    return trainer
+
+
+@pytest.mark.parametrize("jump", [1, 2, 3, 8])
+def test_a_kill_between_checkpoint_and_base_leaves_those_of_the_base_on_disk(jump: int) -> None:
+    store, ledger = MemoryStore(), Ledger(LAYOUT)
+    before, after = trained(3), trained(5)
+    first = take_checkpoint(before, ledger, LAYOUT, BASE, "head 4", 4, None)
+    write_checkpoint(store, first)
+    write_checkpoint(store, take_checkpoint(after, ledger, LAYOUT, BASE, f"head {4 + jump}", 4 + jump, first.name))
+    for head, number, trainer in (("head 4", 4, before), (f"head {4 + jump}", 4 + jump, after)):
+        again = SyntheticTrainer(LAYOUT, BASE, (0,), 32, 1.0, seed=1)
+        assert load_checkpoint(store, again, Ledger(LAYOUT), LAYOUT, head, number) is not None
+        np.testing.assert_array_equal(again.local, trainer.local)
