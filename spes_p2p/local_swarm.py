@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spes_p2p.campaign import read_campaign
-from spes_p2p.data.manifest import open_corpus
+from spes_p2p.data.manifest import check_local
 from spes_p2p.errors import UserError
 from spes_p2p.free_memory import measured
 from spes_p2p.observe.events import Evaluated, RoundCommitted
@@ -62,8 +62,8 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
     needed = files.campaign.config.sync.min_peers
     if peers < needed:
         raise UserError(f"--peers {peers}: the campaign starts with sync.min_peers = {needed} trainers; give at least {needed}")
-    for manifest in filter(None, (files.training_manifest, files.held_out_manifest)):
-        open_corpus(manifest, files.folders)
+    for manifest in files.manifests:
+        check_local(manifest, files.folders)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

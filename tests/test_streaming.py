@@ -23,7 +23,7 @@ from text_server import TextServer, text_server
 
 from spes_p2p.data import documents, sources
 from spes_p2p.data.encoding import Encoder
-from spes_p2p.data.manifest import HASHES, Manifest, TokenFile, find_hashes, read_manifest
+from spes_p2p.data.manifest import HASHES, Manifest, TokenFile, check_local, find_hashes, read_manifest
 from spes_p2p.data.pieces import piece_count
 from spes_p2p.data.shelf import TokenShelf, num_bytes
 from spes_p2p.data.sources import open_source
@@ -134,6 +134,12 @@ def place(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch)
         yield Place(tmp_path, tokenizer_json, server)
 
 
+def use_as_hub(server: TextServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    for name, value in {"ENDPOINT": server.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+
+
 # The same tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +164,24 @@ def test_a_path_of_this_machine_is_a_source(place: Place) -> None:
     (file,) = read_manifest(place.owned / "manifest.json").files
     assert place.make(file).array(file).tobytes() == (place.owned / file.path).read_bytes()
     assert place.server.asked == []
+
+
+def test_a_dataset_of_the_hub_is_a_source(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_as_hub(place.server, monkeypatch)
+    place.own()
+    content = place.server.files.pop("/text/a.jsonl")
+    listed = [{"type": "file", "path": "text/a.jsonl", "size": len(content), "oid": "0" * 40}]
+    place.server.files |= {
+        "/api/datasets/owner/name/revision/v1": json.dumps({"id": "owner/name", "sha": "0" * 40}).encode(),
+        "/api/datasets/owner/name/tree/v1/text": json.dumps(listed).encode(),
+        "/datasets/owner/name/resolve/v1/text/a.jsonl": content,
+    }
+    tokenize([place.folder / "a.jsonl"], place.tokenizer, place.owned, text_field="body", overwrite=True,
+             source_prefix="hf://datasets/owner/name@v1/text")
+    (file,) = read_manifest(place.owned / "manifest.json").files
+    place.server.asked.clear()
+    assert place.make(file).array(file).tobytes() == (place.owned / file.path).read_bytes()
+    assert place.server.bytes_read("/datasets/owner/name/resolve/v1/text/a.jsonl") == len(content)
 
 
 # No more than needed ----------------------------------------------------------------------------------------------------
@@ -185,10 +209,11 @@ def test_pieces_asked_for_one_after_the_other_cost_one_pass(place: Place) -> Non
 
 def test_a_full_cache_takes_only_the_pieces_needed(place: Place) -> None:
     file = place.own()
-    shelf, root = place.shelf(file, limit_bytes=PIECE_BYTES), str(file.pieces_sha256)
-    shelf.hold("reader", root, [2])
-    place.streamer(shelf, file).make(file, [2])
-    assert shelf.missing(root, range(count(file))) != []
+    shelf, root = place.shelf(file, limit_bytes=2 * PIECE_BYTES), str(file.pieces_sha256)
+    streamer = place.streamer(shelf, file)
+    shelf.put(root, 4, place.right(file, 4))
+    streamer.make(file, [2])
+    assert shelf.missing(root, range(count(file))) == [index for index in range(count(file)) if index not in (2, 4)]
     assert shelf.piece(root, 2) == place.right(file, 2)
 
 
@@ -321,6 +346,7 @@ BAD_SOURCES: dict[str, tuple[str, str]] = {
     "unknown scheme": ("ftp://example.org/text", "is streamed from https://HOST/PATH, hf://datasets/OWNER/NAME/PATH or an"),
     "relative path": ("text", "is streamed from https://HOST/PATH"),
     "not on the server": ("{url}/elsewhere", "/elsewhere/a.jsonl: cannot be read (not there, status 404); put the text there"),
+    "no ranges": ("{url}/whole", "/whole/a.jsonl: cannot be read (The HTTP server doesn't appear to support range requests"),
     "another text": ("{url}/other", "/other/a.jsonl: has 7 bytes, "),
     "no server": ("http://127.0.0.1:1/text", "http://127.0.0.1:1/text/a.jsonl: cannot be read"),
     "no such folder": ("/nowhere", "/nowhere/a.jsonl: cannot be read (No such file or directory)"),
@@ -330,9 +356,9 @@ BAD_SOURCES: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", BAD_SOURCES)
 def test_a_wrong_source_is_one_line_and_leaves_nothing(place: Place, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", place.server.url)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    place.server.files["/other/a.jsonl"] = b"another"
+    use_as_hub(place.server, monkeypatch)
+    place.server.files |= {"/other/a.jsonl": b"another", "/whole/a.jsonl": json_lines(DOCUMENTS[:3])}
+    place.server.without_ranges.add("/whole/a.jsonl")
     (place.folder / "a.jsonl").write_bytes(json_lines(DOCUMENTS[:3]))
     source, expected = BAD_SOURCES[case]
     source = source.format(url=place.server.url)
@@ -367,6 +393,20 @@ def test_with_a_source_each_text_is_one_token_file_with_its_list_of_hashes(place
     )
     assert read_manifest(place.owned / "manifest.json") == manifest
     assert np.array_equal(*(np.fromfile(place.owned / file.path, np.uint16) for file in manifest.files))
+
+
+def test_token_files_with_a_source_may_be_absent_but_not_wrong(place: Place) -> None:
+    file = place.own()
+    manifest, path = read_manifest(place.owned / "manifest.json"), place.owned / file.path
+    check_local(manifest, [place.owned])
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(UserError, match="differs from the campaign's token file"):
+        check_local(manifest, [place.owned])
+    path.unlink()
+    check_local(manifest, [place.owned])
+    without = replace(manifest, files=(replace(file, source=None),))
+    with pytest.raises(UserError, match="is not in"):
+        check_local(without, [place.owned])
 
 
 def test_a_manifest_without_sources_is_what_it_was(place: Place) -> None:

@@ -18,6 +18,8 @@ class TextServer:
     url: str = ""
     breaks: int = 0
     """So many answers still end in their middle."""
+    without_ranges: set[str] = field(default_factory=set)
+    """Paths that are only sent whole."""
     asked: list[tuple[str, int, int]] = field(default_factory=list)
     """(path, start, stop) of the ranges sent, or begun."""
 
@@ -42,30 +44,30 @@ def text_server(files: dict[str, bytes]) -> Iterator[TextServer]:
             pass
 
         def _answer(self, with_body: bool) -> None:
-            content = served.files.get(self.path)
+            path = self.path.partition("?")[0]
+            content = served.files.get(path)
             if content is None:
                 self.send_error(404)
                 return
-            start, stop = self._range(len(content))
-            self.send_response(206 if "Range" in self.headers else 200)
+            part = "Range" in self.headers and path not in served.without_ranges
+            start, stop = self._range(len(content)) if part else (0, len(content))
+            self.send_response(206 if part else 200)
             self.send_header("Content-Length", str(stop - start))
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
+            if part:
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
             self.end_headers()
             if with_body:
-                self._send(content[start:stop], start, stop)
+                self._send(path, content[start:stop], start, stop)
 
-        def _send(self, body: bytes, start: int, stop: int) -> None:
-            served.asked.append((self.path, start, stop))
+        def _send(self, path: str, body: bytes, start: int, stop: int) -> None:
+            served.asked.append((path, start, stop))
             if served.breaks:
                 served.breaks -= 1
                 body = body[: len(body) // 2]
             self.wfile.write(body)
 
         def _range(self, size: int) -> tuple[int, int]:
-            asked = self.headers.get("Range")
-            if asked is None:
-                return 0, size
-            start, last = asked.removeprefix("bytes=").split("-")
+            start, last = str(self.headers["Range"]).removeprefix("bytes=").split("-")
             return int(start), min(int(last) + 1, size)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

@@ -33,7 +33,7 @@ class Source:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    url: Annotated[str, Field(pattern=r"^(https?://|hf://datasets/|/)[!-~]*[^/]$")]
+    url: Annotated[str, Field(pattern=r"^(https?://|hf://datasets/|/)[^\x00-\x1f]*[^/\x00-\x1f]$")]
     """https://, http://, hf://datasets/OWNER/NAME/PATH, or an absolute path on every machine (`sources.py`)."""
     text_field: Annotated[str, Field(min_length=1)] = "text"
     """Field of the text in JSON and Parquet."""
@@ -147,6 +147,13 @@ def find_local(manifest: Manifest, folders: Sequence[Path], verified: Path | Non
              if file.pieces_sha256 is None or any(path.is_file() for path in _candidates(file, folders))}
     _verify_once(manifest, paths, verified, lambda done, total: None)
     return paths
+
+
+def check_local(manifest: Manifest, folders: Sequence[Path]) -> None:
+    """Raise UserError, as `open_corpus` does, unless each token file is on this machine or can be made from its source."""
+    paths = {file: locate_file(file, folders) for file in manifest.files
+             if file.source is None or any(path.is_file() for path in _candidates(file, folders))}
+    _verify_once(manifest, paths, None, lambda done, total: None)
 
 
 def find_hashes(file: TokenFile, folders: Sequence[Path]) -> bytes | None:

@@ -156,9 +156,13 @@ def _is_remote(url: str) -> bool:
 
 
 def _size(url: str) -> int | None:
-    """Bytes of a source, where its server says so. Raises SourceError."""
-    with open_source(url, ONE_TRY) as file:
-        return file.seek(0, io.SEEK_END) if file.seekable() else None
+    """Bytes of a source, where its server says so, after its last byte was read alone. Raises SourceError."""
+    with _RemoteFile(url, ONE_TRY) if _is_remote(url) else open_source(url) as file:
+        size = file.seek(0, io.SEEK_END) if file.seekable() else None
+        if size:
+            file.seek(size - 1)
+            file.read(1)
+        return size
 
 
 def _open_remote(url: str) -> Any:

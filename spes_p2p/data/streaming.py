@@ -110,8 +110,9 @@ class TextStreamer:
             content = next(way.pieces)
             if not self._shelf.is_right(root, index, content):
                 raise UserError(_other_tokens(file, f"differs in piece {index}"))
-            if index in needed or self._shelf.has_room(len(content)):
+            if index in needed or self._shelf.has_room((1 + len(needed)) * PIECE_BYTES):
                 self._shelf.put(root, index, content)
+            needed.discard(index)
             way.next_index += 1
             if self._clock() - told >= PROGRESS_EVERY_S:
                 told = self._clock()
