@@ -231,8 +231,9 @@ def test_no_more_sources_are_open_at_once_than_bounded(place: Place, monkeypatch
         return opened[-1]
 
     streamer = TextStreamer(shelf, dict.fromkeys(files, encoder), open_text)
-    for file in (*files, *files):
-        streamer.make(file, [0 if file not in files[:1] else 1])
+    for number, file in enumerate((*files, *files)):
+        streamer.make(file, [2 * number])
+    assert len(opened) == 4
     streamer.close()
     assert [file for file in opened if not file.closed] == []
 
@@ -245,7 +246,7 @@ def test_a_broken_connection_goes_on_where_it_broke_and_costs_one_line(
     place: Place, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = place.own(name)
-    place.server.breaks = len(QUICK)
+    place.server.breaks, place.server.intact = len(QUICK), 3
     assert place.make(file).array(file).tobytes() == (place.owned / file.path).read_bytes()
     assert caplog.text.count("connection broken") == 1
 
