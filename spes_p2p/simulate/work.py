@@ -7,7 +7,7 @@ or not at all, is found though everybody has the same bits. Experts are not look
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from spes_p2p.model.layout import Layout
 
 CHUNK = 64
-"""Elements that are in one part together."""
+"""Elements of one group that are in one part together."""
 TOLERANCE = 5e-5
 """Root mean square of what codecs and float32 round off; one local step of the synthetic trainer changes 20 times as much."""
 KEPT_ROUNDS = 4
@@ -65,19 +65,26 @@ class Work:
         contributors = {name: count for name, count in tokens.items() if count}
         if peer not in contributors or not contributors.keys() <= sent.keys():
             return None
-        worst = _worst_error(now.base - last.base, {name: sent[name] for name in contributors}, contributors)
+        moved, updates = now.base - last.base, {name: sent[name] for name in contributors}
+        worst = max(_error(moved[chunk], {name: each[chunk] for name, each in updates.items()}, contributors)
+                    for chunk in _chunks(self.layout))
         return worst if worst > TOLERANCE else None
 
 
-def _worst_error(moved: np.ndarray, sent: Mapping[str, np.ndarray], tokens: Mapping[str, int]) -> float:
-    worst = 0.0
-    for start in range(0, moved.size, CHUNK):
-        chunk = slice(start, start + CHUNK)
-        included = [peer for peer in sent if _rms(sent[peer][chunk]) > TOLERANCE]
-        total = sum(tokens[peer] for peer in included)
-        mean = sum((sent[peer][chunk] * (tokens[peer] / total) for peer in included), np.zeros(moved[chunk].size))
-        worst = max(worst, _rms(moved[chunk] - mean))
-    return worst
+def _chunks(layout: Layout) -> Iterator[slice]:
+    """Of what everybody trains: places whose values are all of one part."""
+    end = 0
+    for group in layout.groups:
+        if group.expert is None:
+            begin, end = end, end + group.size
+            yield from (slice(start, min(start + CHUNK, end)) for start in range(begin, end, CHUNK))
+
+
+def _error(moved: np.ndarray, sent: Mapping[str, np.ndarray], tokens: Mapping[str, int]) -> float:
+    included = [peer for peer in sent if _rms(sent[peer]) > TOLERANCE]
+    total = sum(tokens[peer] for peer in included)
+    mean = sum((sent[peer] * (tokens[peer] / total) for peer in included), np.zeros(moved.size))
+    return _rms(moved - mean)
 
 
 def _rms(values: np.ndarray) -> float:
