@@ -16,8 +16,15 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     waits for is done (https://github.com/python/cpython/issues/86296), and a task that waits in a loop then goes on.
     """
     ending = list(tasks)
+    for task in ending:
+        task.add_done_callback(_drop)
     while running := [task for task in ending if not task.done()]:
         for task in running:
             task.cancel()
         await asyncio.wait(running, timeout=CANCEL_EVERY_S)
-    await asyncio.gather(*ending, return_exceptions=True)
+
+
+def _drop(task: asyncio.Future[Any]) -> None:
+    """Its failure is nobody's business any more, also when the wait for its end is cancelled in turn."""
+    if not task.cancelled():
+        task.exception()
