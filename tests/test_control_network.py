@@ -24,7 +24,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
     campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
     config = write_variant(campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10})
     with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
-        address = peers.bootstrap(config, LOOPBACK, "--archive-every", "2").address
+        address = peers.bootstrap(config, LOOPBACK, "--archive-every", "2", "--archive-keep", "100000").address
         for name in TRAINERS:
             peers.join(name, address)
         peers.wait_for_round(1, PATIENCE_S)
