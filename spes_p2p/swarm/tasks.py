@@ -22,6 +22,7 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
         for task in running:
             task.cancel()
         await asyncio.wait(running, timeout=CANCEL_EVERY_S)
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def _drop(task: asyncio.Future[Any]) -> None:
