@@ -37,16 +37,15 @@ def evaluate(
     check_checkpoint(model_dir)
     manager = find_tasks(tasks, include_path)
     local = all(_reads_local_data(manager, task) for task in tasks)
-    with _offline() if local else contextlib.nullcontext():
+    with _offline() if local else contextlib.nullcontext(), _quiet():
         loaded = _load_tasks(manager, tasks)
         model = _load_model(model_dir, device, batch_size)
         import lm_eval
 
         try:
-            with _quiet():
-                outcome = lm_eval.simple_evaluate(
-                    model=model, tasks=loaded, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
-                )
+            outcome = lm_eval.simple_evaluate(
+                model=model, tasks=loaded, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+            )
         except AssertionError:  # lm-eval asserts that a continuation fits into the model's context
             longest = model.max_length
             raise UserError(f"{model_dir}: takes {longest} tokens, and an answer of {', '.join(tasks)} is longer; "
@@ -124,7 +123,10 @@ def _offline() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' remarks on each example that they cut to the model's length."""
+    """Without the libraries' remarks: on how we call them, and on each example that they cut to the model's length."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.get_verbosity()  # it sets its own level when it is used first
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers", "accelerate")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Peers in the real world: libp2p, disk, clock, signals and observers put together around a life (`peer.py`, `helper.py`)."""
+"""Peers in the real world: libp2p, disk, clock, signals and observers put together around a life (`peer.py`)."""
 
 from __future__ import annotations
 
