@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
@@ -93,17 +94,28 @@ def swarm_of(names: str, **sync: float) -> VirtualSwarm:
 
 
 def kill_in_exchange(swarm: VirtualSwarm, method: str, count: int) -> list[str]:
-    """So many trainers that do not coordinate die as they send the second frame of this method; returns their names."""
+    """So many reducers that do not coordinate die as they send the second frame of this method; returns their names."""
     killed: list[str] = []
 
     def hook(peer: str, its_method: str, index: int) -> None:
-        coordinator = swarm.peers[max(swarm.peers)].node.coordinators()[0]
-        if (its_method, index) == (method, 1) and peer in swarm.peers and peer != coordinator and len(killed) < count:
+        is_due = (its_method, index) == (method, 1) and peer in swarm.peers and len(killed) < count
+        if is_due and peer in victims(swarm, peer, count):
             killed.append(peer)
             swarm.kill(peer)
 
     swarm.network.hook = hook
     return killed
+
+
+def victims(swarm: VirtualSwarm, member: str, count: int) -> list[str]:
+    """Of the plan that this member follows: the trainers but the coordinator that reduce the parts with most contributors."""
+    results = max(swarm.peers[member].replica._exchanges.values(), key=lambda exchange: exchange.plan.round).results
+    plan, contributors = results.plan, Counter[str]()
+    for part in results.parts:
+        reducer = plan.members[part.reducer]
+        if reducer.trains and reducer.peer != plan.ballot.coordinator:
+            contributors[reducer.peer] = max(contributors[reducer.peer], len(part.contributors))
+    return sorted(contributors, key=lambda peer: (-contributors[peer], peer))[:count]
 
 
 def head_that_lost(swarm: VirtualSwarm) -> Head:
