@@ -21,7 +21,7 @@ from spes_p2p.experiments.queue import append_result, claim, losses_of, read_res
 from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, report, share_closed, shares
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
-from spes_p2p.experiments.swarm import spread, train
+from spes_p2p.experiments.swarm import readers_of, spread, train
 from spes_p2p.experiments.text import TOKENIZER, Text, endpoint_of, keep_endpoint
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.observe.events import Drift, RoundMeasured
@@ -124,6 +124,17 @@ def test_the_end_of_a_run_is_kept_as_a_checkpoint_that_has_its_loss(tmp_path: Pa
 def test_all_modes_train_on_the_same_samples() -> None:
     tokens = {train(only_run(mode=mode, peers=2), text())["tokens"] for mode in ("centralised", "diloco", "spes")}
     assert tokens == {6 * 2 * 2 * 16}
+
+
+def test_a_peer_with_a_domain_of_its_own_reads_nothing_else() -> None:
+    the_text, several = text(), only_run(mode="spes", peers=3, domains="one a peer")
+    domains = [np.concatenate([r.read(Interval(0, n, n + 1)) for n in range(r.num_samples)]) for r in (
+        the_text.reader(16, 5, ["a"]), the_text.reader(16, 5, ["b"]))]
+    for number, reader in enumerate(readers_of(several, the_text)):
+        own = {sample.tobytes() for sample in domains[number % 2]}
+        assert {reader.read(Interval(0, n, n + 1))[0].tobytes() for n in range(20)} <= own
+    assert train(several, the_text)["tokens"] == 6 * 3 * 2 * 16
+    assert several.key("") != only_run(mode="spes", peers=3).key("")
 
 
 def test_the_measured_rounds_end_with_the_last() -> None:

@@ -42,6 +42,8 @@ class Arm(Section):
     learning_rates: tuple[PositiveNumber, ...]
     """All are tried with the first seed, the best one with the others."""
     seeds: Positive = 1
+    domains: Literal["mixed", "one a peer"] = "mixed"
+    """What text a peer trains on: all domains, or one, peer after peer; no peer then sees what another one has."""
     campaign: Overrides = Field(default_factory=dict)
     """Sections of the campaign file that differ: `outer: {shared_momentum: 0.9}`."""
     yardstick: Yardstick | None = None
@@ -109,8 +111,8 @@ class Run:
         """
         config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
-        elsewhere = [self.experiment.device] if self.experiment.device != "cpu" else []
-        content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *elsewhere], sort_keys=True)
+        unusual = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
+        content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *unusual], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

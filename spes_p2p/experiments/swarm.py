@@ -11,11 +11,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from spes_p2p.config import Campaign, CampaignConfig
+from spes_p2p.data.samples import SampleReader
 from spes_p2p.experiments import probe
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Run
@@ -32,7 +34,7 @@ from spes_p2p.sync.outer import first_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import Reader, TorchTrainer
+from spes_p2p.training.trainer import TorchTrainer
 
 Record = dict[str, Any]
 
@@ -225,8 +227,7 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
     held_out = text.held_out_readers(config.training.sequence_length)
     base0 = first_base(initial_state(config.model), layout, config.outer)
     watch = Watch(run, config, probe.Judge(config, base0, held_out, run.experiment.device), base0)
-    reader = text.reader(config.training.sequence_length, config.training.seed)
-    run_virtual(_live(run, config, layout, base0, reader, watch))
+    run_virtual(_live(run, config, layout, base0, readers_of(run, text), watch))
     keep(watch.base[: layout.size])
     peers = run.members
     return {
@@ -244,32 +245,47 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
     }
 
 
-async def _live(run: Run, config: CampaignConfig, layout: Layout, base0: State, reader: Reader, watch: Watch) -> None:
+def readers_of(run: Run, text: Text) -> list[SampleReader]:
+    """Each peer's training text. The plan hands out positions; each peer reads them in its own reader."""
+    training = run.config.training
+    if run.arm.domains == "mixed":
+        return [text.reader(training.sequence_length, training.seed)] * run.members
+    return [
+        text.reader(training.sequence_length, training.seed, [text.domains[number % len(text.domains)]])
+        for number in range(run.members)
+    ]
+
+
+async def _live(
+    run: Run, config: CampaignConfig, layout: Layout, base0: State, readers: Sequence[SampleReader], watch: Watch
+) -> None:
     """All lives on one network, until every trainer has come to the end of the campaign."""
     campaign = Campaign(config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="0" * 64)
     network = MemoryNetwork(run.seed)
     world = in_memory_world(network, BOOTSTRAP)
     genesis = make_genesis(campaign, BOOTSTRAP, base0, open_votes(world.store, world.rng).disk)
-    rules = Rules(config, campaign.hash, reader.num_samples)
-
-    device, options = run.experiment.device, TrainingOptions(stored="fp32")
-
-    def make_trainer(base: State, owned: tuple[int, ...]) -> Trainer:
-        return Watched(TorchTrainer(config, base, owned, reader, device=device, options=options), watch)
+    rules = Rules(config, campaign.hash, min(reader.num_samples for reader in readers))
 
     save_base_0(world.store, genesis, base0)
     node = Node(world, campaign, genesis, rules, "helper", {}, _Silent())
     helper = Peer(node, layout, None, NOTHING_TO_TRAIN, _Silent(), lambda: b"", BOOTSTRAP)
     network.run_peer(BOOTSTRAP, helper.run())
     lives = []
-    for number in range(run.members):
-        name = f"peer-{number}"
+    for number, reader in enumerate(readers):
+        name, make_trainer = f"peer-{number}", partial(_trainer, run, config, watch, reader)
         observer = _Teller(watch)
         node = Node(in_memory_world(network, name), campaign, genesis, rules, "trainer", {}, observer)
         observer.peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
         lives.append(network.run_peer(name, observer.peer.run()))
     await asyncio.gather(*lives)
     helper.leave()
+
+
+def _trainer(
+    run: Run, config: CampaignConfig, watch: Watch, reader: SampleReader, base: State, owned: tuple[int, ...]
+) -> Trainer:
+    options = TrainingOptions(stored="fp32")
+    return Watched(TorchTrainer(config, base, owned, reader, device=run.experiment.device, options=options), watch)
 
 
 class _Silent:
