@@ -17,6 +17,7 @@ from spes_p2p.data.slices import Interval
 from spes_p2p.data.tokenizers import END_OF_TEXT
 from spes_p2p.errors import UserError
 from spes_p2p.experiments import probe
+from spes_p2p.experiments.plots import SERIES, draw_series
 from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
 from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, report, share_closed, shares
 from spes_p2p.experiments.series import RoundSeries
@@ -322,6 +323,17 @@ def test_a_series_averages_peers_and_stretches_of_rounds() -> None:
     assert columns["load violation"] == [0.0] * 40
     assert (columns["owned share"][0], columns["owned share global"][0]) == (0.75, 0.5)
     assert (columns["expert tokens"][0], columns["trained share"][0]) == (6, 0.75)
+
+
+def test_the_rounds_of_arms_with_several_peers_are_drawn(tmp_path: Path) -> None:
+    made = experiment(arm("alone", "centralised", peers=1), arm("spes", "spes", peers=2))
+    numbers = {name: [0.5, 0.25] for name, _ in SERIES}
+    alone, spes = (record(Run(made, each, 1e-2, 0), 5.0) for each in made.arms)
+    draw_series("test", outcomes(made, [alone], ""), tmp_path / "alone.png")
+    assert not (tmp_path / "alone.png").exists()
+    spes |= {"peers": 2, "sync_steps": 3, "series": {"round": [1, 2], **numbers}}
+    draw_series("test", outcomes(made, [alone, spes], ""), tmp_path / "spes.png")
+    assert (tmp_path / "spes.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_experts_that_are_the_same_have_similarity_one() -> None:

@@ -39,7 +39,7 @@ def main() -> int:
     run.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so many minutes")
     report = commands.add_parser("report")
     report.add_argument("file", type=Path)
-    report.add_argument("--output", type=Path, default=Path("docs/learning"), help="folder of NAME.md and NAME.png")
+    report.add_argument("--output", type=Path, default=Path("docs/learning"), help="folder of NAME.md and its pictures")
     evaluation = commands.add_parser("evaluate")
     evaluation.add_argument("file", type=Path)
     evaluation.add_argument("--tasks", required=True, help="names, between commas")
@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from spes_p2p.experiments.plots import draw
+    from spes_p2p.experiments.plots import draw, draw_series
     from spes_p2p.experiments.queue import read_results
     from spes_p2p.experiments.report import outcomes, report
     from spes_p2p.experiments.spec import load_experiment
@@ -107,6 +107,7 @@ def _report(arguments: argparse.Namespace) -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / f"{experiment.name}.md").write_text(text, encoding="utf-8")
     draw(experiment.name, found, arguments.output / f"{experiment.name}.png")
+    draw_series(experiment.name, found, arguments.output / f"{experiment.name}_rounds.png")
     print(text)
 
 

@@ -1,4 +1,4 @@
-"""Plots of an experiment: held-out loss against tokens, against bytes, against memory."""
+"""Plots of an experiment: held-out loss against tokens, against bytes, against memory; and the rounds' diagnostics."""
 
 from __future__ import annotations
 
@@ -37,6 +37,41 @@ def draw(title: str, found: Sequence[Outcome], path: Path) -> None:
     figure.suptitle(title)
     handles, labels = tokens.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+SERIES = (
+    ("shrink shared", "mean update over updates, norms, shared"),
+    ("load violation", "load violation on global counts, worst layer"),
+    ("trained share least", "share of its tokens that trained the expert with the least"),
+    ("step shared", "norm of the base's step, shared"),
+)
+
+
+def draw_series(title: str, found: Sequence[Outcome], path: Path) -> None:
+    """Write one picture of what every round told of itself, seed 0; none where no run with several peers kept it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [outcome for outcome in found if outcome.first["peers"] > 1 and outcome.first.get("series")]
+    if not shown:
+        return
+    figure, panels = pyplot.subplots(1, len(SERIES), figsize=(19, 4.8), layout="constrained")
+    colours = pyplot.get_cmap("tab20").colors
+    for number, outcome in enumerate(shown):
+        series, colour = outcome.first["series"], colours[number % len(colours)]
+        steps = [last * outcome.first["sync_steps"] for last in series["round"]]
+        for axes, (name, _) in zip(panels, SERIES, strict=True):
+            axes.plot(steps, series[name], marker=".", color=colour, label=outcome.arm)
+    for axes, (_, label) in zip(panels, SERIES, strict=True):
+        axes.set_title(label, fontsize=9)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
