@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from spes_p2p.swarm.wire import unpack
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, serve_parts
-from spes_p2p.sync.parts import weight
+from spes_p2p.sync.parts import Part, weight
 from spes_p2p.sync.plan import make_head, staged_report
 from spes_p2p.sync.results import Results
 
@@ -34,6 +34,8 @@ PART_BYTES = 256
 SILENCE_S = 2.0
 
 Updates = dict[str, np.ndarray]
+Behind = Callable[[Part], int]
+"""Tokens behind a part's update."""
 
 
 def codecs(name: str) -> GroupCodecs:
@@ -43,6 +45,11 @@ def codecs(name: str) -> GroupCodecs:
 
 def member(peer: str, tokens: int, routed: tuple[int, ...], bandwidth: float = 1.0) -> Member:
     return Member(peer, tokens, routed, bandwidth)
+
+
+def planned(m: Member) -> Behind:
+    """As many as the plan says."""
+    return lambda part: weight(m, part.group)
 
 
 def make_plan_of(members: Iterable[Member]) -> Plan:
@@ -94,6 +101,7 @@ class Round:
         timeout_s: float = 60.0,
         layout: Layout = LAYOUT,
         part_bytes: int = PART_BYTES,
+        behind: Mapping[str, Behind] | None = None,
     ) -> Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
@@ -101,7 +109,7 @@ class Round:
             board = Switchboard(network.transport(m.peer), SILENCE_S)
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own_carried = (carried or {}).get(m.peer, {})
-            exchange = Exchange(board, opened.empty(), pending, own_carried, timeout_s)
+            exchange = Exchange(board, opened.empty(), pending, own_carried, timeout_s, (behind or {}).get(m.peer, planned(m)))
             opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
             await _serve(board, exchange)
         return opened

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from spes_p2p.swarm.records import Member
 from spes_p2p.sync.accounting import Ledger, Work
 from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.parts import Part, part_table
+from spes_p2p.sync.parts import Part, part_ranges, part_table
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.synthetic import SyntheticTrainer
 
-TOKENS_A_STEP = 100
+TOKENS_A_STEP, PART_BYTES = 100, 512
+RANGES = part_ranges(LAYOUT, codecs("none"), PART_BYTES)
 
 
 class Account:
@@ -25,8 +26,8 @@ class Account:
         self.rng = np.random.default_rng(seed)
         self.base = self.rng.standard_normal(LAYOUT.size, np.float32)
         self.trainer = SyntheticTrainer(LAYOUT, self.base, owned, TOKENS_A_STEP, 1.0, seed)
-        self.ledger = Ledger(LAYOUT)
         self.codecs = codecs(codec)
+        self.ledger = Ledger(LAYOUT, part_ranges(LAYOUT, self.codecs, PART_BYTES))
         self.trained = np.zeros(LAYOUT.size)
         self.entered = np.zeros(LAYOUT.size)
         self.given_up = np.zeros(LAYOUT.size)
@@ -47,7 +48,7 @@ class Account:
         other = Member("other", 1, (1,) * LAYOUT.num_experts, 1.0)
         pending = self.ledger.update
         self.sent = {}
-        for part in part_table(LAYOUT, (me, other), self.codecs, 512):
+        for part in part_table(LAYOUT, (me, other), self.codecs, PART_BYTES):
             if 0 in part.contributors:
                 update = pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
                 self.sent[part.index] = (part, part.codec.decode(part.codec.encode(update), part.size))
@@ -61,7 +62,7 @@ class Account:
             part, values = self.sent[index]
             self.entered[part.start : part.stop] += values
             before[part.start : part.stop] -= values
-        dropped = self.ledger.settle(self.trainer, self.base, new, self.sent, included.__contains__)
+        dropped = self.ledger.settle(self.trainer, self.base, new, [self.sent[index] for index in included])
         self.base, self.sent = new, {}
         self.note_given_up(before, dropped)
         return dropped
@@ -202,7 +203,7 @@ def test_a_restart_knows_how_much_work_stands_behind_what_is_pending() -> None:
     account = Account(0, (0, 2), "none")
     account.train(3)
     account.own((0,))
-    restarted = Ledger(LAYOUT)
+    restarted = Ledger(LAYOUT, RANGES)
     restarted.load_state(account.ledger.state())
     assert restarted.pending == account.ledger.pending
     restarted.announce(account.trainer, account.base)
@@ -215,7 +216,7 @@ def test_a_restart_knows_how_much_work_stands_behind_what_is_pending() -> None:
 def test_what_was_trained_since_a_restart_is_not_taken_for_a_push_of_before() -> None:
     account = Account(0, (0,), "none")
     account.train(3)
-    before, pushed = account.pending(), Ledger(LAYOUT)
+    before, pushed = account.pending(), Ledger(LAYOUT, RANGES)
     pushed.load_state(account.ledger.state())
     account.ledger = pushed
     account.ledger.announce(account.trainer, account.base)
@@ -287,16 +288,16 @@ def test_drift_is_this_peers_update_beside_the_bases_step(others: float, cosine:
     account.base, new = np.zeros_like(account.base), np.zeros_like(account.base)
     for part, values in account.sent.values():
         new[part.start : part.stop] = (values + np.float32(others) * values) / 2
-    account.ledger.settle(account.trainer, account.base, new, account.sent, lambda index: True)
+    account.ledger.settle(account.trainer, account.base, new, list(account.sent.values()))
     assert set(account.ledger.drift) == {"shared", "router", "expert"}
     for drift in account.ledger.drift.values():
         assert (drift.cosine, drift.shrink) == pytest.approx((cosine, shrink), abs=1e-6)
-    account.ledger.settle(account.trainer, new, new, {}, lambda index: False)
+    account.ledger.settle(account.trainer, new, new, [])
     assert account.ledger.drift == {}
 
 
 def test_a_phase_whose_loss_was_never_finite_spoils_no_mean() -> None:
-    ledger = Ledger(LAYOUT)
+    ledger = Ledger(LAYOUT, RANGES)
     ledger.trained(PhaseReport(2, 100, (0,) * 4, 2.0, 0.0, 1.0, (), 0))
     ledger.trained(PhaseReport(2, 100, (0,) * 4, float("nan"), 0.0, 1.0, (), 2))
     assert ledger.pending.loss == 2.0

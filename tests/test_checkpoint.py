@@ -5,15 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spes_p2p.config import CodecConfig
 from spes_p2p.data.slices import Interval
 from spes_p2p.simulate.swarm import LAYOUT
 from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.sync.accounting import Ledger
+from spes_p2p.sync.codecs import group_codecs
+from spes_p2p.sync.parts import part_ranges
 from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.synthetic import SyntheticTrainer
 
 BASE = np.zeros(LAYOUT.size, np.float32)
+RANGES = part_ranges(LAYOUT, group_codecs(CodecConfig.model_validate("none")), 1024)
 
 
 def trained(steps: int) -> SyntheticTrainer:
@@ -24,12 +28,12 @@ def trained(steps: int) -> SyntheticTrainer:
 
 @pytest.mark.parametrize("jump", [1, 2, 3, 8])
 def test_a_kill_between_checkpoint_and_base_leaves_those_of_the_base_on_disk(jump: int) -> None:
-    store, ledger = MemoryStore(), Ledger(LAYOUT)
+    store, ledger = MemoryStore(), Ledger(LAYOUT, RANGES)
     before, after = trained(3), trained(5)
     first = take_checkpoint(before, ledger, LAYOUT, BASE, "head 4", 4, None)
     write_checkpoint(store, first)
     write_checkpoint(store, take_checkpoint(after, ledger, LAYOUT, BASE, f"head {4 + jump}", 4 + jump, first.name))
     for head, number, trainer in (("head 4", 4, before), (f"head {4 + jump}", 4 + jump, after)):
         again = SyntheticTrainer(LAYOUT, BASE, (0,), 32, 1.0, seed=1)
-        assert load_checkpoint(store, again, Ledger(LAYOUT), LAYOUT, head, number) is not None
+        assert load_checkpoint(store, again, Ledger(LAYOUT, RANGES), LAYOUT, head, number) is not None
         np.testing.assert_array_equal(again.local, trainer.local)

@@ -256,8 +256,8 @@ async def push_by_hand(played: Round, peer: str, reducer: str, *frames: bytes) -
         await talk.message()
 
 
-def frame(part: Part, body: bytes) -> bytes:
-    return part.index.to_bytes(4, "little") + body
+def frame(part: Part, body: bytes, tokens: int = 10) -> bytes:
+    return part.index.to_bytes(4, "little") + tokens.to_bytes(8, "little") + body
 
 
 def shared_parts_of(played: Round, reducer: int) -> list[Part]:
@@ -265,12 +265,15 @@ def shared_parts_of(played: Round, reducer: int) -> list[Part]:
 
 
 REFUSED_PUSHES: dict[str, Callable[[Round, Part], bytes]] = {
-    "a part that is not in the plan": lambda played, part: (10**6).to_bytes(4, "little") + bytes(PART_BYTES),
+    "a part that is not in the plan": lambda played, part: (10**6).to_bytes(4, "little") + bytes(8 + PART_BYTES),
     "a part of another reducer": lambda played, part: frame(shared_parts_of(played, 1)[0], bytes(4 * part.size)),
     "a part that the sender does not train": lambda played, part: frame(
         next(p for p in played.empty().parts if p.contributors == (0,)), bytes(4 * part.size)),
     "too few bytes": lambda played, part: frame(part, bytes(4 * part.size - 4)),
     "too many bytes": lambda played, part: frame(part, bytes(4 * part.size + 4)),
+    "no weight": lambda played, part: part.index.to_bytes(4, "little") + bytes(7),
+    "nothing behind it": lambda played, part: frame(part, bytes(4 * part.size), tokens=0),
+    "too much behind it": lambda played, part: frame(part, bytes(4 * part.size), tokens=2**48 + 1),
     "no index": lambda played, part: b"\x00\x00",
     "values that are not finite": lambda played, part: frame(part, np.full(part.size, np.nan, "<f4").tobytes()),
     "infinite values": lambda played, part: frame(part, np.full(part.size, np.inf, "<f4").tobytes()),

@@ -25,7 +25,7 @@ from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
 from spes_p2p.simulate.virtual import SILENCE_S, SeedResult, run_seed
 from spes_p2p.swarm.electors import Elector
 from spes_p2p.swarm.ownership import Owners, assign_experts
-from spes_p2p.sync import exchange, plan, replica
+from spes_p2p.sync import plan, replica
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.exchange import Exchange
@@ -252,10 +252,10 @@ def test_ten_thousand_rounds_under_random_faults_break_no_invariant() -> None:
 def _work_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = Ledger.settle
 
-    def broken(self: Ledger, trainer: Any, old: Any, new: Any, sent: Any, included: Any) -> int:
-        kept = {index: (part, values.copy()) for index, (part, values) in sent.items() if included(index)}
-        dropped = settle(self, trainer, old, new, sent, included)
-        for part, values in kept.values():
+    def broken(self: Ledger, trainer: Any, old: Any, new: Any, accepted: Any) -> int:
+        kept = [(part, values.copy()) for part, values in accepted]
+        dropped = settle(self, trainer, old, new, accepted)
+        for part, values in kept:
             if part.group.expert is None:
                 again = np.zeros_like(trainer.read(part.group))
                 again[part.start - part.group.start : part.stop - part.group.start] = values
@@ -266,21 +266,27 @@ def _work_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _reducers_leave_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Exchange._add
+    take = Exchange._take
 
-    def broken(self: Exchange, part: Any, sender: int, update: np.ndarray) -> None:
-        add(self, part, sender, update * 0 if sender == 1 else update)
+    def broken(self: Exchange, sender: int, message: bytes) -> None:
+        take(self, sender, message[:12] + bytes(len(message) - 12) if sender == 1 else message)
 
-    monkeypatch.setattr(Exchange, "_add", broken)
+    monkeypatch.setattr(Exchange, "_take", broken)
 
 
-def _reducers_weigh_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    weigh = exchange.weight
-    monkeypatch.setattr(exchange, "weight", lambda member, group: weigh(member, group) * (1 + (member.peer == "peer-1")))
+def _somebody_weighs_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_update = Exchange._has_update
+
+    def broken(self: Exchange, part: Any) -> bool:
+        if has_update(self, part) and self._names[self.me] == "peer-1":
+            self._behind = lambda part: 2 * self.plan.members[self.me].tokens
+        return has_update(self, part)
+
+    monkeypatch.setattr(Exchange, "_has_update", broken)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("harm", [_work_counts_twice, _reducers_leave_somebody_out, _reducers_weigh_otherwise])
+@pytest.mark.parametrize("harm", [_work_counts_twice, _reducers_leave_somebody_out, _somebody_weighs_otherwise])
 def test_work_that_counts_twice_or_not_at_all_is_found_though_all_have_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, harm: Callable[[pytest.MonkeyPatch], None], overlap: bool
 ) -> None:

@@ -98,6 +98,8 @@ class RecordingTrainer(SyntheticTrainer):
     phases_by_round: dict[int, Phase]
     changes: np.ndarray
     """float64, of all phases."""
+    tokens: int
+    """Of all phases."""
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """As its parent."""
@@ -105,6 +107,7 @@ class RecordingTrainer(SyntheticTrainer):
         before, weights = len(self.trained_samples), self.local
         report = super().train(phase, should_stop, on_step)
         self.changes += self.local - weights
+        self.tokens += report.tokens
         self.samples_by_round[phase.round] = self.trained_samples[before:]
         return report
 
@@ -197,7 +200,7 @@ class VirtualSwarm:
         def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> SyntheticTrainer:
             seed = zlib.crc32(f"{self.network.seed}/{name}".encode())
             trainer = RecordingTrainer(LAYOUT, base, owned, tokens_per_step, self.step_s(name), seed)
-            trainer.changes = np.zeros(LAYOUT.size)
+            trainer.changes, trainer.tokens = np.zeros(LAYOUT.size), 0
             trainer.samples_by_round = self.samples.setdefault(name, {})
             trainer.phases_by_round = self.phases.setdefault(name, {})
             self.trainers[name] = trainer

@@ -73,7 +73,7 @@ class _Run:
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
         self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority)
-        self._work = Work(LAYOUT)
+        self._work = Work(LAYOUT, scenario.overlap)
         self._log: list[str] = []
         self._swarm: VirtualSwarm
         self._faults: Injector
@@ -191,9 +191,9 @@ class _Run:
         if trainer is None or replica.base.round != event.round or self._audit.is_suspect(peer):
             self._work.forget(peer)
             return
-        standing = self._work.standing(event.round, replica.base.values, trainer.local, trainer.changes)
-        tokens = {name: count for name, count, _ in event.contributions}
-        error = self._work.committed(peer, standing, event.base_digest, tokens)
+        standing = self._work.standing(event.round, replica.base.values, trainer.local, trainer.changes, trainer.tokens)
+        contributors = {name for name, tokens, _ in event.contributions if tokens}
+        error = self._work.committed(peer, standing, event.base_digest, contributors)
         if error is not None:
             self._audit.violated(now(), "work", f"round {event.round} moved the base by other than what was sent: {error:.2g}")
 

@@ -14,13 +14,16 @@ codes s decoded from it, and progress g of the phase that went on during the rou
 
 What is announced is therefore kept apart from what is trained afterwards: `announce` draws the line, and only what is behind
 it settles, ages, or is given up.
+
+A round may take one part of a group and leave another out. So the tokens behind what is pending are kept part by part: they are
+what the next update of that part weighs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,28 +57,50 @@ class Work:
         losses = self.loss_sum + other.loss_sum, self.loss_tokens + other.loss_tokens
         return Work(routed, self.tokens + other.tokens, *losses)
 
+    def of(self, group: Group) -> int:
+        """Tokens that trained this group."""
+        return self.tokens if group.expert is None else self.routed[group.expert]
+
 
 class Ledger:
     """Pending work of one peer, and how many tokens stand behind it."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, ranges: Sequence[tuple[Group, int, int]]):
+        """`ranges`: of all that can be parts (`part_ranges`)."""
         self._layout = layout
         self._nothing = Work((0,) * layout.num_experts)
         self._fresh = self._nothing
         """Trained since the last announcement."""
-        self.announced = self._nothing
-        """What the round in flight carries, and what earlier rounds left out."""
+        self._behind = np.zeros(len(ranges), np.int64)
+        """Tokens behind what was announced of each range and is not yet included."""
+        self._place = {start: place for place, (_, start, _) in enumerate(ranges)}
+        self._places = _places_of_groups(ranges)
+        self._losses = 0.0, 0
+        """Their sum and tokens, of what was announced."""
         self._update: dict[str, np.ndarray] = {}
         self.drift: dict[str, Drift] = {}
         """By kind of weights, at the last commit; empty where nothing of mine was in it."""
-        self._left_behind = 0
         self._handed_over: dict[int, np.ndarray] = {}
         self._age: dict[str, int] = {}
+
+    @property
+    def announced(self) -> Work:
+        """What the round in flight carries, and what earlier rounds left out.
+
+        Tokens count as included with the first part of the shared weights that is, those of an expert with its last part.
+        """
+        experts = range(self._layout.num_experts)
+        routed = tuple(int(self._behind_group(self._layout.expert(expert)).max()) for expert in experts)
+        return Work(routed, int(self._behind_group(self._layout.group("shared")).min()), *self._losses)
 
     @property
     def pending(self) -> Work:
         """All that was not yet included."""
         return self.announced.plus(self._fresh)
+
+    def behind(self, part: Part) -> int:
+        """Tokens behind the part's update: its weight in the mean."""
+        return int(self._behind[self._place[part.start]])
 
     @property
     def update(self) -> Mapping[str, np.ndarray]:
@@ -89,8 +114,7 @@ class Ledger:
         """What a push of before a restart may have held of a group; None when nothing that is pending here."""
         if group.name in self._update:
             return self._update[group.name]
-        is_fresh = self._fresh.tokens if group.expert is None else self._fresh.routed[group.expert]
-        if is_fresh or (group.expert is not None and group.expert not in trainer.owned):
+        if self._fresh.of(group) or (group.expert is not None and group.expert not in trainer.owned):
             return None
         values = trainer.read(group)
         values -= base[group.start : group.stop]
@@ -104,10 +128,11 @@ class Ledger:
 
     def announce(self, trainer: Trainer, base: np.ndarray) -> None:
         """Take all that is pending now as the update of the next round. Called between two steps."""
-        self.announced, self._fresh = self.pending, self._nothing
+        announced, self._behind = self.pending, self._behind_all()
+        self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
         self._update = {}
         for group in self._layout.groups:
-            if self._weight(group) == 0:
+            if announced.of(group) == 0:
                 continue
             if group.expert is not None and group.expert in self._handed_over:
                 self._update[group.name] = self._handed_over[group.expert].copy()
@@ -136,32 +161,20 @@ class Ledger:
         trainer: Trainer,
         old: np.ndarray,
         new: np.ndarray,
-        sent: Mapping[int, tuple[Part, np.ndarray]],
-        included: Callable[[int], bool],
+        accepted: Sequence[tuple[Part, np.ndarray]],
     ) -> int:
         """Account for one commit that took the base from `old` to `new`; returns the tokens of work that was given up.
 
-        `sent`: by part index, the part and the decoded values that I pushed in the committed plan (empty when I was not in it).
-        `included(part index)`: does the commit say that my push is in the result?
+        `accepted`: the parts that hold my push of the committed plan, with the decoded values that I pushed.
         """
-        my_parts: dict[str, list[tuple[Part, np.ndarray]]] = {}
-        for part, values in sent.values():
-            if included(part.index):
-                my_parts.setdefault(part.group.name, []).append((part, values))
-        self.drift = drift_by_kind(old, new, (each for accepted in my_parts.values() for each in accepted))
+        by_group: dict[str, list[tuple[Part, np.ndarray]]] = {}
+        for part, values in accepted:
+            by_group.setdefault(part.group.name, []).append((part, values))
+            self._behind[self._place[part.start]] = 0
+        self.drift = drift_by_kind(old, new, accepted)
         for group in self._layout.groups:
-            accepted = my_parts.get(group.name, [])
-            self._settle_group(trainer, group, old, new, accepted)
-        left_out = {part.group for part, _ in sent.values() if not included(part.index)}
-        self._note_left_behind(set(my_parts), left_out)
-        return self._forget_settled(trainer, set(my_parts) - {g.name for g in left_out if g.expert is not None})
-
-    def _note_left_behind(self, included: set[str], left_out: set[Group]) -> None:
-        """Remember the tokens behind what stayed pending of shared weights and routers that otherwise count as settled."""
-        if any(group.expert is None for group in left_out):
-            self._left_behind = max(self._left_behind, self.announced.tokens)
-        elif included >= {group.name for group in self._layout.groups if group.expert is None}:
-            self._left_behind = 0
+            self._settle_group(trainer, group, old, new, by_group.get(group.name, []))
+        return self._age_pending(trainer, set(by_group))
 
     def rebase(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_announced: bool) -> int:
         """The base jumped (a snapshot, a repaired digest); returns the tokens of announced work that was given up, if it was.
@@ -170,40 +183,36 @@ class Ledger:
         """
         lost = 0
         if not keep_announced:
-            lost = max(self.announced.tokens, self._left_behind, *self.announced.routed)
-            for group in self._layout.groups:
-                self._take_back(trainer, group)
-            self.announced, self._left_behind = self._nothing, 0
-            self._handed_over = {e: values for e, values in self._handed_over.items() if self._fresh.routed[e]}
-            self._age.clear()
+            lost = max((self._drop(trainer, group) for group in self._layout.groups if group.name in self._update), default=0)
+            self._forget_settled()
         for group in self._layout.groups:
             self._settle_group(trainer, group, old, new, [])
         return lost
 
     def give_up(self, trainer: Trainer, base: np.ndarray) -> int:
         """The campaign went back to an earlier base: nothing of what is pending stays. Returns its tokens."""
-        lost = max(self.pending.tokens, self._left_behind, *self.pending.routed)
+        lost = int(self._behind_all().max())
         trainer.load_base(base)
-        self.announced = self._fresh = self._nothing
-        self._left_behind = 0
+        self._fresh, self._losses = self._nothing, (0.0, 0)
+        self._behind[:] = 0
         for table in (self._update, self._handed_over, self._age):
             table.clear()
         return lost
 
     def state(self) -> dict[str, np.ndarray]:
         """What a restart needs beside `local - base`, by name."""
-        work = self.pending
         handed_over = {f"handed_over.{expert}": values for expert, values in self._handed_over.items()}
-        losses = np.array([work.loss_sum, work.loss_tokens], np.float64)
-        return {"tokens": np.array([work.tokens, *work.routed], np.int64), "losses": losses, **handed_over}
+        losses = np.array([self.pending.loss_sum, self.pending.loss_tokens], np.float64)
+        return {"tokens_behind": self._behind_all(), "losses": losses, **handed_over}
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Undo of `state`; all of it counts as not yet announced."""
-        if "tokens" not in arrays:
+        """Undo of `state`, before anything is announced or trained."""
+        behind = arrays.get("tokens_behind")
+        if behind is None or behind.shape != self._behind.shape:
             return
-        tokens, *routed = map(int, arrays["tokens"])
+        self._behind = behind.copy()
         loss_sum, loss_tokens = map(float, arrays["losses"])
-        self._fresh = Work(tuple(routed), tokens, loss_sum, int(loss_tokens))
+        self._losses = loss_sum, int(loss_tokens)
         self._handed_over = {
             int(name.partition(".")[2]): values.copy() for name, values in arrays.items() if name.startswith("handed_over.")
         }
@@ -223,49 +232,66 @@ class Ledger:
             for part, _ in accepted:
                 update[part.start - group.start : part.stop - group.start] = 0
 
-    def _forget_settled(self, trainer: Trainer, included: set[str]) -> int:
-        """Work that was included is no longer pending; work that more than two rounds left out is given up.
+    def _age_pending(self, trainer: Trainer, included: set[str]) -> int:
+        """What more than two rounds left out is given up; returns its tokens.
 
-        An expert of which a part was left out stays pending as a whole: it may be handed over before that part goes again.
+        An expert of which a part was left out ages as a whole: it may be handed over before that part goes again.
         """
         dropped = 0
-        weights = {group.name: self._weight(group) for group in self._layout.groups}
         for group in self._layout.groups:
-            if group.name in included:
-                self._clear(group)
-            elif weights[group.name] > 0:
-                self._age[group.name] = self._age.get(group.name, 0) + 1
-                if self._age[group.name] > MAX_PENDING_ROUNDS:
-                    dropped = max(dropped, weights[group.name])
-                    self._take_back(trainer, group)
-                    self._clear(group)
+            is_settled = group.expert is None and group.name in included
+            if is_settled or group.name not in self._update or not self._behind_group(group).any():
+                self._age.pop(group.name, None)
+                continue
+            self._age[group.name] = self._age.get(group.name, 0) + 1
+            if self._age[group.name] > MAX_PENDING_ROUNDS:
+                dropped = max(dropped, self._drop(trainer, group))
+        self._forget_settled()
+        return dropped
+
+    def _forget_settled(self) -> None:
+        """Nothing is left of an expert that was handed over, or of what the losses are about."""
+        pending = self.pending
+        self._handed_over = {expert: values for expert, values in self._handed_over.items() if pending.routed[expert]}
         if self.announced.tokens == 0:
-            self.announced = replace(self.announced, loss_sum=0.0, loss_tokens=0)
+            self._losses = 0.0, 0
+
+    def _drop(self, trainer: Trainer, group: Group) -> int:
+        """Give up what was announced of a group and is still pending; returns its tokens."""
+        behind = self._behind_group(group)
+        dropped = int(behind.max())
+        behind[:] = 0
+        self._age.pop(group.name, None)
+        self._take_back(trainer, group)
         return dropped
 
     def _take_back(self, trainer: Trainer, group: Group) -> None:
-        """Give up what was announced of a group and is still pending."""
-        update = self._update.pop(group.name, None)
-        if update is None:
-            return
+        """What is still pending of a group's announced update leaves the local weights."""
+        update = self._update.pop(group.name)
         if group.expert is not None and group.expert in self._handed_over:
             self._handed_over[group.expert] -= update
         elif group.expert is None or group.expert in trainer.owned:
             trainer.add(group, -update)
 
-    def _clear(self, group: Group) -> None:
-        self._age.pop(group.name, None)
-        if group.expert is not None:
-            routed = tuple(0 if e == group.expert else count for e, count in enumerate(self.announced.routed))
-            self.announced = replace(self.announced, routed=routed)
-            if not self._fresh.routed[group.expert]:
-                self._handed_over.pop(group.expert, None)
-        elif group.kind == "shared":
-            self.announced = replace(self.announced, tokens=0)
+    def _behind_group(self, group: Group) -> np.ndarray:
+        """Tokens behind each of its parts, of what was announced: a view."""
+        return self._behind[self._places[group.name]]
 
-    def _weight(self, group: Group) -> int:
-        """Of what was announced."""
-        return self.announced.tokens if group.expert is None else self.announced.routed[group.expert]
+    def _behind_all(self) -> np.ndarray:
+        """Tokens behind each range, of all that is pending."""
+        behind = self._behind.copy()
+        for group in self._layout.groups:
+            behind[self._places[group.name]] += self._fresh.of(group)
+        return behind
+
+
+def _places_of_groups(ranges: Sequence[tuple[Group, int, int]]) -> dict[str, slice]:
+    """By group name: where its ranges stand among all of them."""
+    places: dict[str, slice] = {}
+    for place, (group, _, _) in enumerate(ranges):
+        first = places[group.name].start if group.name in places else place
+        places[group.name] = slice(first, place + 1)
+    return places
 
 
 def _less(values: np.ndarray, accepted: list[tuple[Part, np.ndarray]]) -> np.ndarray:

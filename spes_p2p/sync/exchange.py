@@ -2,11 +2,11 @@
 
 When a reducer is lost, another exchange runs beside it over the parts that moved to backups (a revision of the part table).
 
-A contributor pushes its encoded update of each part to the part's reducer. A reducer sums with the plan's weights, closes a
-part when every contributor has sent, is lost or is too late, encodes the mean once, and serves it; its manifest says what it
-made and who is in it. A part's only contributor is its own reducer where possible: its codes are passed on unchanged. Every
-member pulls every part. Nothing is decoded that the plan does not allow: sender, part and size are checked first; values that
-are not finite are nobody's update.
+A contributor pushes its encoded update of each part to the part's reducer, and how many tokens stand behind it. A reducer sums
+by these weights, closes a part when every contributor has sent, is lost or is too late, encodes the mean once, and serves it;
+its manifest says what it made and who is in it. A part's only contributor is its own reducer where possible: its codes are
+passed on unchanged. Every member pulls every part. Nothing is decoded that the plan does not allow: sender, part and size are
+checked first; values that are not finite are nobody's update.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.means import MeanKind, RunningMean
 from spes_p2p.sync.parts import Part, mask_bytes, to_mask, weight
+from spes_p2p.sync.plan import MAX_TOKENS
 from spes_p2p.sync.results import ABSENT, Results
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 PUSH, PULL = "push", "pull"
 PUSH_SHARE = 0.5
 """Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
+WEIGHT_BYTES = 8
+"""Of the tokens behind an update, little-endian."""
 BREATHE_EVERY = 8
 """Parts that are encoded in a row before other tasks get their turn."""
 
@@ -64,10 +67,11 @@ class Exchange:
         pending: Mapping[str, np.ndarray],
         carried: Mapping[int, np.ndarray],
         timeout_s: float,
+        behind: Callable[[Part], int],
         revision: int = 0,
         mean: MeanKind = "tokens",
     ):
-        """`pending`: my update by group name; it is overwritten with what was sent.
+        """`pending`: my update by group name; it is overwritten with what was sent. `behind`: tokens behind a part of it.
 
         `carried`: what my encoding dropped before, by start of the part's range.
 
@@ -88,9 +92,12 @@ class Exchange:
         self._pending = pending
         self._carried = carried
         self._timeout_s = timeout_s
+        self._behind = behind
         self._mean: MeanKind = mean
         self._names = [member.peer for member in self.plan.members]
         self._means: dict[int, RunningMean] = {}
+        self._weights: dict[int, int] = {}
+        """Tokens behind what is summed, by part index."""
         self._arrived: dict[int, set[int]] = {}
         self._codes: dict[int, bytes] = {}
         self._masks: dict[int, bytes] = {}
@@ -106,7 +113,9 @@ class Exchange:
 
     def beside(self, revision: int) -> Exchange:
         """An exchange of the same updates over the parts that this revision of the part table moved."""
-        return Exchange(self._board, self.results, self._pending, self._carried, self._timeout_s, revision, self._mean)
+        return Exchange(
+            self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._mean
+        )
 
     async def run(self) -> None:
         """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else."""
@@ -157,7 +166,7 @@ class Exchange:
         await talk.send(pack(self.results.manifests[self.revision, self.me]))
 
     def _take(self, sender: int, message: bytes) -> None:
-        index, body = _unframe(message)
+        index, tokens, body = _unframe_push(message)
         part = self._mine.get(index)
         if part is None or sender not in part.contributors:
             raise Refused(f"part {index} is not for me from you")
@@ -166,13 +175,15 @@ class Exchange:
             return
         if len(body) != part.encoded_bytes:
             raise Refused(f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
+        if not 0 < tokens <= MAX_TOKENS:
+            raise Refused(f"part {index} cannot have {tokens} tokens behind it")
         update = part.codec.decode(body, part.size)
         if not np.isfinite(update).all():
             raise Refused(f"part {index} has values that are not finite")
         if len(part.contributors) == 1:
             self._codes[index] = body
         else:
-            self._add(part, sender, update)
+            self._add(part, update, tokens)
         arrived.add(sender)
         if self._complete(part):
             self._close(part)
@@ -220,12 +231,12 @@ class Exchange:
 
     def _close(self, part: Part) -> None:
         contributors = set(self._arrived.get(part.index, ()))
-        if self.me in part.contributors and np.isfinite(self._own(part)).all():
+        if self._has_update(part):
             contributors.add(self.me)
             self._contribute(part)
         if contributors:
             if len(part.contributors) > 1:
-                self._codes[part.index] = self._encode_mean(part, contributors)
+                self._codes[part.index] = self._encode_mean(part)
             self._put(part, self._codes.pop(part.index))
             self._masks[part.index] = to_mask(contributors, len(self._names))
         self._closed.add(part.index)
@@ -239,19 +250,20 @@ class Exchange:
             self._codes[part.index] = self._encode_own(part)
         else:
             update = self._own(part)
-            self._add(part, self.me, update)
+            self._add(part, update, self._behind(part))
             self.sent[part.index] = (part, update)
 
-    def _add(self, part: Part, sender: int, update: np.ndarray) -> None:
-        total = sum(weight(self.plan.members[i], part.group) for i in part.contributors)
+    def _add(self, part: Part, update: np.ndarray, tokens: int) -> None:
         mean = self._means.setdefault(part.index, RunningMean(self._mean, part.size))
-        mean.add(update, weight(self.plan.members[sender], part.group) / total)
+        mean.add(update, tokens / self._planned_weight(part))
+        self._weights[part.index] = self._weights.get(part.index, 0) + tokens
 
-    def _encode_mean(self, part: Part, contributors: set[int]) -> bytes:
-        members = self.plan.members
-        total = sum(weight(members[i], part.group) for i in part.contributors)
-        arrived = sum(weight(members[i], part.group) for i in contributors)
-        mean = self._means.pop(part.index).result(arrived / total)
+    def _planned_weight(self, part: Part) -> int:
+        """What all contributors together weigh, unless earlier rounds treated a part of a group otherwise than the rest."""
+        return sum(weight(self.plan.members[i], part.group) for i in part.contributors)
+
+    def _encode_mean(self, part: Part) -> bytes:
+        mean = self._means.pop(part.index).result(self._weights[part.index] / self._planned_weight(part))
         carried = self._carried.get(part.start)
         if carried is not None and carried.size == mean.size:
             mean = mean + carried
@@ -270,6 +282,10 @@ class Exchange:
     def _own(self, part: Part) -> np.ndarray:
         return self._pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
 
+    def _has_update(self, part: Part) -> bool:
+        """Do I contribute to it? Not where the round before took all that I trained, but not all of the group."""
+        return self.me in part.contributors and self._behind(part) > 0 and bool(np.isfinite(self._own(part)).all())
+
     def _encode_own(self, part: Part) -> bytes:
         """Encode my update; from now on it is what the others decode: what the codec dropped stays with the trainer."""
         update = self._own(part)
@@ -283,14 +299,14 @@ class Exchange:
 
     async def _push_to(self, reducer: int) -> None:
         mine = [part for part in self._reduced_by(reducer) if self.me in part.contributors]
-        mine = [part for part in mine if np.isfinite(self._own(part)).all()]
         if not mine:
             return
         try:
             async with self._board.talk(self._names[reducer], PUSH) as talk:
                 await talk.send(pack(PushHeader(self.plan.id, self.revision)))
-                for part in mine:
-                    await talk.send(_frame(part.index, self._encode_own(part)))
+                for part in filter(self._has_update, mine):
+                    tokens = self._behind(part).to_bytes(WEIGHT_BYTES, "little")
+                    await talk.send(_frame(part.index, tokens, self._encode_own(part)))
                 await talk.send(b"")
                 await talk.message()
         except (PeerUnreachable, Refused) as error:
@@ -349,11 +365,19 @@ async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: 
     results.discard_unverified()
 
 
-def _frame(index: int, body: bytes | memoryview) -> bytes:
-    return b"".join((index.to_bytes(4, "little"), body))
+def _frame(index: int, *pieces: bytes | memoryview) -> bytes:
+    return b"".join((index.to_bytes(4, "little"), *pieces))
 
 
 def _unframe(message: bytes) -> tuple[int, bytes]:
     if len(message) < 4:
         raise WireError("a part without its index")
     return int.from_bytes(message[:4], "little"), message[4:]
+
+
+def _unframe_push(message: bytes) -> tuple[int, int, bytes]:
+    """Index of the part, tokens behind its update, the encoded update."""
+    if len(message) < 4 + WEIGHT_BYTES:
+        raise WireError("an update without its weight")
+    tokens = int.from_bytes(message[4 : 4 + WEIGHT_BYTES], "little")
+    return int.from_bytes(message[:4], "little"), tokens, message[4 + WEIGHT_BYTES :]

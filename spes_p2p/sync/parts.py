@@ -37,8 +37,17 @@ class Part:
         return self.codec.encoded_bytes(self.size)
 
 
+def part_ranges(layout: Layout, codecs: GroupCodecs, part_bytes: int) -> tuple[tuple[Group, int, int], ...]:
+    """Group, start and stop of everything that can be a part, in order. The same in every round: who is in it plays no role."""
+    steps = ((group, max(1, codecs.of(group).elements(part_bytes))) for group in layout.groups)
+    return tuple((group, a, min(group.stop, a + step)) for group, step in steps for a in range(group.start, group.stop, step))
+
+
 def weight(member: Member, group: Group) -> int:
-    """What the member's update of this group counts in the mean: its tokens, or those its router sent to the expert."""
+    """Tokens behind the member's update of this group, or those of them that its router sent to the expert.
+
+    Of a part that earlier rounds left out more may stand behind it, of one that they took less: its push says how many.
+    """
     return member.tokens if group.expert is None else member.routed[group.expert]
 
 
@@ -54,12 +63,13 @@ def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs,
     if not reducers:
         return ()
     load = [0.0] * len(members)
-    ranges: list[tuple[Group, int, int, tuple[int, ...]]] = []
-    for group in layout.groups:
-        contributors = tuple(i for i, member in enumerate(members) if weight(member, group) > 0)
-        if contributors:
-            step = max(1, codecs.of(group).elements(part_bytes))
-            ranges += [(group, a, min(group.stop, a + step), contributors) for a in range(group.start, group.stop, step)]
+    contributors_of = {
+        group: tuple(i for i, member in enumerate(members) if weight(member, group) > 0) for group in layout.groups
+    }
+    ranges = [
+        (group, start, stop, contributors_of[group])
+        for group, start, stop in part_ranges(layout, codecs, part_bytes) if contributors_of[group]
+    ]
 
     chosen: dict[int, int] = {}
     for k, (group, start, stop, contributors) in enumerate(ranges):

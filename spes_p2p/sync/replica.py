@@ -27,7 +27,7 @@ from spes_p2p.sync.base import Base, StagedBase, load_base, pieces_of, stage_bas
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
 from spes_p2p.sync.outer import base_size
-from spes_p2p.sync.parts import Part
+from spes_p2p.sync.parts import Part, part_ranges
 from spes_p2p.sync.results import (
     BODIES_OF,
     RESULTS_OF,
@@ -82,7 +82,7 @@ class Replica:
         self.codecs = group_codecs(sync.codec)
         self.part_bytes = sync.part_bytes
         self.outer = node.campaign.config.outer
-        self.ledger = Ledger(layout)
+        self.ledger = Ledger(layout, part_ranges(layout, self.codecs, self.part_bytes))
         self.snapshots = Snapshots(sync.silence_s)
         self._downloaded_pieces = KeptPieces(node.world.store)
         self.trainer: Trainer | None = None
@@ -227,7 +227,8 @@ class Replica:
         if self._exchanges:
             update = {name: values.copy() for name, values in update.items()}
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
-        exchange = Exchange(self.node.board, results, update, self._carried, timeout_s, mean=self.outer.mean)
+        board, behind = self.node.board, self.ledger.behind
+        exchange = Exchange(board, results, update, self._carried, timeout_s, behind, mean=self.outer.mean)
         self._exchanges[plan.id, 0] = exchange
         self._kept[plan.id] = results
         self._news.set()
@@ -343,7 +344,8 @@ class Replica:
         sent = {index: each for exchange in exchanges for index, each in exchange.sent.items()}
         if not exchanges:
             sent = self._sent_before_restart(results, included)
-        dropped = self.ledger.settle(self.trainer, self.base.values, base.values, sent, included)
+        accepted = [each for index, each in sent.items() if included(index)]
+        dropped = self.ledger.settle(self.trainer, self.base.values, base.values, accepted)
         if dropped:
             self._observer.tell(WorkDropped(base.round, dropped, "left out of more than two rounds"))
         self._take_duty(base)
