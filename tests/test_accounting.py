@@ -259,6 +259,55 @@ def test_of_a_lost_expert_only_the_parts_that_were_left_out_go_again() -> None:
     assert np.abs(account.given_up).max() < 1e-5
 
 
+def test_a_part_that_was_never_pushed_keeps_a_lost_expert_pending() -> None:
+    account = Account(0, (2,), "none")
+    account.train(3)
+    account.own(())
+    account.push()
+    unsent = next(index for index, (part, _) in account.sent.items() if part.group.name == "expert.2")
+    del account.sent[unsent]
+    assert account.commit(set(account.sent)) == 0
+    account.check()
+    account.push()
+    account.commit(set(account.sent))
+    account.check()
+    assert np.abs(account.given_up).max() < 1e-5
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2**20 - 1)), min_size=1, max_size=6), st.booleans())
+def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
+    rounds: list[tuple[int, int]], trains_meanwhile: bool
+) -> None:
+    """`rounds`: steps before each, and which parts it takes; of each group at least the first, every second time an expert's
+    parts all: nothing is given up.
+    """
+    account = Account(0, (0, 3), "none")
+    behind = dict.fromkeys((start for _, start, _ in RANGES), 0)
+    fresh = 0
+    for number, (steps, taken) in enumerate(rounds):
+        account.train(steps)
+        account.push()
+        firsts = {part.group.name: index for index, (part, _) in reversed(account.sent.items())}
+        included = {index for index in account.sent if taken >> index % 20 & 1} | set(firsts.values())
+        if number % 2:
+            included |= {index for index, (part, _) in account.sent.items() if part.group.expert is not None}
+        for index, (part, _) in account.sent.items():
+            behind[part.start] += steps * TOKENS_A_STEP + fresh
+            expected = behind[part.start]
+            weighs = account.ledger.behind(part)
+            if part.group.expert is None:
+                assert weighs == expected
+            else:
+                assert 0 <= weighs - expected // LAYOUT.num_experts <= 2 * len(rounds)
+            if index in included:
+                behind[part.start] = 0
+        if trains_meanwhile:
+            account.train(1)
+        fresh = TOKENS_A_STEP * trains_meanwhile
+        account.commit(included)
+        account.check()
+
+
 def test_an_expert_that_comes_back_before_it_was_sent_brings_its_work_along() -> None:
     account = Account(0, (2,), "none")
     account.train(3)

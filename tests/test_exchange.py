@@ -97,6 +97,27 @@ def test_what_each_member_sent_is_what_the_result_holds_of_it() -> None:
     simulate(main)
 
 
+def test_an_update_weighs_the_tokens_behind_it_and_one_without_any_is_not_in_the_mean() -> None:
+    """Rounds before this one took other parts of A's work than of B's."""
+    behind = {0: 0, 1: 700, 2: 25}
+
+    async def main() -> None:
+        plan = make_plan_of([member("A", 100, SHARED_ONLY), member("B", 300, SHARED_ONLY)])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates, behind={"A": lambda part: behind.get(part.index, 100)})
+        await played.run()
+        results = played.exchanges["B"].results
+        for part in results.parts:
+            tokens = {"A": behind.get(part.index, 100), "B": 300}
+            place = slice(part.start - part.group.start, part.stop - part.group.start)
+            mean = sum(updates[peer][part.group.name][place] * (tokens[peer] / sum(tokens.values())) for peer in "AB")
+            np.testing.assert_allclose(part.codec.decode(results.encoded[part.index], part.size), mean, atol=1e-6)
+            assert results.contributors(part) == ((0, 1) if tokens["A"] else (1,))
+            assert (part.index in played.exchanges["A"].sent) == bool(tokens["A"])
+
+    simulate(main)
+
+
 def test_what_the_reducers_encoding_drops_is_in_the_next_result() -> None:
     async def main() -> None:
         plan = make_plan_of([member("A", 1, SHARED_ONLY), member("B", 1, SHARED_ONLY)])
