@@ -183,7 +183,7 @@ class Manifest:
     revision: int
     """Of the part table: 0 for the plan's own, then one more each time that reducers were lost."""
     digests: bytes
-    """sha256 of each encoded result, 32 bytes each; zeros for a part that got no contribution."""
+    """BLAKE3 of each encoded result, 32 bytes each; zeros for a part that got no contribution."""
     masks: bytes
     """For each part, who is in it: one bit a member, ceil(members / 8) bytes each."""
 

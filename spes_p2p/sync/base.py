@@ -45,7 +45,7 @@ class StagedBase:
 
     base: Base
     digests: bytes
-    """sha256 of each piece."""
+    """Of each piece (digest.py)."""
     draft: Draft
 
 

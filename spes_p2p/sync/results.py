@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from spes_p2p.model.layout import Layout
@@ -11,6 +10,7 @@ from spes_p2p.swarm.records import Head, Manifest, Plan
 from spes_p2p.swarm.store import frame_record, read_frame
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.codecs import GroupCodecs
+from spes_p2p.sync.digest import content_digest
 from spes_p2p.sync.parts import Part, from_mask, mask_bytes, moved_parts, part_table
 from spes_p2p.sync.spool import Spool, places_of
 
@@ -38,7 +38,7 @@ class Results:
         self.spool: Spool | None = None
         """Where what is put here is kept; None: in memory."""
         self.digests: dict[int, bytes] = {}
-        """sha256 of each result that is here, by part index."""
+        """Of each result that is here, by part index."""
         self.manifests: dict[tuple[int, int], Manifest] = {}
         """By revision and reducer."""
         self._tables: list[dict[int, list[Part]]] = [_by_reducer(parts)]
@@ -80,7 +80,7 @@ class Results:
     def put(self, index: int, encoded: bytes | memoryview) -> None:
         """Take a part's result."""
         self.encoded[index] = encoded if self.spool is None else self.spool.keep(index, encoded)
-        self.digests[index] = hashlib.sha256(encoded).digest()
+        self.digests[index] = content_digest(encoded)
 
     def drop(self, index: int) -> None:
         """Forget a part's result, if it is here."""
@@ -120,7 +120,7 @@ class Results:
         return part.revision * len(self.plan.members) + part.reducer
 
     def digest_of(self, part: Part) -> bytes | None:
-        """sha256 of the part's result as its reducer's manifest says; None without the manifest."""
+        """Digest of the part's result as its reducer's manifest says; None without the manifest."""
         manifest = self.manifests.get((part.revision, part.reducer))
         place = self._places[part.revision, part.index]
         return None if manifest is None else manifest.digests[32 * place : 32 * place + 32]
