@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -78,6 +80,27 @@ def test_a_helper_that_is_away_has_no_seat_until_it_is_back() -> None:
         await swarm.until_round(5)
         assert "W" not in swarm.nodes["A"].log.head.electorate, "its death and one more must not end the campaign"
         swarm.restart("W")
+        await swarm.until_round(swarm.round_of("A") + 4)
+        assert "W" in swarm.nodes["A"].log.head.electorate
+        swarm.assert_same_heads()
+
+    simulate(main)
+
+
+def test_who_comes_back_and_finds_nobody_at_first_catches_up_when_the_others_appear() -> None:
+    """As a bootstrap peer that is started alone: the others find it some time later, and go on without it until then."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=6000, sync={"min_peers": 1, "reform_after_s": 600.0}))
+        swarm.start_all("AB")
+        await swarm.until_round(2)
+        swarm.kill("W")
+        await swarm.until_round(6)
+        swarm.network.partition(("W",), ("A", "B"))
+        swarm.restart("W")
+        await asyncio.sleep(30.0)
+        swarm.network.heal()
+        await swarm.until(lambda: swarm.nodes["W"].log.round >= 6, SOON_S)
         await swarm.until_round(swarm.round_of("A") + 4)
         assert "W" in swarm.nodes["A"].log.head.electorate
         swarm.assert_same_heads()

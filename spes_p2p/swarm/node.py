@@ -194,11 +194,17 @@ class Node:
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
         self._observer.tell(PeersSeen(trainers, helpers, living, self.log.head.electorate))
-        await self._look_for_forks()
+        await self._look_for_heads()
         await self._look_for_control()
 
-    async def _look_for_forks(self) -> None:
-        """Somebody has another head than I for a round that I know: learn its branch; the higher epoch wins."""
+    async def _look_for_heads(self) -> None:
+        """Somebody is ahead of me: learn what was decided. Or has another head for a round that I know: learn its branch.
+
+        Of two branches the higher epoch wins. Who is ahead may take me for dead, and I it: neither would ever ask the other.
+        """
+        for peer in self.others():
+            if self.contacts[peer].round > self.log.round:
+                await self._catch_up_from(peer)
         for peer, contact in self.contacts.items():
             known = 0 <= contact.round <= self.log.round
             if known and peer != self.peer_id and contact.head != self.log.head_at(contact.round).id:
