@@ -194,6 +194,8 @@ class Peer:
             await self._begin_training(self._make_trainer, restored)
         self._teller.restored("disk" if restored else "download")
         await self.node.learn_from_all()
+        if restored:
+            await self.node.tell_back()
         await self._advance({})
 
     async def _begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
@@ -453,7 +455,7 @@ class Peer:
         await self._or_leave(asyncio.sleep(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S)))
         await self.node.meet()
         await self.node.learn_from_all()
-        await self.node.repeat_farewell()
+        await self.node.tell_back()
         if not self.is_helper:
             await self.node.ask_for_reform()
 

@@ -84,6 +84,8 @@ class Leave:
     untrained: tuple[Interval, ...]
     farewell: Farewell | None = None
     """When I was an elector, and nobody had my vote yet."""
+    back: bool = False
+    """I am here again, and train what the plan gave me; my seat stays given up."""
 
 
 @dataclass
@@ -143,7 +145,7 @@ class Node:
         self._failed_to_coordinate = -1
         self._returned: dict[str, Leave] = {}
         self._came_back: set[str] = set()
-        """Of those, who has announced itself since."""
+        """Of those, who is here again."""
         self._no_majority: tuple[str, float, float] | None = None
         """As a helper: after which head there was none, since when, and when I last looked."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -276,11 +278,10 @@ class Node:
         """Tell the electors that I go, so that my experts and samples find others at once."""
         await self._tell_electors(Leave(self.log.round + 1, untrained, self._elector.leave()))
 
-    async def repeat_farewell(self) -> None:
-        """I left this round and am back: tell again that I do not vote in it. Who was restarted meanwhile has forgotten."""
-        farewell = self._elector.farewell()
-        if farewell is not None:
-            await self._tell_electors(Leave(self.log.round + 1, (), farewell))
+    async def tell_back(self) -> None:
+        """I am here again: who was told that I left expects my work once more. If I gave up my seat, that holds until the next
+        round; who was restarted meanwhile has forgotten it."""
+        await self._tell_electors(Leave(self.log.round + 1, (), self._elector.farewell(), back=True))
 
     async def _tell_electors(self, leave: Leave) -> None:
         request, others = pack(leave), sorted(set(self.log.head.electorate) - {self.peer_id})
@@ -389,8 +390,12 @@ class Node:
         head = self.log.head
         if talk.remote in {*head.members, *head.electorate} and leave.round == head.round + 1:
             check_handed_out(leave.untrained, head, self.rules)
-            self._returned[talk.remote] = leave
-            self._came_back.discard(talk.remote)
+            if leave.back:
+                self._returned.setdefault(talk.remote, leave)
+                self._came_back.add(talk.remote)
+            else:
+                self._returned[talk.remote] = leave
+                self._came_back.discard(talk.remote)
         await talk.send(b"")
 
     async def _on_control(self, talk: Talk) -> None:
