@@ -74,6 +74,20 @@ def test_whoever_is_lost_at_any_point_of_a_round_holds_it_up_for_less_than_two_s
     assert max(figures.exclude_s) < 2 * SILENCE_S
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_leaves_and_comes_back_on_its_disk_takes_part_again(overlap: bool) -> None:
+    points = ("training", "announce", "promise", "push", "vote", "decided")
+    faults = tuple(
+        Fault("leave", 2 * number, point, peers=("peer-1",), seconds=3.0) for number, point in enumerate(points, start=1)
+    )
+    result = run_seed(Scenario(peer_names(3), 2 * len(points) + 2, faults, vary=False, overlap=overlap), 0)
+    assert_sound(result)
+    assert result.points == dict.fromkeys(points, 1)
+    assert sum("started again" in line for line in result.log) == len(points)
+    last = next(line for line in reversed(result.log) if " commit " in line)
+    assert all(name in last for name in peer_names(3))
+
+
 @pytest.mark.parametrize("seed", REGRESSIONS)
 def test_a_seed_that_once_failed_stays_sound(seed: int) -> None:
     assert_sound(run_seed(Scenario(peer_names(5), 50, fault_rate=0.5), seed))
@@ -182,6 +196,9 @@ BAD = {
         "faults.0.peer = 'peer-0': cannot join in round 5: it is there already",
     "faults:\n  - {fault: join, round: 5}": "faults.0.peer = (nothing): must name the peer that joins",
     "faults:\n  - {fault: leave, round: 5, peer: bootstrap}": "the bootstrap peer does not leave; kill or restart it",
+    "faults:\n  - {fault: kill, round: 5, peer: peer-0, seconds: 3}":
+        "line 2: faults.0.seconds = 3.0: a kill is for good; 'restart' starts the peer again",
+    "faults:\n  - {fault: join, round: 5, peer: late, seconds: 3}": "faults.0.seconds = 3.0: a join has no duration",
     "machines: {peer-7: {speed: 2}}": "line 1: machines.peer-7 = 'given': no such peer",
     "bandwidth: fast": "bandwidth = 'fast': must be a bandwidth such as 100mbit or 1gbit",
     "": "it is empty",

@@ -38,7 +38,8 @@ class Fault:
     delay_s: float = 0.0
     """Seconds from the point to the fault."""
     seconds: float = 10.0
-    """How long a stop, partition, slowness or corruption lasts, and until a restarted peer starts again."""
+    """How long a stop, partition, slowness or corruption lasts, and until a restarted peer or one that left starts again on its
+    disk. Of `leave`, 0: it does not come back."""
     factor: float = 4.0
     """Of `slow`: how many times slower it trains and sends."""
     what: str = "parts"
@@ -49,6 +50,7 @@ class Fault:
     def __str__(self) -> str:
         details = {
             "slow": f" x{self.factor:g}", "corrupt": f" {self.what}",
+            "leave": f" for {self.seconds:g} s" if self.seconds else "",
         }.get(self.kind, "")
         return f"{self.kind}{details} {'+'.join(self.peers) or 'who gets there'} at {self.at}, round {self.round}"
 
@@ -96,7 +98,7 @@ def random_fault(rng: random.Random, kinds: Sequence[str], points: Sequence[str]
         peers=_side(rng, trainers, victim) if kind == "partition" else (victim,) if rng.random() < 0.3 or helper_too else (),
         skip=rng.choice((0, 0, 0, 1, 2, 5)),
         delay_s=rng.choice((0.0, 0.0, 0.0, 0.03, 0.3, 3.0)),
-        seconds=rng.choice(DURATIONS_S),
+        seconds=0.0 if kind == "leave" and rng.random() < 0.5 else rng.choice(DURATIONS_S),
         factor=rng.choice((2.0, 4.0, 10.0)),
         what=rng.choice(CORRUPTIONS),
         is_scripted=False,

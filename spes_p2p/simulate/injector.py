@@ -170,7 +170,7 @@ class Injector:
                 case "join":
                     self._join(victim)
                 case "leave":
-                    self._leave(victim)
+                    self._leave(victim, fault.seconds)
 
     def _kill(self, victim: str) -> None:
         self._hold(victim)
@@ -228,11 +228,18 @@ class Injector:
         self._audit.joined(now(), victim)
         self._start(victim)
 
-    def _leave(self, victim: str) -> None:
-        """It leaves politely; its process ends by itself."""
+    def _leave(self, victim: str, seconds: float) -> None:
+        """It leaves politely; its process ends by itself, and starts again so much later (0: never)."""
+
+        def gone(task: asyncio.Task[None]) -> None:
+            self._swarm.network.kill(victim)
+            if seconds and not self._over:
+                self._dead[victim] = None
+                self._later(seconds, lambda: self._start_again(victim))
+
         self._swarm.nodes.pop(victim)
         self._swarm.peers.pop(victim).leave()
-        self._swarm.tasks[victim].add_done_callback(lambda task: self._swarm.network.kill(victim))
+        self._swarm.tasks[victim].add_done_callback(gone)
 
     def _hold(self, victim: str, figures: bool = True) -> None:
         self._held.add(victim)

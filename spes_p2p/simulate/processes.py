@@ -298,7 +298,7 @@ class _Run:
             fault = random_fault(self._rng, self._kinds, (AT_ONCE,), self._standing(number))
             if fault is not None:
                 moment_s = self._rng.random() * self._round_s()
-                due.append(replace(fault, delay_s=moment_s, seconds=self._rng.choice(DURATIONS_S)))
+                due.append(replace(fault, delay_s=moment_s, seconds=fault.seconds and self._rng.choice(DURATIONS_S)))
         for fault in due:
             self._later(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
@@ -399,6 +399,16 @@ class _Run:
             self._peers[name].is_wanted = False
             self._held.add(name)
             self._peers[name].process.send_signal(signal.SIGTERM)
+            if seconds:
+                self._later(seconds, lambda name=name: self._come_back(name))  # type: ignore[misc]
+
+    def _come_back(self, name: str) -> None:
+        """Who left starts again on its run-dir, once it is gone."""
+        try:
+            self._peers[name].process.wait(LEAVE_TIMEOUT_S)
+            self._start_again(name)
+        except subprocess.TimeoutExpired:
+            self._audit.violated(self._now(), "stuck", f"{name} does not leave within {LEAVE_TIMEOUT_S:g} s")
 
     def _lift(self) -> None:
         """End what lasts, and let nothing strike any more; who shall start again does so now."""

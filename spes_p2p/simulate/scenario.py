@@ -25,6 +25,8 @@ from spes_p2p.yaml_file import YamlFile, read_yaml_mapping
 BOOTSTRAP = "bootstrap"
 OPTIONS = {"kinds": "faults"}
 """Fields whose option has another name."""
+DEFAULT_SECONDS = 10.0
+"""Of a scripted fault."""
 DEFAULT_FAULT_RATE = 0.5
 """Without a scenario file."""
 
@@ -67,7 +69,10 @@ class FaultSettings(Section):
     at: Point = Field(AT_ONCE, description="The point of the round at which it strikes.")
     skip: Count = Field(0, description="So many times the point is reached before.")
     delay_s: NonNegative = Field(0.0, description="Seconds from the point to the fault.")
-    seconds: PositiveNumber = Field(10.0, description="How long it lasts; of `restart`: until the new start.")
+    seconds: PositiveNumber | None = Field(
+        None,
+        description="How long it lasts; of `restart` and `leave`: until the new start. Default: 10; of `leave`: none.",
+    )
     factor: PositiveNumber = Field(4.0, description="Of `slow`: how many times slower.")
     what: Corruption = Field("parts", description="Of `corrupt`: which bytes are wrong.")
 
@@ -77,6 +82,9 @@ class FaultSettings(Section):
             raise broken_rule("must name the peer that joins", "peer", self.peer)
         if self.fault != "partition" and self.peers:
             raise broken_rule("is for a partition; name one peer with 'peer'", "peers", list(self.peers))
+        if self.seconds is not None and self.fault in ("kill", "join"):
+            advice = "a kill is for good; 'restart' starts the peer again" if self.fault == "kill" else "a join has no duration"
+            raise broken_rule(advice, "seconds", self.seconds)
         return self
 
 
@@ -197,8 +205,9 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
 def _fault(settings: FaultSettings) -> Fault:
     named = settings.peers or ((settings.peer,) if settings.peer is not None else ())
     one = named[0] if len(named) == 1 and settings.fault != "join" else None
+    seconds = settings.seconds if settings.seconds is not None else 0.0 if settings.fault == "leave" else DEFAULT_SECONDS
     return Fault(
-        settings.fault, settings.round, settings.at, one, named, settings.skip, settings.delay_s, settings.seconds,
+        settings.fault, settings.round, settings.at, one, named, settings.skip, settings.delay_s, seconds,
         settings.factor, settings.what,
     )
 
@@ -216,7 +225,8 @@ def _check_lives(settings: ScenarioSettings, known: set[str]) -> None:
             if name not in known:
                 raise broken_rule(f"no such peer; there are {_shown(known)}", place, name)
             _check_life(fault, state.get(name, "absent"), place, name)
-            state[name] = {"kill": "killed", "leave": "left"}.get(fault.fault, "there")
+            returns = fault.seconds is not None
+            state[name] = "there" if returns else {"kill": "killed", "leave": "left"}.get(fault.fault, "there")
 
 
 def _check_life(fault: FaultSettings, state: str, place: str, name: str) -> None:
