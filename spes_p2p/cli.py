@@ -1,4 +1,7 @@
-"""The command line: one function a command, no logic. Bad input ends with one line and exit code 2."""
+"""The command line: one function a command, no logic. Bad input ends with one line and exit code 2.
+
+A command looks at its arguments before it imports torch and hivemind, which takes seconds: a typing error shows at once.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spes_p2p import __version__
+from spes_p2p.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,11 +34,29 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+Source = Annotated[str | None, typer.Option(
+    help="Where the same text files lie for everybody, https://..., hf://datasets/OWNER/NAME/... or a path: volunteers make "
+         "the tokens from there, and the token files need not be served.")]
 ConfigFile = Annotated[Path, typer.Option("--config", help="Campaign file (YAML).")]
 RunDir = Annotated[Path, typer.Option(help="Where the peer keeps its state; started on it again, the peer continues.")]
-Addresses = Annotated[list[str], typer.Argument(metavar="ADDRESS...", help="Of any peer of the campaign: /ip4/.../p2p/...")]
+
+
+def _peers(addresses: list[str] | None) -> list[str] | None:
+    check_peer_addresses(addresses or ())
+    return addresses
+
+
+def _peer(address: str) -> str:
+    check_peer_addresses([address])
+    return address
+
+
+Addresses = Annotated[
+    list[str], typer.Argument(metavar="ADDRESS...", help="Of any peer of the campaign: /ip4/.../p2p/...", callback=_peers)
+]
 FromAddresses = Annotated[
-    list[str] | None, typer.Option("--from", metavar="ADDRESS", help="Of any peer of a running swarm; several are possible.")
+    list[str] | None,
+    typer.Option("--from", metavar="ADDRESS", help="Of any peer of a running swarm; several are possible.", callback=_peers),
 ]
 Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; may be given several times.")]
 Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that others should dial, behind NAT.")]
@@ -87,23 +109,29 @@ def init(
     peers: Annotated[int | None, typer.Option(help="Trainers that you expect.")] = None,
     epochs: Annotated[float | None, typer.Option(help="How often the text is trained on.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: the folder's.")] = None,
+    source: Source = None,
 ) -> None:
-    """Write a campaign: a commented file, token files, tokenizer. Asks on a terminal for what no option says."""
-    from spes_p2p.new_campaign import CAMPAIGN_YAML, Answers, ask, describe_size, make_campaign
+    """Write a campaign: a commented file, token files, tokenizer. Without --text it asks, on a terminal."""
+    from spes_p2p.new_campaign import CAMPAIGN_YAML, Answers, ask, check_place, make_campaign, parse_answer
 
-    asks = sys.stdin.isatty()
+    asks = sys.stdin.isatty() and not text
+    name = name or folder.resolve().name
+    check_place(folder, name)
     answers = Answers(
         folder=folder,
-        name=name or folder.resolve().name,
+        name=name,
         size=size or ask("size", asks),
-        texts=tuple(text or map(Path, ask("text", asks).split())),
-        held_out=tuple(held_out or map(Path, ask("held-out", asks).split())),
-        tokenizer=_number_or_path(tokenizer or ask("tokenizer", asks)),
-        peers=peers if peers is not None else int(ask("peers", asks)),
-        epochs=epochs if epochs is not None else float(ask("epochs", asks)),
+        texts=tuple(text or ask("text", asks)),
+        held_out=tuple(held_out or ask("held-out", asks)),
+        tokenizer=parse_answer("tokenizer", tokenizer) if tokenizer else ask("tokenizer", asks),
+        peers=peers if peers is not None else ask("peers", asks),
+        epochs=epochs if epochs is not None else ask("epochs", asks),
+        source=source,
     )
     with _ProgressBar("tokenizing") as update:
         made = make_campaign(answers, lambda p: update(p.bytes_done, p.bytes_total))
+    from spes_p2p.plan_table import describe_size
+
     path = folder / CAMPAIGN_YAML
     print(f"{path}: {describe_size(made.campaign.config)}, {made.training_manifest.tokens} tokens of text")
     print(f"spes-p2p bootstrap --config {path} --listen /ip4/0.0.0.0/tcp/31337 --announce /ip4/YOUR.PUBLIC.IP/tcp/31337")
@@ -113,7 +141,9 @@ def init(
 def bootstrap(
     config: ConfigFile,
     run_dir: RunDir = Path("runs/bootstrap"),
-    peer: Annotated[list[str] | None, typer.Option(help="Address of another bootstrap peer; can be repeated.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Address of another bootstrap peer; can be repeated.", callback=_peers)
+    ] = None,
     archive_every: Annotated[int | None, typer.Option(help="Rounds between two kept bases; 0: none. Default: 50.")] = None,
     archive_keep: Annotated[int | None, typer.Option(help="How many of them are kept. Default: 2.")] = None,
     listen: Listen = None,
@@ -131,8 +161,8 @@ def bootstrap(
 
     With --peer: be one more bootstrap peer of a campaign that another one has begun, from the same files.
     """
+    from spes_p2p.campaign import read_campaign
     from spes_p2p.config import make_peer_config
-    from spes_p2p.session import run_bootstrap
 
     settings = make_peer_config(
         run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
@@ -140,13 +170,15 @@ def bootstrap(
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
         archive_every=archive_every, archive_keep=archive_keep,
     )
+    files = read_campaign(config)
     _log(settings.log_level, log_json)
+    from spes_p2p.session import run_bootstrap
 
     def show(address: str) -> None:
         (run_dir / "address").write_text(address + "\n")
         print(f"spes-p2p join {address}", flush=True)
 
-    _run(run_bootstrap(config, settings, peer or (), show))
+    _run(run_bootstrap(files, settings, peer or (), show))
 
 
 @app.command()
@@ -180,7 +212,6 @@ def join(
     """Train in a campaign. An address is all it needs. Ctrl-C leaves politely."""
     from spes_p2p.config import make_peer_config
     from spes_p2p.quantities import parse_bytes
-    from spes_p2p.session import run_join
 
     settings = make_peer_config(
         run_dir=run_dir, device=device, experts=_number_or_word(experts),
@@ -193,6 +224,7 @@ def join(
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
     )
     _log(settings.log_level, log_json)
+    from spes_p2p.session import run_join
 
     def show(files: CampaignFiles, address: str) -> None:
         print(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", flush=True)
@@ -252,17 +284,22 @@ def status(
 
 @app.command()
 def control(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of any peer of the campaign: /ip4/.../p2p/...")],
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="Of any peer of the campaign: /ip4/.../p2p/...", callback=_peer)
+    ],
     key: Annotated[Path, typer.Option(help="identity.key of the bootstrap peer that began the campaign: it is the owner's.")],
     order: Annotated[
         list[str], typer.Argument(metavar="ORDER...", help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE...")
     ],
 ) -> None:
     """Order your campaign to pause, resume, stop, go back to a round, or change its schedule: all peers in the same round."""
-    from spes_p2p.orders import give_order, parse_order
+    from spes_p2p.orders import parse_order
 
+    make = parse_order(order)
     _log("warning", False)
-    given = _run(give_order([address], key, parse_order(order)))
+    from spes_p2p.owner import give_order
+
+    given = _run(give_order([address], key, make))
     taken = f"{given.taken} of {given.peers} peers have record {given.control.number}"
     print(f"{' '.join(order)}: {taken}; it holds as soon as a round after {given.round} is committed")
 
@@ -316,10 +353,11 @@ def doctor(
 ) -> None:
     """Say whether this machine can train in a campaign, and what to mend. Exit code 1 if something must be mended."""
     from spes_p2p.config import make_peer_config
+
+    settings = make_peer_config(run_dir=run_dir, device=device, listen=listen, announce=announce)
     from spes_p2p.doctor import examine, report, worst
     from spes_p2p.verdicts import render_checks
 
-    settings = make_peer_config(run_dir=run_dir, device=device, listen=listen, announce=announce)
     _log("error", False)
     checks = _run(examine(addresses, settings))
     if as_json:
@@ -352,12 +390,14 @@ def plan(
 ) -> None:
     """Say what fits on a GPU, and what a peer needs of host memory, disk and link. Allocates nothing."""
     from spes_p2p.config import load_campaign_config
-    from spes_p2p.plan_table import plan_json, render_plan
-    from spes_p2p.planner import Device, plan_peer
     from spes_p2p.quantities import parse_bits_per_second, parse_bytes
 
-    target = Device("cuda", parse_bytes(memory, "--memory"))
-    made = plan_peer(load_campaign_config(config), target, parse_bits_per_second(bandwidth, "--bandwidth"), peers, "--memory")
+    memory_bytes, line = parse_bytes(memory, "--memory"), parse_bits_per_second(bandwidth, "--bandwidth")
+    campaign = load_campaign_config(config)
+    from spes_p2p.plan_table import plan_json, render_plan
+    from spes_p2p.planner import Device, plan_peer
+
+    made = plan_peer(campaign, Device("cuda", memory_bytes), line, peers, "--memory")
     if as_json:
         print(json.dumps(plan_json(made), indent=2))
     else:
@@ -373,9 +413,7 @@ def tokenize(
     eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
     text_field: Annotated[str, typer.Option(help="Field of the text in JSON and Parquet.")] = "text",
     shard_tokens: Annotated[int | None, typer.Option(help="Tokens in one file at most.")] = None,
-    source: Annotated[str | None, typer.Option(
-        help="Where the same input files lie for everybody, https://..., hf://datasets/OWNER/NAME/... or a path: volunteers "
-             "make the tokens from there, and the token files need not be served.")] = None,
+    source: Source = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that are there.")] = False,
 ) -> None:
     """Turn text into token files and a manifest."""
@@ -423,14 +461,14 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="Make that repository private when it is new.")] = False,
 ) -> None:
     """Write a committed base as a Hugging Face checkpoint with a model card: of a run-dir, or of a running swarm."""
-    from spes_p2p.exporting import from_run_dir, push_to_hub
-
     if (run_dir is None) == (not addresses):
         raise UserError("export: give either --run-dir of a peer or --from with an address of the swarm")
     if output.exists():
         raise UserError(f"{output}: exists already; give another output directory or remove it")
     if round_number is not None and run_dir is None:
         raise UserError("export: --round is looked for in an archive; give the --run-dir of a bootstrap peer")
+    from spes_p2p.exporting import from_run_dir, push_to_hub
+
     made = from_run_dir(run_dir, round_number) if run_dir is not None else _download_base(addresses or [])
     made.write(output)
     print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")
@@ -519,10 +557,6 @@ def _rate(text: str | None, option: str) -> float | None:
     from spes_p2p.quantities import parse_bits_per_second
 
     return None if text is None else parse_bits_per_second(text, option)
-
-
-def _number_or_path(text: str) -> int | Path:
-    return int(text) if text.isdigit() else Path(text)
 
 
 def _fail(message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from spes_p2p.addresses import is_host
 from spes_p2p.config_problems import broken_rule
 
 Whole = Annotated[int, Field(strict=True)]
@@ -32,18 +33,9 @@ def _campaign_name(name: str) -> str:
 
 def _multiaddr(address: str) -> str:
     match = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/(tcp|udp)/(\d{1,5})(/\S+)?", address)
-    if not match or int(match[4]) > 65535 or not _is_host(match[1], match[2]):
+    if not match or int(match[4]) > 65535 or not is_host(match[1], match[2]):
         raise broken_rule("must be a multiaddress such as /ip4/0.0.0.0/tcp/31337")
     return address
-
-
-def _is_host(kind: str, host: str) -> bool:
-    if kind not in ("ip4", "ip6"):
-        return True
-    try:
-        return ipaddress.ip_address(host).version == int(kind[2])
-    except ValueError:
-        return False
 
 
 def _ip_address(host: str) -> str:

@@ -14,29 +14,20 @@ from typing import Any
 import psutil
 import torch
 
+from spes_p2p.addresses import DEFAULT_LISTEN, is_loopback, listen_beside, peer_of
 from spes_p2p.campaign import CampaignFiles, fetch_campaign
 from spes_p2p.config import PROTOCOL_VERSION, PeerConfig
 from spes_p2p.data.shelf import num_bytes
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.free_memory import measured
+from spes_p2p.free_memory import choose_device, measured
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.plain import plain
 from spes_p2p.observe.units import human_bytes
 from spes_p2p.plan_table import describe_setup, join_flags
 from spes_p2p.planner import Choice, disk_bytes, host_bytes, join_options, most_experts, round_traffic
-from spes_p2p.session import choose_device
 from spes_p2p.swarm.checkup import DialBack, Skew, ask_dial_back, measure_clock, measure_down, measure_up
 from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.libp2p import (
-    DEFAULT_LISTEN,
-    DHTRegistry,
-    Libp2pTransport,
-    check_addresses,
-    is_loopback,
-    join_dht,
-    relayed_by,
-    start_daemon,
-)
+from spes_p2p.swarm.libp2p import DHTRegistry, Libp2pTransport, check_addresses, join_dht, relayed_by, start_daemon
 from spes_p2p.swarm.node import registry_key
 from spes_p2p.swarm.reachability import ports_of
 from spes_p2p.swarm.rpc import Switchboard
@@ -60,12 +51,12 @@ RELAY_TIMEOUT_S = 10.0
 async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]:
     """Everything that a volunteer can have wrong. Raises UserError when the addresses lead to no campaign."""
     check_addresses((), settings.announce, addresses)
-    listen = settings.listen or (("/ip4/127.0.0.1/tcp/0",) if all(map(is_loopback, addresses)) else DEFAULT_LISTEN)
+    listen = settings.listen or listen_beside(addresses)
     check_addresses(listen, (), ())
     with tempfile.TemporaryDirectory(prefix="spes-doctor-") as folder:
         async with _listening(Path(folder) / "identity.key", addresses, listen, settings.announce) as transport:
             board = Switchboard(transport, SILENCE_S)
-            skews, silent = await _clocks(board, [_peer_of(address) for address in addresses])
+            skews, silent = await _clocks(board, [peer_of(address) for address in addresses])
             if not skews:
                 raise UserError(f"no peer that a doctor can ask at {', '.join(addresses)} ({'; '.join(silent)}); "
                                 "check the address with who runs the campaign")
@@ -75,8 +66,8 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
             if any(skew.clock.protocol != PROTOCOL_VERSION for skew in skews.values()):
                 return checks
             files, _ = await fetch_campaign(board, list(skews), settings.data_dir)
-            checks.append(await _dht(Path(folder), [a for a in addresses if _peer_of(a) in skews], files.campaign.hash))
-            checks += await _reachability(board, transport, {_peer_of(a): a for a in addresses if _peer_of(a) in skews})
+            checks.append(await _dht(Path(folder), [a for a in addresses if peer_of(a) in skews], files.campaign.hash))
+            checks += await _reachability(board, transport, {peer_of(a): a for a in addresses if peer_of(a) in skews})
             checks += await _capacity(board, list(skews), files, settings)
     return checks
 
@@ -223,7 +214,3 @@ def _own_hosts() -> frozenset[str]:
 def _existing(path: Path) -> Path:
     """The path, or the nearest folder above it that is there."""
     return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())
-
-
-def _peer_of(address: str) -> str:
-    return address.rsplit("/p2p/", 1)[-1]

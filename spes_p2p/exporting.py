@@ -18,14 +18,14 @@ from spes_p2p.model.export import export_checkpoint
 from spes_p2p.model_card import Origin, card_files, origin_of
 from spes_p2p.observe.chronicle import read_rounds
 from spes_p2p.observe.rounds import NOTHING, RoundRecord, Totals
-from spes_p2p.session import load_run_dir_base, visiting
+from spes_p2p.session import load_run_dir_base
 from spes_p2p.swarm.coordinator import Decide
 from spes_p2p.swarm.electors import HeadLog
 from spes_p2p.swarm.node import HEADS, HeadsRequest
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.snapshot import collect_offers, download
-from spes_p2p.visit import Visit
+from spes_p2p.visit import Visit, visiting
 
 TRIES, RETRY_S = 10, 1.0
 """A round may be committed while its base is asked for: donors keep the last two."""

@@ -1,4 +1,4 @@
-"""How much memory is free on this machine, now."""
+"""The device to compute on, and how much memory is free there now."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from pathlib import Path
 
 import torch
 
+from spes_p2p.errors import UserError
 from spes_p2p.planner import Device
 
 MEMINFO = Path("/proc/meminfo")
+
+
+def choose_device(wanted: str) -> str:
+    """The device to compute on. Raises UserError when CUDA is asked for and not there."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu or auto")
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
 
 
 def measured(device: str) -> Device:

@@ -1,4 +1,7 @@
-"""A bootstrap peer and trainers as processes on this machine, watched: what `spes-p2p swarm` runs and the demo uses."""
+"""A bootstrap peer and trainers as processes on this machine, watched: what `spes-p2p swarm` runs and the demo uses.
+
+What takes seconds to import is imported in the functions that need it: the peers are started before that.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,11 @@ from pathlib import Path
 from spes_p2p.campaign import read_campaign
 from spes_p2p.data.manifest import check_local
 from spes_p2p.errors import UserError
-from spes_p2p.free_memory import measured
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.status import PeerStatus
 from spes_p2p.observe.table import SwarmView
-from spes_p2p.session import choose_device, visiting
 from spes_p2p.swarm import die_with_parent
 from spes_p2p.swarm.latency import LATENCY_VARIABLE
 
@@ -87,6 +88,8 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
 
 def start_trainers(address: str, peers: int, run_dir: Path) -> dict[str, subprocess.Popen[bytes]]:
     """Processes by name. Each gets its share of the memory: it would count on all that is free before the others start."""
+    from spes_p2p.free_memory import choose_device, measured
+
     share = ["--memory", f"{measured(choose_device('auto')).memory // peers}B"]
     return {f"peer-{i}": start_peer(run_dir, f"peer-{i}", ["join", address, *share]) for i in range(peers)}
 
@@ -151,6 +154,8 @@ async def _watch(
     processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, stopped: asyncio.Event
 ) -> None:
     """Show the swarm until it is done."""
+    from spes_p2p.visit import visiting
+
     async with visiting([address], run_dir / "viewer.key") as visit:
         last_seen: list[PeerStatus] = []
         with SwarmView() as view:

@@ -6,19 +6,20 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spes_p2p.campaign import CampaignFiles, read_campaign
-from spes_p2p.config import CampaignConfig, parse_campaign_config
+from spes_p2p.config import parse_campaign_config
 from spes_p2p.data.documents import read_documents, reader_of
 from spes_p2p.data.manifest import MANIFEST_NAME, write_whole
+from spes_p2p.data.sources import check_sources
 from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, train_tokenizer
 from spes_p2p.data.tokenizing import Progress, tokenize
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import layout_of
-from spes_p2p.observe.units import human_count
 
 CAMPAIGN_YAML, TOKENIZER_JSON, TOKENS_FOLDER = "campaign.yaml", "tokenizer.json", "tokens"
 TRAIN, HELD_OUT = "train_", "held_out_"
+TEXT_FIELD = "text"
 ROUNDS_AT_LEAST = 10
 WARMUP_SHARE, MERGE_SHARE = 0.05, 0.5
 """Of the steps: SPES warms up for a few percent and merges in the first part of training."""
@@ -63,7 +64,6 @@ QUESTIONS: dict[str, tuple[str, str | None]] = {
     "epochs": ("How often to train on the text", "1"),
 }
 """By option: the question, and the answer where nobody gives one."""
-_NUMBERS = ("peers", "epochs")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class Answers:
     """Trainers that are expected, and that the first round waits for."""
     epochs: float
     """How often the text is trained on."""
+    source: str | None = None
+    """Where the files of `texts` lie for everybody: volunteers make the tokens from there. None: they get them from peers."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,10 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         else:
             write_whole(tokenizer, answers.tokenizer.read_bytes())
         vocab_size = check_tokenizer(tokenizer, END_OF_TEXT).vocab_size
-        tokens = tokenize(answers.texts, tokenizer, folder / TOKENS_FOLDER, prefix=TRAIN, on_progress=on_progress).tokens
+        tokens = tokenize(
+            answers.texts, tokenizer, folder / TOKENS_FOLDER, prefix=TRAIN, text_field=TEXT_FIELD,
+            source_prefix=answers.source, on_progress=on_progress,
+        ).tokens
         if answers.held_out:
             tokenize(answers.held_out, tokenizer, folder / TOKENS_FOLDER, prefix=HELD_OUT, on_progress=on_progress)
         write_whole(folder / CAMPAIGN_YAML, campaign_yaml(answers, vocab_size, tokens).encode())
@@ -117,8 +122,8 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
 
 
-def ask(option: str, asks: bool) -> str:
-    """The answer to a question that no option answered: a person's, or (not `asks`) the default.
+def ask(option: str, asks: bool) -> Any:
+    """The answer to a question that no option answered: a person's, asked until it can be used, or (not `asks`) the default.
 
     Raises UserError where there is none.
     """
@@ -126,33 +131,90 @@ def ask(option: str, asks: bool) -> str:
     if not asks:
         if default is None:
             raise UserError(f"--{option}: {question.lower()}? Give this option")
-        return default
+        return parse_answer(option, default)
     while True:
         answer = input(f"{question} [{default}]: " if default else f"{question}: ").strip() or default
-        if answer is not None and (option not in _NUMBERS or _is_number(answer)):
-            return answer
+        if answer is not None:
+            try:
+                return parse_answer(option, answer)
+            except UserError as error:
+                print(error)
+
+
+def parse_answer(option: str, answer: str) -> Any:
+    """What a person wrote, as `Answers` has it. Raises UserError when it cannot be used."""
+    try:
+        value = _PARSERS[option](answer)
+    except ValueError:
+        raise UserError(f"--{option} {answer}: not a number") from None
+    _CHECKS[option](value)
+    return value
 
 
 def check_answers(answers: Answers) -> None:
     """Raise UserError for what cannot become a campaign, before anything is written."""
-    if answers.size not in SIZES:
-        raise UserError(f"--size {answers.size}: choose one of {', '.join(SIZES)}")
-    if answers.peers < 1:
-        raise UserError(f"--peers {answers.peers}: a campaign needs at least one trainer")
-    if not 0 < answers.epochs < 1e6:
-        raise UserError(f"--epochs {answers.epochs:g}: must be greater than 0")
-    if isinstance(answers.tokenizer, int) and not 300 <= answers.tokenizer <= 2**18:
-        raise UserError(f"--tokenizer {answers.tokenizer}: a tokenizer that is trained has 300 to {2**18} ids")
-    for path in (*answers.texts, *answers.held_out):
+    check_place(answers.folder, answers.name)
+    _check_size(answers.size)
+    _check_peers(answers.peers)
+    _check_epochs(answers.epochs)
+    _check_texts((*answers.texts, *answers.held_out))
+    _check_tokenizer(answers.tokenizer)
+    if answers.source is not None:
+        check_sources(answers.texts, answers.source, TEXT_FIELD)
+
+
+def check_place(folder: Path, name: str) -> None:
+    """Raise UserError when no campaign of that name can be written there."""
+    parse_campaign_config({**_PLACEHOLDER, "name": name}, "--name")
+    for made in (CAMPAIGN_YAML, TOKENIZER_JSON, TOKENS_FOLDER):
+        if (folder / made).exists():
+            raise UserError(f"{folder / made}: exists already; choose another folder or remove it")
+
+
+def _check_size(size: str) -> None:
+    if size not in SIZES:
+        raise UserError(f"--size {size}: choose one of {', '.join(SIZES)}")
+
+
+def _check_peers(peers: int) -> None:
+    if peers < 1:
+        raise UserError(f"--peers {peers}: a campaign needs at least one trainer")
+
+
+def _check_epochs(epochs: float) -> None:
+    if not 0 < epochs < 1e6:
+        raise UserError(f"--epochs {epochs:g}: must be greater than 0")
+
+
+def _check_texts(paths: Sequence[Path]) -> None:
+    for path in paths:
         reader_of(str(path))
         if not path.is_file():
             raise UserError(f"{path}: no such file; give text as .jsonl, .parquet or .txt")
-    if isinstance(answers.tokenizer, Path):
-        check_tokenizer(answers.tokenizer, END_OF_TEXT)
-    parse_campaign_config({**_PLACEHOLDER, "name": answers.name}, "--name")
-    for name in (CAMPAIGN_YAML, TOKENIZER_JSON, TOKENS_FOLDER):
-        if (answers.folder / name).exists():
-            raise UserError(f"{answers.folder / name}: exists already; choose another folder or remove it")
+
+
+def _check_tokenizer(tokenizer: Path | int) -> None:
+    if isinstance(tokenizer, Path):
+        check_tokenizer(tokenizer, END_OF_TEXT)
+    elif not 300 <= tokenizer <= 2**18:
+        raise UserError(f"--tokenizer {tokenizer}: a tokenizer that is trained has 300 to {2**18} ids")
+
+
+def _paths(text: str) -> tuple[Path, ...]:
+    return tuple(map(Path, text.split()))
+
+
+def _number_or_path(text: str) -> int | Path:
+    return int(text) if text.isdecimal() else Path(text)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "size": str, "text": _paths, "held-out": _paths, "tokenizer": _number_or_path, "peers": int, "epochs": float,
+}
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "size": _check_size, "text": _check_texts, "held-out": _check_texts, "tokenizer": _check_tokenizer, "peers": _check_peers,
+    "epochs": _check_epochs,
+}
 
 
 def make_schedule(size: Size, tokens: int, peers: int, epochs: float) -> Schedule:
@@ -182,6 +244,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         size=size,
         schedule=schedule,
         manifest=f"{TOKENS_FOLDER}/{TRAIN}{MANIFEST_NAME}",
+        served="volunteers get its tokens from peers" if answers.source is None else f"volunteers read it at {answers.source}",
         validation=f"validation_manifest: {held_out}" if answers.held_out else f"# validation_manifest: {held_out}",
         tokenizer=TOKENIZER_JSON,
         sync_tokens=size.sync_steps * size.batch_size * size.sequence_length,
@@ -226,7 +289,7 @@ evaluation:
   every_rounds: 5  # rounds between two looks at the held-out text
 
 data:  # paths are relative to this file
-  manifest: {manifest}
+  manifest: {manifest}  # the training text: {served}
   {validation}
   tokenizer: {tokenizer}
 """
@@ -240,13 +303,6 @@ _PLACEHOLDER: dict[str, object] = {
 """A campaign that is right but for its name."""
 
 
-def describe_size(config: CampaignConfig) -> str:
-    """'olmoe, 4 layers, 8 experts, 4.5M parameters'."""
-    model = config.model
-    parameters = human_count(layout_of(model).size).replace("G", "B")
-    return f"{model.architecture}, {model.num_hidden_layers} layers, {model.moe_num_experts} experts, {parameters} parameters"
-
-
 def _some_text(paths: Sequence[Path]) -> Iterator[str]:
     characters = 0
     for path in paths:
@@ -255,10 +311,6 @@ def _some_text(paths: Sequence[Path]) -> Iterator[str]:
             characters += len(text)
             if characters > TOKENIZER_TEXT_CHARACTERS:
                 return
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()
 
 
 def _remove(folder: Path, new: bool) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
+from spes_p2p.config import CampaignConfig
+from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import Setup
 from spes_p2p.observe.plain import plain
 from spes_p2p.observe.units import human_bytes, human_count, human_seconds
@@ -81,3 +83,10 @@ def _device(choice: Choice, reserved: int) -> str:
 def _sizes(group: Any) -> str:
     listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in plain(group).items() if size)
     return f"{human_bytes(group.total)} ({listed})"
+
+
+def describe_size(config: CampaignConfig) -> str:
+    """'olmoe, 4 layers, 8 experts, 4.5M parameters'."""
+    model = config.model
+    parameters = human_count(layout_of(model).size).replace("G", "B")
+    return f"{model.architecture}, {model.num_hidden_layers} layers, {model.moe_num_experts} experts, {parameters} parameters"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from spes_p2p.addresses import listen_beside, peer_of
 from spes_p2p.campaign import (
     CAMPAIGN_FILE,
     TOKENIZER_FILE,
@@ -22,7 +23,6 @@ from spes_p2p.campaign import (
     check_run_dir,
     fetch_campaign,
     keep_campaign,
-    read_campaign,
     read_run_dir,
 )
 from spes_p2p.config import CampaignConfig, PeerConfig
@@ -34,7 +34,7 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.data.streaming import STREAMED_CHARACTERS, TextStreamer
 from spes_p2p.data.tokenizers import parse_tokenizer
 from spes_p2p.errors import NobodyAnswers, UserError
-from spes_p2p.free_memory import measured
+from spes_p2p.free_memory import choose_device, measured
 from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.stored import StoredFormat
@@ -53,9 +53,8 @@ from spes_p2p.planner import join_options, most_experts
 from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
-from spes_p2p.swarm.latency import delayed, latency_of_environment
-from spes_p2p.swarm.libp2p import DEFAULT_LISTEN, Libp2p, check_addresses, start_libp2p
-from spes_p2p.swarm.limits import UNLIMITED, limited_line
+from spes_p2p.swarm.libp2p import Libp2p, check_addresses, start_libp2p
+from spes_p2p.swarm.limits import limited_line
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.reachability import Reachability, describe, probe_dialable
 from spes_p2p.swarm.records import Head
@@ -71,7 +70,6 @@ from spes_p2p.sync.plan import Rules
 from spes_p2p.sync.tokens import TokenLibrary
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
-from spes_p2p.visit import VISIT_SILENCE_S, Visit
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +87,13 @@ class Watchers:
 
 
 async def run_bootstrap(
-    config_path: Path, settings: PeerConfig, others: Sequence[str], on_address: Callable[[str], None]
+    files: CampaignFiles, settings: PeerConfig, others: Sequence[str], on_address: Callable[[str], None]
 ) -> None:
     """Be a bootstrap peer of a campaign until a signal comes: the first one, or one more beside `others`.
 
     Started again on its run-dir it goes on without the others when none of them answers. `on_address` gets the address that
     volunteers join with.
     """
-    files = read_campaign(config_path)
     try:
         async with _connected(settings, others) as (net, dialable):
             if not dialable:
@@ -141,7 +138,7 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
     """Train in the campaign at these addresses until it is complete or a signal comes."""
     async with _connected(settings, addresses) as (net, dialable):
         board = Switchboard(net.transport, FIRST_CONTACT_SILENCE_S)
-        files, genesis = await fetch_campaign(board, [_peer_of(address) for address in addresses], settings.data_dir)
+        files, genesis = await fetch_campaign(board, [peer_of(address) for address in addresses], settings.data_dir)
         check_run_dir(files, genesis, settings.run_dir)
         device = choose_device(settings.device)
         experts, stored, setup = _experts(settings, files, device)
@@ -176,29 +173,6 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
                 await _with_daemon(asyncio.ensure_future(peer.run()), net)
 
 
-@contextlib.asynccontextmanager
-async def visiting(addresses: Sequence[str], identity: Path) -> AsyncIterator[Visit]:
-    """Look at a swarm without taking part. Raises UserError when the addresses lead nowhere."""
-    net = await start_libp2p(identity, ("/ip4/127.0.0.1/tcp/0",) if _all_loopback(addresses) else DEFAULT_LISTEN, (), addresses)
-    try:
-        board = Switchboard(net.transport, VISIT_SILENCE_S)
-        files, genesis = await fetch_campaign(board, [_peer_of(address) for address in addresses], None)
-        yield Visit(files, genesis, _world(net, DirectoryStore(identity.parent)), board)
-    finally:
-        await net.close()
-
-
-def choose_device(wanted: str) -> str:
-    """The device to compute on. Raises UserError when CUDA is asked for and not there."""
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu or auto")
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
-
-
 def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[CampaignFiles, Base]:
     """The campaign and the last committed base of a run-dir, or one that is archived there.
 
@@ -225,7 +199,7 @@ async def _connected(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIte
     """In the swarm's DHT, as the identity of the run-dir; and whether others can dial us."""
     if settings.metrics_port:
         Metrics().serve(settings.metrics_port, settings.metrics_host).close()
-    listen = settings.listen or (("/ip4/127.0.0.1/tcp/0",) if addresses and _all_loopback(addresses) else DEFAULT_LISTEN)
+    listen = settings.listen or listen_beside(addresses)
     check_addresses(listen, settings.announce, addresses)
     with _no_trace_of_a_failed_start(settings.run_dir):
         dialable = await probe_dialable(addresses, listen, settings.announce) if addresses else True
@@ -265,17 +239,8 @@ async def _serve_checkup(net: Libp2p, board: Switchboard) -> None:
     await Checkup(time.time, net.transport.seen_at).serve(board)
 
 
-def _world(net: Libp2p, store: DirectoryStore, settings: PeerConfig | None = None) -> World:
-    return World(
-        transport=delayed(net.transport, latency_of_environment()),
-        registry=net.registry,
-        identity=net.identity,
-        store=store,
-        wall_time=time.time,
-        rng=random.Random(),
-        run_blocking=asyncio.to_thread,
-        line=UNLIMITED if settings is None else limited_line(settings.max_upload, settings.max_download),
-    )
+def _world(net: Libp2p, store: DirectoryStore, settings: PeerConfig) -> World:
+    return net.world(store, limited_line(settings.max_upload, settings.max_download))
 
 
 def _node(world: World, files: CampaignFiles, genesis: Head, role: str, watchers: Watchers) -> Node:
@@ -362,7 +327,7 @@ def _first_base(config: CampaignConfig) -> np.ndarray:
 async def _genesis_of(others: Sequence[str], files: CampaignFiles, net: Libp2p, run_dir: Path) -> Head:
     """The genesis head that other bootstrap peers serve. Raises UserError when their campaign is not this one."""
     board = Switchboard(net.transport, FIRST_CONTACT_SILENCE_S)
-    theirs, genesis = await fetch_campaign(board, [_peer_of(address) for address in others], None)
+    theirs, genesis = await fetch_campaign(board, [peer_of(address) for address in others], None)
     if theirs.campaign.hash != files.campaign.hash:
         raise UserError(
             f"--peer {others[0]}: has campaign {theirs.campaign.config.name} ({theirs.campaign.hash[:12]}), not "
@@ -515,11 +480,3 @@ async def _with_daemon(life: asyncio.Future[None], net: Libp2p) -> None:
         await end_tasks([life])
         raise UserError("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
     await life
-
-
-def _peer_of(address: str) -> str:
-    return address.rsplit("/p2p/", 1)[-1]
-
-
-def _all_loopback(addresses: Sequence[str]) -> bool:
-    return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in addresses)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from spes_p2p import __version__
+from spes_p2p.addresses import peer_of
 from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.observe.units import human_bytes, human_count, human_seconds, short_peer
 from spes_p2p.swarm.checkup import Clock, DialBack, Skew, direct_host
@@ -76,7 +77,7 @@ def judge_dht(seen: Mapping[str, frozenset[str] | str]) -> Check:
     if not everybody:
         advice = "try again in some seconds; if it stays so, the bootstrap peer cannot write to its own DHT: start it again"
         return Check("dht", "failure", "nobody of the campaign is in the registry", advice, values)
-    apart = [address for address, peers in seen.items() if not all(_peer_of(other) in peers for other in seen)]
+    apart = [address for address, peers in seen.items() if not all(peer_of(other) in peers for other in seen)]
     if len(seen) > 1 and apart:
         advice = "these are separate swarms: start each bootstrap peer with --peer and the address of another one"
         return Check("dht", "failure", f"{apart[0]} does not see the peers of the other addresses", advice, values)
@@ -166,7 +167,3 @@ def _is_far(answers: Mapping[str, DialBack]) -> bool:
     """Does any of these peers see this machine at an address of the internet?"""
     hosts = (direct_host(address) for answer in answers.values() for address in answer.seen_at)
     return any(host is not None and ipaddress.ip_address(host).is_global for host in hosts)
-
-
-def _peer_of(address: str) -> str:
-    return address.rsplit("/p2p/", 1)[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spes_p2p.observe.status import PeerStatus, gather, swarm_status
 from spes_p2p.observe.table import SwarmView, round_line
-from spes_p2p.session import visiting
+from spes_p2p.visit import visiting
 
 LOOK_EVERY_S = 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -222,6 +223,10 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init name": (lambda p: init_with_text(p, "--name", "my campaign"), ("--name", "my campaign")),
     "init tokenizer": (lambda p: init_with_text(p, "--tokenizer", "no.json"), ("no.json: cannot read the tokenizer",)),
     "init few ids": (lambda p: init_with_text(p, "--tokenizer", "10"), ("--tokenizer 10", "300")),
+    "init tokenizer of nothing": (lambda p: init_with_text(p, "--tokenizer", "0"), ("--tokenizer 0",)),
+    "init source of another text": (
+        lambda p: init_with_text(p, "--source", str(TEXT / "train")), ("train/text.txt", "put the text there first")),
+    "init source nowhere": (lambda p: init_with_text(p, "--source", "elsewhere"), ("--source elsewhere", "hf://datasets/")),
     "init short text": (lambda p: init_with_text(p, "--tokenizer", "300"), ("holds a whole sample of 128 tokens",)),
     "malformed listen": (lambda p: bootstrap(p, "--listen", "127.0.0.1:9"), ("--listen = '127.0.0.1:9'", "multiaddress")),
     "malformed announce": (lambda p: bootstrap(p, "--announce", "example.org"), ("--announce", "example.org")),
@@ -347,6 +352,33 @@ def test_every_command_is_in_the_table(place: Place) -> None:
 def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
     make, expected = BAD_COMMANDS[case]
     assert_refused(place.folder, make(place), *expected)
+
+
+NEEDS_LIBRARIES = re.compile(
+    r"nobody|metrics host elsewhere|control key|run-dir|little memory|plan peers|evaluate no model|export (no|over)|simulate "
+)
+"""Cases that are found out by asking the network, torch or hivemind."""
+
+
+def test_a_typing_error_does_not_wait_for_torch(place: Place) -> None:
+    found = [make(place) for case, (make, _) in BAD_COMMANDS.items() if not NEEDS_LIBRARIES.search(case)]
+    quick = found[::3]
+    assert len(quick) > 20
+    program = (
+        "import contextlib, json, sys\n"
+        "from spes_p2p.cli import main\n"
+        "for arguments in json.load(sys.stdin):\n"
+        "    sys.argv = ['spes-p2p', *arguments]\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        main()\n"
+        "    assert not {'torch', 'hivemind', 'transformers'} & set(sys.modules), arguments\n"
+    )
+    command, cases = [sys.executable, "-c", program], json.dumps(quick)
+    ended = subprocess.run(
+        command, cwd=place.folder, env=ENVIRONMENT, input=cases, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("error: ") == len(quick)
 
 
 @pytest.mark.parametrize("option", ["--listen", "--metrics-port"])

@@ -17,12 +17,14 @@ from network_swarm import call
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.config import load_campaign_config
+from spes_p2p.dashboard.schedule import schedule
 from spes_p2p.dashboard.server import content_policy, make_app, run_dashboard, serving
 from spes_p2p.dashboard.view import MAX_POINTS, series, swarm_view, thinned
 from spes_p2p.dashboard.watch import Live, Memory
 from spes_p2p.errors import UserError
 from spes_p2p.observe.rounds import NOTHING
 from spes_p2p.observe.status import swarm_status
+from spes_p2p.swarm.records import Change, Control
 from spes_p2p.swarm.remember import HistoryPage
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
@@ -103,11 +105,38 @@ def test_tokens_a_second_are_a_rounds_tokens_by_the_time_since_the_round_before(
 
 
 def test_the_schedule_reaches_from_the_first_step_to_the_last() -> None:
-    schedule = series([], {}, CONFIG)["schedule"]
-    assert (schedule[0][0], schedule[-1][0]) == (0, CONFIG.training.total_steps)
-    assert schedule[0][2] == CONFIG.merge.merge_alpha_start
-    assert schedule[-1][2] == 0
-    assert schedule[-1][1] == pytest.approx(CONFIG.training.learning_rate * CONFIG.training.min_lr_ratio)
+    points = schedule([], CONFIG, None)
+    assert (points[0][:2], points[-1][:2]) == ((0, 0), (CONFIG.total_rounds, CONFIG.training.total_steps))
+    assert points[0][3] == CONFIG.merge.merge_alpha_start
+    assert points[-1][3] == 0
+    assert points[-1][2] == pytest.approx(CONFIG.training.learning_rate * CONFIG.training.min_lr_ratio)
+
+
+def ordered(*changes: tuple[int, str]) -> Control:
+    return Control("c", 1, "running", tuple(Change(number, training) for number, training in changes), -1, b"")
+
+
+def test_the_schedule_follows_the_owners_orders() -> None:
+    step, control = CONFIG.training.sync_steps, ordered((4, '{"learning_rate": 1e-5, "sync_steps": 10}'))
+    points = schedule([], CONFIG, control)
+    before = [point for point in schedule([], CONFIG, None) if point[0] <= 3]
+    assert [point for point in points if point[0] < 3] == [point for point in before if point[0] < 3]
+    assert all(rate <= 1e-5 for number, _, rate, _ in points if number > 3)
+    assert {at for number, at, _, _ in points if number == 3} == {3 * step}
+    assert points[-1][0] == 3 + (CONFIG.training.total_steps - 3 * step) / 10
+
+
+def test_the_schedule_of_the_past_is_what_was_trained_with() -> None:
+    records = [replace(record, learning_rate=record.round * 1e-4) for record in synthetic_swarm(2, 4, 6).records]
+    points = schedule(records, CONFIG, ordered((2, '{"learning_rate": 1e-5}')))
+    assert [point[2] for point in points[: len(records)]] == [record.learning_rate for record in records]
+    assert all(rate <= 1e-5 for _, _, rate, _ in points[len(records) :])
+
+
+def test_an_order_can_end_the_campaign_before_the_round_of_another() -> None:
+    total = CONFIG.training.total_steps
+    last = schedule([], CONFIG, ordered((2, f'{{"total_steps": {total // 2}}}'), (10**6, '{"learning_rate": 1}')))[-1]
+    assert last[1] == total // 2
 
 
 @pytest.mark.parametrize("count", [0, 1, 599, 600, 601, 1201, 10_000])

@@ -10,7 +10,9 @@ from network_swarm import LOOPBACK, LocalPeers, call
 from sample_text import TEXT
 
 from spes_p2p.config import parse_campaign_config
-from spes_p2p.new_campaign import SIZES, Answers, ask, campaign_yaml, describe_size, make_schedule
+from spes_p2p.data.manifest import read_manifest
+from spes_p2p.new_campaign import SIZES, Answers, ask, campaign_yaml, make_schedule
+from spes_p2p.plan_table import describe_size
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
 
@@ -66,8 +68,10 @@ def test_an_earlier_campaign_is_not_overwritten(made: Path) -> None:
     assert (made / "campaign.yaml").read_bytes() == before
 
 
-def test_a_person_is_asked_until_the_answer_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter(["", "a.txt b.txt", "four", "", "6"])
+def test_a_person_is_asked_until_the_answer_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(["", "nowhere.txt", WORDNET, "four", "0", "", "6"])
     questions: list[str] = []
 
     def answer(question: str) -> str:
@@ -75,7 +79,27 @@ def test_a_person_is_asked_until_the_answer_can_be_used(monkeypatch: pytest.Monk
         return next(answers)
 
     monkeypatch.setattr("builtins.input", answer)
-    assert ask("text", True) == "a.txt b.txt"
-    assert ask("peers", True) == "4"
-    assert ask("peers", True) == "6"
+    assert ask("text", True) == (Path(WORDNET),)
+    assert ask("peers", True) == 4
+    assert ask("peers", True) == 6
     assert questions[-1] == "Trainers that you expect [4]: "
+    why = ["nowhere.txt: no such file", "--peers four: not a number", "--peers 0: a campaign needs at least one"]
+    assert [line[: len(start)] for line, start in zip(capsys.readouterr().out.splitlines(), why, strict=True)] == why
+
+
+def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(f"asked: {question}"))
+    assert call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", "512").code == 0
+
+
+def test_volunteers_can_read_the_text_where_it_lies(tmp_path: Path) -> None:
+    folder, there = tmp_path / "c", str(TEXT / "train")
+    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", "512", "--source", there)
+    assert ended.code == 0, ended.stderr
+    config = yaml.safe_load((folder / "campaign.yaml").read_text())
+    training, held_out = (read_manifest(folder / config["data"][name]) for name in ("manifest", "validation_manifest"))
+    assert [file.source and file.source.url for file in training.files] == [WORDNET]
+    assert [file.source for file in held_out.files] == [None], "held-out text is small, and served"
+    assert f"volunteers read it at {there}" in (folder / "campaign.yaml").read_text()
+    assert (folder / "tokens" / f"{training.files[0].path}.hashes").is_file()

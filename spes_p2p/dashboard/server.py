@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
+from spes_p2p.addresses import check_peer_addresses
 from spes_p2p.dashboard.watch import Live, json_of, watch
 from spes_p2p.errors import UserError
-from spes_p2p.swarm.libp2p import check_peer_address
 
 KEEP_ALIVE_S = 15.0
 NO_STORE = {"Cache-Control": "no-store"}
@@ -26,8 +26,7 @@ LIVE = web.AppKey("live", Live)
 
 async def run_dashboard(addresses: Sequence[str], host: str, port: int, on_url: Callable[[str], None]) -> None:
     """Serve the page until cancelled. Raises UserError for a malformed address or a port that cannot be had."""
-    for address in addresses:
-        check_peer_address(address)
+    check_peer_addresses(addresses)
     live = Live(message=f"looking for a peer at {', '.join(addresses)}")
     async with serving(live, host, port) as url:
         on_url(url)

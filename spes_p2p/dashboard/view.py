@@ -9,17 +9,16 @@ from itertools import pairwise
 from typing import Any
 
 from spes_p2p.config import CampaignConfig
+from spes_p2p.dashboard.schedule import schedule
 from spes_p2p.observe.plain import plain
 from spes_p2p.observe.rounds import RoundRecord, Totals
 from spes_p2p.observe.status import PeerStatus, gather
 from spes_p2p.observe.table import troubles
-from spes_p2p.sync.merge import merge_alpha
-from spes_p2p.training.optimizer import learning_rate
+from spes_p2p.swarm.records import Control
 
 MAX_POINTS = 600
 """A curve has at most so many points: more cannot be seen."""
 TIMELINE_ROUNDS = 8
-SCHEDULE_POINTS = 120
 
 
 Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
@@ -58,8 +57,13 @@ def swarm_view(
     return document
 
 
-def series(records: Sequence[RoundRecord], traffic: Traffic, config: CampaignConfig) -> dict[str, Any]:
-    """Curves since the campaign began, a column a quantity, and the schedule to its end. `records`: by round."""
+def series(
+    records: Sequence[RoundRecord], traffic: Traffic, config: CampaignConfig, control: Control | None = None
+) -> dict[str, Any]:
+    """Curves since the campaign began, a column a quantity, and the schedule to its end.
+
+    `records`: by round. `control`: what the campaign's owner ordered last.
+    """
     rates = _rates(records)
     sent, received = ([_mean_bytes(traffic.get(record.round, {}), i) for record in records] for i in (0, 1))
     kept = thinned(len(records), MAX_POINTS)
@@ -83,7 +87,7 @@ def series(records: Sequence[RoundRecord], traffic: Traffic, config: CampaignCon
         {
             "rounds": columns,
             "held_out": [(record.round, record.total_tokens, record.validation_loss) for record in held_out],
-            "schedule": _schedule(config),
+            "schedule": schedule(records, config, control),
         }
     )
     return document
@@ -135,11 +139,3 @@ def _rates(records: Sequence[RoundRecord]) -> list[float]:
         if record.round == before.round + 1 and seconds > 0:
             rates[i] = record.tokens / seconds
     return rates
-
-
-def _schedule(config: CampaignConfig) -> list[tuple[int, float, float]]:
-    """(campaign step, learning rate, strength of a merge that would happen there) from the first step to the last."""
-    training, merge = config.training, config.merge
-    steps = sorted({round(i * training.total_steps / SCHEDULE_POINTS) for i in range(SCHEDULE_POINTS + 1)})
-    alpha = merge.merge_alpha_start if merge.merge_interval is not None else 0.0
-    return [(step, learning_rate(step, training), merge_alpha(step, alpha, merge.merge_decay_steps)) for step in steps]

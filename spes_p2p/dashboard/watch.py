@@ -16,9 +16,9 @@ from spes_p2p.errors import UserError
 from spes_p2p.observe.plain import plain
 from spes_p2p.observe.rounds import NOTHING, RoundRecord, Totals, merged
 from spes_p2p.observe.status import PeerStatus, swarm_status
-from spes_p2p.session import visiting
+from spes_p2p.swarm.records import Control
 from spes_p2p.swarm.remember import HistoryPage
-from spes_p2p.visit import Visit
+from spes_p2p.visit import Visit, visiting
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class Memory:
     by_peer: dict[str, tuple[RoundRecord, ...]] = field(default_factory=dict)
     """The last rounds of each peer, as it told them itself."""
     totals: Totals = NOTHING
+    control: Control | None = None
+    """The newest of the owner's orders that anybody shows."""
     asked_at: dict[str, int] = field(default_factory=dict)
     """For each peer, the round in its status when it was last asked."""
 
@@ -127,6 +129,7 @@ async def _look(visit: Visit, addresses: Sequence[str], memory: Memory, live: Li
         if statuses:
             nobody = 0
             await _learn_rounds(visit, statuses, memory)
+            memory.control = await visit.newest_order(memory.control)
             live.join = await _join_line(visit, addresses)
             _publish(statuses, visit, memory, live)
         else:
@@ -139,7 +142,7 @@ def _publish(statuses: Sequence[PeerStatus], visit: Visit, memory: Memory, live:
     now = time.time()
     live.view = swarm_view(statuses, memory.by_peer, memory.totals, now)
     live.status = swarm_status(statuses)
-    curves = series(memory.by_round(), memory.traffic, visit.files.campaign.config)
+    curves = series(memory.by_round(), memory.traffic, visit.files.campaign.config, memory.control)
     if curves != live.curves:
         live.curves = curves
         live.curves_version += 1

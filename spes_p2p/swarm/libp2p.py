@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import ipaddress
 import logging
+import random
 import re
 import socket
 import struct
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -31,12 +32,22 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 from hivemind.utils.crypto import RSAPrivateKey
-from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
+from spes_p2p.addresses import (
+    DEFAULT_LISTEN,
+    check_listen_addresses,
+    check_peer_addresses,
+    host_and_port,
+    is_loopback,
+    is_peer_address,
+    peer_of,
+)
 from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.identity import RSAIdentity, peer_id_of_public_key
-from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Handler
+from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Handler, Store, World
+from spes_p2p.swarm.latency import delayed, latency_of_environment
+from spes_p2p.swarm.limits import UNLIMITED, Line
 from spes_p2p.swarm.p2pd import Daemon, remove_stale_sockets
 from spes_p2p.swarm.tasks import end_tasks
 
@@ -44,9 +55,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PROTOCOL_PREFIX = "/spes/1/"
-DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
-EXAMPLE_ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 
 OPEN_TIMEOUT_S = 10.0
 REGISTRY_TIMEOUT_S = 15.0
@@ -59,7 +67,6 @@ LINGER_S = 5.0
 _HEADER = struct.Struct(">BI")
 _DATA, _FINISHED, _REFUSED = 0, 1, 2
 _EXPIRY = struct.Struct(">d")
-_TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/\d{1,5}")
 _SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
 _EXPIRY_STEP_S = 0.001
 MAX_REASON_BYTES = 1024
@@ -81,13 +88,26 @@ class Libp2p:
         """Process id of p2pd, our only child."""
         return self._daemon.pid
 
+    def world(self, store: Store, line: Line = UNLIMITED) -> World:
+        """The real world around a peer: this net, the wall clock, threads."""
+        return World(
+            transport=delayed(self.transport, latency_of_environment()),
+            registry=self.registry,
+            identity=self.identity,
+            store=store,
+            wall_time=time.time,
+            rng=random.Random(),
+            run_blocking=asyncio.to_thread,
+            line=line,
+        )
+
     async def wait_daemon_exit(self) -> None:
         """Returns when the daemon has ended; unless `close` was called, nothing works from then on."""
         await self._daemon.wait()
 
     async def keep_finding(self, addresses: Sequence[str]) -> None:
         """Dial these peers now and then, and be in one DHT with them again after they, or I, were away. Never returns."""
-        others = {address.rsplit("/p2p/", 1)[-1]: address for address in addresses}
+        others = {peer_of(address): address for address in addresses}
         others.pop(self.identity.peer_id, None)
         while True:
             await asyncio.sleep(FIND_EVERY_S)
@@ -191,7 +211,7 @@ class Libp2pTransport:
 
     def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
         """Remember where to dial a peer; what is not a peer address is ignored."""
-        usable = tuple(address for address in addresses if _peer_address_problem(address) is None)
+        usable = tuple(address for address in addresses if is_peer_address(address))
         if usable and usable != self._known.get(peer):
             self._known[peer] = usable
             self._dialled.discard(peer)
@@ -419,48 +439,15 @@ class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
 
 def check_addresses(listen: Sequence[str], announce: Sequence[str], initial_peers: Sequence[str]) -> None:
     """Raises UserError for a malformed address or a port in use."""
-    for address in [*listen, *announce]:
-        _check_listen_address(address)
-    for address in initial_peers:
-        check_peer_address(address)
+    check_listen_addresses([*listen, *announce])
+    check_peer_addresses(initial_peers)
     for address in listen:
         _check_port_is_free(address)
 
 
-def check_peer_address(address: str) -> None:
-    """Raises UserError when `address` is not a multiaddr of a peer: /ip4 (or ip6, dns), /tcp and /p2p."""
-    problem = _peer_address_problem(address)
-    if problem is not None:
-        raise UserError(f"'{address}' is not the address of a peer ({problem}); a right one looks like {EXAMPLE_ADDRESS}")
-
-
-def _peer_address_problem(address: str) -> str | None:
-    try:
-        peer = Multiaddr(address)["p2p"]
-        PeerID.from_base58(peer)
-    except LookupError:
-        return "it does not end in /p2p/<peer id>"
-    except Exception as error:
-        return " ".join(str(error).split())
-    if not _TRANSPORT.match(address):
-        return "it must begin with /ip4/..., /ip6/... or /dns.../..., and then /tcp/<port>"
-    return None
-
-
-def _check_listen_address(address: str) -> None:
-    try:
-        Multiaddr(address)
-    except Exception as error:
-        problem: str | None = " ".join(str(error).split())
-    else:
-        problem = None if _TRANSPORT.fullmatch(address) else "it must be /ip4/<host>/tcp/<port>"
-    if problem is not None:
-        raise UserError(f"'{address}' is not an address to listen on ({problem}); a right one looks like {EXAMPLE_LISTEN}")
-
-
 def _check_port_is_free(address: str) -> None:
     """The daemon would share a used port silently (SO_REUSEPORT)."""
-    host, port = _host_and_port(address)
+    host, port = host_and_port(address)
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -471,20 +458,6 @@ def _check_port_is_free(address: str) -> None:
         except OSError as error:
             advice = "choose another port, or 0 for any" if error.errno == errno.EADDRINUSE else "choose another address"
             raise UserError(f"cannot listen on port {port} of {host} ({error.strerror}); {advice}") from None
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    _, _, host, _, port, *_ = address.split("/")
-    return host, int(port)
-
-
-def is_loopback(address: str) -> bool:
-    """Is this multiaddr one of this machine only?"""
-    host = address.split("/")[2]
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _take_identity(path: Path) -> tuple[RSAIdentity, bool, IO[bytes]]:

@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from spes_p2p.addresses import is_loopback, peer_of
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.checkup import DialBack, ask_dial_back, direct_host
 from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.libp2p import Libp2pTransport, is_loopback, start_daemon
+from spes_p2p.swarm.libp2p import Libp2pTransport, start_daemon
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.wire import WireError
 
@@ -80,7 +81,7 @@ async def probe_dialable(initial_peers: Sequence[str], listen: Sequence[str], an
         try:
             addresses = tuple(str(address) for address in await daemon.get_visible_maddrs(latest=True))
             board = Switchboard(Libp2pTransport(daemon, addresses), PROBE_SILENCE_S)
-            asked = [address.rsplit("/p2p/", 1)[-1] for address in initial_peers[:PEERS_ASKED]]
+            asked = [peer_of(address) for address in initial_peers[:PEERS_ASKED]]
             return bool(await measure_dialable(board, addresses, asked))
         finally:
             await daemon.close()

@@ -1,0 +1,97 @@
+"""Addresses as a person writes them: multiaddrs of peers, and of what to listen on. Only their form."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from spes_p2p.errors import UserError
+
+DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
+LOOPBACK_LISTEN = ("/ip4/127.0.0.1/tcp/0",)
+EXAMPLE_ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
+
+_TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/tcp/(\d{1,5})")
+_PEER = re.compile(r"/p2p/([^/]*)$")
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,52}")
+"""A hash of a key, or a short key itself, in base58."""
+
+
+def check_peer_addresses(addresses: Sequence[str]) -> None:
+    """Raises UserError when one is not a multiaddr of a peer: /ip4 (or ip6, dns), /tcp and /p2p."""
+    for address in addresses:
+        problem = _peer_problem(address)
+        if problem is not None:
+            raise UserError(f"'{address}' is not the address of a peer ({problem}); a right one looks like {EXAMPLE_ADDRESS}")
+
+
+def is_peer_address(address: str) -> bool:
+    """Would `check_peer_addresses` take it?"""
+    return _peer_problem(address) is None
+
+
+def check_listen_addresses(addresses: Sequence[str]) -> None:
+    """Raises UserError when one is not a multiaddr that libp2p can listen on over TCP."""
+    for address in addresses:
+        match = _TRANSPORT.fullmatch(address)
+        problem = _transport_problem(match) if match else "it must be /ip4/<host>/tcp/<port>"
+        if problem is not None:
+            raise UserError(f"'{address}' is not an address to listen on ({problem}); a right one looks like {EXAMPLE_LISTEN}")
+
+
+def is_host(kind: str, host: str) -> bool:
+    """Can this stand after /ip4/, /ip6/ or /dns/?"""
+    if kind not in ("ip4", "ip6"):
+        return True
+    try:
+        return ipaddress.ip_address(host).version == int(kind[2])
+    except ValueError:
+        return False
+
+
+def is_loopback(address: str) -> bool:
+    """Is this multiaddr one of this machine only?"""
+    host = address.split("/")[2]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen_beside(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Where somebody listens who has no wish, and reaches the swarm by these addresses."""
+    return LOOPBACK_LISTEN if addresses and all(map(is_loopback, addresses)) else DEFAULT_LISTEN
+
+
+def peer_of(address: str) -> str:
+    """The peer id at the end of a peer's multiaddr."""
+    return address.rsplit("/p2p/", 1)[-1]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of a multiaddr to listen on."""
+    _, _, host, _, port, *_ = address.split("/")
+    return host, int(port)
+
+
+def _peer_problem(address: str) -> str | None:
+    match = _TRANSPORT.match(address)
+    if match is not None and (problem := _transport_problem(match)) is not None:
+        return problem
+    peer = _PEER.search(address)
+    if peer is None:
+        return "it does not end in /p2p/<peer id>"
+    if match is None:
+        return "it must begin with /ip4/..., /ip6/... or /dns.../..., and then /tcp/<port>"
+    if not _PEER_ID.fullmatch(peer[1]):
+        return f"'{peer[1]}' is not a whole peer id"
+    return None
+
+
+def _transport_problem(match: re.Match[str]) -> str | None:
+    kind, host, port = match.groups()
+    if not is_host(kind, host):
+        return f"'{host}' is not IPv{kind[2]}"
+    return None if int(port) <= 65535 else f"there is no port {port}"
