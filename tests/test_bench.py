@@ -1,8 +1,10 @@
 """The benchmark compares equals: the same work, counted in the same way."""
 
 import importlib.util
+import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +26,8 @@ def bench() -> ModuleType:
     spec = importlib.util.spec_from_file_location("benchmarks", ROOT / "tools" / "benchmarks.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    # Known by name, because its dataclasses ask for their module.
+    module = sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -47,6 +50,24 @@ def test_all_ways_to_compute_the_experts_give_the_same_gradient_of_their_input(b
     for hidden, weights in gradients[1:]:
         torch.testing.assert_close(hidden, gradients[0][0])
         torch.testing.assert_close(weights, gradients[0][1])
+
+
+def test_on_cuda_transformers_experts_are_given_bf16_copies_and_train_float32_weights(bench: ModuleType) -> None:
+    config = bench.campaign(hidden_size=32, intermediate_size=48, moe_num_experts=4).model
+    inputs = bench.routed_tokens(64, 32, 4, 2, CPU)
+    gradients = []
+    for device in ("cpu", "cuda"):
+        block = plain_model(config, initial_state(config)).model.layers[0].mlp.experts
+        bench.in_computed_width(block, torch.device(device))
+        for work in (bench.transformers_block(block, "grouped_mm", inputs), bench.concatenated_block(block, range(1), inputs)):
+            work()
+            gradients.append(inputs[0].grad)
+    assert {p.dtype for p in block.parameters()} == {torch.float32}
+    assert all(p.grad is not None for p in block.parameters())
+    in_float32, _, in_bf16, concatenated = gradients
+    assert (in_bf16 - in_float32).norm() < 1e-2 * in_float32.norm()
+    assert not torch.equal(in_bf16, in_float32)
+    torch.testing.assert_close(in_bf16, concatenated)
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
@@ -82,6 +103,33 @@ def test_a_campaigns_step_runs_under_a_cap_in_the_planned_setup(bench: ModuleTyp
     assert report["peak_allocated_bytes"] is None
     with pytest.raises(UserError, match=r"^--cap = 100 kB: too small"):
         bench.bench_capped_step(config, 100_000, 5, CPU)
+
+
+@pytest.mark.slow
+def test_all_that_cuda_is_asked_runs_without_it_on_small_models(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "bench"), "cuda", "--device", "cpu", "--small", "--rounds", "5",
+               "--out", str(tmp_path)]
+    for checks in (["test-4GiB"], ["tests"]):
+        run = subprocess.run([*command, "--only", *checks], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "cuda.json").read_text())
+    assert {name: check["outcome"] for name, check in found["checks"].items()} == {"test-4GiB": "ok", "tests": "ok"}
+    assert found["checks"]["test-4GiB"]["report"]["tokens_per_second"] > 0
+    assert found["environment"]["torch"] == version("torch")
+    assert "## test-4GiB" in (tmp_path / "cuda.md").read_text()
+
+
+def test_a_number_that_is_out_of_bounds_or_missing_is_named() -> None:
+    spec = importlib.util.spec_from_file_location("cuda_benchmark", ROOT / "tools" / "cuda_benchmark.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["cuda_benchmark"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    report = {"peak_vs_predicted": 1.2, "setup": {"owned": 3}}
+    bounds = {"peak_vs_predicted": (0.9, 1.1), "owned": (2, 32), "mfu": (0.1, 1)}
+    assert module.missed(report, bounds) == [
+        "peak_vs_predicted = 1.2, not within 0.9 to 1.1", "mfu = None, not within 0.1 to 1",
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -21,6 +21,7 @@ from spes_p2p.training.head_loss import head_loss
 from spes_p2p.training.losses import forward_losses, load_balancing_loss, next_token_loss, router_z_loss, z_loss
 
 MODEL = tiny_model()
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def routed_to(experts: list[list[int]], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +100,11 @@ def test_the_loss_in_chunks_and_its_gradients_are_those_of_the_whole_logits(toke
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-8)
 
 
-def test_the_loss_in_chunks_computes_in_the_autocast_dtype_and_adds_up_in_float32() -> None:
-    hidden, head, targets = head_and_tokens(4 * LOSS_CHUNK)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_the_loss_in_chunks_computes_in_the_autocast_dtype_and_adds_up_in_float32(device: str) -> None:
+    hidden, head, targets = (t.detach().to(device).requires_grad_(t.requires_grad) for t in head_and_tokens(4 * LOSS_CHUNK))
     expected = torch.autograd.grad(sum(whole_logits(hidden, head, targets, 0.1)), (hidden, head))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         actual = torch.autograd.grad(head_loss(hidden, head, targets, 0.1).total, (hidden, head))
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.dtype == torch.float32

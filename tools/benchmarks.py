@@ -7,11 +7,13 @@ On a CPU, seconds are those that this process computed, so that a busy machine d
 ./tools/bench step      a whole local step: partitioned with its options, and the same model trained whole
 ./tools/bench step --config configs/7b.yaml --cap 24GiB --device cuda
                         the step that the planner chooses for such a card, under a cap on allocated memory
+./tools/bench cuda      all of these on a CUDA device, and the tests that need one (cuda_benchmark.py)
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import statistics
@@ -19,19 +21,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from spes_p2p.config import CampaignConfig, load_campaign_config, parse_campaign_config
 from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
 from spes_p2p.free_memory import measured
-from spes_p2p.model.backends import choose_backend
+from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.memory import DeviceKind, OptimizerKind, Setup, device_bytes
@@ -43,7 +46,7 @@ from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import TorchTrainer, device_name
+from spes_p2p.training.trainer import TorchTrainer, checkpoint_activations, device_name
 
 Work = Callable[[], None]
 Report = dict[str, Any]
@@ -51,10 +54,11 @@ Report = dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=sorted(COMPARISONS))
+    parser.add_argument("what", choices=("experts", "memory", "step"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds, at least 5 (default 9)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu, one thread")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="small", help="experts: sizes of the layer (default small)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="step: a campaign's model instead of the built-in one")
     parser.add_argument("--cap", metavar="SIZE", help="step: memory to plan with and, on CUDA, to allocate at most (24GiB)")
     arguments = parser.parse_args()
@@ -64,11 +68,15 @@ def main() -> int:
         parser.error("--device cuda: torch finds no CUDA device here")
     if (arguments.config is None) is not (arguments.cap is None) or (arguments.config and arguments.what != "step"):
         parser.error("--config and --cap go together, with step")
+    if arguments.what != "experts" and arguments.shape != "small":
+        parser.error("--shape goes with experts")
     torch.manual_seed(0)
     device = torch.device(arguments.device)
     try:
-        if arguments.config is None:
-            report = COMPARISONS[arguments.what](arguments.rounds, device)
+        if arguments.what == "experts":
+            report = bench_experts(arguments.rounds, device, SHAPES[arguments.shape])
+        elif arguments.config is None:
+            report = {"memory": bench_memory, "step": bench_step}[arguments.what](arguments.rounds, device)
         else:
             cap = parse_bytes(arguments.cap, "--cap")
             report = bench_capped_step(load_campaign_config(arguments.config), cap, arguments.rounds, device)
@@ -86,30 +94,81 @@ def main() -> int:
 # Experts --------------------------------------------------------------------------------------------------------------
 
 
-def bench_experts(rounds: int, device: torch.device) -> Report:
-    """H = 512, F = 1024, E = 16, top-2, 4096 tokens, forward + backward."""
-    config = campaign(hidden_size=512, intermediate_size=1024, moe_num_experts=16).model
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer's experts and of what they are given."""
+
+    hidden_size: int
+    intermediate_size: int
+    experts: int
+    top_k: int
+    tokens: int
+
+
+SHAPES = {"small": Shape(512, 1024, 16, 2, 4096), "7b": Shape(2048, 2048, 32, 4, 8192)}
+"""The second: a layer of configs/7b.yaml and two micro-batches of it."""
+
+
+def bench_experts(rounds: int, device: torch.device, shape: Shape) -> Report:
+    """Forward + backward of one block: transformers', the concatenation, and partitioned with a quarter or one owned."""
+    config = campaign(
+        hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, moe_num_experts=shape.experts,
+        moe_top_k=shape.top_k,
+    ).model
     base = initial_state(config)
-    block = plain_model(config, base).to(device).model.layers[0].mlp.experts
-    inputs = routed_tokens(4096, config.hidden_size, config.moe_num_experts, config.moe_top_k, device)
+    block = in_computed_width(plain_model(config, base).to(device).model.layers[0].mlp.experts, device)
+    inputs = routed_tokens(shape.tokens, shape.hidden_size, shape.experts, shape.top_k, device)
+    quarter = shape.experts // 4
     works = {
         "transformers_eager": transformers_block(block, "eager", inputs),
         "grouped": transformers_block(block, "grouped_mm", inputs),
-        "concat": concatenated_block(block, range(4), inputs),
+        "concat": concatenated_block(block, range(quarter), inputs),
     }
-    for owned in (4, 1):
+    for owned in (quarter, 1):
         for stored in ("fp32", "bf16", "int8"):
             works[f"partitioned_own{owned}_{stored}"] = partitioned_block(config, base, range(owned), stored, inputs, device)
+    other = [name for name in ("eager", "megablocks") if is_possible(name, device, shape)]
+    for backend in other:
+        works[f"partitioned_own{quarter}_{backend}"] = partitioned_block(
+            config, base, range(quarter), "fp32", inputs, device, backend
+        )
     seconds = interleaved(works, rounds, device)
     report: Report = {
-        "partitioned_own4_vs_grouped": ratio(seconds, "partitioned_own4_fp32", "grouped"),
-        "partitioned_own4_vs_concat": ratio(seconds, "partitioned_own4_fp32", "concat"),
+        f"partitioned_own{quarter}_vs_grouped": ratio(seconds, f"partitioned_own{quarter}_fp32", "grouped"),
+        f"partitioned_own{quarter}_vs_concat": ratio(seconds, f"partitioned_own{quarter}_fp32", "concat"),
         "partitioned_own1_vs_grouped": ratio(seconds, "partitioned_own1_fp32", "grouped"),
     }
     for name in works:
         if name != "grouped":
             report[f"{name}_vs_grouped"] = ratio(seconds, name, "grouped")
-    return {**report, "shape": "H=512 F=1024 E=16 k=2 T=4096", **timings(seconds)}
+    return {**report, "shape": asdict(shape), **timings(seconds)}
+
+
+def is_possible(backend: BackendName, device: torch.device, shape: Shape) -> bool:
+    """Can experts of these sizes be computed so, here?"""
+    try:
+        choose_backend(backend, device, shape.hidden_size, shape.intermediate_size)
+    except UserError:
+        return False
+    return True
+
+
+class _Bf16(nn.Module):
+    """A parametrization: what is multiplied is a bf16 copy, what is trained stays float32."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.to(torch.bfloat16)
+
+
+def in_computed_width(block: nn.Module, device: torch.device) -> nn.Module:
+    """On CUDA transformers' experts with bf16 copies of their weights, as autocast gives them to every other product.
+
+    Autocast does not know grouped products: without this they would run in float32, which no card is fast at.
+    """
+    if device.type == "cuda":
+        for name in ("gate_up_proj", "down_proj"):
+            parametrize.register_parametrization(block, name, _Bf16(), unsafe=True)  # type: ignore[no-untyped-call]
+    return block
 
 
 def routed_tokens(tokens: int, hidden_size: int, experts: int, top_k: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -125,7 +184,8 @@ def transformers_block(block: nn.Module, implementation: str, inputs: tuple[Tens
 
     def work() -> None:
         settings._experts_implementation = implementation
-        forward_backward(block, inputs, block.parameters())
+        with parametrize.cached():
+            forward_backward(block, inputs, block.parameters())
 
     return work
 
@@ -148,9 +208,10 @@ def concatenated_block(block: nn.Module, owned: range, inputs: tuple[Tensor, ...
 
 
 def partitioned_block(
-    config: Any, base: Any, owned: range, stored: StoredFormat, inputs: tuple[Tensor, ...], device: torch.device
+    config: Any, base: Any, owned: range, stored: StoredFormat, inputs: tuple[Tensor, ...], device: torch.device,
+    backend: BackendName = "auto",
 ) -> Work:
-    block = next(experts_of(build_model(config, base, tuple(owned), stored, device)))
+    block = next(experts_of(build_model(config, base, tuple(owned), stored, device, backend=backend)))
     return lambda: forward_backward(block, inputs, block.parameters())
 
 
@@ -247,11 +308,21 @@ def one_step(trainer: TorchTrainer) -> Work:
     return lambda: check(trainer.train(phase, lambda: False, lambda steps, speed: None).skipped_steps == 0)
 
 
-def transformers_step(config: CampaignConfig, base: Any, device: torch.device, micro_batch: int | None = None) -> Work:
+def transformers_step(
+    config: CampaignConfig, base: Any, device: torch.device, micro_batch: int | None = None, checkpointing: bool = False
+) -> Work:
     """The usual loop: transformers' model with grouped_mm, its own losses, torch's AdamW on every weight."""
     model = plain_model(config.model, base).to(device)
+    for layer in model.model.layers:
+        in_computed_width(layer.mlp.experts, device)
     model.set_experts_implementation("grouped_mm")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    model.train()
+    if checkpointing:
+        checkpoint_activations(model)
+    # Fused on CUDA, because the usual step there takes temporary memory of the size of the model.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True if device.type == "cuda" else None
+    )
     text = RandomText(config)
 
     def work() -> None:
@@ -317,6 +388,7 @@ def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: tor
         "peak_vs_predicted": None if peak is None else peak / choice.device.total,
     }
     del trainer, work
+    release(device)
     return {**report, **beside_the_whole(config, base, choice.setup, seconds["peer"], rounds, device)}
 
 
@@ -335,6 +407,13 @@ def capped(device: torch.device, cap: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
+def release(device: torch.device) -> None:
+    """Give memory that nothing uses any more back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def planned_trainer(config: CampaignConfig, base: Any, setup: Setup, device: torch.device) -> TorchTrainer:
     options = TrainingOptions(
         stored=setup.stored, stored_on=setup.stored_on, optimizer=setup.optimizer, micro_batch_size=setup.micro_batch,
@@ -346,17 +425,28 @@ def planned_trainer(config: CampaignConfig, base: Any, setup: Setup, device: tor
 def beside_the_whole(
     config: CampaignConfig, base: Any, setup: Setup, peer: list[float], rounds: int, device: torch.device
 ) -> Report:
-    """Seconds of the peer's step over those of transformers' whole model, where the device holds that one without a cap."""
-    whole = Setup(config.model.moe_num_experts, "fp32", "adamw", setup.micro_batch, setup.device, setup.bf16)
-    tokens = setup.micro_batch * config.training.sequence_length
-    # transformers keeps the logits of all tokens, in several copies.
-    needed = device_bytes(config.model, config.training.sequence_length, whole).total + 20 * tokens * config.model.vocab_size
-    free = measured(device.type).memory
+    """Seconds of the peer's step over those of transformers' whole model, where the device holds that one without a cap.
+
+    The whole one takes the same micro-batches and the same checkpointing.
+    """
+    needed, free = bytes_of_the_whole(config, setup), measured(device.type).memory
     if needed > free:
         return {"peer_vs_transformers_whole": None, "whole": f"needs about {needed} bytes, {free} are free"}
-    seconds = interleaved({"whole": transformers_step(config, base, device, setup.micro_batch)}, rounds, device)
+    work = transformers_step(config, base, device, setup.micro_batch, setup.checkpointing)
+    seconds = interleaved({"whole": work}, rounds, device)
     ratio_of_medians = statistics.median(peer) / statistics.median(seconds["whole"])
     return {"peer_vs_transformers_whole": ratio_of_medians, **timings({"peer": peer, **seconds})}
+
+
+def bytes_of_the_whole(config: CampaignConfig, setup: Setup) -> int:
+    """What transformers' model needs: as ours with everything owned, but with whole logits in several copies and, in bf16,
+    copies of the experts, which stay for the backward pass unless layers are computed again."""
+    model, tokens = config.model, setup.micro_batch * config.training.sequence_length
+    whole = replace(setup, owned=model.moe_num_experts, optimizer="adamw", stored_on="device", muon=False)
+    experts = sum(group.size for group in layout_of(model).groups if group.expert is not None)
+    layers_at_once = 1 if setup.checkpointing else model.num_hidden_layers
+    copies = 2 * experts * layers_at_once // model.num_hidden_layers if setup.bf16 else 0
+    return device_bytes(model, config.training.sequence_length, whole).total + 20 * tokens * model.vocab_size + copies
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -417,10 +507,6 @@ def environment(device: str) -> Report:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads(),
             "device": name, "backend": backend}
 
-
-COMPARISONS: dict[str, Callable[[int, torch.device], Report]] = {
-    "experts": bench_experts, "memory": bench_memory, "step": bench_step,
-}
 
 if __name__ == "__main__":
     sys.exit(main())
