@@ -16,13 +16,14 @@ from network_swarm import LOOPBACK, ROOT, LocalPeer, LocalPeers, call
 from sample_text import TEXT
 from test_swarm_network import free_port
 
+from spes_p2p.addresses import EXAMPLE_ADDRESS
 from spes_p2p.cli import app
 
 PAGES = sorted([ROOT / "README.md", ROOT / "bootstrap/README.md", *(ROOT / "docs").glob("*.md")])
 FENCED = re.compile(r"^```(?:sh|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(spes-p2p [^`]+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-PLACEHOLDERS = {"N": "4", "ADDRESS": "/ip4/203.0.113.7/tcp/31337/p2p/QmX", "...": "/ip4/203.0.113.7/tcp/31337/p2p/QmX"}
+PLACEHOLDERS = {"N": "4", "ADDRESS": EXAMPLE_ADDRESS, "...": EXAMPLE_ADDRESS}
 
 
 NEEDS_THE_HUB = {"--push-to", "arc_easy"}

@@ -17,7 +17,7 @@ from spes_p2p.swarm.memory import MemoryNetwork
 from spes_p2p.swarm.records import Manifest, Plan
 from spes_p2p.swarm.wire import WireError, pack
 from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.exchange import PULL, PUSH, PushHeader, fetch_parts
+from spes_p2p.sync.exchange import INDEX_BYTES, PULL, PUSH, PushHeader, fetch_parts
 from spes_p2p.sync.parts import Part, to_mask
 from spes_p2p.sync.results import ABSENT
 
@@ -278,7 +278,7 @@ async def push_by_hand(played: Round, peer: str, reducer: str, *frames: bytes) -
 
 
 def frame(part: Part, body: bytes, tokens: int = 10) -> bytes:
-    return part.index.to_bytes(4, "little") + tokens.to_bytes(8, "little") + body
+    return part.index.to_bytes(INDEX_BYTES, "little") + tokens.to_bytes(8, "little") + body
 
 
 def shared_parts_of(played: Round, reducer: int) -> list[Part]:
@@ -286,7 +286,7 @@ def shared_parts_of(played: Round, reducer: int) -> list[Part]:
 
 
 REFUSED_PUSHES: dict[str, Callable[[Round, Part], bytes]] = {
-    "a part that is not in the plan": lambda played, part: (10**6).to_bytes(4, "little") + bytes(8 + PART_BYTES),
+    "a part that is not in the plan": lambda played, part: (10**6).to_bytes(INDEX_BYTES, "little") + bytes(8 + PART_BYTES),
     "a part of another reducer": lambda played, part: frame(shared_parts_of(played, 1)[0], bytes(4 * part.size)),
     "a part that the sender does not train": lambda played, part: frame(
         next(p for p in played.empty().parts if p.contributors == (0,)), bytes(4 * part.size)),

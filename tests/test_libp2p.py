@@ -22,6 +22,7 @@ from hivemind.dht.routing import get_dht_time
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.swarm import die_with_parent
+from spes_p2p.swarm.byte_stream import ByteStream
 from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Channel
 from spes_p2p.swarm.libp2p import PROTOCOL_PREFIX, Libp2p, start_libp2p
 
@@ -81,7 +82,7 @@ def introduce(guest: Libp2p, host: Libp2p) -> str:
     return host.transport.peer_id
 
 
-async def raw_stream(guest: Libp2p, host: Libp2p, method: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw_stream(guest: Libp2p, host: Libp2p, method: str) -> ByteStream:
     peer = host.transport.peer_id
     await guest.transport.daemon.connect(peer, host.transport.addresses, 5)
     return await guest.transport.daemon.open_stream(peer, PROTOCOL_PREFIX + method, 5)
@@ -174,10 +175,11 @@ def test_a_frame_longer_than_allowed_is_refused_before_it_is_read(tmp_path: Path
         async with Swarm(tmp_path) as swarm:
             a, b = await swarm.start("a"), await swarm.start("b")
             await b.transport.serve("read", read)
-            reader, writer = await raw_stream(a, b, "read")
-            writer.write(b"\0" + (MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
-            assert await asyncio.wait_for(reader.read(), 5) == b""
-            writer.close()
+            stream = await raw_stream(a, b, "read")
+            stream.write(b"\0" + (MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+            with pytest.raises((EOFError, OSError)):
+                await asyncio.wait_for(stream.read_exactly(1), 5)
+            stream.close()
         assert "does not keep to the protocol" in str(outcome[-1])
 
     run(main())
@@ -249,13 +251,13 @@ def test_a_receive_that_timed_out_loses_nothing(tmp_path: Path):
                 done.set()
 
             await b.transport.serve("read", read)
-            _, writer = await raw_stream(a, b, "read")
-            writer.write(b"\0" + (4).to_bytes(4, "big") + b"ab")
+            stream = await raw_stream(a, b, "read")
+            stream.write(b"\0" + (4).to_bytes(4, "big") + b"ab")
             await asyncio.wait_for(timed_out.wait(), 5)
-            writer.write(b"cd")
+            stream.write(b"cd")
             await asyncio.wait_for(done.wait(), 5)
             assert received == [b"abcd"]
-            writer.close()
+            stream.close()
 
     run(main())
 

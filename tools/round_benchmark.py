@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
+import psutil
 from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4")
@@ -132,7 +133,11 @@ def started(name: str, elements: int, place: Path) -> Iterator[list[Process]]:
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """Ask them to end; kill those that do not within 10 s."""
+    """Ask them to end; kill those that do not within 10 s, and what they leave behind (hivemind's processes)."""
+    children: list[psutil.Process] = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            children += psutil.Process(process.child.pid).children(recursive=True)
     for process in processes:
         process.child.terminate()
     for process in processes:
@@ -141,6 +146,9 @@ def end_all(processes: Iterable[Process]) -> None:
         except subprocess.TimeoutExpired:
             process.child.kill()
             process.child.wait()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def our_members(start: Any, codec: str) -> list[Process]:
@@ -170,7 +178,9 @@ MAKERS: dict[str, Any] = {"dense": dense_members, "server": server_and_clients}
 
 def one_round(members: list[Process]) -> Report:
     for member in members:
-        member.hear()
+        if "trains" in member.hear():
+            member.tell("go")
+            member.hear()
     began = monotonic()
     for member in members:
         member.tell("go")

@@ -137,9 +137,11 @@ async def _our_life(spec: Spec) -> None:
     meter = Meter(maps_files=True)
 
     class GatedTrainer(SyntheticTrainer):
-        """Ends its phase on `go`."""
+        """Begins and ends its phase on `go`: nobody trains while another one is still in the round."""
 
         def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+            say(trains=True)
+            wait_for_go()
             report = super().train(phase, should_stop, on_step)
             say(ready=True)
             wait_for_go()

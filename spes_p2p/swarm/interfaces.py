@@ -31,10 +31,13 @@ class Channel(Protocol):
     def remote(self) -> str:
         """The peer at the other end, as the transport authenticated it."""
 
-    async def send(self, frame: bytes | memoryview) -> None:
-        """Send one frame; waits while the other end is slow. Raises PeerUnreachable when the stream is gone."""
+    async def send(self, *pieces: bytes | memoryview) -> None:
+        """Send one frame, these bytes one after the other; waits while the other end is slow. They must not change any more.
 
-    async def receive(self) -> bytes | None:
+        Raises PeerUnreachable when the stream is gone.
+        """
+
+    async def receive(self) -> bytes | bytearray | None:
         """The next frame; None after the other end called `finish`. Raises PeerUnreachable when the stream broke."""
 
     async def finish(self) -> None:

@@ -73,14 +73,14 @@ class _DelayedChannel:
     def __init__(self, inner: Channel, latency_s: float):
         self.remote = inner.remote
         self._inner, self._latency_s = inner, latency_s
-        self._waiting: asyncio.Queue[tuple[float, bytes | Exception | None]] = asyncio.Queue(WAITING_FRAMES)
-        self._next: tuple[float, bytes | Exception | None] | None = None
+        self._waiting: asyncio.Queue[tuple[float, bytes | bytearray | Exception | None]] = asyncio.Queue(WAITING_FRAMES)
+        self._next: tuple[float, bytes | bytearray | Exception | None] | None = None
         self._reading = asyncio.ensure_future(self._read())
 
-    async def send(self, frame: bytes | memoryview) -> None:
-        await self._inner.send(frame)
+    async def send(self, *pieces: bytes | memoryview) -> None:
+        await self._inner.send(*pieces)
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> bytes | bytearray | None:
         if self._next is None:
             self._next = await self._waiting.get()
         due_at, received = self._next
@@ -102,7 +102,7 @@ class _DelayedChannel:
         self._reading.cancel()
 
     async def _read(self) -> None:
-        received: bytes | Exception | None = b""
+        received: bytes | bytearray | Exception | None = b""
         while received is not None and not isinstance(received, Exception):
             try:
                 received = await self._inner.receive()

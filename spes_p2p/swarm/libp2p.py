@@ -44,6 +44,7 @@ from spes_p2p.addresses import (
     peer_of,
 )
 from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
+from spes_p2p.swarm.byte_stream import ByteStream
 from spes_p2p.swarm.identity import RSAIdentity, peer_id_of_public_key
 from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Handler, Store, World
 from spes_p2p.swarm.latency import delayed, latency_of_environment
@@ -224,8 +225,8 @@ class Libp2pTransport:
     async def serve(self, method: str, handler: Handler) -> None:
         """Call `handler` for each incoming stream. Its failure ends that channel only; Refused is told to the other end."""
 
-        async def serve_stream(remote: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = StreamChannel(remote, reader, writer)
+        async def serve_stream(remote: str, stream: ByteStream) -> None:
+            channel = StreamChannel(remote, stream)
             try:
                 await handler(channel)
             except Refused as reason:
@@ -245,13 +246,13 @@ class Libp2pTransport:
             stream = await asyncio.wait_for(self._open(peer, PROTOCOL_PREFIX + method), OPEN_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"{peer}: no answer for {OPEN_TIMEOUT_S:g} s") from None
-        return StreamChannel(peer, *stream)
+        return StreamChannel(peer, stream)
 
     async def close(self) -> None:
         """End all streams and the daemon."""
         await self.daemon.close()
 
-    async def _open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open(self, peer: str, protocol: str) -> ByteStream:
         addresses = self._known.get(peer, ())
         if peer in self._dialled or not addresses:
             try:
@@ -268,28 +269,27 @@ class Libp2pTransport:
 class StreamChannel:
     """Frames over one stream (`interfaces.Channel`). One task at a time may send, one may receive."""
 
-    def __init__(self, remote: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._remote, self._reader, self._writer = remote, reader, writer
+    def __init__(self, remote: str, stream: ByteStream):
+        self._remote, self._stream = remote, stream
         self._has_finished = False
         self._aborted = False
         self._header: tuple[int, int] | None = None  # read, and its content not yet: receive may be cancelled in between
         self._is_read_out = False
         self._failure: Exception | None = None
-        writer.transport.set_write_buffer_limits(high=4 * 2**16)
 
     @property
     def remote(self) -> str:
         """The authenticated id of the other end."""
         return self._remote
 
-    async def send(self, frame: bytes | memoryview) -> None:
+    async def send(self, *pieces: bytes | memoryview) -> None:
         """Send one frame; waits while the stream is full. Raises PeerUnreachable."""
-        size = len(frame) if isinstance(frame, bytes) else frame.nbytes
+        size = sum(map(len, pieces))
         if size > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {size} bytes; at most {MAX_FRAME_BYTES} are allowed")
-        await self._write(_DATA, frame, size)
+        await self._write(_DATA, size, *pieces)
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> bytearray | None:
         """The next frame; None after the other end's `finish`. Raises PeerUnreachable (broken) or Refused (with its reason)."""
         if self._aborted:
             raise PeerUnreachable(f"the channel to {self._remote} was closed here")
@@ -299,11 +299,11 @@ class StreamChannel:
             return None
         try:
             if self._header is None:
-                self._header = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+                self._header = _HEADER.unpack(await self._stream.read_exactly(_HEADER.size))
             kind, size = self._header
             if size > (MAX_FRAME_BYTES if kind == _DATA else MAX_REASON_BYTES):
                 raise ValueError(f"a frame of {size} bytes")
-            content = await self._reader.readexactly(size)
+            content = await self._stream.read_exactly(size)
             self._header = None
         except (OSError, EOFError):
             raise self._fail(PeerUnreachable(f"{self._remote} broke the channel")) from None
@@ -319,7 +319,7 @@ class StreamChannel:
     async def finish(self) -> None:
         """No more frames from this end."""
         if not self._has_finished:
-            await self._write(_FINISHED, b"", 0)
+            await self._write(_FINISHED, 0)
             self._has_finished = True
 
     async def refuse(self, reason: str) -> None:
@@ -327,7 +327,7 @@ class StreamChannel:
         if not self._has_finished:
             content = reason.encode()[:MAX_REASON_BYTES]
             with suppress(PeerUnreachable):
-                await self._write(_REFUSED, content, len(content))
+                await self._write(_REFUSED, len(content), content)
                 self._has_finished = True
 
     def abort(self) -> None:
@@ -336,30 +336,29 @@ class StreamChannel:
             return
         self._aborted = True
         if not self._has_finished:
-            self._writer.transport.abort()
-        elif self._is_read_out or self._failure is not None or self._reader.at_eof():
-            self._writer.close()
+            self._stream.abort()
+        elif self._is_read_out or self._failure is not None or self._stream.at_end():
+            self._stream.close()
         else:
             _keep(asyncio.get_running_loop().create_task(self._linger()))
 
     async def _linger(self) -> None:
         """Closing with unread bytes would reset the stream, and with it our own last frames."""
         try:
-            await asyncio.wait_for(_swallow(self._reader), LINGER_S)
+            await asyncio.wait_for(self._stream.swallow(), LINGER_S)
         except (OSError, asyncio.TimeoutError):
             pass
         finally:
-            self._writer.close()
+            self._stream.close()
 
-    async def _write(self, kind: int, content: bytes | memoryview, size: int) -> None:
-        if self._aborted or self._writer.is_closing():
+    async def _write(self, kind: int, size: int, *content: bytes | memoryview) -> None:
+        if self._aborted or self._stream.is_closing():
             raise PeerUnreachable(f"the channel to {self._remote} is closed")
         if self._has_finished:
             raise ValueError("nothing can be sent after finish")
-        self._writer.write(_HEADER.pack(kind, size))
-        self._writer.write(content)
+        self._stream.write(_HEADER.pack(kind, size), *content)
         try:
-            await self._writer.drain()
+            await self._stream.drain()
         except OSError:
             raise PeerUnreachable(f"{self._remote} broke the channel") from None
 
@@ -581,11 +580,6 @@ def _hivemind_key(key: rsa.RSAPrivateKey) -> RSAPrivateKey:
     wrapped = RSAPrivateKey.__new__(RSAPrivateKey)
     wrapped.__setstate__({"_private_key": der})
     return wrapped
-
-
-async def _swallow(reader: asyncio.StreamReader) -> None:
-    while await reader.read(2**16):
-        pass
 
 
 def _keep(task: asyncio.Task[None]) -> None:

@@ -356,15 +356,15 @@ class MemoryChannel:
         """The peer at the other end."""
         return self._in.source
 
-    async def send(self, frame: bytes | memoryview) -> None:
+    async def send(self, *pieces: bytes | memoryview) -> None:
         """Send one frame; waits for the uplink, and while UNREAD_FRAMES are unread. Raises PeerUnreachable."""
-        if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        body = b"".join(pieces)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
         self._check_open()
         if self._network.hook is not None:
             self._network.hook(self._unit.peer, self._method, self._sent)
         self._sent += 1
-        body = bytes(frame)
         if self._network.tap is not None:
             body = self._network.tap(
                 Frame(self._unit.peer, self.remote, self._method, self._is_answer, self._sent - 1, body)

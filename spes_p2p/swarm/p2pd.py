@@ -24,24 +24,23 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm import die_with_parent
+from spes_p2p.swarm.byte_stream import ByteStream
 
 log = logging.getLogger(__name__)
 
 SOCKET_DIRECTORY = Path("/tmp")  # the daemon's control sockets need short paths
 SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
-STREAM_BUFFER_BYTES = 2**18
 EXIT_TIMEOUT_S = 5.0
 CIRCUIT = "/p2p-circuit"
 P2P_CODE, CIRCUIT_CODE = bytes.fromhex("a503"), bytes.fromhex("a202")
 """Of a multiaddr's components /p2p and /p2p-circuit (codes 421 and 290 as varints)."""
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Called with (remote peer id, reader, writer)."""
+StreamHandler = Callable[[str, ByteStream], Awaitable[None]]
+"""Called with (remote peer id, stream)."""
 
 
 class Daemon(P2P):  # type: ignore[misc]
-    """hivemind's P2P whose p2pd cannot outlive us, with raw streams under our own buffer sizes and deadlines."""
+    """hivemind's P2P whose p2pd cannot outlive us, with raw streams under our own buffers and deadlines."""
 
     _UNIX_SOCKET_PREFIX = f"/unix{SOCKET_DIRECTORY}/spes-p2p-{os.getpid()}-"
 
@@ -62,10 +61,10 @@ class Daemon(P2P):  # type: ignore[misc]
         """Dial a peer at these multiaddrs (none: ask the swarm where it is). Raises PeerUnreachable."""
         plain = [_dial_bytes(address) for address in addresses]
         connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=plain, timeout=_whole_seconds(timeout_s))
-        _, writer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
-        writer.close()
+        connection = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
+        connection.close()
 
-    async def open_stream(self, peer: str, protocol: str, timeout_s: float) -> Stream:
+    async def open_stream(self, peer: str, protocol: str, timeout_s: float) -> ByteStream:
         """Raises PeerUnreachable, or Refused when the peer does not serve the protocol."""
         stream = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=_whole_seconds(timeout_s))
         return await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream), peer)
@@ -75,13 +74,14 @@ class Daemon(P2P):  # type: ignore[misc]
         address = f"{self._UNIX_SOCKET_PREFIX}streams-{id(self):x}.sock"
         if self._stream_server is None:
             path = address.removeprefix("/unix")
-            self._stream_server = await asyncio.start_unix_server(self._accept, path, limit=STREAM_BUFFER_BYTES)
+            loop = asyncio.get_running_loop()
+            self._stream_server = await loop.create_unix_server(lambda: ByteStream(self._accept), path)
             self._stream_socket = Path(path)
         self._handlers[protocol] = handler
         register = p2pd_pb2.StreamHandlerRequest(addr=Multiaddr(address).to_bytes(), proto=[protocol], balanced=False)
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=register)
-        _, writer = await self._request(request, "the peer daemon")
-        writer.close()
+        connection = await self._request(request, "the peer daemon")
+        connection.close()
 
     @property
     def pid(self) -> int:
@@ -112,39 +112,39 @@ class Daemon(P2P):  # type: ignore[misc]
             self._child.kill()
             await self._child.wait()
 
-    async def _request(self, request: Any, whom: str) -> Stream:
+    async def _request(self, request: Any, whom: str) -> ByteStream:
         path = str(self._daemon_listen_maddr["unix"])
         try:
-            reader, writer = await asyncio.open_unix_connection(path, limit=STREAM_BUFFER_BYTES)
+            _, stream = await asyncio.get_running_loop().create_unix_connection(ByteStream, path)
         except OSError as error:
             raise PeerUnreachable(f"the peer daemon of this machine does not answer ({error.strerror})") from None
         try:
-            await write_pbmsg(writer, request)
+            await write_pbmsg(stream, request)
             response = p2pd_pb2.Response()
-            await read_pbmsg_safe(reader, response)
+            await read_pbmsg_safe(stream, response)
             if response.type == p2pd_pb2.Response.ERROR:
                 raise _explain(whom, response.error.msg)
-        except (OSError, asyncio.IncompleteReadError):
-            writer.transport.abort()
+        except (OSError, EOFError):
+            stream.abort()
             raise PeerUnreachable(f"{whom}: the peer daemon of this machine closed the connection") from None
         except BaseException:
-            writer.transport.abort()
+            stream.abort()
             raise
-        return reader, writer
+        return stream
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, stream: ByteStream) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
         try:
             info = p2pd_pb2.StreamInfo()
-            await read_pbmsg_safe(reader, info)
-            await self._handlers[info.proto](str(PeerID(info.peer)), reader, writer)
+            await read_pbmsg_safe(stream, info)
+            await self._handlers[info.proto](str(PeerID(info.peer)), stream)
         except asyncio.CancelledError:
-            writer.transport.abort()
+            stream.abort()
         except Exception:
             log.debug("an incoming stream failed", exc_info=True)
-            writer.transport.abort()
+            stream.abort()
         finally:
             self._streams.discard(task)
 

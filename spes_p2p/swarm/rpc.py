@@ -43,7 +43,7 @@ class Talk:
         self._detector = detector
         self._count = count
         self._line = line
-        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
+        self._incoming: asyncio.Queue[memoryview | None] = asyncio.Queue(QUEUED_FRAMES)
         self._news = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sending = asyncio.Lock()
@@ -53,12 +53,13 @@ class Talk:
         self._heard_at, self._reading = self._loop.time(), True
         self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
 
-    async def send(self, message: bytes) -> None:
-        """Send one message. Raises PeerUnreachable when the talk is broken."""
+    async def send(self, *pieces: bytes | memoryview) -> None:
+        """Send one message, these bytes one after the other. Raises PeerUnreachable when the talk is broken."""
+        size = sum(map(len, pieces))
         if self._line.up is not None:
-            await self._line.up.let_pass(len(message))
-        self._count(len(message), 0)
-        await self._send(MESSAGE + message)
+            await self._line.up.let_pass(size)
+        self._count(size, 0)
+        await self._send(MESSAGE, *pieces)
 
     async def refuse(self, reason: str) -> None:
         """Tell the other end why not; its `receive` raises Refused with this text."""
@@ -69,6 +70,11 @@ class Talk:
 
         What came before the talk broke is still delivered.
         """
+        received = await self.receive_view()
+        return None if received is None else bytes(received)
+
+    async def receive_view(self) -> memoryview | None:
+        """As `receive`, for large messages: not copied."""
         if self._ended:
             return None
         while self._incoming.empty():
@@ -82,7 +88,11 @@ class Talk:
 
     async def message(self) -> bytes:
         """The next message; a finished talk counts as broken."""
-        received = await self.receive()
+        return bytes(await self.message_view())
+
+    async def message_view(self) -> memoryview:
+        """As `message`, for large ones: not copied."""
+        received = await self.receive_view()
         if received is None:
             raise PeerUnreachable(f"{self.remote[-6:]} ended the talk early")
         return received
@@ -117,9 +127,9 @@ class Talk:
         self._channel.abort()
         self._break(PeerUnreachable("the talk is closed"))
 
-    async def _send(self, frame: bytes) -> None:
+    async def _send(self, *pieces: bytes | memoryview) -> None:
         async with self._sending:
-            await self._channel.send(frame)
+            await self._channel.send(*pieces)
 
     async def _read(self) -> None:
         beats = 0
@@ -135,9 +145,9 @@ class Talk:
                     self._silence.cancel()
                     await self._put(None)
                     return
-                kind, body = frame[:1], frame[1:]
+                kind, body = frame[:1], memoryview(frame)[1:]
                 if kind == REFUSAL:
-                    raise Refused(body.decode(errors="replace"))
+                    raise Refused(bytes(body).decode(errors="replace"))
                 if kind == MESSAGE:
                     self._count(0, len(body))
                     await self._put(body)
@@ -146,7 +156,7 @@ class Talk:
         except (PeerUnreachable, Refused) as error:
             self._break(error)
 
-    async def _put(self, message: bytes | None) -> None:
+    async def _put(self, message: memoryview | None) -> None:
         """For `receive`. While nothing is read here, nobody there is silent."""
         self._reading = False
         if self._line.down is not None and message:
@@ -336,10 +346,10 @@ class _PipeEnd:
         self._peer: _PipeEnd | None = None
         self._aborted = asyncio.Event()
 
-    async def send(self, frame: bytes | memoryview) -> None:
+    async def send(self, *pieces: bytes | memoryview) -> None:
         if self._aborted.is_set():
             raise PeerUnreachable("closed")
-        put = asyncio.ensure_future(self._outgoing.put(bytes(frame)))
+        put = asyncio.ensure_future(self._outgoing.put(b"".join(pieces)))
         await self._or_aborted(put)
 
     async def receive(self) -> bytes | None:

@@ -25,6 +25,41 @@ DECODED_PARTS = 16
 PLAIN = OuterConfig()
 
 
+class NextBase:
+    """The new base (float32 `[base_size(layout, outer)]`), any piece of it: `[PIECE_ELEMENTS]` each but the last.
+
+    Parts that were not committed keep their old weights and momentum. The merge moves weights, never momentum.
+    """
+
+    def __init__(
+        self,
+        base: np.ndarray,
+        layout: Layout,
+        committed: Sequence[Part],
+        encoded: Mapping[int, bytes | memoryview],
+        merge: Merge | None,
+        outer: OuterConfig = PLAIN,
+    ):
+        """`committed`: the committed parts, ascending; `encoded`: their mean updates, by part index."""
+        self._size = base.size
+        self._stepped = _OuterStep(base, layout, committed, encoded, outer)
+        self._rows = merged_rows(layout, merge.donors) if merge is not None else ()
+        self._alpha = merge.alpha if merge is not None else 0.0
+
+    def piece(self, number: int) -> np.ndarray:
+        """One piece, a new array."""
+        start = number * PIECE_ELEMENTS
+        return merge_range(self._stepped.values, self._rows, self._alpha, start, min(start + PIECE_ELEMENTS, self._size))
+
+    def parts_by_piece(self) -> list[tuple[int, ...]]:
+        """For each piece, which parts are in it by their index."""
+        return self._stepped.parts_by_piece(-(-self._size // PIECE_ELEMENTS))
+
+    def merged_pieces(self) -> set[int]:
+        """Pieces that the merge changes: parts of other places are in them too."""
+        return {n for row in self._rows for n in range(row.start // PIECE_ELEMENTS, -(-row.stop // PIECE_ELEMENTS))}
+
+
 def next_base(
     base: np.ndarray,
     layout: Layout,
@@ -33,15 +68,9 @@ def next_base(
     merge: Merge | None,
     outer: OuterConfig = PLAIN,
 ) -> Iterator[np.ndarray]:
-    """The new base (float32 `[base_size(layout, outer)]`) in pieces, `[PIECE_ELEMENTS]` each but the last, new arrays.
-
-    `committed`: the committed parts, ascending; `encoded`: their mean updates, by part index. Parts that are not there keep
-    their old weights and momentum. The merge moves weights, never momentum.
-    """
-    stepped = _OuterStep(base, layout, committed, encoded, outer)
-    rows, alpha = (merged_rows(layout, merge.donors), merge.alpha) if merge is not None else ((), 0.0)
-    for start in range(0, base.size, PIECE_ELEMENTS):
-        yield merge_range(stepped.values, rows, alpha, start, min(start + PIECE_ELEMENTS, base.size))
+    """All pieces of a `NextBase`."""
+    new = NextBase(base, layout, committed, encoded, merge, outer)
+    return (new.piece(number) for number in range(-(-base.size // PIECE_ELEMENTS)))
 
 
 @dataclass(frozen=True)
@@ -85,6 +114,14 @@ class _OuterStep:
             a, b = max(start, stretch.start), min(stop, stretch.stop)
             self._step(stretch, a - stretch.start, b - stretch.start, new[a - start : b - start])
         return new
+
+    def parts_by_piece(self, pieces: int) -> list[tuple[int, ...]]:
+        """For each of so many pieces, the parts whose weights or momentum are in it."""
+        found: list[list[int]] = [[] for _ in range(pieces)]
+        for stretch in self._stretches:
+            for number in range(stretch.start // PIECE_ELEMENTS, -(-stretch.stop // PIECE_ELEMENTS)):
+                found[number].append(stretch.part.index)
+        return list(map(tuple, found))
 
     def _step(self, stretch: _Stretch, a: int, b: int, values: np.ndarray) -> None:
         """In place, on elements `[a, b)` of a stretch, which hold the old base's values."""

@@ -65,16 +65,29 @@ def stage_base(
 
     The stored one stays until the draft is committed.
     """
-    draft, digests, elements = store.draft(name), [], 0
+    draft, elements = store.draft(name), 0
+    digests: list[bytes] = []
     for piece in pieces:
-        draft.write(4 * elements, np.ascontiguousarray(piece, "<f4").data)
-        digests.append(piece_digest(piece))
+        digests.append(write_piece(draft, len(digests), piece))
         elements += piece.size
-    digest = root_digest(b"".join(digests))
+    return close_base(draft, head, round_number, plan, elements, b"".join(digests))
+
+
+def write_piece(draft: Draft, number: int, piece: np.ndarray) -> bytes:
+    """Put one piece of a base into its draft; returns its digest."""
+    draft.write(4 * PIECE_ELEMENTS * number, np.ascontiguousarray(piece, "<f4").data)
+    return piece_digest(piece)
+
+
+def close_base(
+    draft: Draft, head: str, round_number: int, plan: Plan | None, elements: int, digests: bytes
+) -> StagedBase:
+    """Write a base's header behind its pieces, and map it."""
+    digest = root_digest(digests)
     header = frame_record(pack(_Header(head, round_number, elements, digest, plan)))
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
     values = np.frombuffer(draft.view(), "<f4", elements)
-    return StagedBase(Base(head, round_number, values, digest, plan), b"".join(digests), draft)
+    return StagedBase(Base(head, round_number, values, digest, plan), digests, draft)
 
 
 def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:

@@ -49,17 +49,26 @@ class Blockwise:
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """float32 `[elements]`. Raises ValueError when `data` has another length than `encoded_bytes(elements)`."""
-        if len(data) != self.encoded_bytes(elements):
-            raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")
-        blocks = -(-elements // BLOCK)
-        scales = np.frombuffer(data, "<f4", blocks, len(data) - 4 * blocks).astype(np.float32)
+        scales, blocks = self._scales(data, elements), -(-elements // BLOCK)
         if self._bits == 4:
             codes = _unpack(np.frombuffer(data, np.uint8, blocks * BLOCK // 2).reshape(blocks, BLOCK // 2))
         else:
             codes = np.zeros(blocks * BLOCK, np.int8)
             codes[:elements] = np.frombuffer(data, np.int8, elements)
             codes = codes.reshape(blocks, BLOCK)
-        return (codes * scales[:, None]).reshape(-1)[:elements]
+        values: np.ndarray = (codes * scales[:, None]).reshape(-1)[:elements]
+        return values
+
+    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
+        """The scales say it: no code is larger than 2^(bits - 1)."""
+        with np.errstate(over="ignore"):
+            return bool(np.isfinite(self._scales(data, elements) * (self._levels + 1)).all())
+
+    def _scales(self, data: bytes | memoryview, elements: int) -> np.ndarray:
+        if len(data) != self.encoded_bytes(elements):
+            raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")
+        blocks = -(-elements // BLOCK)
+        return np.frombuffer(data, "<f4", blocks, len(data) - 4 * blocks).astype(np.float32)
 
 
 def _in_blocks(values: np.ndarray) -> np.ndarray:

@@ -34,6 +34,9 @@ class Codec(Protocol):
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """float32 `[elements]`, not to be written to. Raises ValueError for a length other than `encoded_bytes(elements)`."""
 
+    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
+        """Would decoding give finite values only? Raises ValueError as `decode`."""
+
 
 class Uncompressed:
     """float32, little-endian."""
@@ -57,6 +60,10 @@ class Uncompressed:
         """The values as they were."""
         _check_length(self, data, elements)
         return np.frombuffer(data, dtype="<f4")
+
+    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
+        """Looks at all of them."""
+        return bool(np.isfinite(self.decode(data, elements)).all())
 
 
 class HalfPrecision:
@@ -82,6 +89,10 @@ class HalfPrecision:
         """Exact: every half-precision number is a float32."""
         _check_length(self, data, elements)
         return np.frombuffer(data, dtype="<f2").astype(np.float32)
+
+    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
+        """Looks at all of them."""
+        return bool(np.isfinite(self.decode(data, elements)).all())
 
 
 class BFloat16:
@@ -113,6 +124,10 @@ class BFloat16:
         _check_length(self, data, elements)
         bits = np.frombuffer(data, dtype="<u2").astype(np.uint32)
         return np.left_shift(bits, np.uint32(16), out=bits).view(np.float32)
+
+    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
+        """Looks at all of them."""
+        return bool(np.isfinite(self.decode(data, elements)).all())
 
 
 CODECS: dict[str, Codec] = {

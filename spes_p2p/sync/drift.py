@@ -20,9 +20,8 @@ def drift_by_kind(
     """Of accepted parts with the values sent, when the base went from `old` to `new`; kinds without any are left out."""
     sums: dict[str, np.ndarray] = {}
     for part, values in accepted:
-        step = np.subtract(new[part.start : part.stop], old[part.start : part.stop], dtype=np.float64)
-        sent = values.astype(np.float64)
-        found = np.array([sent @ sent, step @ step, sent @ step])
+        step = new[part.start : part.stop] - old[part.start : part.stop]
+        found = np.array([values @ values, step @ step, values @ step], np.float64)
         sums[part.group.kind] = sums.get(part.group.kind, 0.0) + found
     return {kind: _drift(*found.tolist()) for kind, found in sums.items()}
 

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 PUSH, PULL = "push", "pull"
 PUSH_SHARE = 0.5
 """Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
-WEIGHT_BYTES = 8
-"""Of the tokens behind an update, little-endian."""
+INDEX_BYTES, WEIGHT_BYTES = 7, 8
+"""Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
+four bytes lie where a processor wants them."""
 BREATHE_EVERY = 8
 """Parts that are encoded in a row before other tasks get their turn."""
 
@@ -99,7 +100,7 @@ class Exchange:
         self._weights: dict[int, int] = {}
         """Tokens behind what is summed, by part index."""
         self._arrived: dict[int, set[int]] = {}
-        self._codes: dict[int, bytes] = {}
+        self._codes: dict[int, bytes | memoryview] = {}
         self._masks: dict[int, bytes] = {}
         self._lost: set[int] = set()
         self._pushing: set[int] = set()
@@ -138,9 +139,7 @@ class Exchange:
             raise Refused("not a contributor of this plan")
         self._pushing.add(sender)
         try:
-            while (message := await talk.receive()) is not None:
-                if not message:
-                    break
+            while message := await talk.receive_view():
                 self._take(sender, message)
             await talk.send(b"done")
         finally:
@@ -160,12 +159,12 @@ class Exchange:
                 await talk.alive(self._next_closed.wait())
                 continue
             index = self._order[served]
-            await talk.send(_frame(index, self.results.encoded.get(index, b"")))
+            await talk.send(_numbered(index), self.results.encoded.get(index, b""))
             served += 1
         await talk.alive(self._manifest_ready.wait())
         await talk.send(pack(self.results.manifests[self.revision, self.me]))
 
-    def _take(self, sender: int, message: bytes) -> None:
+    def _take(self, sender: int, message: memoryview) -> None:
         index, tokens, body = _unframe_push(message)
         part = self._mine.get(index)
         if part is None or sender not in part.contributors:
@@ -177,13 +176,12 @@ class Exchange:
             raise Refused(f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
             raise Refused(f"part {index} cannot have {tokens} tokens behind it")
-        update = part.codec.decode(body, part.size)
-        if not np.isfinite(update).all():
+        if not part.codec.is_finite(body, part.size):
             raise Refused(f"part {index} has values that are not finite")
         if len(part.contributors) == 1:
             self._codes[index] = body
         else:
-            self._add(part, update, tokens)
+            self._add(part, part.codec.decode(body, part.size), tokens)
         arrived.add(sender)
         if self._complete(part):
             self._close(part)
@@ -274,7 +272,7 @@ class Exchange:
     def _reduced_by(self, reducer: int) -> list[Part]:
         return self.results.reduced_by(reducer, self.revision)
 
-    def _put(self, part: Part, encoded: bytes) -> None:
+    def _put(self, part: Part, encoded: bytes | memoryview) -> None:
         """Take a result, unless a later revision has moved its part away."""
         if self.results.parts[part.index].revision == self.revision:
             self.results.put(part.index, encoded)
@@ -306,7 +304,7 @@ class Exchange:
                 await talk.send(pack(PushHeader(self.plan.id, self.revision)))
                 for part in filter(self._has_update, mine):
                     tokens = self._behind(part).to_bytes(WEIGHT_BYTES, "little")
-                    await talk.send(_frame(part.index, tokens, self._encode_own(part)))
+                    await talk.send(_numbered(part.index), tokens, self._encode_own(part))
                 await talk.send(b"")
                 await talk.message()
         except (PeerUnreachable, Refused) as error:
@@ -320,7 +318,7 @@ class Exchange:
             async with self._board.talk(self._names[reducer], PULL) as talk:
                 await talk.send(pack(PullRequest(self.plan.id, (), self.revision)))
                 for _ in range(len(wanted)):
-                    store_part(self.results, await talk.message(), wanted)
+                    store_part(self.results, await talk.message_view(), wanted)
                 manifest = unpack(Manifest, await talk.message())
                 if (manifest.revision, manifest.reducer) != (self.revision, reducer):
                     raise WireError("a manifest of another reducer")
@@ -329,7 +327,7 @@ class Exchange:
             logger.info("pull from %s: %s", self._names[reducer][-6:], error)
 
 
-def store_part(results: Results, message: bytes, wanted: dict[int, Part]) -> None:
+def store_part(results: Results, message: memoryview, wanted: dict[int, Part]) -> None:
     """Take one served part of those wanted (by index). Raises WireError when it is none of them, or of another size.
 
     One that a later revision moved comes from its backup instead.
@@ -341,7 +339,7 @@ def store_part(results: Results, message: bytes, wanted: dict[int, Part]) -> Non
     if body:
         if len(body) != part.encoded_bytes:
             raise WireError(f"part {index} has {len(body)} bytes")
-        if not np.isfinite(part.codec.decode(body, part.size)).all():
+        if not part.codec.is_finite(body, part.size):
             raise WireError(f"part {index} has values that are not finite")
         if results.parts[index].revision == part.revision:
             results.put(index, body)
@@ -352,7 +350,7 @@ async def serve_parts(talk: Talk, results: Results, indices: tuple[int, ...]) ->
     if not all(0 <= index < len(results.parts) for index in indices):
         raise Refused("no such part in that plan")
     for index in indices:
-        await talk.send(_frame(index, results.encoded.get(index, b"")))
+        await talk.send(_numbered(index), results.encoded.get(index, b""))
 
 
 async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: list[int]) -> None:
@@ -361,23 +359,24 @@ async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: 
     async with board.talk(peer, PULL) as talk:
         await talk.send(pack(PullRequest(results.plan.id, tuple(indices))))
         for _ in range(len(indices)):
-            store_part(results, await talk.message(), wanted)
+            store_part(results, await talk.message_view(), wanted)
     results.discard_unverified()
 
 
-def _frame(index: int, *pieces: bytes | memoryview) -> bytes:
-    return b"".join((index.to_bytes(4, "little"), *pieces))
+def _numbered(index: int) -> bytes:
+    """What a part's bytes follow in a message."""
+    return index.to_bytes(INDEX_BYTES, "little")
 
 
-def _unframe(message: bytes) -> tuple[int, bytes]:
-    if len(message) < 4:
+def _unframe(message: memoryview) -> tuple[int, memoryview]:
+    if len(message) < INDEX_BYTES:
         raise WireError("a part without its index")
-    return int.from_bytes(message[:4], "little"), message[4:]
+    return int.from_bytes(message[:INDEX_BYTES], "little"), message[INDEX_BYTES:]
 
 
-def _unframe_push(message: bytes) -> tuple[int, int, bytes]:
+def _unframe_push(message: memoryview) -> tuple[int, int, memoryview]:
     """Index of the part, tokens behind its update, the encoded update."""
-    if len(message) < 4 + WEIGHT_BYTES:
+    index, rest = _unframe(message)
+    if len(rest) < WEIGHT_BYTES:
         raise WireError("an update without its weight")
-    tokens = int.from_bytes(message[4 : 4 + WEIGHT_BYTES], "little")
-    return int.from_bytes(message[:4], "little"), tokens, message[4 + WEIGHT_BYTES :]
+    return index, int.from_bytes(rest[:WEIGHT_BYTES], "little"), rest[WEIGHT_BYTES:]

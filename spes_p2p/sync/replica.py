@@ -40,6 +40,7 @@ from spes_p2p.sync.results import (
 )
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download
 from spes_p2p.sync.spool import Spool
+from spes_p2p.sync.staging import Staging
 from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.interface import Trainer
 
@@ -94,6 +95,8 @@ class Replica:
         self._codes_lost = False
         """Was this peer restarted, so that a push of its last life may be in a round that it knows nothing of?"""
         self._prepared: StagedBase | None = None
+        self._staging: Staging | None = None
+        """Of the plan whose results arrive."""
         self.checkpoint: str | None = None
         """Name of the one that belongs to the base on disk."""
         self._saving: asyncio.Future[None] | None = None
@@ -231,6 +234,10 @@ class Replica:
         exchange = Exchange(board, results, update, self._carried, timeout_s, behind, mean=self.outer.mean)
         self._exchanges[plan.id, 0] = exchange
         self._kept[plan.id] = results
+        if self._staging is not None:
+            self._staging.drop()
+        store, run = self.node.world.store, self.node.world.run_blocking
+        self._staging = Staging(store, self.base.values, self.layout, self.outer, results, run)
         self._news.set()
         return exchange
 
@@ -302,6 +309,11 @@ class Replica:
 
     async def _stage_base(self, head: Head, results: Results) -> StagedBase:
         plan, store = results.plan, self.node.world.store
+        ahead, self._staging = self._staging, None
+        if ahead is not None and ahead.plan.id == plan.id and ahead.base is self.base.values:
+            return await ahead.finish(head, results)
+        if ahead is not None:
+            ahead.drop()
         parts = results.committed(head)
         pieces = next_base(self.base.values, self.layout, parts, results.encoded, plan.merge, self.outer)
         staged: StagedBase = await self.node.world.run_blocking(stage_base, store, head.id, head.round, plan, pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.model.layout import Layout
@@ -37,6 +38,8 @@ class Results:
         """By part index."""
         self.spool: Spool | None = None
         """Where what is put here is kept; None: in memory."""
+        self.on_put: Callable[[int], None] = lambda index: None
+        """Told of each result that is put here."""
         self.digests: dict[int, bytes] = {}
         """Of each result that is here, by part index."""
         self.manifests: dict[tuple[int, int], Manifest] = {}
@@ -81,6 +84,7 @@ class Results:
         """Take a part's result."""
         self.encoded[index] = encoded if self.spool is None else self.spool.keep(index, encoded)
         self.digests[index] = content_digest(encoded)
+        self.on_put(index)
 
     def drop(self, index: int) -> None:
         """Forget a part's result, if it is here."""
