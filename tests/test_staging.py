@@ -1,0 +1,173 @@
+"""A base made while results arrived has the bits of one that is made after the commit, whatever happened meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exchange_round import codecs, head_before, make_plan_of, member
+
+from spes_p2p.config import OuterConfig
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.swarm.memory import MemoryStore
+from spes_p2p.swarm.records import Head, Manifest, Merge
+from spes_p2p.sync import staging as staging_module
+from spes_p2p.sync.apply import next_base
+from spes_p2p.sync.base import BASE, load_base
+from spes_p2p.sync.digest import PIECE_ELEMENTS, content_digest, state_digest
+from spes_p2p.sync.outer import base_size
+from spes_p2p.sync.parts import to_mask
+from spes_p2p.sync.results import Results
+from spes_p2p.sync.staging import Staging
+
+LAYOUT = Layout(
+    [TensorSpec("embed", (2 * PIECE_ELEMENTS + 999,), "shared"), TensorSpec("gate", (2, 64), "router", 0)]
+    + [TensorSpec(f"experts.{e}.gate_up_proj", (PIECE_ELEMENTS, 2), "expert", 0, e) for e in range(2)]
+)
+PLAIN = OuterConfig()
+MOMENTUM = OuterConfig(shared_learning_rate=0.7, shared_momentum=0.9)
+MERGE = Merge(alpha=0.25, donors=(((1,), (0,)),))
+MEMBERS = [member("A", 3, (5, 0)), member("B", 1, (0, 5))]
+
+
+class Case:
+    """A plan, what its reducers made, and a staging of the next base."""
+
+    def __init__(self, outer: OuterConfig = PLAIN, merge: Merge | None = None):
+        rng = np.random.default_rng(0)
+        self.outer = outer
+        self.base = rng.standard_normal(base_size(LAYOUT, outer), np.float32)
+        self.plan = replace(make_plan_of(MEMBERS), merge=merge)
+        self.results = Results.empty(self.plan, LAYOUT, codecs("int8"), 20_000)
+        self.encoded = {p.index: p.codec.encode(rng.standard_normal(p.size, np.float32)) for p in self.results.parts}
+        self.store, self.made = MemoryStore(), 0
+
+    async def run_blocking(self, function: Callable[..., object], *arguments: object) -> object:
+        await asyncio.sleep(0)
+        return function(*arguments)
+
+    def staging(self) -> Staging:
+        return Staging(self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking)
+
+    def head(self, dropped: Iterable[int] = ()) -> Head:
+        for reducer in range(len(MEMBERS)):
+            own = self.results.reduced_by(reducer)
+            masks = b"".join(to_mask(part.contributors, len(MEMBERS)) for part in own)
+            digests = b"".join(content_digest(self.encoded[part.index]) for part in own)
+            self.results.add_manifest(Manifest(self.plan.id, reducer, 0, digests, masks))
+        return replace(head_before(self.plan), round=1, plan=self.plan.id, roots=self.results.roots(), dropped=tuple(dropped))
+
+    def expected(self, head: Head) -> np.ndarray:
+        parts = self.results.committed(head)
+        return np.concatenate(list(next_base(self.base, LAYOUT, parts, self.encoded, self.plan.merge, self.outer)))
+
+    def put(self, *indices: int) -> None:
+        for index in indices:
+            self.results.put(index, self.encoded[index])
+
+
+def check(case: Case, script: Callable[[Case], Awaitable[None]], dropped: Iterable[int] = ()) -> None:
+    async def main() -> None:
+        staging = case.staging()
+        await script(case)
+        head = case.head(dropped)
+        staged = await staging.finish(head, case.results)
+        assert staged.base.values.tobytes() == case.expected(head).tobytes()
+        assert staged.base.digest == state_digest(staged.base.values)
+        staged.draft.commit()
+        kept = load_base(case.store, case.base.size, "here")
+        assert kept is not None
+        assert (kept.digest, kept.plan) == (staged.base.digest, case.plan)
+
+    asyncio.run(main())
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("outer", [PLAIN, MOMENTUM], ids=["plain", "momentum"])
+@pytest.mark.parametrize("merge", [None, MERGE], ids=["plain", "merge"])
+@pytest.mark.parametrize("seed", range(3))
+def test_results_may_come_in_any_order_and_pauses(outer: OuterConfig, merge: Merge | None, seed: int) -> None:
+    async def arrive(case: Case) -> None:
+        rng = np.random.default_rng(seed)
+        for index in rng.permutation(len(case.results.parts)):
+            case.put(int(index))
+            if rng.random() < 0.2:
+                await settle()
+
+    check(Case(outer, merge), arrive)
+
+
+def test_a_part_that_is_not_committed_keeps_its_old_value_although_it_was_in_a_piece_already() -> None:
+    async def arrive(case: Case) -> None:
+        case.put(*case.encoded)
+        await settle()
+
+    check(Case(), arrive, dropped=(0, 3, 10))
+
+
+def test_a_result_that_was_not_the_reducers_is_replaced_in_the_pieces_made_of_it() -> None:
+    async def arrive(case: Case) -> None:
+        case.put(*case.encoded)
+        right, case.encoded[2] = case.encoded[2], bytes(len(case.encoded[2]))
+        case.results.drop(2)
+        case.put(2)
+        await settle()
+        case.encoded[2] = right
+        case.results.drop(2)
+        case.put(2)
+        await settle()
+
+    check(Case(), arrive)
+
+
+def test_a_result_that_changes_while_a_piece_is_made_of_it_is_not_trusted() -> None:
+    class Late(Case):
+        async def run_blocking(self, function: Callable[..., object], *arguments: object) -> object:
+            self.made += 1
+            if self.made == 1:
+                self.results.drop(1)
+                self.results.encoded[1] = bytes(len(self.encoded[1]))
+                self.results.digests[1] = content_digest(self.results.encoded[1])
+            done = function(*arguments)
+            self.put(1)
+            return done
+
+    async def arrive(case: Case) -> None:
+        case.put(*case.encoded)
+        await settle()
+
+    check(Late(), arrive)
+
+
+def test_most_pieces_are_there_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, written = Case(), list[int]()
+    write = staging_module.write_piece
+    monkeypatch.setattr(staging_module, "write_piece", lambda draft, n, piece: written.append(n) or write(draft, n, piece))
+
+    async def arrive(case: Case) -> None:
+        case.put(*case.encoded)
+        await settle()
+        assert sorted(written) == list(range(-(-case.base.size // PIECE_ELEMENTS)))
+
+    check(case, arrive)
+    assert len(written) == len(set(written))
+
+
+def test_a_dropped_staging_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        case = Case()
+        staging = case.staging()
+        case.put(0)
+        staging.drop()
+        case.put(*case.encoded)
+        await settle()
+        assert case.store.read(BASE) is None
+
+    asyncio.run(main())
