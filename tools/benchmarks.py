@@ -127,8 +127,8 @@ def bench_experts(rounds: int, device: torch.device, shape: Shape) -> Report:
     for owned in (quarter, 1):
         for stored in ("fp32", "bf16", "int8"):
             works[f"partitioned_own{owned}_{stored}"] = partitioned_block(config, base, range(owned), stored, inputs, device)
-    other = [name for name in ("eager", "megablocks") if is_possible(name, device, shape)]
-    for backend in other:
+    other: tuple[BackendName, ...] = ("eager", "megablocks")
+    for backend in (name for name in other if is_possible(name, device, shape)):
         works[f"partitioned_own{quarter}_{backend}"] = partitioned_block(
             config, base, range(quarter), "fp32", inputs, device, backend
         )
@@ -167,7 +167,7 @@ def in_computed_width(block: nn.Module, device: torch.device) -> nn.Module:
     """
     if device.type == "cuda":
         for name in ("gate_up_proj", "down_proj"):
-            parametrize.register_parametrization(block, name, _Bf16(), unsafe=True)  # type: ignore[no-untyped-call]
+            parametrize.register_parametrization(block, name, _Bf16(), unsafe=True)
     return block
 
 
@@ -399,12 +399,13 @@ def capped(device: torch.device, cap: int) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+    # Without the device, which it takes with a number only: the current one.
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
     torch.cuda.reset_peak_memory_stats(device)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def release(device: torch.device) -> None:

@@ -46,7 +46,7 @@ class Check:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("cuda-benchmark"), metavar="FOLDER", help="default ./cuda-benchmark")
+    parser.add_argument("--out", type=Path, default=Path("runs/cuda"), metavar="FOLDER", help="default runs/cuda")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks instead of all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small campaigns instead of the recipes")
@@ -73,8 +73,8 @@ def checks_for(device: str, small: bool, rounds: int) -> dict[str, Check]:
     common = ("--device", device, "--rounds", str(rounds))
     unit = tuple(f"tests/test_{name}.py" for name in TESTED)
     checks = {
-        "tests": Check(("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", device, *unit), 600, {}),
-        "memory": Check((str(BENCHMARKS), "memory", *common), 300, {"worst_formula_error": (0, 0.01)}),
+        "tests": Check(("-m", "pytest", "-rs", "-p", "no:cacheprovider", "-m", "not slow", "-k", device, *unit), 600, {}),
+        "memory": Check((str(BENCHMARKS), "memory", *common), 600, {"worst_formula_error": (0, 0.01)}),
         "experts": Check((str(BENCHMARKS), "experts", *common), 600, aims_of_experts(4) if device == "cpu" else {}),
         "step": Check((str(BENCHMARKS), "step", *common), 600, {}),
     }
