@@ -520,7 +520,7 @@ class Peer:
 
     def _tell_of_left_over_work(self) -> None:
         """The campaign is over, and no round will include what is still pending: a stop does not wait for it."""
-        tokens = self.replica.ledger.pending.tokens
+        tokens = self.replica.ledger.most_behind
         if tokens:
             self._observer.tell(WorkDropped(self.replica.base.round, tokens, "the campaign ended before a round included it"))
 

@@ -274,6 +274,7 @@ def test_a_part_that_was_never_pushed_keeps_a_lost_expert_pending() -> None:
     assert np.abs(account.given_up).max() < 1e-5
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2**20 - 1)), min_size=1, max_size=6), st.booleans())
 def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
     rounds: list[tuple[int, int]], trains_meanwhile: bool
@@ -306,6 +307,20 @@ def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
         fresh = TOKENS_A_STEP * trains_meanwhile
         account.commit(included)
         account.check()
+
+
+def test_what_is_left_of_a_group_is_pending_though_its_tokens_count_as_included() -> None:
+    account = Account(0, (), "none")
+    account.train(3)
+    account.push()
+    left_out = next(index for index, (part, _) in account.sent.items() if part.group.kind == "router")
+    account.commit(set(account.sent) - {left_out})
+    assert (account.ledger.pending.tokens, account.ledger.most_behind) == (0, 3 * TOKENS_A_STEP)
+    account.train(1)
+    account.push()
+    account.commit(set(account.sent))
+    assert (account.ledger.pending.tokens, account.ledger.most_behind) == (0, 0)
+    account.check()
 
 
 def test_an_expert_that_comes_back_before_it_was_sent_brings_its_work_along() -> None:

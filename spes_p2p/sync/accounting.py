@@ -98,6 +98,11 @@ class Ledger:
         """All that was not yet included."""
         return self.announced.plus(self._fresh)
 
+    @property
+    def most_behind(self) -> int:
+        """Tokens behind the part that has most of them pending; 0: nothing is pending but what codecs dropped."""
+        return int(self._behind_all().max())
+
     def behind(self, part: Part) -> int:
         """Tokens behind the part's update: its weight in the mean."""
         return int(self._behind[self._place[part.start]])
@@ -191,7 +196,7 @@ class Ledger:
 
     def give_up(self, trainer: Trainer, base: np.ndarray) -> int:
         """The campaign went back to an earlier base: nothing of what is pending stays. Returns its tokens."""
-        lost = int(self._behind_all().max())
+        lost = self.most_behind
         trainer.load_base(base)
         self._fresh, self._losses = self._nothing, (0.0, 0)
         self._behind[:] = 0

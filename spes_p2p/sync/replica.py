@@ -203,7 +203,7 @@ class Replica:
         """Held-out loss of the base; work that is pending is set aside meanwhile. Called between two steps."""
         trainer, base = self.trainer, self.base.values
         assert trainer is not None
-        if not self.ledger.pending.tokens:
+        if not self.ledger.most_behind:
             return trainer.validation_loss()
         trained = [group for group in self.layout.groups if group.expert is None or group.expert in trainer.owned]
         pending = [np.subtract(trainer.read(group), base[group.start : group.stop]) for group in trained]
