@@ -6,11 +6,12 @@ A command looks at its arguments before it imports torch and hivemind, which tak
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spes_p2p import __version__
 from spes_p2p.addresses import check_peer_addresses
-from spes_p2p.errors import UserError
+from spes_p2p.errors import Broken, UserError
 
 if TYPE_CHECKING:
     from spes_p2p.campaign import CampaignFiles
@@ -76,7 +77,7 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except UserError as error:
-        _fail(str(error))
+        _fail(str(error), 1 if isinstance(error, Broken) else 2)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
@@ -172,7 +173,8 @@ def bootstrap(
     )
     files = read_campaign(config)
     _log(settings.log_level, log_json)
-    from spes_p2p.session import run_bootstrap
+    with _waiting("starting"):
+        from spes_p2p.session import run_bootstrap
 
     def show(address: str) -> None:
         (run_dir / "address").write_text(address + "\n")
@@ -224,12 +226,14 @@ def join(
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
     )
     _log(settings.log_level, log_json)
-    from spes_p2p.session import run_join
+    with _waiting("looking for the campaign") as end_waiting:
+        from spes_p2p.session import run_join
 
-    def show(files: CampaignFiles, address: str) -> None:
-        print(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", flush=True)
+        def show(files: CampaignFiles, address: str) -> None:
+            end_waiting()
+            print(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", flush=True)
 
-    _run(run_join(addresses, settings, show))
+        _run(run_join(addresses, settings, show))
 
 
 @app.command()
@@ -244,7 +248,8 @@ def swarm(
     from spes_p2p.local_swarm import is_good, run_swarm
 
     _log("warning", False)
-    summary = _run(run_swarm(config, peers, run_dir, rounds))
+    with _waiting("starting the peers") as end_waiting:
+        summary = _run(run_swarm(config, peers, run_dir, rounds, end_waiting))
     if as_json:
         print((run_dir / "summary.json").read_text(), end="")
     else:
@@ -265,15 +270,16 @@ def status(
     ] = False,
 ) -> None:
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic."""
-    from spes_p2p.observe.status import swarm_status
-    from spes_p2p.observe.table import render_status
-    from spes_p2p.watch import look_once, watch_swarm
-
     _log("warning", False)
-    if watch:
-        _run(watch_swarm(addresses, as_json))
-        return
-    statuses = _run(look_once(addresses))
+    with _waiting("looking for the swarm") as end_waiting:
+        from spes_p2p.observe.status import swarm_status
+        from spes_p2p.observe.table import render_status
+        from spes_p2p.watch import look_once, watch_swarm
+
+        if watch:
+            _run(watch_swarm(addresses, as_json, end_waiting))
+            return
+        statuses = _run(look_once(addresses))
     if not statuses:
         raise UserError(f"{addresses[0]}: reached, but no peer of the campaign answers; try again in a moment")
     if as_json:
@@ -297,9 +303,10 @@ def control(
 
     make = parse_order(order)
     _log("warning", False)
-    from spes_p2p.owner import give_order
+    with _waiting("looking for the swarm"):
+        from spes_p2p.owner import give_order
 
-    given = _run(give_order([address], key, make))
+        given = _run(give_order([address], key, make))
     taken = f"{given.taken} of {given.peers} peers have record {given.control.number}"
     print(f"{' '.join(order)}: {taken}; it holds as soon as a round after {given.round} is committed")
 
@@ -355,11 +362,12 @@ def doctor(
     from spes_p2p.config import make_peer_config
 
     settings = make_peer_config(run_dir=run_dir, device=device, listen=listen, announce=announce)
-    from spes_p2p.doctor import examine, report, worst
-    from spes_p2p.verdicts import render_checks
-
     _log("error", False)
-    checks = _run(examine(addresses, settings))
+    with _waiting("examining this machine and the way to the swarm"):
+        from spes_p2p.doctor import examine, report, worst
+        from spes_p2p.verdicts import render_checks
+
+        checks = _run(examine(addresses, settings))
     if as_json:
         print(json.dumps(report(checks), indent=2))
     else:
@@ -374,10 +382,15 @@ def dashboard(
     host: Annotated[str, typer.Option(help="Address to serve it on; 0.0.0.0: every interface.")] = "127.0.0.1",
 ) -> None:
     """Show a running swarm as a web page that stays live. Ctrl-C ends it."""
-    from spes_p2p.dashboard.server import run_dashboard
-
     _log("warning", False)
-    _run(run_dashboard(addresses, host, port, lambda url: print(f"dashboard on {url}", flush=True)))
+    with _waiting("starting") as end_waiting:
+        from spes_p2p.dashboard.server import run_dashboard
+
+        def show(url: str) -> None:
+            end_waiting()
+            print(f"dashboard on {url}", flush=True)
+
+        _run(run_dashboard(addresses, host, port, show))
 
 
 @app.command()
@@ -467,7 +480,8 @@ def export(
         raise UserError(f"{output}: exists already; give another output directory or remove it")
     if round_number is not None and run_dir is None:
         raise UserError("export: --round is looked for in an archive; give the --run-dir of a bootstrap peer")
-    from spes_p2p.exporting import from_run_dir, push_to_hub
+    with _waiting("starting"):
+        from spes_p2p.exporting import from_run_dir, push_to_hub
 
     made = from_run_dir(run_dir, round_number) if run_dir is not None else _download_base(addresses or [])
     made.write(output)
@@ -509,9 +523,10 @@ def evaluate(
 
 
 def _download_base(addresses: list[str]) -> Exportable:
-    from spes_p2p.exporting import from_swarm
-
     _log("warning", False)
+    with _waiting("starting"):
+        from spes_p2p.exporting import from_swarm
+
     with _ProgressBar("downloading the base") as update:
         made: Exportable = _run(from_swarm(addresses, update))
     return made
@@ -543,6 +558,17 @@ class _ProgressBar:
         self._progress.stop()
 
 
+@contextlib.contextmanager
+def _waiting(for_what: str) -> Iterator[Callable[[], None]]:
+    """Say to a person at a terminal that something is under way; gives what ends that before the block does."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with console.status(for_what) as status:
+        yield status.stop
+
+
 def _log(level: str, as_json: bool) -> None:
     from spes_p2p.observe.log import setup_logging
 
@@ -559,6 +585,6 @@ def _rate(text: str | None, option: str) -> float | None:
     return None if text is None else parse_bits_per_second(text, option)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, exit_code: int = 2) -> None:
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(exit_code)

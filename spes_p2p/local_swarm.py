@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,8 +53,13 @@ class Summary:
     failed_peers: tuple[str, ...]
 
 
-async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | None) -> Summary:
-    """Run until the campaign is complete, or `rounds` are committed, or every trainer has ended. Raises UserError."""
+async def run_swarm(
+    config_path: Path, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None] = lambda: None
+) -> Summary:
+    """Run until the campaign is complete, or `rounds` are committed, or every trainer has ended. Raises UserError.
+
+    `on_started` is called before anything is shown.
+    """
     if peers < 1:
         raise UserError(f"--peers {peers}: a swarm needs at least one trainer")
     if rounds is not None and rounds < 1:
@@ -78,7 +83,7 @@ async def run_swarm(config_path: Path, peers: int, run_dir: Path, rounds: int | 
         processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
         processes.update(start_trainers(address, peers, run_dir))
-        await _watch(processes, address, run_dir, rounds, stopped)
+        await _watch(processes, address, run_dir, rounds, stopped, on_started)
     finally:
         failed = await _end(processes)
     summary = summarise(run_dir, [f"peer-{i}" for i in range(peers)], time.monotonic() - started, failed)
@@ -151,13 +156,15 @@ async def _address(folder: Path, process: subprocess.Popen[bytes]) -> str:
 
 
 async def _watch(
-    processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, stopped: asyncio.Event
+    processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, stopped: asyncio.Event,
+    on_started: Callable[[], None],
 ) -> None:
     """Show the swarm until it is done."""
     from spes_p2p.visit import visiting
 
     async with visiting([address], run_dir / "viewer.key") as visit:
         last_seen: list[PeerStatus] = []
+        on_started()
         with SwarmView() as view:
             while not stopped.is_set():
                 statuses: list[PeerStatus] = await visit.ask_all()

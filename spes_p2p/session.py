@@ -33,7 +33,7 @@ from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.data.streaming import STREAMED_CHARACTERS, TextStreamer
 from spes_p2p.data.tokenizers import parse_tokenizer
-from spes_p2p.errors import NobodyAnswers, UserError
+from spes_p2p.errors import Broken, NobodyAnswers, UserError
 from spes_p2p.free_memory import choose_device, measured
 from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import initial_state, layout_of
@@ -478,5 +478,5 @@ async def _with_daemon(life: asyncio.Future[None], net: Libp2p) -> None:
     await end_tasks([gone])
     if not life.done():
         await end_tasks([life])
-        raise UserError("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
+        raise Broken("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
     await life

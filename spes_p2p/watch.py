@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spes_p2p.observe.status import PeerStatus, gather, swarm_status
@@ -22,13 +22,15 @@ async def look_once(addresses: Sequence[str]) -> list[PeerStatus]:
             return await visit.ask_all()
 
 
-async def watch_swarm(addresses: Sequence[str], as_json: bool) -> None:
+async def watch_swarm(addresses: Sequence[str], as_json: bool, on_reached: Callable[[], None]) -> None:
     """Show the swarm until its campaign is done: a live table, or elsewhere a line (`as_json`: of JSON) a round.
 
-    When nobody answers any more, what was last seen stays, with a word that it is old. Raises UserError as `look_once`.
+    When nobody answers any more, what was last seen stays, with a word that it is old. `on_reached` is called before
+    anything is shown. Raises UserError as `look_once`.
     """
     with tempfile.TemporaryDirectory(prefix="spes-status-") as folder:
         async with visiting(addresses, Path(folder) / "identity.key") as visit:
+            on_reached()
             with SwarmView(line=json_line, live=False) if as_json else SwarmView(line=round_line) as view:
                 seen: list[PeerStatus] = []
                 while True:

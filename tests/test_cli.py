@@ -20,6 +20,7 @@ from sample_text import TEXT, write_test_campaign
 
 from spes_p2p.cli import app
 from spes_p2p.config import PROTOCOL_VERSION
+from spes_p2p.errors import Broken
 from spes_p2p.swarm.identity import RSAIdentity
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -379,6 +380,16 @@ def test_a_typing_error_does_not_wait_for_torch(place: Place) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("error: ") == len(quick)
+
+
+def test_what_is_nobodys_mistake_ends_with_a_code_by_which_a_supervisor_starts_again(
+    monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise Broken("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
+
+    monkeypatch.setattr("spes_p2p.session.run_bootstrap", broken)
+    assert (call(*bootstrap(place)).code, call(*bootstrap(place, "--listen", "x")).code) == (1, 2)
 
 
 @pytest.mark.parametrize("option", ["--listen", "--metrics-port"])

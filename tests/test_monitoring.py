@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +107,51 @@ def test_files_that_compose_mounts_are_there() -> None:
     services = yaml.safe_load((BOOTSTRAP / "compose.yaml").read_text())["services"]
     mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
     assert [path for path in mounted if path.startswith("./") and not (BOOTSTRAP / path).is_file()] == []
+
+
+def test_files_that_the_container_copies_are_there() -> None:
+    copied = re.findall(r"^COPY (.*) \S+$", (BOOTSTRAP / "Containerfile").read_text(), re.MULTILINE)
+    assert [path for paths in copied for path in paths.split() if not (ROOT / path).exists()] == []
+    compose = yaml.safe_load((BOOTSTRAP / "compose.yaml").read_text())["services"]["bootstrap"]["build"]
+    assert (BOOTSTRAP / compose["context"] / compose["dockerfile"]).resolve() == BOOTSTRAP / "Containerfile"
+
+
+def options_of(command: list[str]) -> dict[str, str]:
+    words = [part for word in command for part in word.split("=", 1)]
+    return {word: value for word, value in pairwise(words) if word.startswith("--")}
+
+
+def test_ports_and_paths_of_the_containers_fit_together() -> None:
+    services = yaml.safe_load((BOOTSTRAP / "compose.yaml").read_text())["services"]
+    options, container = options_of(services["bootstrap"]["command"]), (BOOTSTRAP / "Containerfile").read_text()
+    listen = options["--listen"].rsplit("/", 1)[-1]
+    assert services["bootstrap"]["ports"] == [f"{listen}:{listen}"]
+    assert f"EXPOSE {listen}\n" in container
+    inside = {volume.split(":")[-1 if volume.count(":ro") == 0 else -2] for volume in services["bootstrap"]["volumes"]}
+    assert inside == {options["--run-dir"], str(Path(options["--config"]).parent)}
+    assert f"VOLUME {options['--run-dir']}\n" in container
+    targets = [job["static_configs"] for job in yaml.safe_load((BOOTSTRAP / "prometheus.yml").read_text())["scrape_configs"]]
+    assert targets[0][0]["targets"] == [f"bootstrap:{options['--metrics-port']}"]
+    source = yaml.safe_load((BOOTSTRAP / "grafana/datasource.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    assert services["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
+
+
+def test_the_rules_and_dashboards_are_mounted_where_they_are_looked_for() -> None:
+    services = yaml.safe_load((BOOTSTRAP / "compose.yaml").read_text())["services"]
+    mounted = {volume.split(":")[1] for name in ("prometheus", "grafana") for volume in services[name]["volumes"]}
+    rules = yaml.safe_load((BOOTSTRAP / "prometheus.yml").read_text())["rule_files"]
+    assert {f"/etc/prometheus/{path}" for path in rules} <= mounted
+    providers = yaml.safe_load((BOOTSTRAP / "grafana/dashboards.yml").read_text())["providers"]
+    assert any(path.startswith(providers[0]["options"]["path"]) and path.endswith(DASHBOARD.name) for path in mounted)
+
+
+def test_systemd_keeps_the_state_and_restarts_only_what_can_go_well() -> None:
+    unit = (BOOTSTRAP / "spes-p2p-bootstrap.service").read_text()
+    readme = (BOOTSTRAP / "README.md").read_text()
+    options = options_of(bootstrap_commands()["systemd"])
+    assert Path(options["--run-dir"]) == Path("/var/lib") / re.findall(r"^StateDirectory=(.*)$", unit, re.MULTILINE)[0]
+    assert str(Path(options["--config"]).parent) in readme
+    assert re.findall(r"^EnvironmentFile=(.*)$", unit, re.MULTILINE)[0] in readme
+    assert re.findall(r"^ExecStart=(\S+)/.venv", unit, re.MULTILINE)[0] in readme
+    assert "RestartPreventExitStatus=2\n" in unit

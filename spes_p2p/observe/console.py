@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from spes_p2p.observe.events import (
@@ -54,10 +55,14 @@ class RoundLog:
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
+        self._utilisation = ""
+        """Of the device, in the last phase; empty where its peak is not known."""
         self._waiting = {"announcing": "waiting for the plan", "downloading": "waiting for a peer that has the base"}
 
     def tell(self, event: Event) -> None:
         """Log the event if a person wants to know of it."""
+        if isinstance(event, PhaseTrained):
+            self._utilisation = "" if math.isnan(event.mfu) else f" at {100 * event.mfu:.0f} % MFU"
         silent_s = self._clock() - self._spoke_at
         if isinstance(event, TrainingProgress) and silent_s < HEARTBEAT_S:
             return
@@ -153,7 +158,7 @@ class RoundLog:
             human_rate(status.tokens_per_second) if trains else f"{human_count(event.tokens)} tokens",
             f"experts {human_indices(status.owned)}" if trains else "",
             f"{len(event.members)} {'trainer' if len(event.members) == 1 else 'trainers'}",
-            (f"trained {human_seconds(train_s)}" if train_s else "trained nothing") if trains else "",
+            (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
         if event.dropped_parts:

@@ -225,7 +225,7 @@ class TorchTrainer:
     def _log(self, report: PhaseReport) -> None:
         """One line a phase: steps, speed, and what share of the device's peak that is, where the device is known."""
         utilisation = "" if math.isnan(report.mfu) else f", {100 * report.mfu:.1f} % MFU"
-        logger.info(
+        logger.debug(
             "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
             report.steps, report.tokens / report.seconds, report.flops_per_second / 1e12, utilisation,
         )
