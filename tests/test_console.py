@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from spes_p2p.observe.events import (
     Observers,
     PeersSeen,
     PhaseEntered,
+    PhaseTrained,
     TrainingProgress,
 )
 from spes_p2p.observe.progress import ProgressLine
@@ -47,6 +49,18 @@ def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> 
         "round 2/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · "
         "3 of 10 parts left out · 2m40s left",
     ]
+
+
+def test_a_trainer_says_each_round_in_one_line_with_its_use_of_a_device_of_known_peak(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    trainer = console_of(clock, "peer-aaaaaa", "trainer")
+    for number, mfu in ((1, 0.314), (2, math.nan)):
+        trainer.tell(PhaseTrained(number, 20, 1000, 4.5, 0.0, 10.0, 0, mfu=mfu))
+        clock.now += 20
+        trainer.tell(commit(number, seconds={"train": 10.0, "announce": 2.0}))
+    with_peak, without = log.messages
+    assert "trained 10.0 s at 31 % MFU · " in with_peak
+    assert "trained 10.0 s · " in without
 
 
 def test_a_helper_says_who_comes_and_who_goes(log: pytest.LogCaptureFixture) -> None:
