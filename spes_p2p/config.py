@@ -97,6 +97,9 @@ class TrainingConfig(Section):
     min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of the peak (cosine).")
     beta1: Decay = Field(0.9, description="AdamW's first moment decay.")
     beta2: Decay = Field(0.95, description="AdamW's second moment decay.")
+    second_moment_peers: Positive = Field(
+        1, description="AdamW's second moment of shared weights and routers is that of a batch as large as so many peers' "
+        "together: the noise of their averaged updates instead of one peer's. Set it to the trainers expected, or leave 1.")
     eps: PositiveNumber = Field(1e-8, description="AdamW's epsilon.")
     muon_momentum: Decay = Field(0.95, description="Muon's momentum (Nesterov).")
     weight_decay: NonNegative = Field(0.1, description="Decoupled weight decay.")
@@ -121,6 +124,8 @@ class TrainingConfig(Section):
         micro = self.micro_batch_size
         _require(micro is None or self.batch_size % micro == 0, "micro_batch_size", micro,
                  f"must divide batch_size = {self.batch_size}")
+        _require(self.second_moment_peers == 1 or self.beta2 > 0, "second_moment_peers", self.second_moment_peers,
+                 "must be 1 where beta2 = 0")
         _require(self.warmup_steps < self.total_steps, "warmup_steps", self.warmup_steps,
                  f"must be less than total_steps = {self.total_steps}")
         _require(self.total_steps % self.sync_steps == 0, "total_steps", self.total_steps,

@@ -13,6 +13,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, exact_expert, initial_state, layout_of
 from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.training.adamw import make_adamw, own_share
 from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate, ramp
 
 MODEL = tiny_model(intermediate_size=128)  # experts' matrices are large enough for 8-bit moments
@@ -324,3 +325,52 @@ def test_an_optimizer_that_is_not_installed_is_refused_with_what_to_do(monkeypat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"optimizer adamw8bit: torchao is not installed; pip install .*; possible here: adamw"):
         Training((1,), kind="adamw8bit")
+
+
+# The second moment of several peers' batch ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [2, 4, 100])
+def test_the_second_moment_mixes_squares_of_gradient_and_first_moment(batches: int) -> None:
+    beta1, beta2, share = 0.9, 0.95, own_share(batches, 0.9)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = make_adamw("adamw", [{"params": [parameter], "batches": batches}], (beta1, beta2), 1e-8)
+    first, second = np.zeros(3), np.zeros(3)
+    for step in range(1, 30):
+        gradient = np.random.default_rng(step).normal(size=3) * np.array([1, 1e-3, step % 7 == 0])
+        parameter.grad = torch.tensor(gradient, dtype=torch.float32)
+        optimizer.step([1e-3])
+        first = beta1 * first + (1 - beta1) * gradient
+        unbiased = first / (1 - beta1**step)
+        second = beta2 * second + (1 - beta2) * (share * gradient**2 + (1 - share) * unbiased**2)
+        found = optimizer.torch_optimizer.state[parameter]["exp_avg_sq"].numpy()
+        np.testing.assert_allclose(found, second, rtol=1e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_of_noise_the_second_moment_is_that_of_the_larger_batch_and_of_a_constant_its_square(batches: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(2, 20_000))
+    optimizer = make_adamw("adamw", [{"params": [parameter], "batches": batches}], (0.9, 0.99), 1e-8)
+    for _ in range(400):
+        parameter.grad = torch.stack([torch.randn(20_000, generator=generator), torch.full((20_000,), 0.5)])
+        optimizer.step([1e-3])
+    noise, constant = optimizer.torch_optimizer.state[parameter]["exp_avg_sq"].mean(dim=1) / (1 - 0.99**400)
+    assert noise.item() == pytest.approx(1 / batches, rel=0.1)
+    assert constant.item() == pytest.approx(0.25, rel=1e-3)
+
+
+def test_owned_experts_keep_the_second_moment_of_their_own_batch() -> None:
+    one, four = (Training((1,), second_moment_peers=peers) for peers in (1, 4))
+    for training in (one, four):
+        for gradient in (1.0, -1.0, None):
+            training.step(gradient=gradient)
+    ones, fours = one.optimizer.state(), four.optimizer.state()
+    for name, value in ones.items():
+        assert np.array_equal(value, fours[name]) == (".experts." in name or not name.startswith("exp_avg_sq/")), name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_moments_in_8_bits_are_refused_where_they_cannot_be_those_of_several_peers() -> None:
+    with pytest.raises(UserError, match="adamw8bit: cannot do what the campaign's"):
+        Training((1,), "adamw8bit", second_moment_peers=4)

@@ -22,14 +22,29 @@ CODES, SCALES = ".codes", ".scales"
 Arrays = dict[str, npt.NDArray[Any]]
 
 
+def own_share(batches: float, beta1: float) -> float:
+    """a in [0, 1] for which `a g^2 + (1 - a) m^2` has the noise of the squared gradient of a batch `batches` times as large.
+
+    g: a batch's gradient, with noise of variance v beside its mean; m: the first moment, whose noise has v (1 - beta1) / (1 + beta1);
+    the larger batch's has v / batches. Both squares have the mean's square beside that. 0 where m's noise is more than that.
+    """
+    moments = (1 - beta1) / (1 + beta1)
+    return max(0.0, (1 / batches - moments) / (1 - moments)) if moments < 1 else 1.0
+
+
 class AdamW:
-    """float32 moments."""
+    """float32 moments.
+
+    A group with `batches` > 1 is stepped as if its second moment came from a batch so many times as large: where peers' updates
+    are averaged, so is their noise, and dividing by one peer's noise alone makes steps shorter than those of one large batch.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float):
         self.torch_optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
 
     def step(self, rates: list[float]) -> None:
         """Apply the gradients with one learning rate a parameter group."""
+        self._expect_larger_batches()
         for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
             group["lr"] = self._rate(rate)
         with self._mode():
@@ -55,6 +70,15 @@ class AdamW:
         self.torch_optimizer.state[parameter] = state
         return True
 
+    def _expect_larger_batches(self) -> None:
+        """Let the second moments of groups with `batches` > 1 become, in this step, those of a batch so many times as large."""
+        for group in self.torch_optimizer.param_groups:
+            unexplained = 1 - own_share(group["batches"], group["betas"][0])
+            for parameter in group["params"] if unexplained > 0 else ():
+                state = self.torch_optimizer.state.get(parameter)
+                if state and parameter.grad is not None:
+                    state["exp_avg_sq"].add_(_excess(parameter.grad, state, group["betas"]), alpha=-unexplained)
+
     def _rate(self, rate: float) -> float | Tensor:
         return rate
 
@@ -79,6 +103,9 @@ class AdamW8bit(AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float):
         check_optimizer("adamw8bit")
+        if any(group["batches"] > 1 for group in groups):
+            raise UserError("optimizer adamw8bit: cannot do what the campaign's training.second_moment_peers asks for; "
+                            "possible here: adamw")
         self.torch_optimizer = importlib.import_module("torchao.optim").AdamW8bit(groups, lr=0.0, betas=betas, eps=eps)
         self._on_cpu = groups[0]["params"][0].device.type == "cpu"
 
@@ -108,6 +135,16 @@ class AdamW8bit(AdamW):
         moment.scale.copy_(torch.from_numpy(np.array(scales)))
         restored: Tensor = moment
         return restored
+
+
+def _excess(gradient: Tensor, state: Mapping[str, Tensor], betas: tuple[float, float]) -> Tensor:
+    """What the second moment would have too much after AdamW's next step, as it stands before it: (g^2 - m^2) (1 - b2) / b2.
+
+    m is the next first moment, without its bias.
+    """
+    beta1, beta2 = betas
+    moment = torch.lerp(state["exp_avg"], gradient, 1 - beta1).div_(1 - beta1 ** (float(state["step"]) + 1))
+    return gradient.square().sub_(moment.square_()).mul_((1 - beta2) / beta2)
 
 
 def check_optimizer(kind: OptimizerKind) -> None:

@@ -166,8 +166,11 @@ class OwnedOptimizer:
     def _group(self, name: str, names: list[str]) -> dict[str, Any]:
         ratio = self._config.embedding_lr_ratio if name.endswith(VOCABULARY) else 1.0
         decay = 0.0 if name.startswith("undecayed") else self._config.weight_decay
-        parameters = [self._parameters[n] for n in names]
-        return {"params": parameters, "name": name, "names": names, "age": 0, "weight_decay": decay / ratio, "lr_ratio": ratio}
+        return {
+            "params": [self._parameters[n] for n in names], "name": name, "names": names, "age": 0,
+            "weight_decay": decay / ratio, "lr_ratio": ratio,
+            "batches": 1 if name.startswith("expert.") else self._config.second_moment_peers,
+        }
 
     def _all_parameters(self) -> Iterable[nn.Parameter]:
         return [p for _, group in self._groups() for p in group["params"]]
