@@ -25,8 +25,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 def own_share(batches: float, beta1: float) -> float:
     """a in [0, 1] for which `a g^2 + (1 - a) m^2` has the noise of the squared gradient of a batch `batches` times as large.
 
-    g: a batch's gradient, with noise of variance v beside its mean; m: the first moment, whose noise has v (1 - beta1) / (1 + beta1);
-    the larger batch's has v / batches. Both squares have the mean's square beside that. 0 where m's noise is more than that.
+    g: a batch's gradient, with noise of variance v beside its mean; m: the first moment, whose noise has
+    v (1 - beta1) / (1 + beta1); the larger batch's has v / batches. 0 where m has more noise than the larger batch.
     """
     moments = (1 - beta1) / (1 + beta1)
     return max(0.0, (1 / batches - moments) / (1 - moments)) if moments < 1 else 1.0
