@@ -102,7 +102,7 @@ def shown(statuses: list[PeerStatus], *notes: str, width: int = 100) -> str:
 
 
 KEPT: tuple[Event, ...] = (
-    BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "created", OWNERS),
+    BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "disk", OWNERS),
     PhaseTrained(1, 10, 500, math.inf, 0.1, 12.0, 0),
     commit(1),
     Evaluated(1, 4.25),
@@ -287,7 +287,7 @@ def test_different_bases_of_one_round_are_seen() -> None:
 
 
 def test_peer_that_is_still_joining_holds_no_different_base() -> None:
-    assert gather([status_after(), status_after(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest", "created"))]).digests_equal
+    assert gather([status_after(), status_after(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest", "disk"))]).digests_equal
 
 
 def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
@@ -403,8 +403,8 @@ def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytes
     ("number", "source", "expected"),
     [
         (BEFORE_TRAINING, "download", "downloaded base 0 (digest 0123456789ab); next: the swarm assembles"),
-        (0, "disk", "loaded base 0 from the run-dir (digest 0123456789ab); next: round 1/10"),
-        (6, "disk", "loaded base 6 from the run-dir (digest 0123456789ab); next: round 7/10"),
+        (0, "disk", "base 0 is in the run-dir (digest 0123456789ab); next: round 1/10"),
+        (6, "disk", "base 6 is in the run-dir (digest 0123456789ab); next: round 7/10"),
         (ROUNDS, "download", "downloaded base 10 (digest 0123456789ab); the campaign is done"),
     ],
 )

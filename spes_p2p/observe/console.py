@@ -41,7 +41,7 @@ HEARTBEAT_S = 60.0
 DOWNLOAD_EVERY_S = 10.0
 """Between two lines about one download."""
 
-_SOURCES = {"created": "made base {}", "disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
+_SOURCES = {"disk": "base {} is in the run-dir", "download": "downloaded base {}",
             "rollback": "the campaign was rolled back: base {} is that of an earlier round",
             "reform": "no majority was left: the swarm was reformed on base {}"}
 

@@ -31,7 +31,7 @@ class BaseRestored:
     """Included since the campaign began."""
     base_digest: str
     source: str
-    """created, disk, download, reform, rollback."""
+    """disk, download, reform, rollback."""
     owners: tuple[tuple[str, ...], ...] = ()
     """For each expert, who trains it; empty when it is not known yet."""
     total_rounds: int = 0
