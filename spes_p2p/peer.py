@@ -28,6 +28,7 @@ from spes_p2p.observe.events import (
 from spes_p2p.swarm.control import is_paused, is_stopped
 from spes_p2p.swarm.coordinator import IN_FULL, ROUND
 from spes_p2p.swarm.electors import is_rollback
+from spes_p2p.swarm.last_loss import LAST_LOSS, LastLoss, hearing, tell_last_loss
 from spes_p2p.swarm.node import Hooks, Node
 from spes_p2p.swarm.records import Announcement, Decided, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
@@ -179,6 +180,7 @@ class Peer:
             status=self._status,
         )
         await self.replica.start()
+        await self.node.board.serve(LAST_LOSS, hearing(self._hear_last_loss))
         await self.node.start(hooks)
 
     async def _get_base(self) -> None:
@@ -493,20 +495,33 @@ class Peer:
 
     async def _maybe_evaluate(self) -> None:
         """One member evaluates the base every so many rounds, in turn; it tells the others with its next announcement."""
-        every = self.node.campaign.config.evaluation.every_rounds
         base = self.replica.base
-        trainers = trainers_of(base.plan) if base.plan is not None else ()
-        if not every or not trainers:
-            return
-        last = self.finished
-        turn = trainers[(base.round // every) % len(trainers)]
-        if (base.round % every and not last) or turn != self.node.peer_id:
+        if self._evaluator() != self.node.peer_id or (base.round % self._evaluates_every and not self.finished):
             return
         self._teller.enter("evaluating")
         loss = await self.node.world.run_blocking(self.replica.validation_loss)
         if np.isfinite(loss):
             self._validation_loss = float(loss)
             self._teller.evaluated(base.round, self._validation_loss)
+
+    @property
+    def _evaluates_every(self) -> int:
+        """Rounds; 0: never."""
+        return self.node.campaign.config.evaluation.every_rounds
+
+    def _evaluator(self) -> str | None:
+        """Whose turn it is to evaluate this base."""
+        base = self.replica.base
+        trainers = trainers_of(base.plan) if base.plan is not None else ()
+        every = self._evaluates_every
+        return trainers[(base.round // every) % len(trainers)] if every and trainers else None
+
+    def _hear_last_loss(self, sender: str, last: LastLoss) -> bool:
+        if not self._has_finished() or last.round != self.replica.base.round:
+            return False
+        if sender == self._evaluator():
+            self._teller.heard_last_loss(last.round, last.loss)
+        return True
 
     # Leaving -----------------------------------------------------------------------------------------------------------
 
@@ -535,13 +550,17 @@ class Peer:
         return hasattr(self.replica, "base") and self.finished
 
     async def _linger(self) -> None:
-        """Stay until every other trainer has the last base too, within limits."""
+        """Stay until every other trainer has the last base too, and all know what it is worth, within limits."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LINGER_S
+        last = None if self._validation_loss is None else LastLoss(self.replica.base.round, self._validation_loss)
+        untold = set(self.node.others()) if last is not None else set()
         while loop.time() < deadline and not self._leaving.is_set():
+            if last is not None:
+                untold = await tell_last_loss(self.node.board, untold & set(self.node.others()), last)
             await self.node.meet()
             behind = [p for p in self.node.others("trainer") if self.node.contacts[p].round < self.node.log.round]
-            if not behind:
+            if not behind and not untold:
                 return
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), BACKOFF_S)

@@ -54,6 +54,11 @@ class Teller:
         self._evaluated_round = round_number
         self._observer.tell(Evaluated(round_number, validation_loss))
 
+    def heard_last_loss(self, round_number: int, validation_loss: float) -> None:
+        """Another peer evaluated the last base."""
+        if self._evaluated_round != round_number:
+            self.evaluated(round_number, validation_loss)
+
     def restored(self, source: str) -> None:
         """The base is there: from "disk", "download" or a "reform"."""
         head = self._node.log.head_at(self._replica.base.round)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spes_p2p.observe.events import BaseRestored, DigestMismatch, PhaseTrained, RoundCommitted
+from spes_p2p.observe.events import BaseRestored, DigestMismatch, Evaluated, PhaseTrained, RoundCommitted
 from spes_p2p.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.sync.codecs import CODECS
@@ -30,6 +30,21 @@ def test_peers_agree_bit_for_bit_after_every_round() -> None:
         assert commits[6].campaign_step == 60
         assert commits[6].total_tokens == sum(commit.tokens for commit in commits.values())
         assert all(commit.dropped_parts == 0 for commit in commits.values())
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_bootstrap_peer_hears_what_the_last_base_is_worth(overlap: bool) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(evaluation={"every_rounds": 4}, sync={"overlap": overlap}))
+        swarm.start_all()
+        await swarm.until_finished()
+        last = swarm.peers["A"].replica.base.round
+        told = [(event.round, event.validation_loss) for event in swarm.recorders["W"].told(Evaluated)]
+        assert [number for number, _ in told] == [0, 4, last]
+        measured = {(event.round, event.validation_loss) for name in "ABC" for event in swarm.recorders[name].told(Evaluated)}
+        assert set(told) <= measured
 
     simulate(main)
 
