@@ -39,7 +39,7 @@ from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.observe.chronicle import Chronicle
-from spes_p2p.observe.console import RoundLog
+from spes_p2p.observe.console import RoundLog, farewell
 from spes_p2p.observe.events import Observers
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import Metrics
@@ -171,6 +171,7 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
             around = (reachability.keep_measuring(), net.keep_finding(addresses))
             async with _remembering(node, watchers), _beside(*around):
                 await _with_daemon(asyncio.ensure_future(peer.run()), net)
+            logger.info("%s", farewell(watchers.board.status, watchers.chronicle.totals, settings.run_dir))
 
 
 def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[CampaignFiles, Base]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import logging
 import math
+from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_observe import Clock, assembly, commit, new_board, shown, status_after
+from test_observe import ROUNDS, Clock, assembly, commit, new_board, shown, status_after
 
-from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, RoundLog
+from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, RoundLog, farewell
 from spes_p2p.observe.events import (
     BaseRestored,
+    Controlled,
     DownloadProgress,
     Observers,
     PeersSeen,
@@ -21,6 +23,7 @@ from spes_p2p.observe.events import (
     TrainingProgress,
 )
 from spes_p2p.observe.progress import ProgressLine
+from spes_p2p.observe.rounds import NOTHING, Contribution, Totals
 from spes_p2p.observe.status import gather
 
 ELECTORS = ("helper", "peer-aaaaaa", "peer-bbbbbb")
@@ -164,3 +167,15 @@ def test_without_a_terminal_there_is_no_live_line() -> None:
     line.close()
     line.close()
     assert output.getvalue() == ""
+
+
+def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> None:
+    totals = Totals(ROUNDS, (Contribution("peer-aaaaaa", 144_000, 240), Contribution("peer-bbbbbb", 9, 9)))
+    left, done = status_after(commit(2)), status_after(commit(ROUNDS))
+    stopped = status_after(commit(4, total_rounds=4), Controlled(4, 1, "stopped", "stopped"))
+    work = "144k tokens trained here are in the base"
+    assert farewell(left, totals, Path("runs/peer")) == f"left · {work} · with --run-dir runs/peer this peer goes on where it was"
+    take = f"{work} · take it: spes-p2p export --run-dir runs/peer --output checkpoint"
+    assert farewell(done, totals, Path("runs/peer")) == f"the campaign is done · {take}"
+    assert farewell(stopped, totals, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
+    assert "no round has work of this peer yet" in farewell(left, NOTHING, Path("runs/peer"))

@@ -343,6 +343,7 @@ def test_what_the_owner_ordered_is_shown_until_something_else_is() -> None:
     assert f"by its owner's order: {paused.order}" in shown(statuses)
     assert round_line(statuses).split(" · ")[-1] == "paused"
     assert math.isnan(statuses[0].seconds_left)
+    assert round_line([status_after(commit(ROUNDS), paused)]).split(" · ")[-1] == "done"
     resumed = [status_after(commit(1), paused, Controlled(3, 4, "running", ""), commit(3))]
     assert "order" not in shown(resumed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
@@ -22,7 +23,8 @@ from spes_p2p.observe.events import (
     WorkDropped,
 )
 from spes_p2p.observe.log import EVENT
-from spes_p2p.observe.status import StatusBoard, sync_seconds
+from spes_p2p.observe.rounds import Totals
+from spes_p2p.observe.status import PeerStatus, StatusBoard, gather, sync_seconds
 from spes_p2p.observe.units import (
     human_bytes,
     human_count,
@@ -44,6 +46,16 @@ DOWNLOAD_EVERY_S = 10.0
 _SOURCES = {"disk": "base {} is in the run-dir", "download": "downloaded base {}",
             "rollback": "the campaign was rolled back: base {} is that of an earlier round",
             "reform": "no majority was left: the swarm was reformed on base {}"}
+
+
+def farewell(status: PeerStatus, totals: Totals, run_dir: Path) -> str:
+    """The last line of a trainer: what came of it, and how to go on. `totals` are those that the peer knows of."""
+    own = sum(each.tokens for each in totals.contributions if each.peer == status.peer_id)
+    work = f"{human_count(own)} tokens trained here are in the base" if own else "no round has work of this peer yet"
+    if gather([status]).done:
+        ended = "was stopped by its owner" if status.state == "stopped" else "is done"
+        return f"the campaign {ended} · {work} · take it: spes-p2p export --run-dir {run_dir} --output checkpoint"
+    return f"left · {work} · with --run-dir {run_dir} this peer goes on where it was"
 
 
 class RoundLog:

@@ -77,9 +77,9 @@ def _trained(swarm: SwarmStatus) -> list[str]:
 
 
 def _when_done(swarm: SwarmStatus) -> str:
-    if swarm.state != "running":
-        return swarm.state
-    return "done" if swarm.done else time_left(swarm.seconds_left)
+    if swarm.done and swarm.state != "stopped":
+        return "done"
+    return time_left(swarm.seconds_left) if swarm.state == "running" else swarm.state
 
 
 def _held_out(swarm: SwarmStatus) -> str:
