@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
@@ -74,6 +75,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main() -> None:
     """Entry point."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' progress bars, which are noise in a file
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
     except UserError as error:
