@@ -174,7 +174,8 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     left, done = status_after(commit(2)), status_after(commit(ROUNDS))
     stopped = status_after(commit(4, total_rounds=4), Controlled(4, 1, "stopped", "stopped"))
     work = "144k tokens trained here are in the base"
-    assert farewell(left, totals, Path("runs/peer")) == f"left · {work} · with --run-dir runs/peer this peer goes on where it was"
+    go_on = "with --run-dir runs/peer this peer goes on where it was"
+    assert farewell(left, totals, Path("runs/peer")) == f"left · {work} · {go_on}"
     take = f"{work} · take it: spes-p2p export --run-dir runs/peer --output checkpoint"
     assert farewell(done, totals, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, totals, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
