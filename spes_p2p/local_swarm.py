@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.status import PeerStatus
 from spes_p2p.observe.table import SwarmView
 from spes_p2p.swarm import die_with_parent
-from spes_p2p.swarm.latency import LATENCY_VARIABLE
 
 BOOTSTRAP = "bootstrap"
 ADDRESS_FILE = "address"
@@ -126,18 +125,19 @@ def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str
 
 
 def start_peer(
-    run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = (), latency_s: float = 0.0
+    run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start one peer: one compute thread, its log in its run-dir, dead when this process dies.
 
-    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`. `latency_s`: by which
-    whatever it receives is late.
+    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`. `variables`: of
+    its environment.
     """
     folder = run_dir / name
     folder.mkdir(exist_ok=True)
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
     command = [sys.executable, "-m", "spes_p2p", *arguments, "--run-dir", str(folder), "--listen", listen]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", LATENCY_VARIABLE: str(latency_s)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(variables or {})}
     guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen([*before, *guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)

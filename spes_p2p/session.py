@@ -50,6 +50,7 @@ from spes_p2p.observe.units import short_peer
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.plan_table import describe_setup
 from spes_p2p.planner import join_options, most_experts
+from spes_p2p.simulate.trial import trial_of_environment
 from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
@@ -241,7 +242,9 @@ async def _serve_checkup(net: Libp2p, board: Switchboard) -> None:
 
 
 def _world(net: Libp2p, store: DirectoryStore, settings: PeerConfig) -> World:
-    return net.world(store, limited_line(settings.max_upload, settings.max_download))
+    world = net.world(store, limited_line(settings.max_upload, settings.max_download))
+    trial = trial_of_environment(settings.run_dir.name)
+    return world if trial is None else trial.around(world)
 
 
 def _node(world: World, files: CampaignFiles, genesis: Head, role: str, watchers: Watchers) -> Node:
@@ -285,9 +288,11 @@ def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: st
     try:
         tracker = _tracker(files, settings, f"{role} {short_peer(peer_id)}")
         trackers = [] if tracker is None else [tracker]
+        trial = trial_of_environment(settings.run_dir.name)
+        trials = [] if trial is None else [trial]
         log = RoundLog(board, time.monotonic)
         progress.start()
-        yield Watchers(Observers(board, metrics, history, chronicle, log, progress, *trackers), board, chronicle)
+        yield Watchers(Observers(board, metrics, history, chronicle, log, progress, *trackers, *trials), board, chronicle)
         if tracker is not None:
             tracker.close()
     finally:

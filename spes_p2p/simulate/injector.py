@@ -11,16 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from spes_p2p.simulate.audit import Audit
+from spes_p2p.simulate.corruption import corrupted
 from spes_p2p.simulate.faults import Fault, Standing, random_fault, random_points
 from spes_p2p.simulate.points import AT_ONCE, point_of_frame
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import VirtualSwarm
 from spes_p2p.swarm.electors import quorum
 from spes_p2p.swarm.memory import Frame
-from spes_p2p.swarm.rpc import MESSAGE
-
-_CORRUPTIBLE = {"parts": "pull", "pieces": "pieces", "push": "push"}
-"""Method whose frames a corruption changes."""
 
 
 class Injector:
@@ -88,7 +85,8 @@ class Injector:
             point = point_of_frame(frame)
             if point is not None:
                 self.reached(frame.sender, point)
-        return self._changed(frame) if frame.sender in self._corrupt else frame.body
+        what = self._corrupt.get(frame.sender)
+        return frame.body if what is None else corrupted(frame, what, self._rng)
 
     def leaves_majority(self, electorate: Sequence[str]) -> bool:
         """Is a majority of these peers there, on one side of a partition, and does it speak no garbage?"""
@@ -210,18 +208,6 @@ class Injector:
         else:
             self._corrupt[victim] = what
             self._later(seconds, lambda: self._corrupt.pop(victim, None))
-
-    def _changed(self, frame: Frame) -> bytes:
-        """The frame as a corrupt peer sends it."""
-        what, body = self._corrupt[frame.sender], frame.body
-        if what == "garbage":
-            return self._rng.randbytes(len(body))
-        if body[:1] != MESSAGE or frame.method != _CORRUPTIBLE[what] or len(body) < 8:
-            return body
-        if what == "push":
-            return body[: self._rng.randrange(1, len(body))]
-        place, bit = self._rng.randrange(1, len(body)), 1 << self._rng.randrange(8)
-        return body[:place] + bytes([body[place] ^ bit]) + body[place + 1 :]
 
     def _join(self, victim: str) -> None:
         self._joined += 1

@@ -1,7 +1,8 @@
 """The slow form of the simulator: a bootstrap and trainers as processes on this machine, with kill -9, SIGSTOP and the like.
 
-Faults strike at a random moment of a round. What is known of the peers is what they write into their histories; the rules are
-those of the virtual form (`audit.py`).
+Faults strike at a random moment of a round, or when a peer reaches a named point: there it stops itself (`trial.py`), and the
+simulation does the rest. What is known of the peers is what they write into their histories; the rules are those of the virtual
+form (`audit.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,22 +25,26 @@ from spes_p2p.local_swarm import ADDRESS_FILE, BOOTSTRAP, START_TIMEOUT_S, last_
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
 from spes_p2p.simulate.audit import Audit
-from spes_p2p.simulate.faults import Fault, Standing, random_fault
+from spes_p2p.simulate.faults import CORRUPTIONS, KINDS, Fault, Standing, random_fault
 from spes_p2p.simulate.namespaces import Namespaces, why_unavailable
 from spes_p2p.simulate.points import AT_ONCE
 from spes_p2p.simulate.report import RunReport
 from spes_p2p.simulate.scenario import Scenario
+from spes_p2p.simulate.slowing import Slowing
+from spes_p2p.simulate.trial import FOLDER_VARIABLE, Orders
 from spes_p2p.swarm.identity import RSAIdentity
+from spes_p2p.swarm.latency import LATENCY_VARIABLE
 
-KINDS = ("kill", "restart", "stop", "partition", "join", "leave")
-"""What can be done to a real process from outside."""
+NOT_CORRUPTIBLE = "base"
+"""A real process's memory is out of reach."""
 STUCK_S = 180.0
 QUIET_ROUNDS = 2
 POLL_S, SETTLED_S = 0.2, 0.5
-LEAVE_TIMEOUT_S, CHILDREN_END_WITHIN_S = 60.0, 5.0
+LEAVE_TIMEOUT_S, CHILDREN_END_WITHIN_S, STOPS_WITHIN_S = 60.0, 5.0, 2.0
 DURATIONS_S = (1.0, 4.0, 8.0, 15.0)
 """Of a random stop, partition, or time until a new start."""
 BOOTSTRAP_PORT = 31337
+ORDERS_FOLDER = "orders"
 
 
 @dataclass(frozen=True)
@@ -57,15 +62,13 @@ def check_scenario(scenario: Scenario) -> tuple[str, ...]:
     """The kinds of random faults that are possible here. Raises UserError for a fault that real processes cannot have."""
     blocked = why_unavailable()
     for fault in scenario.faults:
-        if fault.kind not in KINDS or fault.at != AT_ONCE:
-            raise UserError(f"{fault}: real processes can have {', '.join(KINDS)} at no named point; use --virtual")
+        if fault.kind == "corrupt" and fault.what == NOT_CORRUPTIBLE:
+            raise UserError(f"{fault}: the memory of a process cannot be changed from outside; use --virtual")
         if fault.kind == "partition" and blocked is not None:
             raise UserError(f"{fault}: a partition of processes is not possible here: {blocked}; use --virtual")
-    asked = set(scenario.kinds) & set(KINDS)
-    if scenario.are_kinds_chosen and (asked != set(scenario.kinds) or ("partition" in asked and blocked is not None)):
-        wrong = sorted(set(scenario.kinds) - asked) or ["partition"]
-        raise UserError(f"--faults {wrong[0]}: not possible with processes ({blocked or 'only with --virtual'})")
-    return tuple(kind for kind in KINDS if kind in asked and (kind != "partition" or blocked is None))
+    if scenario.are_kinds_chosen and "partition" in scenario.kinds and blocked is not None:
+        raise UserError(f"--faults partition: not possible with processes here: {blocked}")
+    return tuple(kind for kind in KINDS if kind in scenario.kinds and (kind != "partition" or blocked is None))
 
 
 def run_processes(
@@ -130,10 +133,16 @@ class _Run:
         self._peers: dict[str, _Process] = {}
         self._children: set[psutil.Process] = set()
         self._struck: Counter[str] = Counter()
+        self._struck_at: Counter[str] = Counter()
         self._losses: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
         self._due: list[tuple[float, Callable[[], None]]] = []
+        self._orders = Orders(run_dir / ORDERS_FOLDER)
+        self._armed: dict[int, Fault] = {}
+        """By number of the order to stop at its point."""
         self._held: set[str] = set()
+        self._stopped: set[str] = set()
+        self._slowed: dict[str, Slowing] = {}
         self._script = sorted(scenario.faults, key=lambda fault: fault.round)
         self._planned_for = 0
         self._joined = 0
@@ -157,6 +166,7 @@ class _Run:
     def end(self) -> None:
         """Ask everybody to leave, trainers first, and look for what is left of them."""
         self._over = True
+        self._let_go()
         trainers = [peer for name, peer in self._peers.items() if name != BOOTSTRAP]
         for group in (trainers, [peer for name, peer in self._peers.items() if name == BOOTSTRAP]):
             running = [peer for peer in group if peer.process.poll() is None]
@@ -180,14 +190,15 @@ class _Run:
         """What came of it; what was pending when the peers left counts as lost."""
         figures = self._audit.figures(0)
         violations = tuple(self._audit.violations)
-        report = RunReport(self._seed, figures, violations, dict(self._struck), {}, self._orphans)
+        report = RunReport(self._seed, figures, violations, dict(self._struck), dict(self._struck_at), self._orphans)
         return ProcessRun(report, dict(sorted(self._losses.items())), self._tokens)
 
     # Processes ---------------------------------------------------------------------------------------------------------
 
     def _start_bootstrap(self) -> None:
-        port = BOOTSTRAP_PORT if self._machines is not None else _free_port()
-        process = self._spawn(BOOTSTRAP, ["bootstrap", "--config", str(self._config)], port)
+        self._port = BOOTSTRAP_PORT if self._machines is not None else _free_port()
+        self._start(BOOTSTRAP)
+        process = self._peers[BOOTSTRAP]
         address, deadline = process.folder / ADDRESS_FILE, time.monotonic() + START_TIMEOUT_S
         while not address.exists() or not address.read_text().endswith("\n"):
             if process.process.poll() is not None or time.monotonic() > deadline:
@@ -196,6 +207,9 @@ class _Run:
         self._address = address.read_text().strip()
 
     def _start(self, name: str) -> None:
+        if name == BOOTSTRAP:
+            self._spawn(BOOTSTRAP, ["bootstrap", "--config", str(self._config)], self._port)
+            return
         experts = self._scenario.machine(name).experts
         options = ["--experts", str(experts)] if experts is not None else []
         self._spawn(name, ["join", self._address, *options], 0)
@@ -213,7 +227,8 @@ class _Run:
         peer_id = RSAIdentity(folder / "identity.key").peer_id
         machine = self._scenario.machine(name)
         latency_s = self._scenario.latency_s if machine.latency_s is None else machine.latency_s
-        process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, latency_s)
+        variables = {LATENCY_VARIABLE: str(latency_s), FOLDER_VARIABLE: str(self._run_dir.resolve() / ORDERS_FOLDER)}
+        process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, variables)
         if known is not None:
             known.process, known.is_wanted = process, True
             return known
@@ -235,6 +250,7 @@ class _Run:
         while not condition():
             time.sleep(POLL_S)
             self._read_histories()
+            self._strike_reached()
             self._strike_due()
             for peer in self._trainers():
                 if peer.name not in moved or moved[peer.name][0] != peer.round:
@@ -289,18 +305,33 @@ class _Run:
     # Faults ------------------------------------------------------------------------------------------------------------
 
     def _plan_faults(self, number: int) -> None:
-        """The faults of the next round, each at a random moment of it."""
+        """The faults of the next round, each at its point or at a random moment of it."""
         if self._over or number < 1:
             return
+        self._disarm(order for order, fault in self._armed.items() if fault.round < number)
         due = [fault for fault in self._script if fault.round <= number]
         del self._script[: len(due)]
         if self._kinds and self._rng.random() < self._scenario.fault_rate:
-            fault = random_fault(self._rng, self._kinds, (AT_ONCE,), self._standing(number))
+            fault = random_fault(self._rng, self._kinds, self._scenario.points or (AT_ONCE,), self._standing(number))
             if fault is not None:
-                moment_s = self._rng.random() * self._round_s()
-                due.append(replace(fault, delay_s=moment_s, seconds=fault.seconds and self._rng.choice(DURATIONS_S)))
+                due.append(self._as_of_processes(fault))
         for fault in due:
-            self._later(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            if fault.at == AT_ONCE:
+                self._later(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            else:
+                self._armed[self._orders.stop_at(fault.at, fault.reached_by, fault.skip)] = fault
+
+    def _as_of_processes(self, fault: Fault) -> Fault:
+        """A random fault with times that fit the rounds here, and what can be corrupted here."""
+        moment_s = self._rng.random() * self._round_s() if fault.at == AT_ONCE else 0.0
+        seconds = fault.seconds and self._rng.choice(DURATIONS_S)
+        what = self._rng.choice([each for each in CORRUPTIONS if each != NOT_CORRUPTIBLE])
+        return replace(fault, delay_s=moment_s, seconds=seconds, what=what)
+
+    def _disarm(self, orders: Iterable[int]) -> None:
+        for order in tuple(orders):
+            self._armed.pop(order, None)
+            self._orders.withdraw([order])
 
     def _round_s(self) -> float:
         known = self._audit.figures(0).round_s[-5:]
@@ -320,9 +351,21 @@ class _Run:
         for what in due:
             what()
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike_reached(self) -> None:
+        """Of those who stopped at a point: the fault strikes, and they go on, unless it is of the kind that keeps them."""
+        for order, name in self._orders.taken():
+            fault, peer = self._armed.pop(order, None), self._peers[name]
+            _wait_until_stopped(peer.process)
+            if fault is not None and fault.delay_s:
+                self._later(fault.delay_s, lambda fault=fault, name=name: self._strike(fault, name))  # type: ignore[misc]
+            elif fault is not None:
+                self._strike(fault, name)
+            if name not in self._stopped:
+                peer.process.send_signal(signal.SIGCONT)
+
+    def _strike(self, fault: Fault, reached_by: str | None = None) -> None:
         free = self._standing(0).trainers
-        victims = fault.peers or ((self._rng.choice(free),) if free else ())
+        victims = fault.peers or ((reached_by,) if reached_by else (self._rng.choice(free),) if free else ())
         if fault.kind == "partition" and not fault.is_scripted:
             victims = victims[: max(1, (len(free) - 1) // 2)]
         if self._over or not victims or (fault.kind != "join" and not set(victims) <= {*free, BOOTSTRAP} - self._held):
@@ -330,10 +373,11 @@ class _Run:
         if fault.kind == "partition" and self._cut:
             return
         self._struck[fault.kind] += 1
+        self._struck_at[fault.at] += 1
         self._last_fault_s = self._now()
-        getattr(self, f"_{fault.kind}")(victims, fault.seconds)
+        getattr(self, f"_{fault.kind}")(victims, fault)
 
-    def _kill(self, victims: tuple[str, ...], seconds: float) -> None:
+    def _kill(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
             peer = self._peers[name]
             self._note_children(peer)
@@ -343,10 +387,10 @@ class _Run:
             peer.process.kill()
             peer.process.wait()
 
-    def _restart(self, victims: tuple[str, ...], seconds: float) -> None:
-        self._kill(victims, seconds)
+    def _restart(self, victims: tuple[str, ...], fault: Fault) -> None:
+        self._kill(victims, fault)
         for name in victims:
-            self._later(seconds, lambda name=name: self._start_again(name))  # type: ignore[misc]
+            self._later(fault.seconds, lambda name=name: self._start_again(name))  # type: ignore[misc]
 
     def _start_again(self, name: str) -> None:
         if self._peers[name].is_wanted:
@@ -356,27 +400,53 @@ class _Run:
         self._last_fault_s = self._now()
         self._start(name)
 
-    def _stop(self, victims: tuple[str, ...], seconds: float) -> None:
+    def _stop(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
             self._held.add(name)
+            self._stopped.add(name)
             self._audit.gone(self._now(), self._peers[name].peer_id)
             self._peers[name].process.send_signal(signal.SIGSTOP)
-            self._later(seconds, lambda name=name: self._go_on(name))  # type: ignore[misc]
+            self._later(fault.seconds, lambda name=name: self._go_on(name))  # type: ignore[misc]
 
     def _go_on(self, name: str) -> None:
         self._held.discard(name)
+        self._stopped.discard(name)
         self._audit.back(self._peers[name].peer_id)
         self._last_fault_s = self._now()
         self._peers[name].process.send_signal(signal.SIGCONT)
 
-    def _partition(self, victims: tuple[str, ...], seconds: float) -> None:
+    def _slow(self, victims: tuple[str, ...], fault: Fault) -> None:
+        """Nothing else happens to it meanwhile: it is stopped and continued all the time."""
+        for name in victims:
+            self._held.add(name)
+            self._slowed[name] = Slowing(self._peers[name].process, fault.factor)
+            self._slowed[name].start()
+            self._later(fault.seconds, lambda name=name: self._speed_up(name))  # type: ignore[misc]
+
+    def _speed_up(self, name: str) -> None:
+        self._slowed.pop(name).end()
+        self._held.discard(name)
+        self._last_fault_s = self._now()
+
+    def _corrupt(self, victims: tuple[str, ...], fault: Fault) -> None:
+        for name in victims:
+            self._held.add(name)
+            self._orders.corrupt(name, fault.what)
+            self._later(fault.seconds, lambda name=name: self._cure(name))  # type: ignore[misc]
+
+    def _cure(self, name: str) -> None:
+        self._orders.cure(name)
+        self._held.discard(name)
+        self._last_fault_s = self._now()
+
+    def _partition(self, victims: tuple[str, ...], fault: Fault) -> None:
         assert self._machines is not None
         self._cut = victims
         self._held.update(victims)
         if len(victims) == 1:
             self._audit.gone(self._now(), self._peers[victims[0]].peer_id)
         self._machines.partition(victims)
-        self._later(seconds, self._heal)
+        self._later(fault.seconds, self._heal)
 
     def _heal(self) -> None:
         if self._machines is not None and self._cut:
@@ -387,20 +457,20 @@ class _Run:
             self._cut = ()
             self._last_fault_s = self._now()
 
-    def _join(self, victims: tuple[str, ...], seconds: float) -> None:
+    def _join(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
             self._joined += 1
             self._start(name)
             self._audit.joined(self._now(), self._peers[name].peer_id)
 
-    def _leave(self, victims: tuple[str, ...], seconds: float) -> None:
+    def _leave(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
             self._note_children(self._peers[name])
             self._peers[name].is_wanted = False
             self._held.add(name)
             self._peers[name].process.send_signal(signal.SIGTERM)
-            if seconds:
-                self._later(seconds, lambda name=name: self._come_back(name))  # type: ignore[misc]
+            if fault.seconds:
+                self._later(fault.seconds, lambda name=name: self._come_back(name))  # type: ignore[misc]
 
     def _come_back(self, name: str) -> None:
         """Who left starts again on its run-dir, once it is gone."""
@@ -412,10 +482,24 @@ class _Run:
 
     def _lift(self) -> None:
         """End what lasts, and let nothing strike any more; who shall start again does so now."""
-        self._script, self._kinds = [], ()
-        for _, what in self._due:
+        self._over = True
+        self._let_go()
+        due, self._due = self._due, []
+        for _, what in due:
             what()
-        self._due = []
+
+    def _let_go(self) -> None:
+        """Nobody stops at a point any more."""
+        self._disarm(self._armed)
+        self._strike_reached()
+
+
+def _wait_until_stopped(process: subprocess.Popen[bytes]) -> None:
+    """It has said that it stops itself: a SIGCONT before that would be lost."""
+    deadline = time.monotonic() + STOPS_WITHIN_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.005)
 
 
 def _free_port() -> int:
