@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from spes_p2p.data.slices import Cursor
 from spes_p2p.errors import Refused
 from spes_p2p.swarm.electors import (
+    BALLOT_STEP,
     LOG,
     MAX_ELECTORS,
     VOTES,
@@ -26,6 +27,7 @@ from spes_p2p.swarm.electors import (
     proves,
     quorum,
     vote_message,
+    weigh,
 )
 from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.records import Ballot, Decided, Head, Vote
@@ -198,6 +200,25 @@ def test_who_is_not_an_elector_does_not_vote() -> None:
         elector("X", MemoryStore()).prepare(Prepare(0, parent.id, Ballot(1, "A")))
     with pytest.raises(Refused, match="not an elector"):
         elector("X", MemoryStore()).accept(Accept(Ballot(1, "A"), head_after(parent)))
+
+
+def test_no_elector_can_use_up_the_ballots_of_a_round() -> None:
+    """C drives A as far as it can and is gone; B, which C told nothing, finds a ballot that both promise all the same."""
+    parent, electors = genesis(), {name: elector(name, MemoryStore()) for name in "AB"}
+    far = Ballot(0, "C")
+    for request in (electors["A"].prepare, lambda prepare: electors["A"].accept(Accept(prepare.ballot, head_after(parent)))):
+        with pytest.raises(Refused, match="far above"):
+            request(Prepare(0, parent.id, Ballot(BALLOT_STEP + 1, "C")))
+    for _ in range(10):
+        far = Ballot(far.number + BALLOT_STEP, "C")
+        assert electors["A"].prepare(Prepare(0, parent.id, far)).granted
+    number, tries = 0, 0
+    while not (found := weigh(
+        [voter.prepare(Prepare(0, parent.id, Ballot(number + 1, "B"))) for voter in electors.values()], ELECTORS
+    )).won:
+        number, tries = found.highest, tries + 1
+    assert far.number < number + 1 <= far.number + BALLOT_STEP
+    assert tries <= 12
 
 
 def test_votes_of_one_round_do_not_bind_the_next() -> None:

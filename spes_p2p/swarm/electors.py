@@ -25,6 +25,8 @@ from spes_p2p.swarm.wire import WireError, pack, unpack
 logger = logging.getLogger(__name__)
 
 MAX_ELECTORS = 7
+BALLOT_STEP = 2**32
+"""A ballot is at most so much above what an elector promised before, so that nobody can use up the numbers of a round."""
 DISK_ID_BYTES = 8
 LOG, VOTES = "heads.log", "votes"
 
@@ -60,7 +62,8 @@ class Weighed:
     bound: Head | None
     """What it must propose; None leaves it free."""
     highest: int
-    """The highest ballot number that an answer names: the next try must be above it. 0: none was named."""
+    """The next try must be above this ballot number: the highest that an answer names, or as near to it as all who answered go
+    along. 0: none was named."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def weigh(answers: Iterable[Promise], electorate: tuple[str, ...]) -> Weighed:
     """What a coordinator may do after these answers to its Prepare, one of each elector that answered."""
     answers = tuple(answers)
     granted = [promise for promise in answers if promise.granted]
-    highest = max((promise.promised.number for promise in answers if promise.promised is not None), default=0)
+    named = [promise.promised.number for promise in answers if promise.promised is not None]
+    highest = min(max(named), min(named) + BALLOT_STEP - 1) if named else 0
     return Weighed(len(granted) >= quorum(electorate), bound_head(granted), highest)
 
 
@@ -250,6 +254,13 @@ def _proves_reform(decided: Decided, parent: Head, identity: Identity) -> bool:
         and identity.verify(vote.elector, message, vote.signature)
         for vote in decided.votes
     )
+
+
+def _check_ballot(ballot: Ballot, head: Head, state: VoteState) -> None:
+    if ballot.coordinator not in head.electorate:
+        raise Refused("a ballot of a peer that is no elector of this round")
+    if ballot.number > (state.promised.number if state.promised is not None else 0) + BALLOT_STEP:
+        raise Refused("a ballot far above all that I promised")
 
 
 class HeadLog:
@@ -416,9 +427,8 @@ class Elector:
         if request.round != head.round + 1 or request.parent != head.id:
             return Promise(head.round, False, None, None, None)
         self._require_elector()
-        if request.ballot.coordinator not in head.electorate:
-            raise Refused("a ballot of a peer that is no elector of this round")
         state = self._state()
+        _check_ballot(request.ballot, head, state)
         if state.promised is not None and request.ballot <= state.promised:
             return Promise(head.round, False, state.promised, None, None)
         self._remember(replace(state, promised=request.ballot))
@@ -436,9 +446,8 @@ class Elector:
         if not may_follow(proposed.control, head, self._identity):
             raise Refused("a control record that the owner did not sign, or an old one")
         self._require_elector()
-        if request.ballot.coordinator not in head.electorate:
-            raise Refused("a ballot of a peer that is no elector of this round")
         state = self._state()
+        _check_ballot(request.ballot, head, state)
         if state.promised is not None and request.ballot < state.promised:
             raise Refused(f"promised ballot {state.promised.number}")
         self._remember(replace(state, promised=request.ballot, accepted_ballot=request.ballot, accepted=request.head))

@@ -53,7 +53,7 @@ from spes_p2p.sync.results import Results
 logger = logging.getLogger(__name__)
 
 CAMPAIGN, BLOB, HEADS, LEAVE, REFORM, STATUS = "campaign", "blob", "heads", "leave", "reform", "status"
-MAX_BALLOT_NUMBER = 2**32
+MAX_BALLOT_NUMBER = 2**62
 CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
 HEADS_A_MESSAGE = 200
 ASKED_WITHIN_S = 90.0

@@ -1,0 +1,115 @@
+"""A real process stops itself at the point of a round that it was told, and sends wrong bytes when it is told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.observe.events import PhaseEntered
+from spes_p2p.simulate.trial import Orders, Trial
+from spes_p2p.swarm.interfaces import Channel
+from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.swarm.rpc import HEARTBEAT, MESSAGE
+
+SENT = MESSAGE + b"an update of eight bytes and more"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "orders"
+
+
+def child_of(what: Callable[[], object]) -> int:
+    child = os.fork()
+    if child == 0:
+        what()
+        os._exit(0)
+    return child
+
+
+def stops(child: int) -> bool:
+    """Does the child stop itself, rather than end?"""
+    _, status = os.waitpid(child, os.WUNTRACED)
+    return os.WIFSTOPPED(status)
+
+
+def sent_by(trial: Trial, *frames: bytes) -> list[bytes | bytearray | None]:
+    """What comes out of a channel of method `push` that a watched peer opens."""
+
+    async def main() -> list[bytes | bytearray | None]:
+        network, received = MemoryNetwork(), list[bytes | bytearray | None]()
+
+        async def receive(channel: Channel) -> None:
+            while (frame := await channel.receive()) is not None:
+                received.append(frame)
+            await channel.finish()
+
+        await network.transport("b").serve("push", receive)
+        channel = await trial.around(in_memory_world(network, "a")).transport.open("b", "push")
+        for frame in frames:
+            await channel.send(frame[:1], frame[1:])
+        await channel.finish()
+        assert await channel.receive() is None
+        return received
+
+    return run_virtual(main())
+
+
+def writes_a_vote(trial: Trial) -> None:
+    trial.around(in_memory_world(MemoryNetwork(), "a")).store.write("votes", [b"a promise"])
+
+
+@pytest.mark.parametrize(("peer", "skip", "is_for_it"), [("a", 0, True), (None, 1, True), ("b", 0, False), (None, 2, False)])
+def test_a_peer_stops_when_it_has_come_to_the_point_so_often(
+    folder: Path, peer: str | None, skip: int, is_for_it: bool
+) -> None:
+    orders, trial = Orders(folder), Trial(folder, "a")
+    number = orders.stop_at("push", peer, skip)
+    child = child_of(lambda: [trial.reached(point) for point in ("vote", "push", "push")])
+    assert stops(child) == is_for_it
+    assert orders.taken() == ([(number, "a")] if is_for_it else [])
+    if is_for_it:
+        os.kill(child, signal.SIGCONT)
+        assert not stops(child)
+
+
+@pytest.mark.parametrize(
+    ("point", "reach"),
+    [
+        ("push", lambda trial: sent_by(trial, HEARTBEAT, SENT)),
+        ("remember", writes_a_vote),
+        ("training", lambda trial: trial.tell(PhaseEntered("training"))),
+    ],
+    ids=["a frame", "a write", "an event"],
+)
+def test_points_are_frames_writes_and_events(folder: Path, point: str, reach: Callable[[Trial], object]) -> None:
+    orders, trial = Orders(folder), Trial(folder, "a")
+    orders.stop_at(point, None, 0)
+    child = child_of(lambda: reach(trial))
+    assert stops(child)
+    os.kill(child, signal.SIGCONT)
+    assert not stops(child)
+
+
+def test_an_order_that_is_withdrawn_stops_nobody(folder: Path) -> None:
+    orders, trial = Orders(folder), Trial(folder, "a")
+    orders.withdraw([orders.stop_at("push", None, 1)])
+    assert not stops(child_of(lambda: [trial.reached("push") for _ in range(3)]))
+
+
+def test_a_peer_sends_wrong_bytes_until_it_is_cured(folder: Path) -> None:
+    orders, trial = Orders(folder), Trial(folder, "a")
+    assert sent_by(trial, HEARTBEAT, SENT) == [HEARTBEAT, SENT]
+    orders.corrupt("a", "push")
+    heartbeat, cut = sent_by(trial, HEARTBEAT, SENT)
+    assert heartbeat == HEARTBEAT
+    assert cut != SENT
+    assert SENT.startswith(bytes(cut or b"x"))
+    orders.corrupt("a", "garbage")
+    assert sent_by(trial, SENT) not in ([SENT], [cut])
+    orders.cure("a")
+    assert sent_by(trial, SENT) == [SENT]
