@@ -19,7 +19,7 @@ Learning experiments: arms x learning rates x seeds from one YAML file, in one p
                                       tokenize {domain}.train.jsonl.zst and {domain}.val.jsonl.zst
 ./tools/experiments run FILE...       what is not done yet, in this order; start it twice to use two cores
 ./tools/experiments report FILE       tables and plots of what is done
-./tools/experiments evaluate FILE --tasks A,B [--include-path FOLDER]
+./tools/experiments evaluate FILE --tasks A,B [--include-path FOLDER] [--arm NAME]...
                                       lm-eval on the checkpoint of each arm's end, where the run was done on this machine
 
 Results are results.jsonl beside the files. A running one looks at the files again before each run.
@@ -45,6 +45,7 @@ def main() -> int:
     evaluation.add_argument("--tasks", required=True, help="names, between commas")
     evaluation.add_argument("--include-path", type=Path, help="folder of task files")
     evaluation.add_argument("--limit", type=int, help="examples of each task")
+    evaluation.add_argument("--arm", action="append", help="only this one; may be given several times")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("spes_p2p").setLevel(logging.WARNING)
@@ -115,13 +116,14 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from spes_p2p.evaluate import evaluate
     from spes_p2p.experiments.queue import read_results
     from spes_p2p.experiments.report import evaluation_table, outcomes
-    from spes_p2p.experiments.spec import load_experiment
+    from spes_p2p.experiments.spec import arm_named, load_experiment
     from spes_p2p.experiments.text import endpoint_of, text_digest
 
     file: Path = arguments.file
     experiment = load_experiment(file)
+    wanted = {arm_named(experiment, name).name for name in arguments.arm or [arm.name for arm in experiment.arms]}
     folder = (file.parent / experiment.text).resolve()
-    found = outcomes(experiment, read_results(results_of(file)), text_digest(folder))
+    found = [o for o in outcomes(experiment, read_results(results_of(file)), text_digest(folder)) if o.arm in wanted]
     kept = {o.arm: endpoint_of(folder, o.first["key"]) for o in found if endpoint_of(folder, o.first["key"]).is_dir()}
     if not kept:
         raise UserError(f"{folder / 'endpoints'}: holds no arm of {file}; do some runs here: tools/experiments run {file}")
