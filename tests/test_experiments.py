@@ -16,7 +16,7 @@ from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.slices import Interval
 from spes_p2p.data.tokenizers import END_OF_TEXT
 from spes_p2p.errors import UserError
-from spes_p2p.experiments import probe
+from spes_p2p.experiments import probe, refit
 from spes_p2p.experiments.plots import SERIES, draw_series
 from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
 from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, report, share_closed, shares
@@ -120,6 +120,21 @@ def test_the_end_of_a_run_is_kept_as_a_checkpoint_that_has_its_loss(tmp_path: Pa
     model = AutoModelForCausalLM.from_pretrained(endpoint_of(tmp_path, "key"))
     losses = [probe.loss_of(model, r.read_spread(4)) for r in the_text.held_out_readers(16).values()]
     assert found["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-5)
+
+
+def test_a_fit_of_the_routers_leaves_all_other_weights_and_is_judged_on_held_out_text(tmp_path: Path) -> None:
+    run, the_text = only_run(mode="spes", peers=2), text()
+    Tokenizer(models.WordLevel({END_OF_TEXT: 0})).save(str(tmp_path / TOKENIZER))
+    found = train(run, the_text, lambda weights: keep_endpoint(tmp_path, "key", run.config.model, weights))
+    model = AutoModelForCausalLM.from_pretrained(endpoint_of(tmp_path, "key"))
+    assert len(refit.routers_of(model)) == run.config.model.num_hidden_layers
+    assert sum(weights.requires_grad for weights in model.parameters()) == run.config.model.num_hidden_layers
+    held_out = np.concatenate([reader.read_spread(4) for reader in the_text.held_out_readers(16).values()])
+    unseen = refit.unseen_samples(the_text.reader(16, 0), 8)
+    before, after = refit.refit_routers(endpoint_of(tmp_path, "key"), unseen, held_out, steps=4, learning_rate=0.1)
+    assert before == pytest.approx(found["loss"], abs=1e-5)
+    assert after != before
+    assert refit.refit_routers(endpoint_of(tmp_path, "key"), unseen, held_out, 4, 0.0)[1] == pytest.approx(before)
 
 
 def test_all_modes_train_on_the_same_samples() -> None:

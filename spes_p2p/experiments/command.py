@@ -21,9 +21,14 @@ Learning experiments: arms x learning rates x seeds from one YAML file, in one p
 ./tools/experiments report FILE       tables and plots of what is done
 ./tools/experiments evaluate FILE --tasks A,B [--include-path FOLDER] [--arm NAME]...
                                       lm-eval on the checkpoint of each arm's end, where the run was done on this machine
+./tools/experiments refit FILE [--arm NAME]...
+                                      what a short fit of the routers alone brings at each arm's end, on unseen text
 
 Results are results.jsonl beside the files. A running one looks at the files again before each run.
 """
+
+HELD_OUT_SAMPLES = 128
+"""Of each domain, for `refit`."""
 
 
 def main() -> int:
@@ -46,6 +51,12 @@ def main() -> int:
     evaluation.add_argument("--include-path", type=Path, help="folder of task files")
     evaluation.add_argument("--limit", type=int, help="examples of each task")
     evaluation.add_argument("--arm", action="append", help="only this one; may be given several times")
+    refit = commands.add_parser("refit")
+    refit.add_argument("file", type=Path)
+    refit.add_argument("--arm", action="append", help="only this one; may be given several times")
+    refit.add_argument("--steps", type=int, default=30)
+    refit.add_argument("--batch", type=int, default=32, help="samples a step")
+    refit.add_argument("--rate", type=float, action="append", help="of the routers; may be given several times")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("spes_p2p").setLevel(logging.WARNING)
@@ -114,19 +125,9 @@ def _report(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from spes_p2p.evaluate import evaluate
-    from spes_p2p.experiments.queue import read_results
-    from spes_p2p.experiments.report import evaluation_table, outcomes
-    from spes_p2p.experiments.spec import arm_named, load_experiment
-    from spes_p2p.experiments.text import endpoint_of, text_digest
+    from spes_p2p.experiments.report import evaluation_table
 
-    file: Path = arguments.file
-    experiment = load_experiment(file)
-    wanted = {arm_named(experiment, name).name for name in arguments.arm or [arm.name for arm in experiment.arms]}
-    folder = (file.parent / experiment.text).resolve()
-    found = [o for o in outcomes(experiment, read_results(results_of(file)), text_digest(folder)) if o.arm in wanted]
-    kept = {o.arm: endpoint_of(folder, o.first["key"]) for o in found if endpoint_of(folder, o.first["key"]).is_dir()}
-    if not kept:
-        raise UserError(f"{folder / 'endpoints'}: holds no arm of {file}; do some runs here: tools/experiments run {file}")
+    kept = _kept_ends(arguments.file, arguments.arm)
     tasks = arguments.tasks.split(",")
     scores = {
         arm: evaluate(path, tasks, include_path=arguments.include_path, limit=arguments.limit)["tasks"]
@@ -135,4 +136,42 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     print(evaluation_table(tasks, scores))
 
 
-_COMMANDS = {"prepare": _prepare, "run": _run, "report": _report, "evaluate": _evaluate}
+def _refit(arguments: argparse.Namespace) -> None:
+    import numpy as np
+
+    from spes_p2p.experiments.refit import DEFAULT_RATES, refit_routers, refit_table, unseen_samples
+    from spes_p2p.experiments.spec import load_experiment
+    from spes_p2p.experiments.text import open_text
+
+    kept = _kept_ends(arguments.file, arguments.arm)
+    experiment = load_experiment(arguments.file)
+    text = open_text((arguments.file.parent / experiment.text).resolve())
+    length = experiment.campaign["training"]["sequence_length"]
+    unseen = unseen_samples(text.reader(length, 0), arguments.steps * arguments.batch)
+    held_out = np.concatenate([reader.read_spread(HELD_OUT_SAMPLES) for reader in text.held_out_readers(length).values()])
+    rates = arguments.rate or DEFAULT_RATES
+    losses = {
+        arm: {rate: refit_routers(path, unseen, held_out, arguments.steps, rate) for rate in rates}
+        for arm, path in kept.items()
+    }
+    print(refit_table(losses, rates))
+
+
+def _kept_ends(file: Path, arms: list[str] | None) -> dict[str, Path]:
+    """Checkpoints of the arms' ends, first seed at the best rate. Raises UserError when this machine has none."""
+    from spes_p2p.experiments.queue import read_results
+    from spes_p2p.experiments.report import outcomes
+    from spes_p2p.experiments.spec import arm_named, load_experiment
+    from spes_p2p.experiments.text import endpoint_of, text_digest
+
+    experiment = load_experiment(file)
+    wanted = {arm_named(experiment, name).name for name in arms or [arm.name for arm in experiment.arms]}
+    folder = (file.parent / experiment.text).resolve()
+    found = [o for o in outcomes(experiment, read_results(results_of(file)), text_digest(folder)) if o.arm in wanted]
+    kept = {o.arm: endpoint_of(folder, o.first["key"]) for o in found if endpoint_of(folder, o.first["key"]).is_dir()}
+    if not kept:
+        raise UserError(f"{folder / 'endpoints'}: holds no arm of {file}; do some runs here: tools/experiments run {file}")
+    return kept
+
+
+_COMMANDS = {"prepare": _prepare, "run": _run, "report": _report, "evaluate": _evaluate, "refit": _refit}
