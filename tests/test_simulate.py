@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from network_swarm import call
+from network_swarm import ENVIRONMENT, ROOT, call
 
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import PhaseTrained, RoundCommitted
@@ -108,6 +112,18 @@ def test_the_command_replays_a_seed_in_another_process(tmp_path: Path) -> None:
         return (tmp_path / name).read_text()
 
     assert replay("first") == replay("again")
+
+
+def test_a_simulation_that_is_killed_leaves_no_process_behind() -> None:
+    command = [sys.executable, "-m", "spes_p2p", "simulate", "--virtual", "--seeds", "4", "--jobs", "2", "--rounds", "1000"]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent, deadline = psutil.Process(process.pid), time.monotonic() + 60.0
+    while len(workers := [child for child in parent.children() if "--multiprocessing-fork" in child.cmdline()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(workers, timeout=10.0)[1]
 
 
 def test_electors_that_forget_their_votes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

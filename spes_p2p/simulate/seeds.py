@@ -10,16 +10,18 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from spes_p2p.simulate.scenario import Scenario
 from spes_p2p.simulate.virtual import SeedResult, run_seed
+from spes_p2p.swarm.die_with_parent import die_with
 
 
 def run_seeds(
     scenario: Scenario, seeds: range, jobs: int, on_done: Callable[[SeedResult], None] = lambda result: None
 ) -> list[SeedResult]:
-    """Run each seed; results by seed. The processes have one hash seed, so that a seed is the same run on every call."""
+    """Run each seed; results by seed. The processes have one hash seed, so that a seed is the same run on every call; none of
+    them outlives this one."""
     with _environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1"):
         context = multiprocessing.get_context("spawn")
         results = []
-        with ProcessPoolExecutor(min(jobs, len(seeds)), context) as pool:
+        with ProcessPoolExecutor(min(jobs, len(seeds)), context, die_with, (os.getpid(),)) as pool:
             for future in as_completed([pool.submit(run_seed, scenario, seed) for seed in seeds]):
                 results.append(future.result())
                 on_done(results[-1])

@@ -11,13 +11,18 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int, command: list[str]) -> None:
-    """Replaces this process. Ends at once when the parent is already gone."""
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process when its parent dies. Ends at once when the parent is already gone."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         sys.exit(f"cannot ask for a death signal: {os.strerror(ctypes.get_errno())}")
-    os.setsid()
     if os.getppid() != parent:
         sys.exit("the parent is gone")
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Replaces this process."""
+    die_with(parent)
+    os.setsid()
     os.execv(command[0], command)
 
 
