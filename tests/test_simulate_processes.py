@@ -49,6 +49,30 @@ def test_a_swarm_under_faults_goes_on_and_leaves_nothing_behind(tmp_path: Path) 
     assert not running(run_dir)
 
 
+SCENARIO = """
+peers: 4
+rounds: 11
+latency_s: 0
+faults:
+  - {fault: restart, round: 2, at: accept, seconds: 1}
+  - {fault: stop, round: 4, at: push, skip: 1, seconds: 3}
+  - {fault: corrupt, round: 5, at: reduce, what: garbage, seconds: 2}
+  - {fault: restart, round: 6, at: save, peer: peer-1, seconds: 1}
+  - {fault: slow, round: 8, at: training, peer: peer-2, factor: 4, seconds: 3}
+  - {fault: leave, round: 9, at: staged, peer: peer-3, seconds: 1}
+  - {fault: restart, round: 11, peer: bootstrap, seconds: 1}
+"""
+
+
+def test_faults_strike_real_processes_at_named_points(tmp_path: Path) -> None:
+    (tmp_path / "scenario.yaml").write_text(SCENARIO)
+    code, found = ended(started(tmp_path / "run", str(tmp_path / "scenario.yaml")))
+    assert (found["violations"], found["orphan_processes"], code) == ([], 0, 0)
+    points = ("accept", "push", "reduce", "save", "start", "staged", "training")
+    assert found["faults_at"] == dict.fromkeys(points, 1)
+    assert not running(tmp_path / "run")
+
+
 def test_a_peer_that_ends_by_itself_is_found_out(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = started(run_dir, "--peers", "3", "--rounds", "1000", "--fault-rate", "0")

@@ -53,7 +53,7 @@ Point = Annotated[str, AfterValidator(_point)]
 class MachineSettings(Section):
     """One peer's machine and link. What is left out is as for the others, or the seed chooses it."""
 
-    speed: PositiveNumber | None = Field(None, description="Training speed relative to step_s.")
+    speed: PositiveNumber | None = Field(None, description="Training speed relative to step_s (virtual form).")
     experts: Positive | None = Field(None, description="Most experts that it trains.")
     bandwidth: Bandwidth | None = Field(None, description="Of its link, each way: 100mbit.")
     latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer (real processes: from them).")
