@@ -24,7 +24,7 @@ from spes_p2p.swarm.ownership import assign_experts
 from spes_p2p.swarm.records import Member
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
 from spes_p2p.sync.outer import base_size
-from spes_p2p.sync.parts import part_table
+from spes_p2p.sync.parts import extra_copies, part_table, pulls
 from spes_p2p.sync.replica import KEPT_ROUNDS, MAX_KEPT_ROUNDS
 from spes_p2p.sync.snapshot import KEPT_SNAPSHOTS
 
@@ -292,12 +292,11 @@ def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: Group
     up = down = 0
     for part in part_table(layout, members, codecs, coarse):
         encoded = part.encoded_bytes
+        up += (me in part.contributors) * encoded
         if part.reducer == me:
-            up += (len(members) - 1) * encoded
+            up += extra_copies(part, me, len(members)) * encoded
             down += (len(part.contributors) - (me in part.contributors)) * encoded
-        else:
-            up += (me in part.contributors) * encoded
-            down += encoded
+        down += pulls(part, me) * encoded
     return up, down
 
 

@@ -304,7 +304,7 @@ REFUSED_PUSHES: dict[str, Callable[[Round, Part], bytes]] = {
 @pytest.mark.parametrize("what", REFUSED_PUSHES)
 def test_a_reducer_refuses_and_goes_on_with_the_others(what: str) -> None:
     async def main() -> None:
-        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0), 2.0), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
         updates = random_updates(plan)
         played = await Round.open(plan, updates)
         part = shared_parts_of(played, 0)[0]
@@ -373,7 +373,7 @@ LIES: dict[str, Callable[[Plan, list[Part], Manifest], Manifest]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_what_a_reducers_manifest_lies_about_is_not_taken(lie: str) -> None:
     async def main() -> None:
-        plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        plan = make_plan_of([member("A", 10, (4, 0, 0, 0), 2.0), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
         played = await Round.open(plan, random_updates(plan))
         await played.run()
         results, own = played.empty(), played.empty().reduced_by(0)

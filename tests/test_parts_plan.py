@@ -16,11 +16,12 @@ from spes_p2p.config import ExpertsConfig
 from spes_p2p.data.slices import Cursor, Interval
 from spes_p2p.errors import Refused
 from spes_p2p.genesis import make_genesis
+from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 from spes_p2p.swarm.records import Announcement, Ballot, Head, Member
 from spes_p2p.swarm.wire import WireError
 from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.parts import from_mask, mask_bytes, part_table, to_mask, weight
+from spes_p2p.sync.parts import Part, extra_copies, from_mask, mask_bytes, part_table, pulls, to_mask, weight
 from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, local_steps, make_plan
 
 CAMPAIGN = campaign()
@@ -49,17 +50,67 @@ def test_parts_cover_exactly_what_was_trained_once(members: tuple[Member, ...], 
         assert places[-1] == (group.stop if expected else group.start)
 
 
+def sent_seconds(parts: tuple[Part, ...], members: tuple[Member, ...]) -> list[float]:
+    """How long each member that can be dialled sends: its updates to their reducers, results to everybody who pulls them."""
+    everybody = range(len(members))
+    sent = [0] * len(members)
+    for part in parts:
+        for i in part.contributors:
+            sent[i] += part.encoded_bytes * (i != part.reducer)
+        sent[part.reducer] += part.encoded_bytes * sum(pulls(part, i) for i in everybody)
+        assert sum(pulls(part, i) for i in everybody) == extra_copies(part, part.reducer, len(members)) + (
+            part.reducer in part.contributors
+        )
+    return [sent[i] / members[i].bandwidth if members[i].bandwidth else 0.0 for i in everybody]
+
+
 def test_a_sole_contributor_reduces_its_parts_unless_it_cannot_be_dialled() -> None:
     members = (member("A", 5, (3, 0, 0, 0)), member("B", 5, (0, 3, 0, 0), bandwidth=0.0))
     for part in part_table(LAYOUT, members, codecs("none"), PART_BYTES):
         assert part.reducer == 0
 
 
-def test_reducing_is_shared_by_bandwidth() -> None:
-    members = tuple(member(name, 5, (0,) * 4, bandwidth) for name, bandwidth in (("A", 1.0), ("B", 3.0)))
-    parts = part_table(LAYOUT, members, codecs("none"), 16)
-    sizes = [sum(part.size for part in parts if part.reducer == i) for i in range(2)]
-    assert sizes[1] == pytest.approx(3 * sizes[0], rel=0.1)
+@pytest.mark.parametrize("count", [2, 4, 16])
+def test_on_equal_lines_owners_serve_their_experts_and_reducing_is_shared_evenly(count: int) -> None:
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (16, 16), "expert", 0, e) for e in range(count)]
+    layout = Layout([TensorSpec("embed", (64, count), "shared"), *experts])
+    members = tuple(member(f"{i:02d}", 5, tuple(int(e == i) for e in range(count))) for i in range(count))
+    parts = part_table(layout, members, codecs("none"), 64)
+    assert all(part.contributors == (part.reducer,) for part in parts if part.group.expert is not None)
+    reduced = [sum(part.size for part in parts if part.reducer == i) for i in range(count)]
+    assert max(reduced) == min(reduced)
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, 5.0, 20.0]), min_size=3, max_size=9), st.integers(1, 5), st.integers(0, 3))
+def test_the_busiest_line_is_busy_for_hardly_longer_than_any_assignment_needs(
+    bandwidths: list[float], most_owned: int, helpers: int
+) -> None:
+    """Whoever owns how much: no line carries N - 1 copies while others are free."""
+    count, trainers = len(bandwidths), max(1, len(bandwidths) - helpers)
+    owner = [e % min(trainers, most_owned) for e in range(8)]
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (32, 16), "expert", 0, e) for e in range(8)]
+    layout = Layout([TensorSpec("embed", (1, 16), "shared"), *experts])
+    members = tuple(
+        member(f"{i:02d}", 5 * (i < trainers), tuple(int(i == o) for o in owner), bandwidth)
+        for i, bandwidth in enumerate(bandwidths)
+    )
+    parts = part_table(layout, members, codecs("none"), 64)
+    own_s = [sum(p.encoded_bytes for p in parts if i in p.contributors) / m.bandwidth for i, m in enumerate(members)]
+    sent = sent_seconds(parts, members)
+    all_s = sum(s * m.bandwidth for s, m in zip(sent, members, strict=True)) / sum(bandwidths)
+    slack_s = 2 * count * 64 / min(bandwidths)
+    assert max(sent) <= max(max(own_s), all_s) + slack_s
+
+
+def test_a_thin_line_sends_its_expert_once_and_others_send_the_copies() -> None:
+    layout = Layout([TensorSpec(f"experts.{e}.gate_up_proj", (32, 16), "expert", 0, e) for e in range(8)])
+    members = tuple(
+        member(f"{i}", 5, tuple(int(e == i) for e in range(8)), 1.0 if i == 0 else 10.0) for i in range(8)
+    )
+    parts = part_table(layout, members, codecs("none"), 64)
+    assert not any(part.reducer == 0 for part in parts)
+    assert sent_seconds(parts, members)[0] == 4 * 32 * 16
+    assert max(sent_seconds(parts, members)) == 4 * 32 * 16
 
 
 @given(st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))

@@ -4,9 +4,9 @@ When a reducer is lost, another exchange runs beside it over the parts that move
 
 A contributor pushes its encoded update of each part to the part's reducer, and how many tokens stand behind it. A reducer sums
 by these weights, closes a part when every contributor has sent, is lost or is too late, encodes the mean once, and serves it;
-its manifest says what it made and who is in it. A part's only contributor is its own reducer where possible: its codes are
-passed on unchanged. Every member pulls every part. Nothing is decoded that the plan does not allow: sender, part and size are
-checked first; values that are not finite are nobody's update.
+its manifest says what it made and who is in it. A part's only contributor is its own reducer where its line bears that: its
+codes are passed on unchanged, and it does not get them back. Every member pulls every other part. Nothing is decoded that the
+plan does not allow: sender, part and size are checked first; values that are not finite are nobody's update.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.means import MeanKind, RunningMean
-from spes_p2p.sync.parts import Part, mask_bytes, to_mask, weight
+from spes_p2p.sync.parts import Part, mask_bytes, pulls, to_mask, weight
 from spes_p2p.sync.plan import MAX_TOKENS
 from spes_p2p.sync.results import ABSENT, Results
 
@@ -148,7 +148,8 @@ class Exchange:
 
     async def on_pull(self, talk: Talk, request: PullRequest) -> None:
         """Serve results as they come: what is ready never waits for an update that is still on its way to me."""
-        if self.plan.index(talk.remote) is None:
+        puller = self.plan.index(talk.remote)
+        if puller is None:
             raise Refused("not a member of this plan")
         if request.parts:
             await serve_parts(talk, self.results, request.parts)
@@ -159,7 +160,8 @@ class Exchange:
                 await talk.alive(self._next_closed.wait())
                 continue
             index = self._order[served]
-            await talk.send(_numbered(index), self.results.encoded.get(index, b""))
+            if pulls(self._mine[index], puller):
+                await talk.send(_numbered(index), self.results.encoded.get(index, b""))
             served += 1
         await talk.alive(self._manifest_ready.wait())
         await talk.send(pack(self.results.manifests[self.revision, self.me]))
@@ -304,16 +306,20 @@ class Exchange:
                 await talk.send(pack(PushHeader(self.plan.id, self.revision)))
                 for part in filter(self._has_update, mine):
                     tokens = self._behind(part).to_bytes(WEIGHT_BYTES, "little")
-                    await talk.send(_numbered(part.index), tokens, self._encode_own(part))
+                    codes = self._encode_own(part)
+                    if not pulls(part, self.me):
+                        self._put(part, codes)
+                    await talk.send(_numbered(part.index), tokens, codes)
                 await talk.send(b"")
                 await talk.message()
         except (PeerUnreachable, Refused) as error:
             logger.info("push to %s: %s", self._names[reducer][-6:], error)
 
     async def _pull_from(self, reducer: int) -> None:
-        wanted = {part.index: part for part in self._reduced_by(reducer)}
-        if not wanted:
+        reduced = self._reduced_by(reducer)
+        if not reduced:
             return
+        wanted = {part.index: part for part in reduced if pulls(part, self.me)}
         try:
             async with self._board.talk(self._names[reducer], PULL) as talk:
                 await talk.send(pack(PullRequest(self.plan.id, (), self.revision)))

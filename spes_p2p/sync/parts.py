@@ -54,15 +54,18 @@ def weight(member: Member, group: Group) -> int:
 def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
     """Every part of a round. Groups that nobody trained have none: they are not sent, and the base keeps its value.
 
-    A part's only contributor reduces it (no upload to anybody but the pullers) unless it cannot be dialled. All other parts go,
-    one by one, to the member whose link is then busy for the shortest time: a reducer of a part with c contributors receives
-    c' (those that are not itself) and sends N - 1 copies, so its time is (c' + N - 1) * encoded bytes / bandwidth. When nobody
-    can be dialled there are no parts.
+    A round takes max over members of (bytes sent / upload bandwidth). Each contributor sends its update once; who reduces a
+    part sends `extra_copies` more. A part's only contributor reduces it; all other parts go, one by one, to the member whose
+    line is then busy for the shortest time. Then the busiest line hands on parts of its own, which it sends only once then,
+    while that shortens the longest time. Handing on costs no byte: a result crosses N - 1 uplinks, whoever serves it. No
+    assignment is faster than max(own updates / own bandwidth, all bytes sent / all bandwidth); where experts are most of the
+    bytes this one is slower by a part or so.
+
+    Members with bandwidth 0 cannot be dialled and reduce nothing; when nobody can be there are no parts.
     """
     reducers = [i for i, member in enumerate(members) if member.bandwidth > 0]
     if not reducers:
         return ()
-    load = [0.0] * len(members)
     contributors_of = {
         group: tuple(i for i, member in enumerate(members) if weight(member, group) > 0) for group in layout.groups
     }
@@ -70,22 +73,32 @@ def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs,
         (group, start, stop, contributors_of[group])
         for group, start, stop in part_ranges(layout, codecs, part_bytes) if contributors_of[group]
     ]
+    parts = [Part(k, group, a, b, who, who[0], codecs.of(group)) for k, (group, a, b, who) in enumerate(ranges)]
+    lines = _Lines(members, reducers)
+    for part in parts:
+        lines.send_updates(part)
+    own = [part for part in parts if len(part.contributors) == 1 and part.reducer in lines.busy_s]
+    chosen = {part.index: part for part in own}
+    for part in own:
+        lines.reduce(part, part.reducer)
+    for part in parts:
+        if part.index not in chosen:
+            chosen[part.index] = replace(part, reducer=lines.reduce(part, lines.freest(part)))
+    chosen.update(lines.hand_on(own))
+    return tuple(chosen[part.index] for part in parts)
 
-    chosen: dict[int, int] = {}
-    for k, (group, start, stop, contributors) in enumerate(ranges):
-        if len(contributors) == 1 and members[contributors[0]].bandwidth > 0:
-            chosen[k] = contributors[0]
-            encoded = codecs.of(group).encoded_bytes(stop - start)
-            load[contributors[0]] += _seconds(members, contributors, contributors[0], encoded)
-    for k, (group, start, stop, contributors) in enumerate(ranges):
-        if k not in chosen:
-            encoded = codecs.of(group).encoded_bytes(stop - start)
-            best = min(reducers, key=lambda i: (load[i] + _seconds(members, contributors, i, encoded), i))
-            chosen[k] = best
-            load[best] += _seconds(members, contributors, best, encoded)
-    return tuple(
-        Part(k, group, a, b, contributors, chosen[k], codecs.of(group)) for k, (group, a, b, contributors) in enumerate(ranges)
-    )
+
+def extra_copies(part: Part, reducer: int, members: int) -> int:
+    """Copies of a part that this member sends as its reducer, beyond the one that it sends as a contributor.
+
+    N - 1 others get the result; a sole contributor that handed its part on has it already.
+    """
+    return members - 1 - (reducer in part.contributors or len(part.contributors) == 1)
+
+
+def pulls(part: Part, member: int) -> bool:
+    """Does the member fetch the part's result? Not its reducer, nor its only contributor, whose codes are the result."""
+    return member != part.reducer and part.contributors != (member,)
 
 
 def moved_parts(
@@ -96,25 +109,60 @@ def moved_parts(
     Contributors push the same update once more, to the backup. A part whose contributors are all lost stays where it is, and is
     not committed. `lost`: all members lost so far.
     """
-    reducers = [i for i, member in enumerate(members) if member.bandwidth > 0 and i not in lost]
-    load = dict.fromkeys(reducers, 0.0)
+    lines = _Lines(members, [i for i, member in enumerate(members) if member.bandwidth > 0 and i not in lost])
     moved = {}
     for part in parts:
         contributors = tuple(i for i in part.contributors if i not in lost)
-        if part.reducer not in newly_lost or not contributors or not reducers:
-            continue
-        if len(contributors) == 1 and contributors[0] in load:
-            backup = contributors[0]
-        else:
-            backup = min(reducers, key=lambda i: (load[i] + _seconds(members, contributors, i, part.encoded_bytes), i))
-        load[backup] += _seconds(members, contributors, backup, part.encoded_bytes)
-        moved[part.index] = replace(part, contributors=contributors, reducer=backup, revision=revision)
+        if part.reducer in newly_lost and contributors and lines.busy_s:
+            again = replace(part, contributors=contributors, revision=revision)
+            moved[part.index] = replace(again, reducer=lines.reduce(again, lines.freest(again)))
     return moved
 
 
-def _seconds(members: tuple[Member, ...], contributors: tuple[int, ...], reducer: int, encoded: int) -> float:
-    received = len(contributors) - (reducer in contributors)
-    return (received + len(members) - 1) * encoded / members[reducer].bandwidth
+class _Lines:
+    """How long the line of each member that can be a reducer is busy sending."""
+
+    def __init__(self, members: tuple[Member, ...], reducers: list[int]):
+        self.busy_s = dict.fromkeys(reducers, 0.0)
+        self._members = members
+
+    def send_updates(self, part: Part) -> None:
+        """Each contributor sends its update once."""
+        for i in part.contributors:
+            if i in self.busy_s:
+                self.busy_s[i] += part.encoded_bytes / self._members[i].bandwidth
+
+    def reduce(self, part: Part, reducer: int) -> int:
+        """Give it to this member, which is returned."""
+        self.busy_s[reducer] += self._extra_s(part, reducer)
+        return reducer
+
+    def freest(self, part: Part) -> int:
+        """Whose line is busy for the shortest time when it reduces the part; of equals a contributor."""
+        return min(self.busy_s, key=lambda i: (self.busy_s[i] + self._extra_s(part, i), i not in part.contributors, i))
+
+    def hand_on(self, own: list[Part]) -> dict[int, Part]:
+        """Which of these parts, each at its only contributor, go elsewhere; by index."""
+        handed: dict[int, Part] = {}
+        left: dict[int, list[Part]] = {}
+        for part in own:
+            left.setdefault(part.reducer, []).append(part)
+        while len(self._members) > 2 and self.busy_s:
+            busiest = max(self.busy_s, key=lambda i: (self.busy_s[i], -i))
+            if not left.get(busiest):
+                break
+            part = left[busiest].pop()
+            freest = self.freest(part)
+            if freest == busiest or self.busy_s[freest] + self._extra_s(part, freest) >= self.busy_s[busiest]:
+                break
+            self.busy_s[busiest] -= self._extra_s(part, busiest)
+            handed[part.index] = replace(part, reducer=self.reduce(part, freest))
+        return handed
+
+    def _extra_s(self, part: Part, reducer: int) -> float:
+        """Of several contributors the reducer's own update counts too, though it stays: or of two members one reduced all."""
+        copies = len(self._members) - 1 - (len(part.contributors) == 1)
+        return copies * part.encoded_bytes / self._members[reducer].bandwidth
 
 
 def mask_bytes(members: int) -> int:

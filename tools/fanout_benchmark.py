@@ -1,0 +1,139 @@
+"""How long an exchange of many peers takes when owners serve their experts themselves, and as planned: by their lines.
+
+./tools/bench fanout [--peers 16 32] [--json FILE]
+
+The exchange is the real one, on an in-memory network in virtual time: seconds are those that the lines need, none that a processor
+does. The last column is the least that any assignment can take: max(own updates / own upload, all bytes / all upload).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from spes_p2p.config import CodecConfig
+from spes_p2p.data.slices import Cursor
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
+from spes_p2p.swarm.records import Ballot, Member, Plan
+from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.wire import unpack
+from spes_p2p.sync.codecs import group_codecs
+from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader
+from spes_p2p.sync.parts import Part, part_table, weight
+from spes_p2p.sync.results import Results
+
+CODECS = group_codecs(CodecConfig.model_validate("int8"))
+SHARED, EXPERTS = 200_000, 1_800_000
+"""Values: nine tenths of the state are experts, as in configs/9b.yaml."""
+PART_BYTES = 4096
+LINE_BYTES_PER_S = 100_000.0
+"""Of a whole line: it carries the encoded state in about 20 s, as 100 Mbit/s do with 250 MB."""
+PATIENCE_S = 1e6
+
+Case = Callable[[int], tuple[list[float], list[int]]]
+"""For N peers: the share of a line that each sends with, and how many parts of the experts each owns. All receive with a whole one."""
+
+CASES: dict[str, Case] = {
+    "equal lines and experts": lambda n: ([1.0] * n, [1] * n),
+    "one line a fifth": lambda n: ([0.2] + [1.0] * (n - 1), [1] * n),
+    "every other line a tenth": lambda n: ([0.1, 1.0] * (n // 2), [1] * n),
+    "equal lines, a quarter owns all": lambda n: ([1.0] * n, [1] * (n // 4) + [0] * (n - n // 4)),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One exchange."""
+
+    case: str
+    peers: int
+    reducers: str
+    seconds: float
+    most_sent_bytes: int
+    """By one peer, codes and all."""
+    sent_bytes: int
+    """By all."""
+    least_seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=int, nargs="+", default=[16, 32], help="how many take part (default 16 32)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    arguments = parser.parse_args()
+    if any(peers < 4 or peers % 4 for peers in arguments.peers):
+        parser.error("--peers: multiples of 4")
+    measured = [measure(case, peers, by_line) for peers in arguments.peers for case in CASES for by_line in (False, True)]
+    print(f"{'case':33}{'N':>4} {'reducers':17}{'seconds':>8}{'most sent':>11}{'all sent':>11}{'at least':>9}")
+    for m in measured:
+        print(f"{m.case:33}{m.peers:4} {m.reducers:17}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"
+              f"{m.sent_bytes / 1e6:8.1f} MB{m.least_seconds:9.1f}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(m) for m in measured], indent=2) + "\n")
+
+
+def measure(case: str, peers: int, by_line: bool) -> Measured:
+    """One exchange of so many peers, with the planned reducers or with owners that serve their experts."""
+    uploads, owned = CASES[case](peers)
+    owners = [peer for peer, count in enumerate(owned) for _ in range(count)]
+    size = EXPERTS // len(owners)
+    experts = [TensorSpec(f"experts.{e}.gate_up_proj", (size,), "expert", 0, e) for e in range(len(owners))]
+    layout = Layout([TensorSpec("embed", (SHARED,), "shared"), *experts])
+    members = tuple(
+        Member(f"{i:02d}", 1, tuple(int(i == owner) for owner in owners), LINE_BYTES_PER_S * upload)
+        for i, upload in enumerate(uploads)
+    )
+    plan = Plan("c", 0, 1, "", Ballot(1, members[0].peer), "", members, peers, 0.0, None, 1, None, (), Cursor())
+    parts = part_table(layout, members, CODECS, PART_BYTES)
+    if not by_line:
+        parts = tuple(replace(p, reducer=p.contributors[0]) if len(p.contributors) == 1 else p for p in parts)
+    network = MemoryNetwork(latency_s=0.02)
+    for m in members:
+        network.set_bandwidth(m.peer, m.bandwidth, LINE_BYTES_PER_S)
+    seconds = run_virtual(_exchange(network, plan, parts, layout))
+    sent = [sum(count for (source, _), count in network.sent_bytes.items() if source == m.peer) for m in members]
+    own_s = [sum(p.encoded_bytes for p in parts if i in p.contributors) / m.bandwidth for i, m in enumerate(members)]
+    least_s = max(max(own_s), sum(sent) / sum(m.bandwidth for m in members))
+    return Measured(case, peers, "by line" if by_line else "owners", seconds, max(sent), sum(sent), least_s)
+
+
+async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...], layout: Layout) -> float:
+    """Seconds until every member has every result."""
+    rng, exchanges = np.random.default_rng(0), {}
+    for m in plan.members:
+        pending = {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g)}
+        board = Switchboard(network.transport(m.peer), PATIENCE_S)
+        exchanges[m.peer] = Exchange(board, Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1)
+        await _serve(board, exchanges[m.peer])
+    started = asyncio.get_running_loop().time()
+    await asyncio.gather(*(network.run_peer(peer, exchange.run()) for peer, exchange in exchanges.items()))
+    seconds = asyncio.get_running_loop().time() - started
+    for exchange in exchanges.values():
+        if not all(exchange.results.verified(part) for part in parts):
+            raise RuntimeError("a result is missing")
+        if exchange.results.digests != exchanges[plan.members[0].peer].results.digests:
+            raise RuntimeError("results differ")
+    return seconds
+
+
+async def _serve(board: Switchboard, exchange: Exchange) -> None:
+    async def on_push(talk: Talk) -> None:
+        unpack(PushHeader, await talk.message())
+        await exchange.on_push(talk)
+
+    async def on_pull(talk: Talk) -> None:
+        await exchange.on_pull(talk, unpack(PullRequest, await talk.message()))
+
+    await board.serve(PUSH, on_push)
+    await board.serve(PULL, on_pull)
+
+
+if __name__ == "__main__":
+    main()
