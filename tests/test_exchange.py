@@ -34,6 +34,10 @@ MEMBERS = {
     "three, one cannot be dialled and owns an expert alone": [
         member("A", 10, (1, 0, 0, 0)), member("B", 20, (0, 4, 0, 0)), member("C", 5, (0, 0, 9, 9), bandwidth=0.0),
     ],
+    "four, one hands its expert on": [
+        member("A", 10, (9, 0, 0, 0), 0.05), member("B", 20, (0, 4, 0, 0)), member("C", 5, (0, 0, 9, 9)),
+        member("D", 0, SHARED_ONLY),
+    ],
 }
 
 
@@ -182,6 +186,49 @@ def test_traffic_is_at_the_floor() -> None:
         floor = (2 * shared_bytes + expert_bytes) * (count - 1) / count
         for board in played.boards.values():
             assert floor <= board.sent[PUSH] + board.sent[PULL] < 1.02 * floor
+
+    simulate(main)
+
+
+def test_an_owner_with_a_thin_line_sends_its_expert_once_and_gets_nothing_of_it_back() -> None:
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["four, one hands its expert on"])
+        played = await Round.open(plan, random_updates(plan))
+        await played.run()
+        owner = played.exchanges["A"].results
+        own = [part for part in owner.parts if part.contributors == (0,)]
+        assert own
+        assert not any(part.reducer == 0 for part in owner.parts)
+        updates = sum(part.encoded_bytes for part in owner.parts if 0 in part.contributors)
+        assert updates <= played.boards["A"].sent[PUSH] < 1.2 * updates, "not three copies"
+        others = sum(part.encoded_bytes for part in owner.parts if part.contributors != (0,))
+        digests = 70 * len(owner.parts)
+        assert others <= played.boards["A"].received[PULL] < others + digests
+        assert all(owner.verified(part) for part in owner.parts)
+
+    simulate(main)
+
+
+def test_what_an_owner_handed_on_counts_only_as_the_reducer_says() -> None:
+    """The owner dies before its push, or its reducer before it served: nobody keeps, or commits, what the others lack."""
+
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["four, one hands its expert on"])
+        own = {part.index for part in (await Round.open(plan, random_updates(plan))).empty().parts if part.contributors == (0,)}
+        played = await Round.open(plan, random_updates(plan))
+        played.network.kill("A")
+        await played.run("BCD")
+        head = played.commit("BCD")
+        assert {part.index for part in played.exchanges["B"].results.committed(head)}.isdisjoint(own)
+        assert len({played.new_base(peer, head, base()).tobytes() for peer in "BCD"}) == 1
+
+        played = await Round.open(plan, random_updates(plan))
+        (reducer, *_) = (plan.members[played.empty().parts[index].reducer].peer for index in own)
+        played.network.kill(reducer)
+        await played.run(peer for peer in "ABCD" if peer != reducer)
+        lost = {index for index in own if plan.members[played.empty().parts[index].reducer].peer == reducer}
+        assert lost
+        assert lost.isdisjoint(played.exchanges["A"].results.encoded)
 
     simulate(main)
 

@@ -143,6 +143,45 @@ def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(
     simulate(main)
 
 
+@pytest.mark.parametrize("method", ["push", "pull"])
+def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: str) -> None:
+    """A's line is thin: others serve its experts, and one of them dies as it begins to."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=80, sync={"min_peers": 4, "silence_s": 5.0}))
+        swarm.start_bootstrap()
+        for name in "ABCD":
+            swarm.start(name, bandwidth=0.02 if name == "A" else 1.0)
+        await swarm.until_round(2)
+        killed: list[str] = []
+
+        def hook(peer: str, its_method: str, index: int) -> None:
+            if killed or (its_method, index) != (method, 1) or peer not in swarm.peers:
+                return
+            results = max(swarm.peers[peer].replica._exchanges.values(), key=lambda exchange: exchange.plan.round).results
+            names = [member.peer for member in results.plan.members]
+            handed_on = any(
+                names[part.reducer] == peer and [names[i] for i in part.contributors] == ["A"] for part in results.parts
+            )
+            if handed_on and peer in "BCD" and peer != results.plan.ballot.coordinator:
+                killed.append(peer)
+                swarm.kill(peer)
+
+        swarm.network.hook = hook
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert killed
+        head = head_that_lost(swarm)
+        lost = {head.members[i] for lost in head.lost for i in lost}
+        assert lost == set(killed)
+        commits = swarm.recorders["A"].commits()
+        gone_with_it = sum(set(owners) == set(killed) for owners in commits[head.round - 1].owners)
+        assert commits[head.round].dropped_parts <= gone_with_it, "A's experts are in"
+        assert "A" in {name for name, tokens, _ in commits[head.round].contributions if tokens}
+
+    simulate(main)
+
+
 def test_a_member_that_takes_the_plan_and_never_reports_holds_nobody_up() -> None:
     async def main() -> None:
         swarm = swarm_of("ABC", exchange_timeout_s=600.0)

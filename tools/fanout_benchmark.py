@@ -2,8 +2,8 @@
 
 ./tools/bench fanout [--peers 16 32] [--json FILE]
 
-The exchange is the real one, on an in-memory network in virtual time: seconds are those that the lines need, none that a processor
-does. The last column is the least that any assignment can take: max(own updates / own upload, all bytes / all upload).
+The exchange is the real one, on an in-memory network in virtual time: the seconds are those that the lines need. The last
+column is the least that any assignment can take: max(own updates / own upload, all bytes / all upload).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SHARED, EXPERTS = 200_000, 1_800_000
 """Values: nine tenths of the state are experts, as in configs/9b.yaml."""
 PART_BYTES = 4096
 LINE_BYTES_PER_S = 100_000.0
-"""Of a whole line: it carries the encoded state in about 20 s, as 100 Mbit/s do with 250 MB."""
+"""Of a whole line: it carries the encoded state, 2 MB, in about 20 s, as 100 Mbit/s do with 250 MB."""
 PATIENCE_S = 1e6
 
 Case = Callable[[int], tuple[list[float], list[int]]]
-"""For N peers: the share of a line that each sends with, and how many parts of the experts each owns. All receive with a whole one."""
+"""For N peers: with which share of a line each sends, and how many experts it owns. All receive with a whole line."""
 
 CASES: dict[str, Case] = {
     "equal lines and experts": lambda n: ([1.0] * n, [1] * n),
