@@ -10,7 +10,7 @@ from pathlib import Path
 from spes_p2p.config import PROTOCOL_VERSION, Campaign, load_campaign_config, parse_campaign
 from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest, write_whole
 from spes_p2p.data.tokenizers import check_tokenizer
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.node import BLOB, CAMPAIGN, BlobRequest
 from spes_p2p.swarm.records import CampaignRecord, CampaignRequest, Head
 from spes_p2p.swarm.rpc import Switchboard
@@ -189,7 +189,7 @@ async def _agreed_record(board: Switchboard, peers: Sequence[str]) -> tuple[Camp
         named = ", ".join(peer for _, peer in found.values())
         raise UserError(f"the addresses lead to different campaigns ({named}); give those of one campaign")
     if not found:
-        raise UserError(f"no campaign at the address ({'; '.join(problems)}); check it with who runs the campaign")
+        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); check it with who runs the campaign")
     return next(iter(found.values()))
 
 

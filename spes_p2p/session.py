@@ -54,7 +54,7 @@ from spes_p2p.simulate.trial import trial_of_environment
 from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
-from spes_p2p.swarm.libp2p import Libp2p, check_addresses, start_libp2p
+from spes_p2p.swarm.libp2p import FIND_EVERY_S, Libp2p, check_addresses, start_libp2p
 from spes_p2p.swarm.limits import limited_line
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.reachability import Reachability, describe, probe_dialable
@@ -136,7 +136,21 @@ async def _live_as_bootstrap(
 
 
 async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Callable[[CampaignFiles, str], None]) -> None:
-    """Train in the campaign at these addresses until it is complete or a signal comes."""
+    """Train in the campaign at these addresses until it is complete or a signal comes.
+
+    Started again on its run-dir it waits until somebody answers there: the bootstrap peer may be away for a while too.
+    """
+    while True:
+        try:
+            return await _join(addresses, settings, on_joined)
+        except NobodyAnswers as error:
+            if read_run_dir(settings.run_dir) is None:
+                raise
+            logger.warning("%s; trying again until somebody answers", error)
+        await asyncio.sleep(FIND_EVERY_S)
+
+
+async def _join(addresses: Sequence[str], settings: PeerConfig, on_joined: Callable[[CampaignFiles, str], None]) -> None:
     async with _connected(settings, addresses) as (net, dialable):
         board = Switchboard(net.transport, FIRST_CONTACT_SILENCE_S)
         files, genesis = await fetch_campaign(board, [peer_of(address) for address in addresses], settings.data_dir)

@@ -51,7 +51,7 @@ def test_a_swarm_under_faults_goes_on_and_leaves_nothing_behind(tmp_path: Path) 
 
 SCENARIO = """
 peers: 4
-rounds: 11
+rounds: 14
 latency_s: 0
 faults:
   - {fault: restart, round: 2, at: accept, seconds: 1}
@@ -60,7 +60,8 @@ faults:
   - {fault: restart, round: 6, at: save, peer: peer-1, seconds: 1}
   - {fault: slow, round: 8, at: training, peer: peer-2, factor: 4, seconds: 3}
   - {fault: leave, round: 9, at: staged, peer: peer-3, seconds: 1}
-  - {fault: restart, round: 11, peer: bootstrap, seconds: 1}
+  - {fault: restart, round: 11, peer: bootstrap, seconds: 20}
+  - {fault: restart, round: 11, peer: peer-1, seconds: 1}
 """
 
 
@@ -68,8 +69,9 @@ def test_faults_strike_real_processes_at_named_points(tmp_path: Path) -> None:
     (tmp_path / "scenario.yaml").write_text(SCENARIO)
     code, found = ended(started(tmp_path / "run", str(tmp_path / "scenario.yaml")))
     assert (found["violations"], found["orphan_processes"], code) == ([], 0, 0)
-    points = ("accept", "push", "reduce", "save", "start", "staged", "training")
-    assert found["faults_at"] == dict.fromkeys(points, 1)
+    points = ("accept", "push", "reduce", "save", "staged", "training")
+    assert found["faults_at"] == {**dict.fromkeys(points, 1), "start": 2}
+    assert "trying again until somebody answers" in (tmp_path / "run" / "peer-1" / "log.txt").read_text()
     assert not running(tmp_path / "run")
 
 

@@ -43,6 +43,8 @@ POLL_S, SETTLED_S = 0.2, 0.5
 LEAVE_TIMEOUT_S, CHILDREN_END_WITHIN_S, STOPS_WITHIN_S = 60.0, 5.0, 2.0
 DURATIONS_S = (1.0, 4.0, 8.0, 15.0)
 """Of a random stop, partition, or time until a new start."""
+LATE_ROUNDS = 1
+"""A round may be past a fault's point when its order arrives: then the fault may strike in the next one."""
 BOOTSTRAP_PORT = 31337
 ORDERS_FOLDER = "orders"
 
@@ -308,7 +310,7 @@ class _Run:
         """The faults of the next round, each at its point or at a random moment of it."""
         if self._over or number < 1:
             return
-        self._disarm(order for order, fault in self._armed.items() if fault.round < number)
+        self._disarm(order for order, fault in self._armed.items() if fault.round + LATE_ROUNDS < number)
         due = [fault for fault in self._script if fault.round <= number]
         del self._script[: len(due)]
         if self._kinds and self._rng.random() < self._scenario.fault_rate:
