@@ -201,6 +201,7 @@ def join(
         bool, typer.Option("--activation-checkpointing", help="Compute activations twice: less memory, more time.")
     ] = False,
     micro_batch_size: Annotated[int | None, typer.Option(help="Samples in one forward pass.")] = None,
+    base: Annotated[str | None, typer.Option(help="What the base is read from: disk, or ram (4 bytes a value).")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the campaign's token files lie on this machine.")] = None,
     token_cache: Annotated[str | None, typer.Option(help="Disk that fetched text takes at most. Default: 16GiB.")] = None,
     listen: Listen = None,
@@ -223,7 +224,8 @@ def join(
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         stored=stored, stored_on=stored_on, backend=backend,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
-        data_dir=data_dir, token_cache_bytes=None if token_cache is None else parse_bytes(token_cache, "--token-cache"),
+        base=base, data_dir=data_dir,
+        token_cache_bytes=None if token_cache is None else parse_bytes(token_cache, "--token-cache"),
         listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),

@@ -167,8 +167,8 @@ class CodecConfig(Section):
 
     router: CodecName = Field("none", description="Of the routers: small, and a rounded one sends tokens elsewhere.")
     shared: CodecName = Field(
-        "int8", description="Of the other weights that every peer trains: each peer's update, and the reducers' mean of them.")
-    experts: CodecName = Field("int8", description="Of the experts; what one owner sends is averaged with nobody's.")
+        "int4", description="Of the other weights that every peer trains: each peer's update, and the reducers' mean of them.")
+    experts: CodecName = Field("int4", description="Of the experts; what one owner sends is averaged with nobody's.")
 
     @model_validator(mode="before")
     @classmethod
@@ -311,6 +311,9 @@ class PeerConfig(Section):
         False, description="Compute activations again in the backward pass: less memory, about a third more time.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples in one forward pass on this machine. Default: the campaign's.")
+    base: Literal["disk", "ram"] = Field(
+        "disk", description="What the base is read from: its file, memory-mapped, or a copy in memory, 4 bytes a value, "
+                            "which no other program's need of memory pushes out (--base ram).")
     archive_every: Count = Field(
         50, description="Rounds between two bases that a bootstrap peer keeps beside the current one; 0: none.")
     archive_keep: Positive = Field(2, description="How many of them; each takes as much disk as a base.")

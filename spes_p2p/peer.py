@@ -90,11 +90,12 @@ class Peer:
         status: Callable[[], bytes],
         where: str,
         archive: Archive = NO_ARCHIVE,
+        base_in_memory: bool = False,
     ):
         """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets."""
         self.node = node
         self.layout = layout
-        self.replica = Replica(node, layout, observer)
+        self.replica = Replica(node, layout, observer, base_in_memory)
         self._teller = Teller(node, self.replica, observer)
         self._make_trainer = make_trainer
         self._capacity = capacity

@@ -180,7 +180,7 @@ async def _join(addresses: Sequence[str], settings: PeerConfig, on_joined: Calla
             capacity = Capacity(experts, is_dialable=lambda: reachability.is_dialable)
             peer = Peer(
                 node, layout_of(config.model), make_trainer, capacity, watchers.observers,
-                lambda: watchers.board.status.to_bytes(), str(settings.run_dir),
+                lambda: watchers.board.status.to_bytes(), str(settings.run_dir), base_in_memory=settings.base == "ram",
             )
             _on_signals(peer.leave)
             around = (reachability.keep_measuring(), net.keep_finding(addresses))

@@ -252,6 +252,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join nobody": (join, ("no peer answers at", NOBODY)),
     "join device": (lambda p: join(p, "--device", "tpu"), ("--device", "tpu")),
     "join tracker": (lambda p: join(p, "--tracker", "tensorboard"), ("--tracker", "wandb", "trackio")),
+    "join base": (lambda p: join(p, "--base", "tape"), ("--base", "tape", "'disk' or 'ram'")),
     "join token cache": (lambda p: join(p, "--token-cache", "some"), ("--token-cache 'some'", "24GiB")),
     "join experts word": (lambda p: join(p, "--experts", "many"), ("--experts", "many")),
     "join no experts": (lambda p: join(p, "--experts", "0"), ("--experts", "0")),

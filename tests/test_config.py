@@ -165,7 +165,7 @@ def test_a_good_file_means_what_it_says(tmp_path: Path) -> None:
     config = load_campaign_config(path)
     assert config.training.learning_rate == 0.003
     assert config.total_rounds == 8
-    assert config.sync.codec == CodecConfig(router="none", shared="int8", experts="int8")
+    assert config.sync.codec == CodecConfig(router="none", shared="int4", experts="int4")
     with pytest.raises(ValueError, match="frozen"):
         config.training.batch_size = 9  # type: ignore[misc]
 
@@ -175,7 +175,7 @@ def test_one_codec_name_stands_for_all_three(tmp_path: Path) -> None:
     path.write_text(GOOD + "sync:\n  codec: int4\n")
     assert load_campaign_config(path).sync.codec == CodecConfig(router="int4", shared="int4", experts="int4")
     path.write_text(GOOD + "sync:\n  codec:\n    shared: bf16\n")
-    assert load_campaign_config(path).sync.codec == CodecConfig(router="none", shared="bf16", experts="int8")
+    assert load_campaign_config(path).sync.codec == CodecConfig(router="none", shared="bf16", experts="int4")
 
 
 def test_messages_of_a_parsed_config_name_their_origin() -> None:

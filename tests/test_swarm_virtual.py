@@ -49,6 +49,27 @@ def test_the_bootstrap_peer_hears_what_the_last_base_is_worth(overlap: bool) -> 
     simulate(main)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_base_in_memory_has_the_bits_of_one_on_disk_and_others_are_served_from_the_file(overlap: bool) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=80, sync={"overlap": overlap}))
+        swarm.start_all("AB")
+        swarm.start("C", base_in_memory=True)
+        await swarm.until_round(2)
+        swarm.restart("C")
+        swarm.start("D")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        bases = {name: swarm.peers[name].replica.base for name in "AC"}
+        assert bases["C"].values.flags.owndata
+        assert not bases["A"].values.flags.owndata
+        assert not bases["C"].values.flags.writeable
+        _, offered, _ = swarm.peers["C"].replica.snapshots._find(bases["C"].head)
+        assert not offered.flags.owndata, "an old base that is still served takes no memory"
+
+    simulate(main)
+
+
 def test_every_codec_gives_equal_bits_on_all_peers() -> None:
     for codec in CODECS:
 

@@ -191,7 +191,8 @@ def one_round(members: list[Process]) -> Report:
     return {
         "seconds": max(cost["end"] for cost in costs) - began,
         "cpu_seconds": sum(cost["cpu_seconds"] for cost in costs),
-        "sent_bytes": max(cost["sent_bytes"] for cost in peers),
+        "sent_bytes": statistics.mean(cost["sent_bytes"] for cost in peers),
+        "most_sent_bytes": max(cost["sent_bytes"] for cost in peers),
         "peak_bytes": max(cost["peak_bytes"] for cost in costs),
         "peer_peak_bytes": max(cost["peak_bytes"] for cost in peers),
         "extra_bytes": max(cost["extra_bytes"] for cost in peers),
@@ -202,7 +203,7 @@ def one_round(members: list[Process]) -> Report:
 
 def summary(measured: dict[str, list[Report]], elements: int) -> Report:
     """Medians of each contender, and the ratios between them."""
-    numbers = ("seconds", "cpu_seconds", "sent_bytes", "peak_bytes", "peer_peak_bytes", "extra_bytes")
+    numbers = ("seconds", "cpu_seconds", "sent_bytes", "most_sent_bytes", "peak_bytes", "peer_peak_bytes", "extra_bytes")
     contenders = {
         name: {key: statistics.median(run[key] for run in runs) for key in numbers}
         | {"seconds_of_each_round": [round(run["seconds"], 3) for run in runs]}
@@ -258,7 +259,8 @@ def floor_bytes(elements: int) -> float:
 
 def one_line(run: Report) -> str:
     phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in run["phases"].items())
-    return (f"{run['seconds']:.2f} s, {run['cpu_seconds']:.1f} CPU-s, {run['sent_bytes'] / 1e6:.0f} MB up, "
+    sent = f"{run['sent_bytes'] / 1e6:.0f} MB up (most {run['most_sent_bytes'] / 1e6:.0f})"
+    return (f"{run['seconds']:.2f} s, {run['cpu_seconds']:.1f} CPU-s, {sent}, "
             f"peak {run['peak_bytes'] / 1e6:.0f} MB (+{run['extra_bytes'] / 1e6:.0f}) {phases}")
 
 

@@ -122,6 +122,7 @@ class Machine:
     """Most experts that it trains."""
     bandwidth: float = 1.0
     """Relative, as it announces it; 0: it cannot be dialled."""
+    base_in_memory: bool = False
 
 
 MakeObserver = Callable[[str, Observer], Observer]
@@ -186,9 +187,10 @@ class VirtualSwarm:
         bandwidth: float = 1.0,
         store: Store | None = None,
         where: str = "",
+        base_in_memory: bool = False,
     ) -> None:
         """Start a trainer on its store, or on `store`; `where` names that in messages."""
-        machine = self.machines[name] = Machine(speed, experts, bandwidth)
+        machine = self.machines[name] = Machine(speed, experts, bandwidth, base_in_memory)
         store = self.stores.setdefault(name, MemoryStore()) if store is None else store
         world = in_memory_world(self.network, name, store=store, seconds=lambda f, args: 0.01)
         world = _at_training_speed(world, lambda: self.step_s(name))
@@ -207,7 +209,7 @@ class VirtualSwarm:
             return trainer
 
         capacity = Capacity(machine.experts, machine.bandwidth)
-        peer = Peer(node, LAYOUT, make_trainer, capacity, observer, lambda: b"", where or name)
+        peer = Peer(node, LAYOUT, make_trainer, capacity, observer, lambda: b"", where or name, base_in_memory=base_in_memory)
         self.peers[name] = peer
         self.tasks[name] = self.network.run_peer(name, peer.run())
 
@@ -241,7 +243,9 @@ class VirtualSwarm:
             self.start_bootstrap()
         else:
             machine = self.machines[name]
-            self.start(name, machine.speed, machine.experts, machine.bandwidth)
+            self.start(
+                name, machine.speed, machine.experts, machine.bandwidth, base_in_memory=machine.base_in_memory
+            )
 
     def restart(self, name: str) -> None:
         """Kill -9, then start again on the same disk."""

@@ -6,7 +6,7 @@ The values come first, so that they can be memory-mapped as they lie; then the h
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Base:
     head: str
     round: int
     values: np.ndarray
-    """float32 `[base_size]` (outer.py): weights, then outer momentum; never written to, memory-mapped where there are files."""
+    """float32 `[base_size]` (outer.py): weights, then outer momentum; never written to; memory-mapped, or `in_memory`."""
     digest: str
     plan: Plan | None
     """The plan of that round; None for base 0 and for a base that was downloaded."""
@@ -88,6 +88,13 @@ def close_base(
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
     values = np.frombuffer(draft.view(), "<f4", elements)
     return StagedBase(Base(head, round_number, values, digest, plan), digests, draft)
+
+
+def in_memory(base: Base) -> Base:
+    """The same base with its values in memory of this process, not in a mapped file."""
+    values = np.array(base.values)
+    values.flags.writeable = False
+    return replace(base, values=values)
 
 
 def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:

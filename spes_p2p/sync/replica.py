@@ -23,7 +23,7 @@ from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.archive import load_archived
-from spes_p2p.sync.base import Base, StagedBase, load_base, pieces_of, stage_base
+from spes_p2p.sync.base import Base, StagedBase, in_memory, load_base, pieces_of, stage_base
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
 from spes_p2p.sync.outer import base_size
@@ -76,7 +76,8 @@ class Applied:
 class Replica:
     """The base, and the work on top of it."""
 
-    def __init__(self, node: Node, layout: Layout, observer: Observer):
+    def __init__(self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False):
+        """`base_in_memory`: hold the base in memory; otherwise it is memory-mapped. Others are served from the file."""
         sync = node.campaign.config.sync
         self.node = node
         self.layout = layout
@@ -85,6 +86,7 @@ class Replica:
         self.outer = node.campaign.config.outer
         self.ledger = Ledger(layout, part_ranges(layout, self.codecs, self.part_bytes))
         self.snapshots = Snapshots(sync.silence_s)
+        self._base_in_memory = base_in_memory
         self._downloaded_pieces = KeptPieces(node.world.store)
         self.trainer: Trainer | None = None
         self.base: Base
@@ -125,6 +127,8 @@ class Replica:
                 if results is not None:
                     self._kept[results.plan.id] = results
         self._install(base)
+        if self._base_in_memory:
+            self.base = in_memory(base)
         self._codes_lost = True
         return True
 
@@ -504,7 +508,7 @@ class Replica:
         """Begin to make base and checkpoint durable. Checkpoint first: the one of the base on disk stays until the new base
         is there too.
 
-        `draft`: of the base, when it is written already; otherwise the base is memory-mapped from now on.
+        `draft`: of the base, when it is written already; otherwise it is written now, and lies there from now on.
         """
         await self.durable()
         run, store, base = self.node.world.run_blocking, self.node.world.store, self.base
@@ -512,6 +516,8 @@ class Replica:
             staged: StagedBase = await run(stage_base, store, base.head, base.round, base.plan, pieces_of(base.values))
             self.base, draft = staged.base, staged.draft
             self.snapshots.publish(base.head, base.round, staged.base.values, staged.digests)
+        if self._base_in_memory:
+            self.base = await run(in_memory, self.base)
         checkpoint = None
         if self.trainer is not None:
             checkpoint = await run(
