@@ -48,9 +48,11 @@ def rules_broken(scenario: Scenario) -> set[str]:
     return {violation.rule for violation in run_seed(scenario, 0).violations}
 
 
-def commit(number: int, members: tuple[str, ...], owners: Owners, total_tokens: int) -> RoundCommitted:
+def commit(number: int, members: tuple[str, ...], owners: Owners, total_tokens: int, trained: str = "") -> RoundCommitted:
+    """`trained`: members whose work it includes."""
     return RoundCommitted(
-        number, 4 * number, 400, 0, total_tokens, 1.0, members, owners, f"digest {number}", 1, 0, 0, 0, {"exchange": 1.0}
+        number, 4 * number, 400, 0, total_tokens, 1.0, members, owners, f"digest {number}", 1, 0, 0, 0, {"exchange": 1.0},
+        contributions=tuple((peer, 100, 0) for peer in trained),
     )
 
 
@@ -185,12 +187,22 @@ def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() ->
     audit.told(29.0, "a", commit(2, ("a", "c"), (("a",), ("c",)), 300))
     for peer in "ac":
         audit.told(39.0, peer, PhaseTrained(3, 4, 100, 1.0, 0.0, 10.0, 0))
-    audit.told(40.0, "c", commit(3, ("a", "c"), (("a",), ("c",)), 500))
+    audit.told(40.0, "c", commit(3, ("a", "c"), (("a",), ("c",)), 500, trained="ac"))
     found = audit.figures(pending_tokens=0)
     assert audit.violations == []
     assert (found.rounds_committed, found.exclude_s, found.reown_rounds) == (3, (8.0,), (1,))
     assert found.joiner_first_contribution_s == (26.0,)
     assert (found.tokens_trained, found.tokens_included, found.work_lost_tokens) == (500, 500, 0)
+
+
+def test_with_overlap_a_round_waits_for_the_phase_before() -> None:
+    """Round 2 carries phase 1; b dies, and what is left of phase 1 after that is nobody's delay."""
+    audit = Audit(1, overlap=True)
+    audit.told(0.0, "a", commit(0, ("a", "b"), (("a",),), 0))
+    audit.gone(1.0, "b")
+    audit.told(10.0, "a", PhaseTrained(1, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.told(13.0, "a", commit(2, ("a",), (("a",),), 100))
+    assert audit.figures(0).exclude_s == (3.0,)
 
 
 BAD = {

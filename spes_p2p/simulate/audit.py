@@ -97,6 +97,8 @@ class Audit:
     violations: list[Violation] = field(default_factory=list)
     lacks_majority: Callable[[], bool] = lambda: False
     """Is a majority of the electors gone right now? Real processes cannot tell."""
+    overlap: bool = False
+    """Is the work of a phase announced for the round after the one that it ends with?"""
     newest: RoundCommitted | None = None
     """The last commit of the furthest peer."""
     newest_at_s: float = 0.0
@@ -106,7 +108,8 @@ class Audit:
     _decided: dict[tuple[str, int], str] = field(default_factory=dict)
     _failed_rounds: Counter[int] = field(default_factory=Counter)
     _retried: set[int] = field(default_factory=set)
-    _trained_at: dict[str, tuple[int, float, int]] = field(default_factory=dict)
+    _ready_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When a peer had trained what it announces for a round."""
     _gone: dict[str, _Gone] = field(default_factory=dict)
     _joined_at: dict[str, float] = field(default_factory=dict)
     _ownerless_since: dict[int, int] = field(default_factory=dict)
@@ -130,7 +133,7 @@ class Audit:
                 gone.lacked_majority = True
         if isinstance(event, PhaseTrained):
             self._trained += event.tokens
-            self._trained_at[peer] = (event.round, now_s, event.tokens)
+            self._ready_at[peer, event.round + self.overlap] = now_s
         elif isinstance(event, RoundFailed):
             self._failed_rounds[event.round] += 1
         elif isinstance(event, WorkDropped):
@@ -228,17 +231,16 @@ class Audit:
         planned_s = now_s - sum(event.seconds.get(phase, 0.0) for phase in ("exchange", "commit", "apply"))
         for gone in list(self._gone.values()):
             self._follow_gone(gone, event, now_s, planned_s)
-        for peer in event.members:
-            trained_for, _, tokens = self._trained_at.get(peer, (-1, 0.0, 0))
-            if peer in self._joined_at and trained_for == event.round and tokens:
+        for peer, tokens, _ in event.contributions:
+            if peer in self._joined_at and tokens:
                 self._joiner_s.append(now_s - self._joined_at.pop(peer))
         self.newest, self.newest_at_s = event, now_s
 
     def _follow_gone(self, gone: _Gone, event: RoundCommitted, now_s: float, planned_s: float) -> None:
         if not gone.excluded:
-            members = [self._trained_at[peer] for peer in event.members if peer in self._trained_at and peer not in self._gone]
-            trained = [at_s for number, at_s, _ in members if number == event.round]
-            gone.held_up_s = max(gone.held_up_s, now_s - max([gone.since_s, *trained]))
+            living = [(peer, event.round) for peer in event.members if peer not in self._gone]
+            ready = [self._ready_at[key] for key in living if key in self._ready_at]
+            gone.held_up_s = max(gone.held_up_s, now_s - max([gone.since_s, *ready]))
             if gone.peer not in event.members:
                 gone.excluded = True
                 (self._no_majority_s if gone.lacked_majority else self._exclude_s).append(gone.held_up_s)

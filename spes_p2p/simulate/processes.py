@@ -131,7 +131,7 @@ class _Run:
         self._scenario, self._kinds, self._config, self._run_dir = scenario, kinds, config, run_dir
         self._seed, self._machines, self._on_round = seed, machines, on_round
         self._rng = random.Random(f"processes/{seed}")
-        self._audit = Audit(0)
+        self._audit = Audit(0, overlap=scenario.overlap)
         self._peers: dict[str, _Process] = {}
         self._children: set[psutil.Process] = set()
         self._struck: Counter[str] = Counter()

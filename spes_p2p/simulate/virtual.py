@@ -72,7 +72,7 @@ class _Run:
         self._scenario = scenario
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
-        self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority)
+        self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority, overlap=scenario.overlap)
         self._work = Work(LAYOUT, scenario.overlap)
         self._log: list[str] = []
         self._swarm: VirtualSwarm
