@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.swarm.node import BLOB, CAMPAIGN, BlobRequest
 from spes_p2p.swarm.records import CampaignRecord, CampaignRequest, Head
 from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.swarm.store import frame_record, read_frame
 from spes_p2p.swarm.wire import WireError, pack, unpack
 
 CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
@@ -135,7 +137,7 @@ def keep_campaign(files: CampaignFiles, genesis: Head, run_dir: Path) -> None:
         (TOKENIZER_FILE, files.tokenizer),
         (MANIFEST_FILE, files.manifest),
         (VALIDATION_FILE, files.validation_manifest),
-        (GENESIS_FILE, pack(genesis)),
+        (GENESIS_FILE, frame_record(pack(genesis))),
         (CAMPAIGN_FILE, files.campaign.canonical_json()),
     ):
         if content is not None:
@@ -144,14 +146,19 @@ def keep_campaign(files: CampaignFiles, genesis: Head, run_dir: Path) -> None:
 
 def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Head] | None:
     """What `keep_campaign` wrote; None for a run-dir without a campaign. Raises UserError when it is damaged."""
-    if not (run_dir / CAMPAIGN_FILE).exists():
+    path = run_dir / CAMPAIGN_FILE
+    if not path.exists():
         return None
     try:
-        campaign = parse_campaign((run_dir / CAMPAIGN_FILE).read_bytes(), str(run_dir / CAMPAIGN_FILE))
-        genesis = unpack(Head, (run_dir / GENESIS_FILE).read_bytes())
+        json.loads(path.read_bytes())
+    except ValueError:
+        raise UserError(f"{path}: damaged; copy it from another peer's run-dir") from None
+    try:
+        campaign = parse_campaign(path.read_bytes(), str(path))
+        genesis = unpack(Head, read_frame((run_dir / GENESIS_FILE).read_bytes())[0])
         validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
-    except (OSError, WireError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{run_dir}: incomplete run-dir ({error}); remove it to start again") from None
     for name, content, digest in (
         (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),

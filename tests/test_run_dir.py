@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.campaign import CampaignFiles, keep_campaign, read_run_dir, sha256
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import BaseRestored
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -189,6 +190,34 @@ def test_a_harmed_file_of_a_run_dir_is_recovered_or_refused_with_the_reason(tmp_
         assert "\n" not in reason
     else:
         assert reason is None
+
+
+NAMED = {name: 20 * name.encode() for name in ("manifest", "validation_manifest", "tokenizer")}
+CAMPAIGN_FILES = ("campaign.json", "genesis", "tokenizer.json", "manifest.json", "validation_manifest.json")
+
+
+@pytest.mark.parametrize("name", CAMPAIGN_FILES)
+@pytest.mark.parametrize("harm", [*HARMS, "deleted"])
+def test_a_harmed_file_of_the_campaign_is_refused_with_the_reason(tmp_path: Path, name: str, harm: str) -> None:
+    """Without its campaign file, which is written last, a run-dir is a new one."""
+    known = campaign().model_copy(update={f"{file}_sha256": sha256(content) for file, content in NAMED.items()})
+    genesis = VirtualSwarm(known).genesis
+    keep_campaign(CampaignFiles(known, **NAMED, folders=()), genesis, tmp_path)
+    whole = read_run_dir(tmp_path)
+    assert whole is not None
+    assert (whole[0].campaign, whole[1]) == (known, genesis)
+    target = tmp_path / name
+    content = target.read_bytes()
+    target.unlink()
+    if harm in HARMS:
+        target.write_bytes(HARMS[harm](content))
+    elif name == "campaign.json":
+        assert read_run_dir(tmp_path) is None
+        return
+    with pytest.raises(UserError, match=str(tmp_path)) as refused:
+        read_run_dir(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert "address" not in str(refused.value)
 
 
 def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
