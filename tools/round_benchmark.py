@@ -43,13 +43,14 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=400, help="fp32 state (default 400)")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
+    parser.add_argument("--base", choices=("disk", "ram"), default="disk", help="what our peers read the base from")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     elements = arguments.megabytes * 10**6 // 4
     measured: dict[str, list[Report]] = {name: [] for name in arguments.only}
     for number in range(arguments.rounds):
         for name in arguments.only:
-            measured[name].append(one_visit(name, elements, arguments.folder))
+            measured[name].append(one_visit(name, elements, arguments.folder, arguments.base))
             print(f"{number + 1}/{arguments.rounds} {name}: {one_line(measured[name][-1])}", file=sys.stderr)
     report = summary(measured, elements)
     text = json.dumps(report, indent=2)
@@ -61,18 +62,19 @@ def main() -> int:
     return 0
 
 
-def one_visit(name: str, elements: int, folder: Path) -> Report:
+def one_visit(name: str, elements: int, folder: Path, base: str) -> Report:
     """Unmeasured rounds and a measured one, in fresh processes; once more when a member fell behind on a busy machine."""
     for _ in range(MOST_VISITS):
         try:
-            return _visit(name, elements, folder)
+            return _visit(name, elements, folder, base)
         except MissedError:
             print(f"{name}: a member missed a round; again", file=sys.stderr)
     raise RuntimeError(f"{name}: no round with all members in {MOST_VISITS} visits")
 
 
-def _visit(name: str, elements: int, folder: Path) -> Report:
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as place, started(name, elements, Path(place)) as members:
+def _visit(name: str, elements: int, folder: Path, base: str) -> Report:
+    in_folder = tempfile.TemporaryDirectory(prefix="bench-", dir=folder)
+    with in_folder as place, started(name, elements, Path(place), base) as members:
         for _ in range(WARM_UP.get(name, OUR_WARM_UP)):
             one_round(members)
         return one_round(members)
@@ -109,7 +111,7 @@ class Process:
 
 
 @contextmanager
-def started(name: str, elements: int, place: Path) -> Iterator[list[Process]]:
+def started(name: str, elements: int, place: Path, base: str) -> Iterator[list[Process]]:
     processes: list[Process] = []
 
     def start(kind: str, member: int, **more: Any) -> Process:
@@ -117,7 +119,8 @@ def started(name: str, elements: int, place: Path) -> Iterator[list[Process]]:
         own.mkdir()
         child = subprocess.Popen([sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                  stderr=(place / f"{kind}{member}.log").open("w"), text=True)
-        process = Process(child, {"kind": kind, "member": member, "elements": elements, "folder": str(own), **more})
+        spec = {"kind": kind, "member": member, "elements": elements, "folder": str(own), "base": base, **more}
+        process = Process(child, spec)
         processes.append(process)
         process.tell(json.dumps(process.spec))
         return process

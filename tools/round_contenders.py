@@ -172,6 +172,7 @@ async def _our_life(spec: Spec) -> None:
     peer = Peer(
         node, layout, None if helps else lambda base, owned: GatedTrainer(layout, base, owned, 1000, 1.0, spec["member"]),
         NOTHING_TO_TRAIN if helps else Capacity(EXPERTS // MEMBERS), Observer(), lambda: b"", str(folder),
+        base_in_memory=spec["base"] == "ram",
     )
     if helps:
         say(address=net.transport.addresses[0], genesis=pack(genesis).hex())

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 PUSH, PULL = "push", "pull"
 PUSH_SHARE = 0.5
 """Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
+PUSH_FIRST = 2.0
+"""My updates go first, since others wait for them to reduce: results are served when those are with their reducers, or after so
+many times the seconds that my line needs for them."""
 INDEX_BYTES, WEIGHT_BYTES = 7, 8
 """Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
 four bytes lie where a processor wants them."""
@@ -110,6 +113,8 @@ class Exchange:
         """Of my parts, as they were closed."""
         self._next_closed = asyncio.Event()
         self._manifest_ready = asyncio.Event()
+        self._pushed = asyncio.Event()
+        """Are my updates with their reducers?"""
         self._someone_left = asyncio.Event()
 
     def beside(self, revision: int) -> Exchange:
@@ -122,7 +127,7 @@ class Exchange:
         """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else."""
         others = [i for i in range(len(self._names)) if i != self.me]
         tasks = [asyncio.create_task(self._reduce())]
-        tasks += [asyncio.create_task(self._push_to(i)) for i in others]
+        tasks += [asyncio.create_task(self._push(others))]
         tasks += [asyncio.create_task(self._pull_from(i)) for i in others]
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s)
@@ -154,6 +159,8 @@ class Exchange:
         if request.parts:
             await serve_parts(talk, self.results, request.parts)
             return
+        with contextlib.suppress(asyncio.TimeoutError):
+            await talk.alive(asyncio.wait_for(self._pushed.wait(), PUSH_FIRST * self._push_s()))
         served = 0
         while served < len(self._mine):
             if served == len(self._order):
@@ -296,6 +303,17 @@ class Exchange:
         return codes
 
     # Calling -----------------------------------------------------------------------------------------------------------
+
+    async def _push(self, reducers: list[int]) -> None:
+        await asyncio.gather(*map(self._push_to, reducers))
+        self._pushed.set()
+
+    def _push_s(self) -> float:
+        """How long my line needs for my updates alone. 0 when it is not known: nobody can dial me."""
+        others = (part for i in range(len(self._names)) if i != self.me for part in self._reduced_by(i))
+        pushed = sum(part.encoded_bytes for part in others if self.me in part.contributors)
+        bandwidth = self.plan.members[self.me].bandwidth
+        return pushed / bandwidth if bandwidth else 0.0
 
     async def _push_to(self, reducer: int) -> None:
         mine = [part for part in self._reduced_by(reducer) if self.me in part.contributors]
