@@ -337,3 +337,10 @@ def test_work_that_counts_twice_or_not_at_all_is_found_though_all_have_the_same_
 ) -> None:
     harm(monkeypatch)
     assert rules_broken(Scenario(peer_names(3), 5, vary=False, overlap=overlap)) == {"work"}
+
+
+def test_work_that_counts_twice_is_found_in_four_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(peer_names(3), 6)
+    assert_sound(run_seed(scenario, 0))
+    _work_counts_twice(monkeypatch)
+    assert rules_broken(scenario) == {"work"}

@@ -21,7 +21,7 @@ from spes_p2p.simulate.injector import Injector, now
 from spes_p2p.simulate.points import point_of_event, point_of_write
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
-from spes_p2p.simulate.work import Work
+from spes_p2p.simulate.work import ROUNDING, Work
 from spes_p2p.swarm.electors import is_rollback
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
 from spes_p2p.swarm.store import MemoryStore
@@ -73,7 +73,8 @@ class _Run:
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
         self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority, overlap=scenario.overlap)
-        self._work = Work(LAYOUT, scenario.overlap)
+        self._codec = _codec(scenario, seed, self._rng)
+        self._work = Work(LAYOUT, scenario.overlap, ROUNDING.get(self._codec, 0.0))
         self._log: list[str] = []
         self._swarm: VirtualSwarm
         self._faults: Injector
@@ -118,7 +119,7 @@ class _Run:
     def _start_swarm(self) -> None:
         scenario = self._scenario
         network = MemoryNetwork(self._seed, latency_s=scenario.latency_s, jitter=0.2)
-        the_campaign = _campaign(scenario, self._rng)
+        the_campaign = _campaign(scenario, self._codec, self._rng)
         self._swarm = VirtualSwarm(
             the_campaign, self._seed, scenario.step_s, network, BOOTSTRAP, lambda name, recorder: _Teller(self.tell, name)
         )
@@ -246,12 +247,18 @@ class _Run:
             self.error(f"{context.get('message')}: {error!r}", loop.time())
 
 
-def _campaign(scenario: Scenario, rng: random.Random) -> Campaign:
+def _codec(scenario: Scenario, seed: int, rng: random.Random) -> str:
+    """Every third seed has the codec that campaigns have by default, in which most is dropped and kept for later."""
+    precise = rng.choice(("none", "fp16")) if scenario.vary else "fp16"
+    return "int4" if scenario.vary and seed % 3 == 0 else precise
+
+
+def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
     """The rules of one run; what the scenario leaves open, the seed decides."""
     vary = scenario.vary
     return campaign(
         total_steps=SYNC_STEPS * 100_000,
-        codec=rng.choice(("none", "fp16")) if vary else "fp16",
+        codec=codec,
         training={"sync_steps": SYNC_STEPS},
         experts={"redundancy": rng.choice((1, 1, 2)) if vary else 1},
         merge={"merge_interval": 2 * SYNC_STEPS if vary and rng.random() < 0.5 else None, "merge_decay_steps": 10**6},

@@ -20,6 +20,9 @@ CHUNK = 64
 """Elements of one group that are in one part together."""
 TOLERANCE = 5e-5
 """Root mean square of what codecs and float32 round off; one local step of the synthetic trainer changes 20 times as much."""
+ROUNDING = {"int4": 0.25}
+"""By codec: so much of a round's largest change may the reducers' encoding drop in it, with what was dropped in the round
+before."""
 KEPT_ROUNDS = 4
 
 
@@ -43,6 +46,10 @@ class Work:
     layout: Layout
     overlap: bool
     """Does a round carry what was trained before the last phase?"""
+    rounding: float = 0.0
+    """Of the campaign's codec (ROUNDING)."""
+    _largest: dict[str, float] = field(default_factory=dict)
+    """By peer: the largest change of the base in its last round."""
     _last: dict[str, Standing] = field(default_factory=dict)
     _taken: dict[str, np.ndarray] = field(default_factory=dict)
     """By peer, chunk by chunk: tokens that it had trained in this life with what a round took last; -1: not known."""
@@ -75,6 +82,9 @@ class Work:
             if not self.overlap:
                 taken[[_rms(now.pending[chunk]) <= TOLERANCE for chunk in chunks]] = now.tokens
             return None
+        moved = now.base - last.base
+        before, self._largest[peer] = self._largest.get(peer, 0.0), float(np.max(np.abs(moved)))
+        allowed = TOLERANCE + self.rounding * max(before, self._largest[peer])
         announced = last.tokens if self.overlap else now.tokens
         sent = self._sent.setdefault(digest, {})
         update = now.sent - last.sent
@@ -84,13 +94,13 @@ class Work:
             del self._sent[next(iter(self._sent))]
         if peer not in contributors or not contributors <= sent.keys():
             return None
-        moved, updates = now.base - last.base, [sent[name] for name in sorted(contributors)]
+        updates = [sent[name] for name in sorted(contributors)]
         errors = (
             _error(moved[chunk], [(values[chunk], tokens[place]) for values, tokens in updates])
             for place, chunk in enumerate(chunks)
         )
         worst = max(errors)
-        return worst if worst > TOLERANCE else None
+        return worst if worst > allowed else None
 
 
 def _chunks(layout: Layout) -> Iterator[slice]:
