@@ -93,6 +93,13 @@ def test_how_many_experts_a_peer_trains(mode: str, owners: int, experts: int) ->
     assert only_run(mode=mode, owners=owners).experts_per_peer == experts
 
 
+def test_in_a_dense_warm_up_every_peer_trains_every_expert() -> None:
+    warm_up = {"experts": {"dense_steps": 3}}
+    runs = only_run(mode="spes"), only_run(mode="spes", campaign=warm_up), only_run(mode="diloco")
+    owned, warmed_up, everything = (train(run, text())["memory_bytes"] for run in runs)
+    assert owned < warmed_up == everything
+
+
 @pytest.mark.parametrize("mode", ["spes", "diloco"])
 def test_a_run_gives_the_same_result_again(mode: str) -> None:
     run = only_run(mode=mode, peers=2)

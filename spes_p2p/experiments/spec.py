@@ -100,9 +100,10 @@ class Run:
 
     @property
     def experts_per_peer(self) -> int:
-        """Most experts that one peer trains."""
+        """Most experts that one peer trains, at any time of the run."""
         experts = self.config.model.moe_num_experts
-        return experts if self.arm.mode != "spes" else -(-experts * min(self.arm.owners, self.members) // self.members)
+        everything = self.arm.mode != "spes" or self.config.experts.dense_steps > 0
+        return experts if everything else -(-experts * min(self.arm.owners, self.members) // self.members)
 
     def key(self, text_digest: str) -> str:
         """Names what the result depends on, as far as the files say: a run whose key is among the results is not done again.
