@@ -114,7 +114,9 @@ class Exchange:
         self._next_closed = asyncio.Event()
         self._manifest_ready = asyncio.Event()
         self._pushed = asyncio.Event()
-        """Are my updates with their reducers?"""
+        """Are my updates on their way to their reducers?"""
+        self._unsent = set(range(len(self._names))) - {me}
+        """Members that are still sent mine."""
         self._someone_left = asyncio.Event()
 
     def beside(self, revision: int) -> Exchange:
@@ -127,7 +129,7 @@ class Exchange:
         """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else."""
         others = [i for i in range(len(self._names)) if i != self.me]
         tasks = [asyncio.create_task(self._reduce())]
-        tasks += [asyncio.create_task(self._push(others))]
+        tasks += [asyncio.create_task(self._push_to(i)) for i in others]
         tasks += [asyncio.create_task(self._pull_from(i)) for i in others]
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s)
@@ -304,10 +306,6 @@ class Exchange:
 
     # Calling -----------------------------------------------------------------------------------------------------------
 
-    async def _push(self, reducers: list[int]) -> None:
-        await asyncio.gather(*map(self._push_to, reducers))
-        self._pushed.set()
-
     def _push_s(self) -> float:
         """How long my line needs for my updates alone. 0 when it is not known: nobody can dial me."""
         others = (part for i in range(len(self._names)) if i != self.me for part in self._reduced_by(i))
@@ -317,21 +315,31 @@ class Exchange:
 
     async def _push_to(self, reducer: int) -> None:
         mine = [part for part in self._reduced_by(reducer) if self.me in part.contributors]
-        if not mine:
-            return
-        try:
-            async with self._board.talk(self._names[reducer], PUSH) as talk:
-                await talk.send(pack(PushHeader(self.plan.id, self.revision)))
-                for part in filter(self._has_update, mine):
-                    tokens = self._behind(part).to_bytes(WEIGHT_BYTES, "little")
-                    codes = self._encode_own(part)
-                    if not pulls(part, self.me):
-                        self._put(part, codes)
-                    await talk.send(_numbered(part.index), tokens, codes)
-                await talk.send(b"")
-                await talk.message()
-        except (PeerUnreachable, Refused) as error:
-            logger.info("push to %s: %s", self._names[reducer][-6:], error)
+        if mine:
+            try:
+                async with self._board.talk(self._names[reducer], PUSH) as talk:
+                    await self._send_updates(talk, mine)
+                    self._has_sent(reducer)
+                    await talk.message()
+            except (PeerUnreachable, Refused) as error:
+                logger.info("push to %s: %s", self._names[reducer][-6:], error)
+        self._has_sent(reducer)
+
+    async def _send_updates(self, talk: Talk, parts: list[Part]) -> None:
+        await talk.send(pack(PushHeader(self.plan.id, self.revision)))
+        for part in filter(self._has_update, parts):
+            tokens = self._behind(part).to_bytes(WEIGHT_BYTES, "little")
+            codes = self._encode_own(part)
+            if not pulls(part, self.me):
+                self._put(part, codes)
+            await talk.send(_numbered(part.index), tokens, codes)
+        await talk.send(b"")
+
+    def _has_sent(self, reducer: int) -> None:
+        """This reducer has my updates, or will not get them."""
+        self._unsent.discard(reducer)
+        if not self._unsent:
+            self._pushed.set()
 
     async def _pull_from(self, reducer: int) -> None:
         reduced = self._reduced_by(reducer)

@@ -8,6 +8,9 @@ from spes_p2p.model.layout import Group, Layout
 from spes_p2p.swarm.records import Member
 from spes_p2p.sync.codecs import Codec, GroupCodecs
 
+WORTH_HANDING_ON = 1.5
+"""Bandwidths are measured, and lines that are alike differ by less: their owners go on serving their own experts."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -56,10 +59,10 @@ def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs,
 
     A round takes max over members of (bytes sent / upload bandwidth). Each contributor sends its update once; who reduces a
     part sends `extra_copies` more. A part's only contributor reduces it; all other parts go, one by one, to the member whose
-    line is then busy for the shortest time. Then the busiest line hands on parts of its own, which it sends only once then,
-    while that shortens the longest time. Handing on costs no byte: a result crosses N - 1 uplinks, whoever serves it. No
-    assignment is faster than max(own updates / own bandwidth, all bytes sent / all bandwidth); where experts are most of the
-    bytes this one is slower by a part or so.
+    line is then busy for the shortest time. No assignment is faster than max(own updates / own bandwidth, all bytes sent / all
+    bandwidth). Where this one takes WORTH_HANDING_ON times as long, the busiest line hands on parts of its own, which it sends
+    only once then, while that shortens the longest time; where experts are most of the bytes it then takes a part or so longer
+    than the least. Handing on costs no byte: a result crosses N - 1 uplinks, whoever serves it.
 
     Members with bandwidth 0 cannot be dialled and reduce nothing; when nobody can be there are no parts.
     """
@@ -124,13 +127,15 @@ class _Lines:
 
     def __init__(self, members: tuple[Member, ...], reducers: list[int]):
         self.busy_s = dict.fromkeys(reducers, 0.0)
+        self._own_s = dict.fromkeys(reducers, 0.0)
         self._members = members
 
     def send_updates(self, part: Part) -> None:
         """Each contributor sends its update once."""
         for i in part.contributors:
             if i in self.busy_s:
-                self.busy_s[i] += part.encoded_bytes / self._members[i].bandwidth
+                self._own_s[i] += part.encoded_bytes / self._members[i].bandwidth
+                self.busy_s[i] = self._own_s[i]
 
     def reduce(self, part: Part, reducer: int) -> int:
         """Give it to this member, which is returned."""
@@ -144,6 +149,8 @@ class _Lines:
     def hand_on(self, own: list[Part]) -> dict[int, Part]:
         """Which of these parts, each at its only contributor, go elsewhere; by index."""
         handed: dict[int, Part] = {}
+        if max(self.busy_s.values()) <= WORTH_HANDING_ON * self._least_s():
+            return handed
         left: dict[int, list[Part]] = {}
         for part in own:
             left.setdefault(part.reducer, []).append(part)
@@ -158,6 +165,11 @@ class _Lines:
             self.busy_s[busiest] -= self._extra_s(part, busiest)
             handed[part.index] = replace(part, reducer=self.reduce(part, freest))
         return handed
+
+    def _least_s(self) -> float:
+        """No assignment keeps the busiest line busy for less."""
+        sent = sum(busy_s * self._members[i].bandwidth for i, busy_s in self.busy_s.items())
+        return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self.busy_s), 0.0)
 
     def _extra_s(self, part: Part, reducer: int) -> float:
         """Of several contributors the reducer's own update counts too, though it stays: or of two members one reduced all."""
