@@ -57,12 +57,15 @@ def weight(member: Member, group: Group) -> int:
 def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
     """Every part of a round. Groups that nobody trained have none: they are not sent, and the base keeps its value.
 
-    A round takes max over members of (bytes sent / upload bandwidth). Each contributor sends its update once; who reduces a
-    part sends `extra_copies` more. A part's only contributor reduces it; all other parts go, one by one, to the member whose
-    line is then busy for the shortest time. No assignment is faster than max(own updates / own bandwidth, all bytes sent / all
-    bandwidth). Where this one takes WORTH_HANDING_ON times as long, the busiest line hands on parts of its own, which it sends
-    only once then, while that shortens the longest time; where experts are most of the bytes it then takes a part or so longer
-    than the least. Handing on costs no byte: a result crosses N - 1 uplinks, whoever serves it.
+    A part's only contributor reduces it. All other parts go, one by one, to the member whose line is then busy for the shortest
+    time: a reducer of a part with c contributors receives c' (those that are not itself) and sends N - 1 copies, so its time is
+    (c' + N - 1) * encoded bytes / bandwidth.
+
+    Then lines that would send for longest hand on parts of their own, which they send only once then. A round takes at least
+    max over members of (bytes sent / upload bandwidth): each contributor sends its update once, a reducer `extra_copies` more.
+    Handing on costs no byte, since a result crosses N - 1 uplinks, whoever serves it; no assignment takes less than
+    max(own updates / own bandwidth, all bytes sent / all bandwidth). It is done where owners would take WORTH_HANDING_ON times
+    that, while it shortens the longest time.
 
     Members with bandwidth 0 cannot be dialled and reduce nothing; when nobody can be there are no parts.
     """
@@ -123,58 +126,63 @@ def moved_parts(
 
 
 class _Lines:
-    """How long the line of each member that can be a reducer is busy sending."""
+    """What the line of each member that can be a reducer has to carry."""
 
     def __init__(self, members: tuple[Member, ...], reducers: list[int]):
         self.busy_s = dict.fromkeys(reducers, 0.0)
+        """Seconds, both ways, with what it reduces."""
         self._own_s = dict.fromkeys(reducers, 0.0)
+        self._sends_s = dict.fromkeys(reducers, 0.0)
+        """Seconds, upwards, with its own updates."""
         self._members = members
 
     def send_updates(self, part: Part) -> None:
         """Each contributor sends its update once."""
         for i in part.contributors:
-            if i in self.busy_s:
+            if i in self._sends_s:
                 self._own_s[i] += part.encoded_bytes / self._members[i].bandwidth
-                self.busy_s[i] = self._own_s[i]
+                self._sends_s[i] = self._own_s[i]
 
     def reduce(self, part: Part, reducer: int) -> int:
         """Give it to this member, which is returned."""
-        self.busy_s[reducer] += self._extra_s(part, reducer)
+        self.busy_s[reducer] += self._busy_s_with(part, reducer)
+        self._sends_s[reducer] += self._extra_s(part, reducer)
         return reducer
 
     def freest(self, part: Part) -> int:
-        """Whose line is busy for the shortest time when it reduces the part; of equals a contributor."""
-        return min(self.busy_s, key=lambda i: (self.busy_s[i] + self._extra_s(part, i), i not in part.contributors, i))
+        """Whose line is busy for the shortest time when it reduces the part."""
+        return min(self.busy_s, key=lambda i: (self.busy_s[i] + self._busy_s_with(part, i), i))
 
     def hand_on(self, own: list[Part]) -> dict[int, Part]:
         """Which of these parts, each at its only contributor, go elsewhere; by index."""
-        handed: dict[int, Part] = {}
-        if max(self.busy_s.values()) <= WORTH_HANDING_ON * self._least_s():
+        sends_s, handed = self._sends_s, dict[int, Part]()
+        if len(self._members) < 3 or max(sends_s.values()) <= WORTH_HANDING_ON * self._least_s():
             return handed
         left: dict[int, list[Part]] = {}
         for part in own:
             left.setdefault(part.reducer, []).append(part)
-        while len(self._members) > 2 and self.busy_s:
-            busiest = max(self.busy_s, key=lambda i: (self.busy_s[i], -i))
-            if not left.get(busiest):
-                break
+        while left.get(busiest := max(sends_s, key=lambda i: (sends_s[i], -i))):
             part = left[busiest].pop()
-            freest = self.freest(part)
-            if freest == busiest or self.busy_s[freest] + self._extra_s(part, freest) >= self.busy_s[busiest]:
+            then_s = {i: sends_s[i] + self._extra_s(part, i) for i in sends_s if i != busiest}
+            taker = min(then_s, key=lambda i: (then_s[i], i), default=busiest)
+            if taker == busiest or then_s[taker] >= sends_s[busiest]:
                 break
-            self.busy_s[busiest] -= self._extra_s(part, busiest)
-            handed[part.index] = replace(part, reducer=self.reduce(part, freest))
+            sends_s[busiest] -= self._extra_s(part, busiest)
+            sends_s[taker] = then_s[taker]
+            handed[part.index] = replace(part, reducer=taker)
         return handed
 
     def _least_s(self) -> float:
-        """No assignment keeps the busiest line busy for less."""
-        sent = sum(busy_s * self._members[i].bandwidth for i, busy_s in self.busy_s.items())
-        return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self.busy_s), 0.0)
+        """No assignment lets the busiest line send for less."""
+        sent = sum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
+        return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self._sends_s), 0.0)
+
+    def _busy_s_with(self, part: Part, reducer: int) -> float:
+        received = len(part.contributors) - (reducer in part.contributors)
+        return (received + len(self._members) - 1) * part.encoded_bytes / self._members[reducer].bandwidth
 
     def _extra_s(self, part: Part, reducer: int) -> float:
-        """Of several contributors the reducer's own update counts too, though it stays: or of two members one reduced all."""
-        copies = len(self._members) - 1 - (len(part.contributors) == 1)
-        return copies * part.encoded_bytes / self._members[reducer].bandwidth
+        return extra_copies(part, reducer, len(self._members)) * part.encoded_bytes / self._members[reducer].bandwidth
 
 
 def mask_bytes(members: int) -> int:
