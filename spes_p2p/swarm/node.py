@@ -140,6 +140,8 @@ class Node:
         self._observer = observer
         self._elector = Elector(self.log, world.store, world.identity, world.rng)
         self._coordination: Coordination | None = None
+        self._began = asyncio.Event()
+        """Set when an attempt opens here, then replaced."""
         self._phase_began = 0.0
         self._phase_during = -1, 0.0
         self._failed_to_coordinate = -1
@@ -418,6 +420,8 @@ class Node:
         if talk.remote in self._returned:
             self._came_back.add(talk.remote)
         await self._only_if_others_cannot(order[:rank])
+        if announcement.head != self.log.head.id:
+            raise Refused(f"behind: round {announcement.round} is decided")
         await self._current_coordination().serve(talk, announcement)
 
     # Rounds ------------------------------------------------------------------------------------------------------------
@@ -430,10 +434,21 @@ class Node:
             raise Refused(f"campaign: you train {announcement.campaign[:12]}, this swarm {self.campaign_hash[:12]}")
 
     async def _only_if_others_cannot(self, ranked_before: tuple[str, ...]) -> None:
-        """Take over only from coordinators that are gone or have failed, else one bad link could abort everybody's round."""
+        """Take over only from coordinators that are gone or have failed, else one bad link could abort everybody's round.
+
+        Whoever asks while I find that out is in the attempt that another one begins here.
+        """
         if self._is_coordinating():
             return
-        answers = await asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in ranked_before))
+        asked = asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in ranked_before))
+        began = asyncio.ensure_future(self._began.wait())
+        try:
+            await asyncio.wait({asked, began}, return_when=asyncio.FIRST_COMPLETED)
+            if self._is_coordinating():
+                return
+            answers = await asked
+        finally:
+            await end_tasks([asked, began])
         for peer, answer in zip(ranked_before, answers, strict=True):
             if answer is not None and not _has_failed(answer, self.log.round + 1):
                 raise Refused(f"alive: {peer[-6:]} is there to coordinate this round")
@@ -471,6 +486,8 @@ class Node:
             self.relay, lambda: self.controls.newest,
         )
         self._coordination = made
+        self._began.set()
+        self._began = asyncio.Event()
         self._spawn(self._coordinate(made))
         return made
 
