@@ -12,7 +12,10 @@ import pytest
 
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, Evaluated, PhaseTrained, RoundCommitted
 from spes_p2p.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
+from spes_p2p.swarm.coordinator import ROUND, coordinator_order
 from spes_p2p.swarm.electors import open_votes
+from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.swarm.wire import pack
 from spes_p2p.sync.codecs import CODECS
 from spes_p2p.sync.digest import state_digest
 
@@ -180,6 +183,37 @@ def test_a_coordinator_killed_in_any_phase_stops_nobody_and_forks_nothing(phase:
         assert commits[6].total_tokens == sum(commit.tokens for commit in commits.values())
 
     simulate(main)
+
+
+def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
+    """The helper asks the next in rank while that one still asks whether the coordinator is there. Its attempt begins before it
+    has an answer to that, since it has lost the coordinator itself; the helper is in."""
+
+    async def main() -> bytes:
+        swarm = VirtualSwarm(campaign(sync={"min_peers": 3}))
+        swarm.start_all("ABCD")
+        await swarm.until_round(2)
+        head = swarm.peers["A"].node.log.head
+        first, second, *_ = coordinator_order(head)
+        announcement = dataclasses.replace(swarm.helper._announcement(attempt=1), round=head.round + 1, head=head.id)
+        swarm.kill("W")
+        lost: list[None] = []
+
+        def lose(sender: str, method: str, index: int) -> None:
+            if method == ROUND and sender != first and not lost:
+                lost.append(None)
+                swarm.network.stop(first)
+
+        swarm.network.hook = lose
+        await swarm.until(lambda: bool(lost))
+        await asyncio.sleep(1.0)
+        async with Switchboard(swarm.network.transport("W"), 5.0).talk(second, ROUND) as talk:
+            await talk.send(pack(announcement))
+            reply = await talk.message()
+        swarm.network.resume(first)
+        return reply
+
+    assert simulate(main)[:4] in (b"plan", b"from")
 
 
 @pytest.mark.parametrize("voters", [1, 2])
