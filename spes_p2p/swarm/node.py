@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spes_p2p.config import PROTOCOL_VERSION, Campaign, TrainingConfig
 from spes_p2p.data.slices import Interval
@@ -443,7 +444,8 @@ class Node:
         asked = asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in ranked_before))
         began = asyncio.ensure_future(self._began.wait())
         try:
-            await asyncio.wait({asked, began}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {asked, began}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._is_coordinating():
                 return
             answers = await asked
