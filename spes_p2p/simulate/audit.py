@@ -54,8 +54,8 @@ class Figures:
     no_majority_s: tuple[float, ...] = ()
     """The same where a majority of the electors was gone or spoke garbage meanwhile: then nobody can decide a round."""
     reown_rounds: tuple[int, ...] = ()
-    """For each fault that took all owners of an expert: rounds planned after it until every such expert had a living owner
-    again; 1 is the best possible."""
+    """For each fault that took all owners of an expert: rounds planned after it, by members with room for all experts, until
+    every such expert had a living owner again; 1 is the best possible."""
     joiner_first_contribution_s: tuple[float, ...] = ()
     """For each peer that joined later: from its start to the commit of the first round that includes tokens it trained."""
     round_s: tuple[float, ...] = ()
@@ -244,7 +244,7 @@ class Audit:
             if gone.peer not in event.members:
                 gone.excluded = True
                 (self._no_majority_s if gone.lacked_majority else self._exclude_s).append(gone.held_up_s)
-        if gone.orphaned and planned_s >= gone.since_s:
+        if gone.orphaned and planned_s >= gone.since_s and self._can_train_all(event):
             gone.rounds += 1
             if all(set(event.owners[expert]) - set(self._gone) for expert in gone.orphaned):
                 self._reown_rounds.append(gone.rounds)
@@ -263,13 +263,17 @@ class Audit:
         strangers = {owner for owners in event.owners for owner in owners} - set(event.members)
         if strangers:
             self._violated(now_s, "ownerless", f"round {event.round}: owned by {sorted(strangers)}, which are no members")
-        if sum(self.capacities.get(peer, self.num_experts) for peer in event.members) < self.num_experts:
+        if not self._can_train_all(event):
             return
         for expert in range(self.num_experts):
             if event.owners[expert]:
                 self._ownerless_since.pop(expert, None)
             elif event.round - self._ownerless_since.setdefault(expert, event.round) >= 1:
                 self._violated(now_s, "ownerless", f"expert {expert} has no owner after round {event.round} either")
+
+    def _can_train_all(self, event: RoundCommitted) -> bool:
+        """Have the members room for all experts?"""
+        return sum(self.capacities.get(peer, self.num_experts) for peer in event.members) >= self.num_experts
 
     def _violated(self, now_s: float, rule: str, detail: str) -> None:
         self.violations.append(Violation(round(now_s, 3), rule, detail))

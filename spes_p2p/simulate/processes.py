@@ -46,7 +46,7 @@ DURATIONS_S = (1.0, 4.0, 8.0, 15.0)
 LATE_ROUNDS = 1
 """A round may be past a fault's point when its order arrives: then the fault may strike in the next one."""
 BOOTSTRAP_PORT = 31337
-ORDERS_FOLDER = "orders"
+ORDERS_FOLDER, FAULTS_FILE = "orders", "faults.txt"
 
 
 @dataclass(frozen=True)
@@ -369,6 +369,7 @@ class _Run:
         free = self._standing(0).trainers
         victims = fault.peers or ((reached_by,) if reached_by else (self._rng.choice(free),) if free else ())
         if fault.kind == "partition" and not fault.is_scripted:
+            victims = tuple(name for name in victims if self._peers[name].round >= 0)  # a new one would find nobody, and end
             victims = victims[: max(1, (len(free) - 1) // 2)]
         if self._over or not victims or (fault.kind != "join" and not set(victims) <= {*free, BOOTSTRAP} - self._held):
             return
@@ -376,6 +377,8 @@ class _Run:
             return
         self._struck[fault.kind] += 1
         self._struck_at[fault.at] += 1
+        with (self._run_dir / FAULTS_FILE).open("a") as log:
+            log.write(f"{self._now():.1f} {replace(fault, peers=victims)}, {fault.seconds:g} s\n")
         self._last_fault_s = self._now()
         getattr(self, f"_{fault.kind}")(victims, fault)
 
