@@ -31,8 +31,8 @@ TOKENIZER_TEXT_CHARACTERS = 20_000_000
 class Size:
     """A model and how it is trained, with SPES's ratios at every scale.
 
-    Measured on models of about the first size (docs/learning.md); further ones are less far from SPES's settings the larger they
-    are, and the last two are trained as SPES trains them, but for twice the rounds in half the bits.
+    Measured on models of about the first size (docs/learning.md). The others are the less far from SPES's settings the larger
+    they are; the last two are trained as SPES trains them, but for twice the rounds in half the bits.
     """
 
     hidden_size: int

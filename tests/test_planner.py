@@ -359,7 +359,7 @@ def test_auto_counts_on_no_more_memory_than_it_was_given(monkeypatch: pytest.Mon
 
 def test_a_swarm_on_one_machine_shares_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(local_swarm, "measured", lambda device: Device("cpu", 9000))
+    monkeypatch.setattr(free_memory, "measured", lambda device: Device("cpu", 9000))
     monkeypatch.setattr(local_swarm, "start_peer", lambda folder, name, arguments: started.append(arguments))
     local_swarm.start_trainers("address", 3, tmp_path)
     assert started == [["join", "address", "--memory", "3000B"]] * 3
