@@ -17,7 +17,7 @@ import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 from torch.profiler import ProfilerActivity, profile
 
-from spes_p2p import cli, local_swarm, session
+from spes_p2p import cli, free_memory, local_swarm, session
 from spes_p2p.config import CampaignConfig, ExpertsConfig, ModelConfig, OuterConfig, load_campaign_config, make_peer_config
 from spes_p2p.errors import UserError
 from spes_p2p.free_memory import available_bytes
