@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
 from spes_p2p.simulate.virtual import SILENCE_S, SeedResult, run_seed
 from spes_p2p.swarm.electors import Elector
 from spes_p2p.swarm.ownership import Owners, assign_experts
-from spes_p2p.sync import plan, replica
+from spes_p2p.sync import plan, staging
 from spes_p2p.sync.accounting import Ledger
-from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.exchange import Exchange
+from spes_p2p.sync.apply import NextBase
+from spes_p2p.sync.exchange import INDEX_BYTES, WEIGHT_BYTES, Exchange
 
 RARE = ("decide", "download", "donate", "replay", "leave")
 """Points that are reached only after some other fault."""
@@ -142,11 +142,11 @@ def test_electors_that_forget_their_votes_are_found_out(monkeypatch: pytest.Monk
 def test_bases_that_differ_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
 
-    def next_base_with_a_flaw(*arguments: Any) -> Iterator[np.ndarray]:
-        flaw = np.float32(1e-3 * (next(calls) % 2))
-        yield from (piece + flaw for piece in next_base(*arguments))
+    class Flawed(NextBase):
+        def piece(self, number: int) -> np.ndarray:
+            return super().piece(number) + np.float32(1e-3 * (next(calls) % 2))
 
-    monkeypatch.setattr(replica, "next_base", next_base_with_a_flaw)
+    monkeypatch.setattr(staging, "NextBase", Flawed)
     assert "digest" in rules_broken(Scenario(peer_names(3), 3, vary=False))
 
 
@@ -313,8 +313,10 @@ def _work_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def _reducers_leave_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Exchange._take
 
-    def broken(self: Exchange, sender: int, message: bytes) -> None:
-        take(self, sender, message[:12] + bytes(len(message) - 12) if sender == 1 else message)
+    def broken(self: Exchange, sender: int, message: memoryview) -> None:
+        head = INDEX_BYTES + WEIGHT_BYTES
+        nothing = memoryview(bytes(message[:head]) + bytes(len(message) - head))
+        take(self, sender, nothing if sender == 1 and len(message) > head else message)
 
     monkeypatch.setattr(Exchange, "_take", broken)
 

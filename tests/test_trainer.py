@@ -275,7 +275,7 @@ def test_utilisation_is_told_on_a_device_whose_peak_is_known(
     from spes_p2p.training import trainer as module
 
     monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA GeForce RTX 4090")
-    with caplog.at_level("INFO", logger="spes_p2p"):
+    with caplog.at_level("DEBUG", logger="spes_p2p"):
         report = train(trainer_of(), phase_of(2))
     assert report.mfu == pytest.approx(report.flops_per_second / 165e12)
     assert caplog.messages[-1].endswith(" % MFU")
