@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import shlex
+import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,8 +69,12 @@ def simulate_processes(
         raise UserError(f"--config {config}: says itself whether rounds overlap training; leave out --overlap")
     folder = run_dir.with_name(f"{run_dir.name}-campaign")
     campaign = config or write_campaign(folder, len(scenario.peer_names), seed, scenario.overlap)
-    with progress as update:
-        run = run_processes(scenario, kinds, campaign, run_dir, seed, update)
+    ended = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # takes peers and networks down too
+    try:
+        with progress as update:
+            run = run_processes(scenario, kinds, campaign, run_dir, seed, update)
+    finally:
+        signal.signal(signal.SIGTERM, ended)
     made = summary(
         "processes", len(scenario.peer_names), [run.report], time.monotonic() - started, _replay("--processes", path, options)
     )
