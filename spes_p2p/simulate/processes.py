@@ -43,8 +43,8 @@ POLL_S, SETTLED_S = 0.2, 0.5
 LEAVE_TIMEOUT_S, CHILDREN_END_WITHIN_S, STOPS_WITHIN_S = 60.0, 5.0, 2.0
 DURATIONS_S = (1.0, 4.0, 8.0, 15.0)
 """Of a random stop, partition, or time until a new start."""
-LATE_ROUNDS = 1
-"""A round may be past a fault's point when its order arrives: then the fault may strike in the next one."""
+LATE_ROUNDS = 3
+"""A round may be past a fault's point when its order arrives: then the fault may strike in one of the next."""
 BOOTSTRAP_PORT = 31337
 ORDERS_FOLDER, FAULTS_FILE = "orders", "faults.txt"
 
