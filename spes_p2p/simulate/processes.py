@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -319,7 +320,7 @@ class _Run:
                 due.append(self._as_of_processes(fault))
         for fault in due:
             if fault.at == AT_ONCE:
-                self._later(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+                self._later(fault.delay_s, partial(self._strike, fault))
             else:
                 self._armed[self._orders.stop_at(fault.at, fault.reached_by, fault.skip)] = fault
 
@@ -359,7 +360,7 @@ class _Run:
             fault, peer = self._armed.pop(order, None), self._peers[name]
             _wait_until_stopped(peer.process)
             if fault is not None and fault.delay_s:
-                self._later(fault.delay_s, lambda fault=fault, name=name: self._strike(fault, name))  # type: ignore[misc]
+                self._later(fault.delay_s, partial(self._strike, fault, name))
             elif fault is not None:
                 self._strike(fault, name)
             if name not in self._stopped:
@@ -395,7 +396,7 @@ class _Run:
     def _restart(self, victims: tuple[str, ...], fault: Fault) -> None:
         self._kill(victims, fault)
         for name in victims:
-            self._later(fault.seconds, lambda name=name: self._start_again(name))  # type: ignore[misc]
+            self._later(fault.seconds, partial(self._start_again, name))
 
     def _start_again(self, name: str) -> None:
         if self._peers[name].is_wanted:
@@ -411,7 +412,7 @@ class _Run:
             self._stopped.add(name)
             self._audit.gone(self._now(), self._peers[name].peer_id)
             self._peers[name].process.send_signal(signal.SIGSTOP)
-            self._later(fault.seconds, lambda name=name: self._go_on(name))  # type: ignore[misc]
+            self._later(fault.seconds, partial(self._go_on, name))
 
     def _go_on(self, name: str) -> None:
         self._held.discard(name)
@@ -426,7 +427,7 @@ class _Run:
             self._held.add(name)
             self._slowed[name] = Slowing(self._peers[name].process, fault.factor)
             self._slowed[name].start()
-            self._later(fault.seconds, lambda name=name: self._speed_up(name))  # type: ignore[misc]
+            self._later(fault.seconds, partial(self._speed_up, name))
 
     def _speed_up(self, name: str) -> None:
         self._slowed.pop(name).end()
@@ -437,7 +438,7 @@ class _Run:
         for name in victims:
             self._held.add(name)
             self._orders.corrupt(name, fault.what)
-            self._later(fault.seconds, lambda name=name: self._cure(name))  # type: ignore[misc]
+            self._later(fault.seconds, partial(self._cure, name))
 
     def _cure(self, name: str) -> None:
         self._orders.cure(name)
@@ -475,7 +476,7 @@ class _Run:
             self._held.add(name)
             self._peers[name].process.send_signal(signal.SIGTERM)
             if fault.seconds:
-                self._later(fault.seconds, lambda name=name: self._come_back(name))  # type: ignore[misc]
+                self._later(fault.seconds, partial(self._come_back, name))
 
     def _come_back(self, name: str) -> None:
         """Who left starts again on its run-dir, once it is gone."""

@@ -21,6 +21,7 @@ from spes_p2p.simulate.corruption import corrupted
 from spes_p2p.simulate.points import point_of_event, point_of_frame, point_of_write
 from spes_p2p.swarm.interfaces import Channel, Draft, Handler, Store, Transport, World
 from spes_p2p.swarm.memory import Frame
+from spes_p2p.swarm.wrapped import WrappedTransport
 
 ANYBODY, TAKEN, CORRUPT = "anybody", "taken", "corrupt"
 BEGIN_BYTES = 8
@@ -112,20 +113,10 @@ class Trial:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class _WatchedTransport:
+class _WatchedTransport(WrappedTransport):
     def __init__(self, inner: Transport, trial: Trial):
-        self._inner, self._trial = inner, trial
-
-    @property
-    def peer_id(self) -> str:
-        return self._inner.peer_id
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return self._inner.addresses
-
-    def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
-        self._inner.learn_addresses(peer, addresses)
+        super().__init__(inner)
+        self._trial = trial
 
     async def serve(self, method: str, handler: Handler) -> None:
         await self._inner.serve(
@@ -135,9 +126,6 @@ class _WatchedTransport:
     async def open(self, peer: str, method: str) -> Channel:
         channel = await self._inner.open(peer, method)
         return _WatchedChannel(channel, self._trial, self.peer_id, method, is_answer=False)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 class _WatchedChannel:

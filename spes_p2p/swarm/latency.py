@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Iterable
 
 from spes_p2p.errors import UserError
 from spes_p2p.swarm.interfaces import Channel, Handler, Transport
+from spes_p2p.swarm.wrapped import WrappedTransport
 
 LATENCY_VARIABLE = "SPES_LATENCY_S"
 """Environment variable: seconds by which whatever a peer receives is late."""
@@ -34,20 +34,10 @@ def delayed(transport: Transport, latency_s: float) -> Transport:
     return _DelayedTransport(transport, latency_s) if latency_s else transport
 
 
-class _DelayedTransport:
+class _DelayedTransport(WrappedTransport):
     def __init__(self, inner: Transport, latency_s: float):
-        self._inner, self._latency_s = inner, latency_s
-
-    @property
-    def peer_id(self) -> str:
-        return self._inner.peer_id
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return self._inner.addresses
-
-    def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
-        self._inner.learn_addresses(peer, addresses)
+        super().__init__(inner)
+        self._latency_s = latency_s
 
     async def serve(self, method: str, handler: Handler) -> None:
         async def serve_delayed(channel: Channel) -> None:
@@ -62,9 +52,6 @@ class _DelayedTransport:
     async def open(self, peer: str, method: str) -> Channel:
         await asyncio.sleep(self._latency_s)
         return _DelayedChannel(await self._inner.open(peer, method), self._latency_s)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 class _DelayedChannel:
