@@ -50,7 +50,7 @@ from spes_p2p.observe.units import short_peer
 from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
 from spes_p2p.plan_table import describe_setup
 from spes_p2p.planner import join_options, most_experts
-from spes_p2p.simulate.trial import trial_of_environment
+from spes_p2p.simulate.trial import Trial, trial_of_environment
 from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
 from spes_p2p.swarm.interfaces import World
@@ -85,6 +85,8 @@ class Watchers:
     observers: Observers
     board: StatusBoard
     chronicle: Chronicle
+    trial: Trial | None
+    """Of a simulation that this process is part of."""
 
 
 async def run_bootstrap(
@@ -119,7 +121,7 @@ async def _live_as_bootstrap(
         genesis = await asyncio.to_thread(_genesis, files, settings.run_dir, store, net.identity.peer_id)
     keep_campaign(files, genesis, settings.run_dir)
     with _watching(files, settings, net.identity.peer_id, "helper") as watchers:
-        node = _node(_world(net, store, settings), files, genesis, "helper", watchers)
+        node = _node(_world(net, store, settings, watchers.trial), files, genesis, "helper", watchers)
         await _serve_checkup(net, node.board)
         await _token_library(node, await asyncio.to_thread(_text_to_serve, files, settings.run_dir))
         layout = layout_of(files.campaign.config.model)
@@ -169,7 +171,7 @@ async def _join(addresses: Sequence[str], settings: PeerConfig, on_joined: Calla
 
         store = DirectoryStore(settings.run_dir)
         with _watching(files, settings, net.identity.peer_id, "trainer") as watchers:
-            node = _node(_world(net, store, settings), files, genesis, "trainer", watchers)
+            node = _node(_world(net, store, settings, watchers.trial), files, genesis, "trainer", watchers)
             await _serve_checkup(net, node.board)
             text, held_out = _readers(files, shelf, await _token_library(node, shelf, _streamer(files, shelf)))
 
@@ -255,9 +257,8 @@ async def _serve_checkup(net: Libp2p, board: Switchboard) -> None:
     await Checkup(time.time, net.transport.seen_at).serve(board)
 
 
-def _world(net: Libp2p, store: DirectoryStore, settings: PeerConfig) -> World:
+def _world(net: Libp2p, store: DirectoryStore, settings: PeerConfig, trial: Trial | None) -> World:
     world = net.world(store, limited_line(settings.max_upload, settings.max_download))
-    trial = trial_of_environment(settings.run_dir.name)
     return world if trial is None else trial.around(world)
 
 
@@ -306,7 +307,8 @@ def _watching(files: CampaignFiles, settings: PeerConfig, peer_id: str, role: st
         trials = [] if trial is None else [trial]
         log = RoundLog(board, time.monotonic)
         progress.start()
-        yield Watchers(Observers(board, metrics, history, chronicle, log, progress, *trackers, *trials), board, chronicle)
+        observers = Observers(board, metrics, history, chronicle, log, progress, *trackers, *trials)
+        yield Watchers(observers, board, chronicle, trial)
         if tracker is not None:
             tracker.close()
     finally:
