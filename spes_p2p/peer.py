@@ -179,6 +179,8 @@ class Peer:
             stop_phase=self._stop_phase,
             phase=lambda: self._teller.phase,
             status=self._status,
+            base_lost_since=self.replica.base_lost_since,
+            newest_base=self.replica.newest_at_hand,
         )
         await self.replica.start()
         await self.node.board.serve(LAST_LOSS, hearing(self._hear_last_loss))

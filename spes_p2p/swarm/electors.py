@@ -182,14 +182,15 @@ def remaining(head: Head, farewells: Iterable[Farewell], identity: Identity) -> 
     return tuple(elector for elector in head.electorate if elector not in left) or head.electorate
 
 
-def reform_head(parent: Head, helper: str, disk: str) -> Head:
-    """The head by which a helper opens a new epoch when the electorate lost its majority: nothing moves, the helper decides.
+def reform_head(parent: Head, epoch: int, helper: str, disk: str) -> Head:
+    """The head by which a helper opens a new epoch: nothing moves, the helper decides.
 
+    `parent`: its last head, or an earlier one when the bases after it are lost. `epoch`: above all that the helper knows of.
     `disk`: the helper's.
     """
     return replace(
         parent,
-        epoch=parent.epoch + 1,
+        epoch=epoch,
         round=parent.round + 1,
         parent=parent.id,
         plan="",
@@ -248,9 +249,9 @@ def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
 
 def _proves_reform(decided: Decided, parent: Head, identity: Identity) -> bool:
     head, message = decided.head, vote_message(decided.ballot, decided.head.id)
-    return any(
+    return head.epoch > parent.epoch and any(
         vote.elector in parent.helpers
-        and head == reform_head(parent, vote.elector, "".join(head.disks))
+        and head == reform_head(parent, head.epoch, vote.elector, "".join(head.disks))
         and identity.verify(vote.elector, message, vote.signature)
         for vote in decided.votes
     )

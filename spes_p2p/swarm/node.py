@@ -28,7 +28,7 @@ from spes_p2p.swarm.coordinator import (
     coordinator_order,
 )
 from spes_p2p.swarm.deadline import KEPT_ARRIVALS
-from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare, quorum, reform_head, remaining, vote_message
+from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.records import (
     Announcement,
@@ -41,8 +41,8 @@ from spes_p2p.swarm.records import (
     Head,
     Plan,
     Pong,
-    Vote,
 )
+from spes_p2p.swarm.reform import REFORM, Reformer
 from spes_p2p.swarm.relay import Relay
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.tasks import end_tasks
@@ -53,12 +53,10 @@ from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
 
-CAMPAIGN, BLOB, HEADS, LEAVE, REFORM, STATUS = "campaign", "blob", "heads", "leave", "reform", "status"
+CAMPAIGN, BLOB, HEADS, LEAVE, STATUS = "campaign", "blob", "heads", "leave", "status"
 MAX_BALLOT_NUMBER = 2**62
 CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
 HEADS_A_MESSAGE = 200
-ASKED_WITHIN_S = 90.0
-"""Trainers that find no majority ask for a reform again within this time; what was seen longer ago was another outage."""
 BLOB_CHUNK_BYTES = 2**18
 MAX_CONTACT_ADDRESSES = 4
 
@@ -89,6 +87,11 @@ class Leave:
     """I am here again, and train what the plan gave me; my seat stays given up."""
 
 
+async def nowhere(peers: Sequence[str]) -> int | None:
+    """Nobody has a base."""
+    return None
+
+
 @dataclass
 class Hooks:
     """What the node needs of the peer it belongs to; a helper's defaults do nothing."""
@@ -101,6 +104,10 @@ class Hooks:
     stop_phase: Callable[[int], None] = lambda after_round: None
     phase: Callable[[], str] = lambda: "idle"
     status: Callable[[], bytes] = lambda: b""
+    base_lost_since: Callable[[], float | None] = lambda: None
+    """Loop time since when nobody who is there has the base of the last head, nor I; None when somebody has."""
+    newest_base: Callable[[Sequence[str]], Awaitable[int | None]] = nowhere
+    """Last round of my log whose base I have, or one of these peers; None when there is none."""
 
 
 def registry_key(campaign_hash: str) -> str:
@@ -149,8 +156,7 @@ class Node:
         self._returned: dict[str, Leave] = {}
         self._came_back: set[str] = set()
         """Of those, who is here again."""
-        self._no_majority: tuple[str, float, float] | None = None
-        """As a helper: after which head there was none, since when, and when I last looked."""
+        self._reformer = Reformer(self)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -170,7 +176,7 @@ class Node:
         handlers = {
             PING: self._on_ping, STATUS: self._on_status, CAMPAIGN: self._on_campaign, BLOB: self._on_blob,
             HEADS: self._on_heads, PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide,
-            LEAVE: self._on_leave, REFORM: self._on_reform, ROUND: self._on_round,
+            LEAVE: self._on_leave, REFORM: self._reformer.on_reform, ROUND: self._on_round,
             CONTROL: self._on_control,
         }
         for method, handler in handlers.items():
@@ -270,7 +276,7 @@ class Node:
         await asyncio.gather(*map(learn_from, self.others()))
 
     async def ask_for_reform(self) -> None:
-        """Rounds find no majority: ask the helpers to open a new epoch. They do when they have seen that for long enough."""
+        """Rounds find no majority, or no base: ask the helpers to open a new epoch. They do when that has lasted for long."""
         for helper in self.log.head.helpers:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 reply = await self.board.ask(helper, REFORM, self.log.head.id.encode(), 2 * self.board.silence_s)
@@ -342,51 +348,6 @@ class Node:
         for decided in unpack(Decide, await talk.message()).decided:
             self.learn(decided)
         await talk.send(b"")
-
-    async def _on_reform(self, talk: Talk) -> None:
-        """A trainer finds no majority. As a helper: look for one myself, and reform when there was none for long enough."""
-        asked_for = (await talk.message()).decode(errors="replace")
-        if self.peer_id not in self.log.genesis.helpers:
-            raise Refused("not a helper of this campaign")
-        if asked_for != self.log.head.id:
-            await self.learn_heads(talk.remote)
-        if asked_for != self.log.head.id:
-            await talk.send(pack(Decide(self.log.since(self.log.round - 1))))
-            return
-        if await self._sees_majority() or asked_for != self.log.head.id:
-            self._no_majority = None
-            raise Refused("a majority of the electors is there")
-        now = asyncio.get_running_loop().time()
-        patience_s, known = self.campaign.config.sync.reform_after_s, self._no_majority
-        goes_on = known is not None and known[0] == asked_for and now - known[2] < max(patience_s, ASKED_WITHIN_S)
-        since = known[1] if known is not None and goes_on else now
-        self._no_majority = asked_for, since, now
-        if now - since < patience_s:
-            raise Refused(f"no majority of the electors; I reform the swarm when that lasts for {patience_s:g} s")
-        await talk.send(pack(Decide((self._reform(),))))
-
-    async def _sees_majority(self) -> bool:
-        electorate = remaining(self.log.head, self._farewells(), self.world.identity)
-        answers = await asyncio.gather(*(self.board.is_there(peer, PING, pack(Ping(-1))) for peer in electorate))
-        return sum(answer is not None and self._counts(answer) for answer in answers) >= quorum(electorate)
-
-    def _counts(self, pong: bytes) -> bool:
-        """Can the elector that answers this vote in the next round? One that is at another round may be able to, then."""
-        try:
-            answer = unpack(Pong, pong)
-        except WireError:
-            return False
-        return answer.votes or answer.round != self.log.round
-
-    def _reform(self) -> Decided:
-        """Open a new epoch on my last head: its next round is gathered by me from whoever is there."""
-        head = reform_head(self.log.head, self.peer_id, self.disk)
-        ballot = Ballot(0, self.peer_id)
-        vote = Vote(self.peer_id, self.world.identity.sign(vote_message(ballot, head.id)))
-        logger.warning("no majority of the electors: epoch %d begins at round %d with whoever is there", head.epoch, head.round)
-        decided = Decided(head, ballot, (vote,))
-        self.learn(decided)
-        return decided
 
     async def _on_leave(self, talk: Talk) -> None:
         leave = unpack(Leave, await talk.message())
@@ -484,7 +445,7 @@ class Node:
 
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
-            self._duties(), self.lateness, returned, self.learn, self._phase_began, self.world.identity, self._farewells,
+            self._duties(), self.lateness, returned, self.learn, self._phase_began, self.world.identity, self.farewells,
             self.relay, lambda: self.controls.newest,
         )
         self._coordination = made
@@ -493,7 +454,7 @@ class Node:
         self._spawn(self._coordinate(made))
         return made
 
-    def _farewells(self) -> tuple[Farewell, ...]:
+    def farewells(self) -> tuple[Farewell, ...]:
         """Of electors that left the next round, come back or not."""
         told = (leave.farewell for leave in self._returned.values())
         return tuple(farewell for farewell in (self._elector.farewell(), *told) if farewell is not None)

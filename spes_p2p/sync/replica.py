@@ -38,7 +38,7 @@ from spes_p2p.sync.results import (
     round_of,
     save_results,
 )
-from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download
+from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download, newest_bases
 from spes_p2p.sync.spool import Spool
 from spes_p2p.sync.staging import Staging
 from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint, write_checkpoint
@@ -53,6 +53,8 @@ RESULTS = "results"
 KEPT_ROUNDS, MAX_KEPT_ROUNDS = 4, 16
 """Encoded results are kept for so many rounds, for who replays them."""
 RETRY_S = 1.0
+ASK_EVERY = 10
+"""After so many fruitless looks for the newest base the helpers are asked to go on without it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Replica:
         self._saving: asyncio.Future[None] | None = None
         self._carried: dict[int, np.ndarray] = {}
         self._news = asyncio.Event()
+        self._lost_after, self._lost_since, self._fruitless = "", 0.0, 0
+        """The head whose base I need and nobody offers, since when, and how often I could not get the newest base."""
 
     async def start(self) -> None:
         """Serve what I have."""
@@ -149,7 +153,6 @@ class Replica:
 
     async def join(self, on_progress: Callable[[int, int], None]) -> None:
         """Download the newest base from whoever has it, verified; waits until somebody does."""
-        waited = 0
         while True:
             offers = await self._offers_of_newest()
             if offers:
@@ -160,11 +163,26 @@ class Replica:
                     await self.durable()
                     self._downloaded_pieces.clear()
                     return
-            waited += 1
-            if waited % 30 == 0:
-                logger.info("nobody who is there has the base of round %d; waiting for a peer that has it", self.node.log.round)
-            await asyncio.sleep(RETRY_S)
-            await self.node.meet()
+            await self._look_again()
+
+    async def _look_again(self) -> None:
+        """The newest base could not be had: see who is there in a while."""
+        self._fruitless += 1
+        if self.base_lost_since() is not None and self._fruitless % ASK_EVERY == 0:
+            logger.info("nobody who is there has the base of round %d; waiting for a peer that has it", self.node.log.round)
+            if self.node.role != "helper":
+                await self.node.ask_for_reform()
+        await asyncio.sleep(RETRY_S)
+        await self.node.meet()
+
+    def base_lost_since(self) -> float | None:
+        """Loop time since when nobody who is there has the base of the last head, nor I; None when I know of none missing."""
+        return self._lost_since if self._lost_after == self.node.log.head.id else None
+
+    async def newest_at_hand(self, peers: Sequence[str]) -> int | None:
+        """The last round of my log whose base I have, or one of these peers offers; None when there is none."""
+        known = [*await newest_bases(self.node.board, peers), *self.snapshots.infos]
+        return max((info.round for info in known if self.node.log.has(info.head, info.round)), default=None)
 
     async def repair(self) -> None:
         """My bits differ from most members': download the pieces that differ; pending work stays on top."""
@@ -182,6 +200,10 @@ class Replica:
         offers = [offer for offer in await self._offers(head) if offer.info.round == head.round]
         if head.round < 0 or is_rollback(head):
             offers = [offer for offer in offers if offer.info.digest == head.base_digest]
+        if offers:
+            self._lost_after = ""
+        elif self._lost_after != head.id:
+            self._lost_after, self._lost_since = head.id, asyncio.get_running_loop().time()
         return offers
 
     async def _take_certified(self, digest: str) -> None:
@@ -295,12 +317,13 @@ class Replica:
                 continue
             await self._apply(decided, results)
             applied.append(Applied(decided, results.plan, results, self.base.digest))
+        self._lost_after = ""
         return applied
 
     async def prepare(self) -> None:
         """Make the base that follows mine, when it is decided and I hold its parts, so that `advance` finds it ready.
 
-        Nothing else changes: the trainer may be training meanwhile.
+        From now on it is served. Nothing else changes: the trainer may be training meanwhile.
         """
         log, base = self.node.log, self.base
         if base.round >= log.round or log.head_at(base.round).id != base.head:
@@ -309,7 +332,8 @@ class Replica:
         if decided.head.plan and decided.head.base_digest == base.digest:
             results = await self._complete_results(decided)
             if results is not None:
-                self._prepared = await self._stage_base(decided.head, results)
+                self._prepared = staged = await self._stage_base(decided.head, results)
+                self.snapshots.publish(decided.head.id, decided.head.round, staged.base.values, staged.digests)
 
     async def _stage_base(self, head: Head, results: Results) -> StagedBase:
         plan, store = results.plan, self.node.world.store
@@ -471,9 +495,8 @@ class Replica:
             kept = self._downloaded_pieces
             values = await download(self.node.board, offers, self.base.values, lambda done, total: None, kept)
         except PeerUnreachable as error:
-            logger.info("snapshot: %s", error)
-            await asyncio.sleep(RETRY_S)
-            await self.node.meet()
+            logger.debug("snapshot: %s", error)
+            await self._look_again()
             return
         skipped = {decided.head.plan: decided.head for decided in self.node.log.since(self.base.round)}
         may_be_in = any(plan_id in skipped for plan_id, _ in self._exchanges)

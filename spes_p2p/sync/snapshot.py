@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -92,6 +92,11 @@ class Snapshots:
     def oldest_pinned_round(self) -> int | None:
         """Of the bases that somebody downloads, or has just downloaded and brings up to date; None when there are none."""
         return min((self._bases[head][0].round for head in self._pinned()), default=None)
+
+    @property
+    def infos(self) -> tuple[SnapshotInfo, ...]:
+        """Of all bases that are served."""
+        return tuple(info for info, _, _ in self._bases.values())
 
     def publish(self, head: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
         """Serve this base from now on; it must never change. Returns its digest. `digests`: of its pieces, where known."""
@@ -210,6 +215,20 @@ async def collect_offers(
         if offer.info.digest != agreed:
             logger.warning("%s offers a base that differs from most others'; it is not used", offer.donor[-6:])
     return [offer for offer in offers if offer.info.digest == agreed]
+
+
+async def newest_bases(board: Switchboard, peers: Iterable[str]) -> list[SnapshotInfo]:
+    """What these peers say of the newest base that they have; who has none, or does not answer, is left out."""
+
+    async def ask(peer: str) -> SnapshotInfo | None:
+        try:
+            async with board.talk(peer, SNAPSHOT) as talk:
+                await talk.send(pack(SnapshotRequest("")))
+                return unpack(SnapshotInfo, await talk.message())
+        except (PeerUnreachable, Refused, WireError):
+            return None
+
+    return [info for info in await asyncio.gather(*map(ask, peers)) if info is not None]
 
 
 async def download(
