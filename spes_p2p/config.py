@@ -214,7 +214,8 @@ class SyncConfig(Section):
     silence_s: PositiveNumber = Field(
         10.0, description="Longest silence of a living peer; heartbeats teach the swarm a shorter bound.")
     reform_after_s: PositiveNumber = Field(
-        60.0, description="A bootstrap peer that sees no majority of the electors for so many seconds reforms the swarm.")
+        60.0, description="A bootstrap peer reforms the swarm when for so many seconds it sees no majority of the electors, or "
+        "nobody who has the newest base.")
     exchange_timeout_s: PositiveNumber = Field(
         600.0, description="Longest exchange; what is not there by then is dropped from the round.")
 
