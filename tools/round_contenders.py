@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import hashlib
 import io
 import json
@@ -25,7 +26,9 @@ import numpy as np
 import psutil
 
 EXPERTS, MEMBERS = 8, 4
-CHUNK_BYTES = 2**20
+MOST_BYTES = 1936 * 2**20
+"""Of one message of the parameter server: SPES's, just below what protobuf takes. A body is most often one message."""
+GRPC_OPTIONS = (("grpc.max_send_message_length", MOST_BYTES + 2**20), ("grpc.max_receive_message_length", MOST_BYTES + 2**20))
 POLL_S = 0.05
 TIMEOUT_S = 300.0
 MEMORY_EVERY_S = 0.02
@@ -250,40 +253,67 @@ def dense_member(spec: Spec) -> None:
 # A parameter server that does what SPES's does -------------------------------------------------------------------------
 
 
+@functools.cache
+def messages() -> tuple[type[Any], type[Any]]:
+    """(upload or download request, answer): protobuf messages with a body, in pieces of MOST_BYTES, so most often whole."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    fields = descriptor_pb2.FieldDescriptorProto
+    kinds = {"peer": fields.TYPE_INT32, "piece": fields.TYPE_INT32, "pieces": fields.TYPE_INT32, "ready": fields.TYPE_BOOL,
+             "body": fields.TYPE_BYTES}
+    file = descriptor_pb2.FileDescriptorProto(name="bench.proto", package="bench", syntax="proto3")
+    for name, names in (("Request", ("peer", "piece", "pieces", "body")), ("Answer", ("ready", "pieces", "body"))):
+        message = file.message_type.add(name=name)
+        for number, field in enumerate(names, 1):
+            message.field.add(name=field, number=number, type=kinds[field], label=fields.LABEL_OPTIONAL)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    request, answer = (pool.FindMessageTypeByName(f"bench.{name}") for name in ("Request", "Answer"))
+    return message_factory.GetMessageClass(request), message_factory.GetMessageClass(answer)
+
+
 class ParameterServer:
-    """Takes whole uploads of what each client trained, averages them, and gives everybody the whole state."""
+    """Takes whole uploads of what each client trained, averages them, and gives everybody the whole state.
+
+    The last answer stays until the next one is there.
+    """
 
     def __init__(self, state: dict[str, Any]):
         self.state = state
         self.uploads: list[bytes] = []
-        self.answer = b""
+        self.answer, self.round = b"", 0
         self.downloads: queue.Queue[None] = queue.Queue()
         self._lock = threading.Lock()
 
-    def upload(self, chunks: Iterator[bytes], context: Any) -> bytes:
-        whole = b"".join(chunks)
+    def upload(self, requests: Iterator[Any], context: Any) -> Any:
+        whole = b"".join([request.body for request in requests])
         with self._lock:
             self.uploads.append(whole)
+            del whole
             if len(self.uploads) == MEMBERS:
                 self._average()
-        return b""
+        return messages()[1](ready=True)
 
-    def ready(self, request: bytes, context: Any) -> bytes:
-        return b"yes" if self.answer else b""
-
-    def download(self, request: bytes, context: Any) -> Iterator[bytes]:
-        yield from in_chunks(self.answer)
-        self.downloads.put(None)
+    def download(self, request: Any, context: Any) -> Any:
+        """The piece that is asked for, or "not ready". `request.pieces`: the round whose answer it is."""
+        if request.pieces > self.round:
+            return messages()[1](ready=False)
+        start = request.piece * MOST_BYTES
+        piece, pieces = self.answer[start : start + MOST_BYTES], -(-len(self.answer) // MOST_BYTES)
+        if request.piece == pieces - 1:
+            self.downloads.put(None)
+        return messages()[1](ready=True, pieces=pieces, body=piece)
 
     def _average(self) -> None:
         import torch
 
         received = [torch.load(io.BytesIO(upload)) for upload in self.uploads]
-        self.uploads = []
         for name in self.state:
             trained = [upload[name] for upload in received if name in upload]
             self.state[name] = torch.stack(trained).mean(0) if len(trained) > 1 else trained[0]
         self.answer = serialised(self.state)
+        self.round += 1
+        self.uploads = []
 
 
 def server(spec: Spec) -> None:
@@ -292,12 +322,13 @@ def server(spec: Spec) -> None:
 
     torch.set_num_threads(1)
     serving = ParameterServer(random_state(spec["elements"], 0))
+    request, answer = messages()
+    how = {"request_deserializer": request.FromString, "response_serializer": answer.SerializeToString}
     handlers = {
-        "upload": grpc.stream_unary_rpc_method_handler(serving.upload),
-        "ready": grpc.unary_unary_rpc_method_handler(serving.ready),
-        "download": grpc.unary_stream_rpc_method_handler(serving.download),
+        "upload": grpc.stream_unary_rpc_method_handler(serving.upload, **how),
+        "download": grpc.unary_unary_rpc_method_handler(serving.download, **how),
     }
-    grpc_server = grpc.server(ThreadPoolExecutor(2 * MEMBERS))
+    grpc_server = grpc.server(ThreadPoolExecutor(2 * MEMBERS), options=GRPC_OPTIONS)
     grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
     port = grpc_server.add_insecure_port("127.0.0.1:0")
     grpc_server.start()
@@ -309,7 +340,6 @@ def server(spec: Spec) -> None:
         for _ in range(MEMBERS):
             serving.downloads.get(timeout=TIMEOUT_S)
         say(**meter.read(), digest="", sent_bytes=MEMBERS * len(serving.answer))
-        serving.answer = b""
         say(ready=True)
     grpc_server.stop(0)
 
@@ -319,27 +349,44 @@ def client(spec: Spec) -> None:
     import torch
 
     torch.set_num_threads(1)
-    channel = grpc.insecure_channel(spec["addresses"][0])
-    upload = channel.stream_unary("/bench/upload")
-    ready = channel.unary_unary("/bench/ready")
-    download = channel.unary_stream("/bench/download")
+    channel = grpc.insecure_channel(spec["addresses"][0], options=GRPC_OPTIONS)
+    request, answer = messages()
+    how = {"request_serializer": request.SerializeToString, "response_deserializer": answer.FromString}
+    upload, download = channel.stream_unary("/bench/upload", **how), channel.unary_unary("/bench/download", **how)
     state = random_state(spec["elements"], spec["member"])
     each = EXPERTS // MEMBERS
     mine = ["shared", *(f"experts.{e}" for e in range(each * spec["member"], each * (spec["member"] + 1)))]
-    meter = Meter()
+    meter, round_number = Meter(), 0
     while True:
         say(ready=True)
         if not wait_for_go():
             return
         meter.start()
+        round_number += 1
         body = serialised({name: state[name] for name in mine})
-        upload(in_chunks(body))
-        while not ready(b""):
-            time.sleep(POLL_S)
-        answer = b"".join(download(b""))
-        for name, values in torch.load(io.BytesIO(answer)).items():
+        upload(in_messages(body, spec["member"]))
+        for name, values in torch.load(io.BytesIO(downloaded(download, round_number))).items():
             state[name].copy_(values)
         say(**meter.read(), digest=digest_of([tensor.numpy() for tensor in state.values()]), sent_bytes=len(body))
+
+
+def in_messages(body: bytes, member: int) -> Iterator[Any]:
+    pieces = -(-len(body) // MOST_BYTES)
+    for i in range(pieces):
+        yield messages()[0](peer=member, piece=i, pieces=pieces, body=body[i * MOST_BYTES : (i + 1) * MOST_BYTES])
+
+
+def downloaded(download: Callable[[Any], Any], round_number: int) -> bytes:
+    """Of this round, piece by piece, as soon as it is ready."""
+    pieces: list[bytes] = []
+    while True:
+        answer = download(messages()[0](piece=len(pieces), pieces=round_number))
+        if not answer.ready:
+            time.sleep(POLL_S)
+            continue
+        pieces.append(answer.body)
+        if len(pieces) == answer.pieces:
+            return b"".join(pieces)
 
 
 def random_state(elements: int, seed: int) -> dict[str, Any]:
@@ -356,10 +403,6 @@ def serialised(state: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
-
-
-def in_chunks(body: bytes) -> Iterator[bytes]:
-    return (body[a : a + CHUNK_BYTES] for a in range(0, len(body), CHUNK_BYTES))
 
 
 MEMBER_KINDS: dict[str, Callable[[Spec], None]] = {

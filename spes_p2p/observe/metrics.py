@@ -182,7 +182,7 @@ class Metrics:
         )
         self._dropped_tokens = make(Counter, "spes_dropped_tokens_total", "Tokens whose pending work was given up.")
         self._reforms = make(
-            Counter, "spes_reforms_total", "Times a bootstrap peer reformed the swarm: most electors were gone, or the newest base."
+            Counter, "spes_reforms_total", "Reforms: most electors were gone, or all who had the newest base."
         )
         self._mismatches = make(
             Counter, "spes_digest_mismatches_total", "Times this peer's base differed from the agreed one and was replaced."
