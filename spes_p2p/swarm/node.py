@@ -213,10 +213,11 @@ class Node:
 
         Of two branches the higher epoch wins. Who is ahead may take me for dead, and I it: neither would ever ask the other.
         """
+        contacts = self.contacts  # another meeting may replace them meanwhile
         for peer in self.others():
-            if self.contacts[peer].round > self.log.round:
+            if contacts[peer].round > self.log.round:
                 await self._catch_up_from(peer)
-        for peer, contact in self.contacts.items():
+        for peer, contact in contacts.items():
             known = 0 <= contact.round <= self.log.round
             if known and peer != self.peer_id and contact.head != self.log.head_at(contact.round).id:
                 with contextlib.suppress(PeerUnreachable, Refused, WireError):
