@@ -104,6 +104,7 @@ class Peer:
         self._where = where
         self._archive = archive
         self._leaving = asyncio.Event()
+        self.replica.leaves = self._leaving.is_set
         self._stop_after_round: int | None = None
         self._untrained: tuple[Interval, ...] = ()
         """Announced as such with this round."""
@@ -475,6 +476,8 @@ class Peer:
         self._teller.enter("applying")
         started = asyncio.get_running_loop().time()
         applied = await self.replica.advance()
+        if not applied and self.replica.base.head != self.node.log.head.id:
+            return  # I leave, and could not get the newest base
         seconds["apply"] = asyncio.get_running_loop().time() - started
         self._untrained, self._announced_samples, self._validation_loss, self._stop_after_round = (), (), None, None
         for each in applied:

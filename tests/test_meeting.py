@@ -23,3 +23,35 @@ def test_who_vanishes_from_the_registry_while_a_peer_is_asked_for_heads_does_no_
         await looking
 
     run_virtual(main())
+
+
+def test_the_short_phases_of_one_trainer_keep_nobody_out() -> None:
+    """A phase takes a tenth of a second here, less than it takes to learn of a round and to announce for the next one."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=20000, sync={"min_peers": 1}), seconds_per_step=0.01)
+        swarm.start_all("A")
+        await swarm.until(lambda: swarm.round_of("A") >= 3)
+        began = swarm.round_of("A")
+        swarm.start("B")
+        swarm.start("C")
+        await swarm.until(lambda: any({"B", "C"} <= set(c.members) for c in swarm.recorders["A"].commits().values()))
+        assert swarm.round_of("A") < began + 30
+
+    run_virtual(main())
+
+
+def test_who_came_too_late_and_is_dead_holds_up_one_round_at_most() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=20000, sync={"min_peers": 1}), seconds_per_step=0.01)
+        swarm.start_all("A")
+        await swarm.until(lambda: swarm.round_of("A") >= 3)
+        swarm.start("B")
+        await swarm.until(lambda: "B" in swarm.nodes["A"]._too_late)
+        swarm.kill("B")
+        await swarm.until(lambda: not swarm.nodes["A"]._too_late)
+        began, round_number = asyncio.get_running_loop().time(), swarm.round_of("A")
+        await swarm.until(lambda: swarm.round_of("A") >= round_number + 20)
+        assert asyncio.get_running_loop().time() - began < 20
+
+    run_virtual(main())

@@ -97,11 +97,13 @@ class Coordination:
         farewells: Callable[[], tuple[Farewell, ...]],
         relay: Relay,
         control: Callable[[], Control | None],
+        too_late: set[str],
     ):
         """`duties`: steps of this phase by peer. `lateness`: of members in earlier rounds (`deadline.py`).
 
         `returned`: who has left by now, with what they gave back; `farewells`: of electors among them. `phase_began`: loop
-        time. `control`: the newest control record that is known here.
+        time. `control`: the newest control record that is known here. `too_late`: who came too late for an earlier round; who
+        is too late for this one is added, who is in time taken out.
         """
         self.head = log.head
         self._board = board
@@ -118,6 +120,7 @@ class Coordination:
         self._farewells = farewells
         self._relay = relay
         self._control = control
+        self._too_late = too_late
         loop = asyncio.get_running_loop()
         self._announced: dict[str, Announcement] = {}
         self._done_at: dict[str, float] = {}
@@ -167,9 +170,11 @@ class Coordination:
     async def serve(self, talk: Talk, announcement: Announcement) -> None:
         """One member's talk, from its announcement to the decided head."""
         check_announcement(announcement, self.head, self._rules)
-        if self._plan.done():
-            raise Refused("closed: the plan of this attempt is made")
         peer = talk.remote
+        if self._plan.done():
+            self._too_late.add(peer)
+            raise Refused("closed: the plan of this attempt is made")
+        self._too_late.discard(peer)
         self._announced[peer] = announcement
         done_at = asyncio.get_running_loop().time() - announcement.waited_s
         self._done_at.setdefault(peer, max(done_at, self._phase_began))
@@ -255,9 +260,10 @@ class Coordination:
     async def _gather(self) -> None:
         """Wait until every trainer that lives and has a duty has announced; late ones are told to stop, then left behind.
 
-        A phase without duties, the first of a campaign or of an epoch, is a time to join.
+        Who came too late for a round is waited for, within the bound of silence, or the short phases of a few would keep it out
+        for ever. A phase without duties, the first of a campaign or of an epoch, is a time to join.
         """
-        sync = self._rules.config.sync
+        sync, all_there_at = self._rules.config.sync, None
         while True:
             self._require_open()
             self._changed.clear()
@@ -265,18 +271,23 @@ class Coordination:
             trainers = {peer for peer in self._alive if self._announced[peer].trains}
             expected = self._expected()
             missing = expected.keys() - self._announced.keys()
-            if trainers and expected and not missing:
-                return
+            coming = self._too_late - self._announced.keys() - self._dead - self._returned().keys()
             quorum_at = self._quorum_of(trainers, expected)
             self._quorum_at = quorum_at if self._quorum_at is None else self._quorum_at
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
+            if trainers and expected and not missing:
+                all_there_at = now if all_there_at is None else all_there_at
+                if not coming or now - all_there_at >= sync.silence_s:
+                    self._too_late -= coming
+                    return
             if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
                 return
             late = bool(expected) and waited_s > self._patience()
             if late and waited_s > self._patience() + sync.silence_s:
                 return
-            if missing:
-                await asyncio.gather(*(self._ping(peer, late) for peer in sorted(missing)))
+            if missing or coming:
+                await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in sorted(missing | coming)))
+                self._too_late -= self._dead
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), PING_EVERY_S)
 

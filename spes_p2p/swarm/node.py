@@ -156,6 +156,8 @@ class Node:
         self._returned: dict[str, Leave] = {}
         self._came_back: set[str] = set()
         """Of those, who is here again."""
+        self._too_late: set[str] = set()
+        """Who came too late for a round that I coordinated, and was in none since."""
         self._reformer = Reformer(self)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -372,6 +374,7 @@ class Node:
         announcement = unpack(Announcement, await talk.message())
         self._check_same_campaign(announcement)
         if announcement.round <= self.log.round:
+            self._too_late.add(talk.remote)
             raise Refused(f"behind: round {announcement.round} is decided")
         if announcement.round > self.log.round + 1:
             self._spawn(self._catch_up_from(talk.remote))
@@ -447,7 +450,7 @@ class Node:
         made = Coordination(
             self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
             self._duties(), self.lateness, returned, self.learn, self._phase_began, self.world.identity, self.farewells,
-            self.relay, lambda: self.controls.newest,
+            self.relay, lambda: self.controls.newest, self._too_late,
         )
         self._coordination = made
         self._began.set()

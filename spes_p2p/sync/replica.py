@@ -19,6 +19,7 @@ from spes_p2p.swarm.interfaces import Draft
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Decided, Head, Manifest, Plan, Revision
 from spes_p2p.swarm.rpc import Talk
+from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
@@ -91,6 +92,8 @@ class Replica:
         self._base_in_memory = base_in_memory
         self._downloaded_pieces = KeptPieces(node.world.store)
         self.trainer: Trainer | None = None
+        self.leaves: Callable[[], bool] = lambda: False
+        """Was this peer asked to leave?"""
         self.base: Base
         self._observer = observer
         self._exchanges: dict[tuple[str, int], Exchange] = {}
@@ -293,10 +296,10 @@ class Replica:
         await self.node.world.run_blocking(save_results, self.node.world.store, results)
 
     async def advance(self) -> list[Applied]:
-        """Apply every decided head that is not yet in the base; returns what was applied."""
+        """Apply every decided head that is not yet in the base, or as many as I can before I leave; returns those applied."""
         applied = []
         log = self.node.log
-        while self.base.head != log.head.id:
+        while self.base.head != log.head.id and not self.leaves():
             if self.base.round >= log.round or log.head_at(self.base.round).id != self.base.head:
                 logger.warning("a reform of the swarm gave up my round %d: taking base %d", self.base.round, log.round)
                 await self._jump_to_newest(forked=True)
@@ -317,7 +320,8 @@ class Replica:
                 continue
             await self._apply(decided, results)
             applied.append(Applied(decided, results.plan, results, self.base.digest))
-        self._lost_after = ""
+        if self.base.head == log.head.id:
+            self._lost_after = ""
         return applied
 
     async def prepare(self) -> None:
@@ -413,17 +417,40 @@ class Replica:
 
     async def _complete_results(self, decided: Decided) -> Results | None:
         """The head's results with every committed part, fetched where they are missing; None when nobody has them any more."""
-        peers = [peer for peer in decided.head.members if peer != self.node.peer_id]
-        peers += [peer for peer in self.node.others() if peer not in peers]
-        self.node.world.rng.shuffle(peers)
-        for _ in range(2):
-            for peer in (None, *peers):
-                with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                    results = self._results_under(decided)
-                    if peer is not None:
-                        results = await self._fetch(peer, decided, results)
-                    if results is not None and _complete(results, decided):
+        results = self._results_under(decided)
+        if results is not None and _complete(results, decided):
+            return results
+        peers = {*decided.head.members, *self.node.others()} - {self.node.peer_id}
+        asked = [asyncio.ensure_future(self._has_results(peer, decided.head.plan)) for peer in sorted(peers)]
+        holders: list[str] = []
+        try:
+            for answer in asyncio.as_completed(asked):
+                if (holder := await answer) is not None:
+                    holders.append(holder)
+                    if (results := await self._fetched(holder, decided)) is not None:
                         return results
+        finally:
+            await end_tasks(asked)
+        for holder in holders:
+            if (results := await self._fetched(holder, decided)) is not None:
+                return results
+        return None
+
+    async def _has_results(self, peer: str, plan: str) -> str | None:
+        """The peer, if it keeps results of this plan."""
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            async with self.node.board.talk(peer, RESULTS) as talk:
+                await talk.send(pack(ResultsRequest(plan)))
+                await talk.message()
+                return peer
+        return None
+
+    async def _fetched(self, peer: str, decided: Decided) -> Results | None:
+        """The results, when they are complete with what this peer has."""
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            results = await self._fetch(peer, decided, self._results_under(decided))
+            if _complete(results, decided):
+                return results
         return None
 
     def _results_under(self, decided: Decided) -> Results | None:
