@@ -97,9 +97,10 @@ class TrainingConfig(Section):
     min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of the peak (cosine).")
     beta1: Decay = Field(0.9, description="AdamW's first moment decay.")
     beta2: Decay = Field(0.95, description="AdamW's second moment decay.")
-    second_moment_peers: Positive = Field(
+    second_moment_peers: Positive | Literal["auto"] = Field(
         1, description="AdamW's second moment of shared weights and routers is that of a batch as large as so many peers' "
-        "together: the noise of their averaged updates instead of one peer's. Set it to the trainers expected, or leave 1.")
+        "together: the noise of their averaged updates instead of one peer's. auto: as many as train in the phase; one where a "
+        "volunteer's moments have 8 bits.")
     eps: PositiveNumber = Field(1e-8, description="AdamW's epsilon.")
     muon_momentum: Decay = Field(0.95, description="Muon's momentum (Nesterov).")
     weight_decay: NonNegative = Field(0.1, description="Decoupled weight decay.")

@@ -43,7 +43,7 @@ from spes_p2p.sync.selftest import check_arithmetic
 from spes_p2p.telling import Teller, trainers_of
 from spes_p2p.training.balance import load_violation, share_of
 from spes_p2p.training.checkpoint import load_checkpoint
-from spes_p2p.training.interface import Phase, PhaseReport, Trainer
+from spes_p2p.training.interface import Phase, PhaseReport, Trainer, averaged_peers
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,8 @@ class Peer:
         self._teller.enter("training")
         self._begun, self._samples = base.head, duty.slices
         training = self.node.training_after(self.node.log.head_at(base.round))
-        phase = Phase(base.round + 1, base.plan.phase_step, training.sync_steps, duty.steps, duty.slices, training)
+        peers = averaged_peers([each.steps for each in base.plan.duties])
+        phase = Phase(base.round + 1, base.plan.phase_step, training.sync_steps, duty.steps, duty.slices, training, peers)
         async with self._stepping:
             report: PhaseReport = await self.node.world.run_blocking(
                 self.trainer.train, phase, self._should_stop, self._progress_teller(phase)

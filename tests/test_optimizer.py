@@ -14,6 +14,7 @@ from spes_p2p.model.build import build_model, exact_expert, initial_state, layou
 from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.adamw import make_adamw, own_share
+from spes_p2p.training.interface import averaged_peers
 from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate, ramp
 
 MODEL = tiny_model(intermediate_size=128)  # experts' matrices are large enough for 8-bit moments
@@ -368,6 +369,37 @@ def test_owned_experts_keep_the_second_moment_of_their_own_batch() -> None:
     ones, fours = one.optimizer.state(), four.optimizer.state()
     for name, value in ones.items():
         assert np.array_equal(value, fours[name]) == (".experts." in name or not name.startswith("exp_avg_sq/")), name
+
+
+def test_on_auto_the_second_moment_is_that_of_as_many_peers_as_train() -> None:
+    auto, four = (Training((1,), second_moment_peers=peers) for peers in ("auto", 4))
+    for peers in (4.0, 4.0, 1.0, 2.5):
+        auto.optimizer.average_over(peers)
+        for _, group in auto.optimizer._groups():
+            assert group["batches"] == (1.0 if group["name"].startswith("expert.") else peers)
+    auto.optimizer.average_over(4.0)
+    for training in (auto, four):
+        four.optimizer.average_over(9.0)  # a number that is set stays
+        for gradient in (1.0, -1.0, None):
+            training.step(gradient=gradient)
+    ones, fours = auto.optimizer.state(), four.optimizer.state()
+    assert all(np.array_equal(value, fours[name]) for name, value in ones.items())
+
+
+@pytest.mark.parametrize(("steps", "peers"), [([], 1), ([0, 7], 1), ([5, 5, 5, 0], 3), ([10, 10], 2), ([30, 10], 1.6)])
+def test_peers_count_by_how_much_noise_they_average_away(steps: list[int], peers: float) -> None:
+    assert averaged_peers(steps) == pytest.approx(peers)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_moments_in_8_bits_stay_those_of_one_peer_on_auto() -> None:
+    auto, one = (Training((1,), "adamw8bit", second_moment_peers=peers) for peers in ("auto", 1))
+    auto.optimizer.average_over(4.0)
+    for training in (auto, one):
+        for gradient in (1.0, -1.0, None):
+            training.step(gradient=gradient)
+    ones = one.optimizer.state()
+    assert all(np.array_equal(value, ones[name]) for name, value in auto.optimizer.state().items())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")

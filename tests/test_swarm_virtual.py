@@ -547,3 +547,18 @@ def frame_hook(swarm: VirtualSwarm, method: str, frame: int, victim: str, its_ow
 def assert_no_sample_twice(swarm: VirtualSwarm, names: str) -> None:
     counts = Counter(sample for name in names for sample in samples(swarm.trainers[name].trained_samples))
     assert max(counts.values()) == 1
+
+
+def test_a_trainer_knows_how_many_average_with_it_in_each_phase() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=150))
+        swarm.start_all("ABC")
+        await swarm.until(lambda: 4 in swarm.phases["A"])
+        swarm.kill("C")
+        alone_from = swarm.round_of("A") + 4
+        await swarm.until(lambda: alone_from in swarm.phases["A"])
+        peers = {number: phase.averaged_peers for number, phase in swarm.phases["A"].items()}
+        assert peers[4] == pytest.approx(3, abs=0.1)
+        assert peers[alone_from] == pytest.approx(2, abs=0.1)
+
+    simulate(main)

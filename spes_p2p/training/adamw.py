@@ -109,6 +109,9 @@ class AdamW8bit(AdamW):
         self.torch_optimizer = importlib.import_module("torchao.optim").AdamW8bit(groups, lr=0.0, betas=betas, eps=eps)
         self._on_cpu = groups[0]["params"][0].device.type == "cpu"
 
+    def _expect_larger_batches(self) -> None:
+        """Not with moments in 8 bits: `second_moment_peers: auto` leaves them those of this peer's batch."""
+
     def _rate(self, rate: float) -> float | Tensor:
         return torch.tensor(rate)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,16 @@ class Phase:
     """The samples to train on, in this order: `steps * batch_size` of them."""
     training: TrainingConfig | None = None
     """Whose learning rate holds; None: the campaign's own."""
+    averaged_peers: float = 1.0
+    """Peers whose work in this phase is averaged, as `averaged_peers` counts them."""
+
+
+def averaged_peers(steps: Sequence[int]) -> float:
+    """As many peers alike would average noise away as these do that train so many steps each: (sum s)^2 / sum s^2 (Kish).
+
+    At least 1.
+    """
+    return max(1.0, sum(steps) ** 2 / max(1, sum(each * each for each in steps)))
 
 
 @dataclass(frozen=True)

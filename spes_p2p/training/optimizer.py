@@ -61,6 +61,7 @@ class OwnedOptimizer:
             if (p.ndim < 2 and not config.decay_norm_and_bias) or (id(p) in embeddings and not config.decay_embeddings)
         }
         self._vocabulary = {name for name, p in self._parameters.items() if id(p) in embeddings | head}
+        self._averaged_peers = 1.0
         groups = [self._group(name, names) for name, names in self._wanted().items()]
         muons = [group for group in groups if self._is_muons(group["name"])]
         rest = [group for group in groups if not self._is_muons(group["name"])]
@@ -87,6 +88,13 @@ class OwnedOptimizer:
         """Give every group its full learning rate at once: for the start of a campaign, which has the schedule's warm-up."""
         for _, group in self._groups():
             group["age"] = max(group["age"], self._config.new_owner_ramp_steps)
+
+    def average_over(self, peers: float) -> None:
+        """From now on updates of shared weights and routers are averaged with so many peers' (`second_moment_peers: auto`)."""
+        if self._config.second_moment_peers == "auto":
+            self._averaged_peers = peers
+            for _, group in self._groups():
+                group["batches"] = self._batches(group["name"])
 
     def step(self, rate: float, loss: Tensor) -> bool:
         """Clip the gradients to the global norm and apply them; False and nothing done if they or the loss are not finite."""
@@ -169,8 +177,13 @@ class OwnedOptimizer:
         return {
             "params": [self._parameters[n] for n in names], "name": name, "names": names, "age": 0,
             "weight_decay": decay / ratio, "lr_ratio": ratio,
-            "batches": 1 if name.startswith("expert.") else self._config.second_moment_peers,
+            "batches": self._batches(name),
         }
+
+    def _batches(self, group: str) -> float:
+        """Peers' batches whose noise the second moment is to have; nobody averages an expert."""
+        wanted = self._config.second_moment_peers
+        return 1.0 if group.startswith("expert.") else self._averaged_peers if wanted == "auto" else wanted
 
     def _all_parameters(self) -> Iterable[nn.Parameter]:
         return [p for _, group in self._groups() for p in group["params"]]

@@ -134,6 +134,7 @@ class TorchTrainer:
         started = time.perf_counter()
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
+        self._optimizer.average_over(phase.averaged_peers)
         totals = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         schedule = phase.training or self._config.training
         planned = min(phase.steps, sum(map(len, phase.slices)) // self._config.training.batch_size)
