@@ -553,7 +553,7 @@ def test_a_trainer_knows_how_many_average_with_it_in_each_phase() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=150))
         swarm.start_all("ABC")
-        await swarm.until(lambda: 4 in swarm.phases["A"])
+        await swarm.until(lambda: 4 in swarm.phases.get("A", {}))
         swarm.kill("C")
         alone_from = swarm.round_of("A") + 4
         await swarm.until(lambda: alone_from in swarm.phases["A"])
