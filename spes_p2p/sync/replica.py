@@ -296,10 +296,13 @@ class Replica:
         await self.node.world.run_blocking(save_results, self.node.world.store, results)
 
     async def advance(self) -> list[Applied]:
-        """Apply every decided head that is not yet in the base, or as many as I can before I leave; returns those applied."""
+        """Apply every decided head that is not yet in the base; returns those applied.
+
+        Who leaves applies what it took part in first, or that would be trained again. It does not wait for a base, though.
+        """
         applied = []
-        log = self.node.log
-        while self.base.head != log.head.id and not self.leaves():
+        log, fruitless = self.node.log, self._fruitless
+        while self.base.head != log.head.id and not (self.leaves() and self._fruitless > fruitless):
             if self.base.round >= log.round or log.head_at(self.base.round).id != self.base.head:
                 logger.warning("a reform of the swarm gave up my round %d: taking base %d", self.base.round, log.round)
                 await self._jump_to_newest(forked=True)
