@@ -93,7 +93,7 @@ class Audit:
     capacities: dict[str, int] = field(default_factory=dict)
     """Most experts of each peer; of those not named: all."""
     reforms: int = 0
-    """Epochs that were opened because a majority of the electors was gone; after one, a branch may have been given up."""
+    """Epochs that were opened."""
     violations: list[Violation] = field(default_factory=list)
     lacks_majority: Callable[[], bool] = lambda: False
     """Is a majority of the electors gone right now? Real processes cannot tell."""
@@ -118,6 +118,8 @@ class Audit:
     _reown_rounds: list[int] = field(default_factory=list)
     _joiner_s: list[float] = field(default_factory=list)
     _round_s: list[float] = field(default_factory=list)
+    _branched: bool = False
+    """Did somebody pass a reform? A branch with more tokens may have been given up then."""
     _excess: int = 0
     _mismatches: int = 0
     _repairs: int = 0
@@ -143,6 +145,10 @@ class Audit:
             self._suspect.discard(peer)
         elif isinstance(event, BaseRestored) and event.source == "download":
             self._suspect.discard(peer)
+        elif isinstance(event, BaseRestored) and event.source == "reform":
+            self._branched = True
+            for gone in self._gone.values():
+                gone.lacked_majority = True
         elif isinstance(event, RoundCommitted):
             self._committed(now_s, event)
 
@@ -256,7 +262,7 @@ class Audit:
             self._violated(
                 now_s, "tokens", f"round {event.round} includes {event.total_tokens} tokens, only {self._trained} were trained"
             )
-        if self.newest is not None and not self.reforms and event.total_tokens < self.newest.total_tokens:
+        if self.newest is not None and not self._branched and event.total_tokens < self.newest.total_tokens:
             self._violated(now_s, "tokens", f"round {event.round} has fewer tokens than the round before")
 
     def _check_owners(self, now_s: float, event: RoundCommitted) -> None:

@@ -26,6 +26,7 @@ from spes_p2p.local_swarm import ADDRESS_FILE, BOOTSTRAP, START_TIMEOUT_S, last_
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
 from spes_p2p.simulate.audit import Audit
+from spes_p2p.simulate.decisions import Held, compare, heads_of
 from spes_p2p.simulate.faults import CORRUPTIONS, KINDS, Fault, Standing, random_fault
 from spes_p2p.simulate.namespaces import Namespaces, why_unavailable
 from spes_p2p.simulate.points import AT_ONCE
@@ -139,6 +140,7 @@ class _Run:
         self._struck_at: Counter[str] = Counter()
         self._losses: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
+        self._bases: list[Held] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._orders = Orders(run_dir / ORDERS_FOLDER)
         self._armed: dict[int, Fault] = {}
@@ -184,6 +186,8 @@ class _Run:
                     self._audit.violated(self._now(), "stuck", f"{peer.name} does not leave within {LEAVE_TIMEOUT_S:g} s")
                     peer.process.kill()
                     peer.process.wait()
+        logs = {peer.name: heads_of(peer.folder) for peer in self._peers.values()}
+        compare(self._audit, self._now(), logs, self._bases)
         _, alive = psutil.wait_procs(self._children, timeout=CHILDREN_END_WITHIN_S)
         self._orphans = len(alive)
         for child in alive:
@@ -290,7 +294,7 @@ class _Run:
         self._audit.told(at_s, peer.peer_id, event)
         if isinstance(event, RoundCommitted):
             self._audit.num_experts = len(event.owners)
-            self._audit.has_base(at_s, peer.name, f"round {event.round}", event.round, event.base_digest)
+            self._bases.append(Held(at_s, peer.name, event.round, event.base_digest))
             peer.round = event.round
             self._tokens[event.round] = event.total_tokens
         if isinstance(event, Evaluated):

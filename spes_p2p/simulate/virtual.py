@@ -22,7 +22,7 @@ from spes_p2p.simulate.points import point_of_event, point_of_write
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.simulate.work import ROUNDING, Work
-from spes_p2p.swarm.electors import is_rollback
+from spes_p2p.swarm.electors import is_reform
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
 from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.telling import BYTES_BY_KIND
@@ -184,7 +184,7 @@ class _Run:
         self._audit.has_base(now(), peer, base.head, base.round, base.digest)
         if 0 <= base.round <= node.log.round:
             head = node.log.head_at(base.round)
-            self._audit.decided(now(), peer, head.parent, head.epoch, head.id, not head.plan and not is_rollback(head))
+            self._audit.decided(now(), peer, head.parent, head.epoch, head.id, is_reform(head))
 
     def _look_at_work(self, peer: str, event: RoundCommitted) -> None:
         """Compare what the round moved with what its contributors sent."""

@@ -228,6 +228,11 @@ def is_rollback(head: Head) -> bool:
     return head.round >= 0 and not head.plan and head.base_digest != ""
 
 
+def is_reform(head: Head) -> bool:
+    """Does this head open a new epoch?"""
+    return head.round >= 0 and not head.plan and head.base_digest == ""
+
+
 def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
     """Is this head decided by the electorate that its parent fixed, or a reform signed by one of the campaign's helpers?"""
     head = decided.head

@@ -1,0 +1,57 @@
+"""What processes decided and held, compared after a run: their logs of heads lie on disk, and say it best."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.simulate.audit import Audit
+from spes_p2p.swarm.electors import LOG, is_reform
+from spes_p2p.swarm.records import Decided, Head
+from spes_p2p.swarm.store import parse_records
+from spes_p2p.swarm.wire import unpack
+
+
+@dataclass(frozen=True)
+class Held:
+    """A base that a peer had."""
+
+    at_s: float
+    peer: str
+    round: int
+    digest: str
+
+
+def heads_of(run_dir: Path) -> list[Head]:
+    """All heads that a peer ever had in its log, those that it gave up too."""
+    try:
+        content = (run_dir / LOG).read_bytes()
+    except FileNotFoundError:
+        return []
+    return [unpack(Decided, record).head for record in parse_records(content)]
+
+
+def compare(audit: Audit, now_s: float, logs: Mapping[str, Iterable[Head]], bases: Iterable[Held]) -> None:
+    """Did all decide the same heads, and was what each held after a round what the next head says?
+
+    A round that was given up by a reform may be held again, with other bits: a base belongs to the head that its digest names,
+    or else to one that nothing follows, the end of a branch.
+    """
+    named: dict[int, dict[str, str]] = defaultdict(dict)
+    decided: dict[int, set[str]] = defaultdict(set)
+    for peer, heads in logs.items():
+        for head in heads:
+            audit.decided(now_s, peer, head.parent, head.epoch, head.id, is_reform(head))
+            decided[head.round].add(head.id)
+            if head.plan:
+                named[head.round - 1][head.base_digest] = head.parent
+    for round_number, digests in named.items():
+        for digest, parent in digests.items():
+            audit.has_base(now_s, "the next head", parent, round_number, digest)
+    for held in bases:
+        known = named[held.round]
+        ends = decided[held.round] - set(known.values())
+        after = known.get(held.digest) or min(ends or known.values(), default=f"round {held.round}")
+        audit.has_base(held.at_s, held.peer, after, held.round, held.digest)

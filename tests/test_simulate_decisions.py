@@ -1,0 +1,69 @@
+"""What the simulator makes of the logs of processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spes_p2p.observe.events import RoundCommitted
+from spes_p2p.simulate.audit import Audit
+from spes_p2p.simulate.decisions import Held, compare
+from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.swarm.electors import LOG
+from spes_p2p.swarm.records import Decided, Head
+from spes_p2p.swarm.wire import unpack
+
+Run = tuple[dict[str, list[Head]], list[Held]]
+
+
+def run_with_a_reform() -> Run:
+    """Logs and bases of four peers, of which three go on without the other one and the bootstrap until they meet again."""
+    held, logs = [], {}
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=300, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        swarm.start_all("ABCD")
+        await swarm.until(lambda: swarm.round_of("D") >= 3)
+        swarm.network.partition(["W", "D"], ["A", "B", "C"])
+        await swarm.until(lambda: swarm.peers["D"].node.log.head.epoch == 1 and swarm.round_of("A") >= 10)
+        swarm.network.heal()
+        await swarm.until_finished()
+        for name in "ABCD":
+            logs[name] = [unpack(Decided, record).head for record in swarm.stores[name].records(LOG)]
+            committed = swarm.recorders[name].told(RoundCommitted)
+            held.extend(Held(0.0, name, commit.round, commit.base_digest) for commit in committed)
+
+    simulate(main)
+    return logs, held
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return run_with_a_reform()
+
+
+def audited(run: Run) -> Audit:
+    audit = Audit(4)
+    compare(audit, 1.0, *run)
+    return audit
+
+
+def test_rounds_that_were_given_up_are_no_mismatch(run: Run) -> None:
+    _, held = run
+    assert len({each.digest for each in held if each.round == 8}) == 2, "held by both sides"
+    audit = audited(run)
+    assert not audit.violations
+    assert audit.reforms == 1
+
+
+def test_a_base_that_no_head_names_is_a_mismatch(run: Run) -> None:
+    logs, held = run
+    wrong = replace(held[5], peer="C", digest="0" * 64)
+    assert [each.rule for each in audited((logs, [*held, wrong])).violations] == ["digest"]
+
+
+def test_two_heads_after_one_are_a_fork(run: Run) -> None:
+    logs, held = run
+    other = replace(logs["A"][4], step=10**6)
+    assert "fork" in {each.rule for each in audited(({**logs, "E": [other]}, held)).violations}
