@@ -198,7 +198,9 @@ class Peer:
             return
         if self._make_trainer is not None:
             await self._begin_training(self._make_trainer, restored)
-        self._teller.restored("disk" if restored else "download")
+        base = self.replica.base
+        if self.node.log.has(base.head, base.round):  # else that branch was given up, and another base comes
+            self._teller.restored("disk" if restored else "download")
         await self.node.learn_from_all()
         if restored:
             await self.node.tell_back()

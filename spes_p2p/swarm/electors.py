@@ -280,6 +280,7 @@ class HeadLog:
         self._identity = identity
         self.genesis = genesis
         self._decided: list[Decided] = []
+        self._given_up: set[str] = set()
         records = store.records(LOG)
         for place, record in enumerate(records):
             if not self._take_up(record):
@@ -312,6 +313,10 @@ class HeadLog:
     def has(self, head: str, round_number: int) -> bool:
         """Is the head with this id the one that was decided in that round?"""
         return round_number <= self.round and self.head_at(round_number).id == head
+
+    def gave_up(self, head: str) -> bool:
+        """Was this head decided in a branch that was given up for one of a higher epoch?"""
+        return head in self._given_up
 
     def since(self, round_number: int) -> tuple[Decided, ...]:
         """All certificates after that round."""
@@ -372,6 +377,7 @@ class HeadLog:
 
     def _put(self, decided: Decided) -> None:
         """The new last head; what stood at its round and after it in a lower epoch is given up."""
+        self._given_up.update(old.head.id for old in self._decided[decided.head.round :])
         del self._decided[decided.head.round :]
         self._decided.append(decided)
 

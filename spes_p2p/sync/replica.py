@@ -140,9 +140,12 @@ class Replica:
         return True
 
     async def learn_own_head(self) -> None:
-        """Wait until the log reaches my base: it falls short of it only when its file was harmed, and others know the rest."""
+        """Wait until the log reaches my base: it falls short of it when its file was harmed, and others know the rest.
+
+        Or my base is of a branch that was given up: then `advance` takes another.
+        """
         log, waited = self.node.log, 0
-        while self.base.round > log.round:
+        while self.base.round > log.round and not log.gave_up(self.base.head):
             await self.node.learn_from_all()
             if self.base.round > log.round:
                 if waited % 30 == 0:
@@ -189,6 +192,8 @@ class Replica:
 
     async def repair(self) -> None:
         """My bits differ from most members': download the pieces that differ; pending work stays on top."""
+        if not self.node.log.has(self.base.head, self.base.round):
+            raise PeerUnreachable("the branch of this round was given up")
         offers = await self._offers(self.node.log.head_at(self.base.round))
         if not offers or offers[0].info.digest == self.base.digest:
             raise PeerUnreachable("nobody offers another base for this round")
@@ -296,7 +301,7 @@ class Replica:
         await self.node.world.run_blocking(save_results, self.node.world.store, results)
 
     async def advance(self) -> list[Applied]:
-        """Apply every decided head that is not yet in the base; returns those applied.
+        """Apply every decided head that is not yet in the base; returns those applied, but for what a reform gave up meanwhile.
 
         Who leaves applies what it took part in first, or that would be trained again. It does not wait for a base, though.
         """
@@ -325,7 +330,7 @@ class Replica:
             applied.append(Applied(decided, results.plan, results, self.base.digest))
         if self.base.head == log.head.id:
             self._lost_after = ""
-        return applied
+        return [each for each in applied if log.has(each.decided.head.id, each.decided.head.round)]
 
     async def prepare(self) -> None:
         """Make the base that follows mine, when it is decided and I hold its parts, so that `advance` finds it ready.
@@ -535,8 +540,8 @@ class Replica:
         kept.clear()
 
     async def _jump(self, base: Base, keep_pending: bool) -> None:
-        old = self.base
-        rolled_back = any(map(is_rollback, map(self.node.log.head_at, range(old.round + 1, base.round + 1))))
+        old, known = self.base, min(base.round, self.node.log.round)  # a branch may be given up during a download
+        rolled_back = any(map(is_rollback, map(self.node.log.head_at, range(old.round + 1, known + 1))))
         if rolled_back:
             self._carried = {}
         self._install(base)
