@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.observe.events import BaseRestored
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.swarm.memory import run_virtual
+from spes_p2p.swarm.memory import in_memory_world, run_virtual
+from spes_p2p.swarm.reform import REFORM
+from spes_p2p.swarm.rpc import Switchboard
 
 
 async def bootstrap_that_knows_more_than_it_has(overlap: bool = False) -> VirtualSwarm:
@@ -76,6 +80,29 @@ def test_who_had_the_base_comes_back_before_the_swarm_gives_it_up() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_who_had_the_base_and_is_back_at_the_moment_of_asking_loses_nothing(ahead: int) -> None:
+    """It was cut off, and is not in the registry yet that the bootstrap sees; with the lost base, or some rounds further."""
+
+    async def main() -> None:
+        swarm = await bootstrap_that_knows_more_than_it_has()
+        node, known = swarm.nodes["W"], swarm.nodes["W"].log.round
+        swarm.network.partition(["W"], ["A"])
+        swarm.start_again("A")
+        swarm.slow("A", 1.0 if ahead else 1e6)
+        await swarm.until(lambda: swarm.round_of("A") >= known + ahead)
+        await asyncio.sleep(70)
+        assert node.log.round == known
+        swarm.network.heal()
+        asker = Switchboard(in_memory_world(swarm.network, "asker").transport, 5.0)
+        with pytest.raises(Refused, match="goes on" if ahead else "a majority of the electors is there"):
+            await asker.ask("W", REFORM, node.log.head.id.encode(), 10.0)
+        await swarm.until(lambda: swarm.helper.replica.base.round >= known + ahead)
+        assert node.log.head.epoch == 0
+
+    run_virtual(main())
+
+
 def test_who_had_the_base_comes_back_too_late_and_takes_the_new_branch() -> None:
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has()
@@ -86,6 +113,41 @@ def test_who_had_the_base_comes_back_too_late_and_takes_the_new_branch() -> None
         bases = {swarm.peers[name].replica.base.digest for name in "AB"} | {swarm.helper.replica.base.digest}
         assert len(bases) == 1
         assert swarm.recorders["A"].told(BaseRestored)
+
+    run_virtual(main())
+
+
+def test_who_is_restarted_before_it_has_a_base_of_the_new_branch_goes_on_there() -> None:
+    """Its base is of a round that its log does not reach any more, and nobody else is there to reach that round."""
+
+    async def main() -> None:
+        swarm = await bootstrap_that_knows_more_than_it_has()
+        swarm.start("B")
+        await swarm.until(lambda: swarm.nodes["W"].log.head.epoch == 1)
+        swarm.kill("B")
+        swarm.start_again("A")
+        await swarm.until(lambda: swarm.nodes["A"].log.head.epoch == 1)
+        assert swarm.nodes["A"].log.round < swarm.round_of("A")
+        swarm.restart("A")
+        await swarm.until(lambda: swarm.tasks["A"].done())
+        swarm.tasks["A"].result()
+        assert swarm.nodes["W"].log.head.step == 200
+
+    run_virtual(main())
+
+
+def test_a_download_that_ends_when_its_branch_was_given_up_does_no_harm() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(2)
+        replica = swarm.helper.replica
+        given_up = replace(replica.base, head="another", round=9)
+        await replica._jump(given_up, False)
+        with pytest.raises(PeerUnreachable, match="given up"):
+            await replica.repair()
+        await swarm.until_finished()
+        await swarm.until(lambda: replica.base.digest in swarm.final_digests())
 
     run_virtual(main())
 

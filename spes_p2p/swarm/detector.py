@@ -61,6 +61,10 @@ class SilenceDetector:
         """Was it silent for too long a moment ago, and not heard since? Then nobody needs to wait for it once more."""
         return peer in self._lost_at and now_s - self._lost_at[peer] < self.bound(peer)
 
+    def forget_losses(self) -> None:
+        """Who was silent a moment ago is waited for once more."""
+        self._lost_at.clear()
+
     def bound(self, peer: str) -> float:
         """Seconds of silence after which this peer counts as dead."""
         if peer not in self._bounds:

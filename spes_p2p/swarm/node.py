@@ -269,14 +269,14 @@ class Node:
                 continue
             after = found[-1].head.round
 
-    async def learn_from_all(self) -> None:
-        """Fetch what was decided from everybody who is there."""
+    async def learn_from_all(self, peers: Sequence[str] | None = None) -> None:
+        """Fetch what was decided from everybody who is there, or from these peers."""
 
         async def learn_from(peer: str) -> None:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 await self.learn_heads(peer)
 
-        await asyncio.gather(*map(learn_from, self.others()))
+        await asyncio.gather(*map(learn_from, self.others() if peers is None else peers))
 
     async def ask_for_reform(self) -> None:
         """Rounds find no majority, or no base: ask the helpers to open a new epoch. They do when that has lasted for long."""

@@ -56,18 +56,26 @@ class Reformer:
         if asked_for != log.head.id:
             await talk.send(pack(Decide(log.since(log.round - 1))))
             return
-        lost_since = self._node.hooks.base_lost_since()
+        lost_since, parent = self._node.hooks.base_lost_since(), log.round
         if lost_since is not None:
             self._require_patience(f"nobody who is there has the base of round {log.round}", lost_since)
-            parent = await self._node.hooks.newest_base([*{*self._node.others(), talk.remote}])
-        else:
+            parent = await self._newest_base(talk.remote)
+        if parent == log.round:
             self._require_patience("no majority of the electors", await self._no_majority_since())
-            parent = log.round
-        if parent is None:
-            raise Refused("nobody who is there has a base of this campaign")
         if asked_for != log.head.id or self._node.hooks.base_lost_since() != lost_since:
             raise Refused("the swarm goes on")
         await talk.send(pack(Decide((self._open_epoch(parent),))))
+
+    async def _newest_base(self, asker: str) -> int:
+        """The round that I can go on from. Raises Refused when there is none."""
+        node, head = self._node, self._node.log.head
+        peers = sorted({*node.others(), *head.members, *head.electorate, asker} - {node.peer_id})
+        node.board.detector.forget_losses()  # who was silent a moment ago may be there, and the registry not know it yet
+        parent = await node.hooks.newest_base(peers)
+        await node.learn_from_all(peers)  # a base that my log does not know of says that somebody goes on without me
+        if parent is None:
+            raise Refused("nobody who is there has a base of this campaign")
+        return parent
 
     def _require_patience(self, what: str, since: float) -> None:
         patience_s = self._node.campaign.config.sync.reform_after_s
