@@ -10,7 +10,10 @@ import pytest
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.observe.events import BaseRestored
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.swarm.control import signed
+from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.memory import in_memory_world, run_virtual
+from spes_p2p.swarm.records import Control
 from spes_p2p.swarm.reform import REFORM
 from spes_p2p.swarm.rpc import Switchboard
 
@@ -113,6 +116,33 @@ def test_who_had_the_base_comes_back_too_late_and_takes_the_new_branch() -> None
         bases = {swarm.peers[name].replica.base.digest for name in "AB"} | {swarm.helper.replica.base.digest}
         assert len(bases) == 1
         assert swarm.recorders["A"].told(BaseRestored)
+
+    run_virtual(main())
+
+
+def test_an_order_that_was_applied_in_rounds_that_are_given_up_holds_again() -> None:
+    """The bootstrap knew of it from the heads alone, and the one who had brought it there is dead."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 1, "reform_after_s": 30.0}))
+        swarm.start_all("A")
+        await swarm.until(lambda: swarm.round_of("A") >= 3 and swarm.helper.replica.base.round >= 3)
+        swarm.network.partition(["W"], ["A"])
+        order = signed(Control(swarm.campaign.hash, 1, "stopped", (), -1, b""), SimulatedIdentity("W"))
+        await swarm.until(lambda: swarm.round_of("A") >= swarm.helper.replica.base.round + 6)
+        assert swarm.nodes["A"].controls.take(order)
+        await swarm.until(lambda: swarm.nodes["A"].log.head.control == order)
+        swarm.network.heal()
+        await swarm.until(lambda: swarm.nodes["W"].log.head.control == order)
+        assert swarm.helper.replica.base.round < swarm.nodes["W"].log.round
+        swarm.kill("A")
+        swarm.start("B")
+        await swarm.until(lambda: swarm.nodes["W"].log.head.epoch == 1)
+        assert swarm.nodes["W"].log.head.control is None
+        swarm.restart("W")
+        await swarm.until(lambda: swarm.tasks["B"].done())
+        assert swarm.nodes["W"].log.head.control == order
+        assert swarm.nodes["W"].log.head.step < 200
 
     run_virtual(main())
 

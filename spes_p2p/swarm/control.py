@@ -94,9 +94,17 @@ class Controls:
             return False
         if not is_signed(control, self._log.head, self._identity):
             raise Refused("a control record that the owner of this campaign did not sign")
+        self._hold(control)
+        return True
+
+    def hold(self) -> None:
+        """Keep the newest record also if a reform gives up the head that applied it: it is news again then."""
+        if self.newest is not None and self.newest != self._held:
+            self._hold(self.newest)
+
+    def _hold(self, control: Control) -> None:
         self._store.write(CONTROL, [frame_record(pack(control))])
         self._held = control
-        return True
 
     def _read(self) -> Control | None:
         blob = self._store.read(CONTROL)

@@ -482,6 +482,8 @@ class Node:
 
     def learn(self, decided: Decided) -> None:
         """Take up a decided head, if it is news. Raises Refused when it does not follow mine or is not proven."""
+        if decided.head.epoch > self.log.head.epoch:
+            self.controls.hold()
         if self.log.append(decided):
             during, began = self._phase_during
             self._phase_began = began if during == decided.head.round else asyncio.get_running_loop().time()
