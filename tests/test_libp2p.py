@@ -382,7 +382,7 @@ def test_a_program_that_shall_die_with_its_parent_does():
         child = int(parent.stdout.readline())
         with open_pid(child) as ended:
             parent.kill()
-            assert select.select([ended], [], [], 5.0)[0]
+            assert select.select([ended], [], [], 20.0)[0]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
@@ -390,7 +390,7 @@ def test_no_daemon_outlives_its_peer(peer_process: subprocess.Popen[str], tmp_pa
     daemon, _ = started(peer_process)
     with open_pid(daemon) as ended:
         peer_process.send_signal(how)
-        assert select.select([ended], [], [], 5.0)[0]
+        assert select.select([ended], [], [], 20.0)[0]
     peer_process.wait()
     run(start_and_close(tmp_path / "next"))
     assert not sockets_of(peer_process.pid)
@@ -404,7 +404,7 @@ def test_a_peer_interrupted_at_its_terminal_can_still_say_goodbye(peer_process: 
         assert peer_process.stdout is not None
         assert peer_process.stdout.readline().strip() == "goodbye"
         assert peer_process.wait(10) == 0
-        assert select.select([ended], [], [], 5.0)[0]
+        assert select.select([ended], [], [], 20.0)[0]
     assert not sockets_of(peer_process.pid)
 
 

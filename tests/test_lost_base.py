@@ -194,3 +194,35 @@ def test_a_base_is_there_for_others_before_the_phase_ends_that_its_round_overlap
         assert log.head.id in {info.head for info in replica.snapshots.infos}
 
     run_virtual(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_three_bases_are_lost_one_after_the_other_while_the_bootstrap_restarts_and_then_everybody_comes_back(overlap: bool) -> None:
+    async def main() -> None:
+        sync = {"min_peers": 1, "reform_after_s": 30.0, "overlap": overlap}
+        swarm = VirtualSwarm(campaign(total_steps=600, sync=sync))
+        swarm.start_all("A")
+        await swarm.until(lambda: swarm.round_of("A") >= 3 and swarm.helper.replica.base.round >= 3)
+        for last, name in ("AB", "BC", "CD"):
+            swarm.network.partition(["W"], [last])
+            had, epoch = swarm.helper.replica.base.round, swarm.nodes["W"].log.head.epoch
+            await swarm.until(lambda had=had, last=last: swarm.round_of(last) >= had + 7)
+            swarm.network.heal()
+            await swarm.until(lambda: swarm.nodes["W"].log.round > swarm.helper.replica.base.round + 2)
+            swarm.kill(last)
+            swarm.restart("W")
+            swarm.start(name)
+            await swarm.until(lambda epoch=epoch: swarm.nodes["W"].log.head.epoch == epoch + 1)
+            reformed = swarm.nodes["W"].log.round
+            swarm.restart("W")
+            await swarm.until(lambda name=name, reformed=reformed: swarm.round_of(name) >= reformed + 2)
+            await swarm.until(lambda reformed=reformed: swarm.helper.replica.base.round >= reformed + 2)
+        for name in "ABC":
+            swarm.start_again(name)
+        await swarm.until(lambda: all(swarm.tasks[name].done() for name in "ABCD"))
+        swarm.assert_same_heads()
+        assert len(swarm.final_digests()) == 1
+        assert swarm.nodes["W"].log.head.step == 600
+
+    run_virtual(main())
