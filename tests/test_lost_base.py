@@ -198,7 +198,7 @@ def test_a_base_is_there_for_others_before_the_phase_ends_that_its_round_overlap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
-def test_three_bases_are_lost_one_after_the_other_while_the_bootstrap_restarts_and_then_everybody_comes_back(overlap: bool) -> None:
+def test_three_bases_are_lost_in_a_row_while_the_bootstrap_restarts_and_then_everybody_comes_back(overlap: bool) -> None:
     async def main() -> None:
         sync = {"min_peers": 1, "reform_after_s": 30.0, "overlap": overlap}
         swarm = VirtualSwarm(campaign(total_steps=600, sync=sync))
