@@ -283,7 +283,7 @@ training:
   learning_rate: {size.learning_rate}
   embedding_lr_ratio: {size.embedding_lr_ratio}  # times the learning rate: that of embedding and output head
   beta2: {size.beta2}  # of AdamW: with a long memory the mean of the peers' steps is nearly a step along their mean gradient
-  # second_moment_peers: {peers}  # closes a little more of the gap to one big machine, where so many trainers are always there
+  # second_moment_peers: auto  # closes a little more of the gap to one big machine
   warmup_steps: {schedule.warmup_steps}
 
 merge:  # similar experts are merged a little in the first part of training (SPES)
