@@ -105,6 +105,7 @@ class Audit:
     _commits: dict[tuple[int, str], tuple[str, float]] = field(default_factory=dict)
     _digests: dict[str, set[str]] = field(default_factory=dict)
     _suspect: set[str] = field(default_factory=set)
+    _corrupted: set[str] = field(default_factory=set)
     _decided: dict[tuple[str, int], str] = field(default_factory=dict)
     _failed_rounds: Counter[int] = field(default_factory=Counter)
     _retried: set[int] = field(default_factory=set)
@@ -142,9 +143,8 @@ class Audit:
             self._dropped += event.tokens
         elif isinstance(event, DigestMismatch):
             self._repairs += 1
-            self._suspect.discard(peer)
-        elif isinstance(event, BaseRestored) and event.source == "download":
-            self._suspect.discard(peer)
+        elif isinstance(event, BaseRestored) and event.source == "disk" and peer in self._corrupted:
+            self._suspect.add(peer)
         elif isinstance(event, BaseRestored) and event.source == "reform":
             self._branched = True
             for gone in self._gone.values():
@@ -162,9 +162,11 @@ class Audit:
 
     def has_base(self, now_s: float, peer: str, head: str, round_number: int, digest: str) -> None:
         """A peer's base after this head has this digest."""
-        if peer in self._suspect:
-            return
         digests = self._digests.setdefault(head, set())
+        if peer in self._suspect:
+            if digest in digests:
+                self._suspect.discard(peer)
+            return
         if digests and digest not in digests:
             self._mismatches += 1
             self._violated(now_s, "digest", f"round {round_number}: {peer} has {digest[:8]}, others {min(digests)[:8]}")
@@ -187,8 +189,9 @@ class Audit:
         self._joined_at[peer] = now_s
 
     def corrupted(self, peer: str) -> None:
-        """Bits of its base were changed: until it repairs them, its digests say nothing."""
+        """Bits of its base were changed: its digests say nothing until one is right; its disk may be wrong for longer."""
         self._suspect.add(peer)
+        self._corrupted.add(peer)
 
     def is_suspect(self, peer: str) -> bool:
         """Is its base still the one that was changed?"""
