@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.observe.events import RoundCommitted
+from spes_p2p.observe.events import BaseRestored, DigestMismatch, RoundCommitted
 from spes_p2p.simulate.audit import Audit
 from spes_p2p.simulate.decisions import Held, compare
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -67,3 +67,17 @@ def test_two_heads_after_one_are_a_fork(run: Run) -> None:
     logs, held = run
     other = replace(logs["A"][4], step=10**6)
     assert "fork" in {each.rule for each in audited(({**logs, "E": [other]}, held)).violations}
+
+
+def test_a_corrupted_base_counts_again_when_it_is_right() -> None:
+    audit = Audit(4)
+    audit.has_base(1.0, "A", "head", 7, "right")
+    audit.corrupted("B")
+    audit.has_base(2.0, "B", "head", 7, "wrong")
+    audit.told(3.0, "B", DigestMismatch(7, "wrong", "right"))
+    audit.told(4.0, "B", BaseRestored(7, 70, 100, 1, "wrong", "disk"))  # killed before the repair was on its disk
+    audit.has_base(4.0, "B", "head", 7, "wrong")
+    audit.has_base(5.0, "B", "head", 7, "right")
+    assert not audit.violations
+    audit.has_base(6.0, "B", "head", 7, "wrong")
+    assert [each.rule for each in audit.violations] == ["digest"]
