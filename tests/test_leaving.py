@@ -13,7 +13,9 @@ from spes_p2p.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("moment", ["exchanging", "committing"])
-def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(moment: str, overlap: bool) -> None:
+def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
+    moment: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=150, sync={"overlap": overlap}))
         swarm.start_all()
@@ -26,7 +28,7 @@ def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(mo
             if phase == moment:
                 leaver.leave()
 
-        leaver._enter = leave_at  # type: ignore[method-assign]
+        monkeypatch.setattr(leaver, "_enter", leave_at)
         await swarm.until(swarm.tasks["B"].done)
         swarm.network.kill("B")
         await swarm.until_finished()

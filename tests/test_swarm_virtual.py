@@ -562,3 +562,17 @@ def test_a_trainer_knows_how_many_average_with_it_in_each_phase() -> None:
         assert peers[alone_from] == pytest.approx(2, abs=0.1)
 
     simulate(main)
+
+
+def test_a_head_whose_lost_members_cannot_be_is_nobodys_results_and_no_crash() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60))
+        swarm.start_all()
+        await swarm.until_round(2)
+        replica, log = swarm.peers["A"].replica, swarm.nodes["A"].log
+        decided = log.at(log.round)
+        wrong = dataclasses.replace(decided, head=dataclasses.replace(decided.head, lost=((99,),)))
+        assert await replica._complete_results(decided) is not None
+        assert await replica._complete_results(wrong) is None
+
+    simulate(main)

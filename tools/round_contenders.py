@@ -259,10 +259,10 @@ def messages() -> tuple[type[Any], type[Any]]:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     fields = descriptor_pb2.FieldDescriptorProto
-    kinds = {"peer": fields.TYPE_INT32, "piece": fields.TYPE_INT32, "pieces": fields.TYPE_INT32, "ready": fields.TYPE_BOOL,
-             "body": fields.TYPE_BYTES}
+    kinds = dict.fromkeys(("peer", "round", "piece", "pieces"), fields.TYPE_INT32)
+    kinds |= {"ready": fields.TYPE_BOOL, "body": fields.TYPE_BYTES}
     file = descriptor_pb2.FileDescriptorProto(name="bench.proto", package="bench", syntax="proto3")
-    for name, names in (("Request", ("peer", "piece", "pieces", "body")), ("Answer", ("ready", "pieces", "body"))):
+    for name, names in (("Request", ("peer", "round", "piece", "pieces", "body")), ("Answer", ("ready", "pieces", "body"))):
         message = file.message_type.add(name=name)
         for number, field in enumerate(names, 1):
             message.field.add(name=field, number=number, type=kinds[field], label=fields.LABEL_OPTIONAL)
@@ -295,8 +295,8 @@ class ParameterServer:
         return messages()[1](ready=True)
 
     def download(self, request: Any, context: Any) -> Any:
-        """The piece that is asked for, or "not ready". `request.pieces`: the round whose answer it is."""
-        if request.pieces > self.round:
+        """The piece that is asked for, or "not ready"."""
+        if request.round > self.round:
             return messages()[1](ready=False)
         start = request.piece * MOST_BYTES
         piece, pieces = self.answer[start : start + MOST_BYTES], -(-len(self.answer) // MOST_BYTES)
@@ -380,7 +380,7 @@ def downloaded(download: Callable[[Any], Any], round_number: int) -> bytes:
     """Of this round, piece by piece, as soon as it is ready."""
     pieces: list[bytes] = []
     while True:
-        answer = download(messages()[0](piece=len(pieces), pieces=round_number))
+        answer = download(messages()[0](round=round_number, piece=len(pieces)))
         if not answer.ready:
             time.sleep(POLL_S)
             continue

@@ -425,8 +425,7 @@ class Replica:
 
     async def _complete_results(self, decided: Decided) -> Results | None:
         """The head's results with every committed part, fetched where they are missing; None when nobody has them any more."""
-        results = self._results_under(decided)
-        if results is not None and _complete(results, decided):
+        if (results := await self._completed(None, decided)) is not None:
             return results
         peers = {*decided.head.members, *self.node.others()} - {self.node.peer_id}
         asked = [asyncio.ensure_future(self._has_results(peer, decided.head.plan)) for peer in sorted(peers)]
@@ -435,12 +434,12 @@ class Replica:
             for answer in asyncio.as_completed(asked):
                 if (holder := await answer) is not None:
                     holders.append(holder)
-                    if (results := await self._fetched(holder, decided)) is not None:
+                    if (results := await self._completed(holder, decided)) is not None:
                         return results
         finally:
             await end_tasks(asked)
         for holder in holders:
-            if (results := await self._fetched(holder, decided)) is not None:
+            if (results := await self._completed(holder, decided)) is not None:
                 return results
         return None
 
@@ -453,11 +452,13 @@ class Replica:
                 return peer
         return None
 
-    async def _fetched(self, peer: str, decided: Decided) -> Results | None:
-        """The results, when they are complete with what this peer has."""
+    async def _completed(self, peer: str | None, decided: Decided) -> Results | None:
+        """The results, when they are complete with what this peer has, or without any peer."""
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
-            results = await self._fetch(peer, decided, self._results_under(decided))
-            if _complete(results, decided):
+            results = self._results_under(decided)
+            if peer is not None:
+                results = await self._fetch(peer, decided, results)
+            if results is not None and _complete(results, decided):
                 return results
         return None
 
