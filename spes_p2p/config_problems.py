@@ -60,11 +60,20 @@ def first_problem(error: ValidationError, model: type[BaseModel], name: Callable
     """
     problems = error.errors()
     unknown = [problem for problem in problems if problem["type"] in ("extra_forbidden", "invalid_key")]
-    return _describe((unknown or problems)[0], model, name)
+    first = (unknown or problems)[0]
+    described = _describe(first, model, name)
+    alternatives = [other for other in problems if other is not first and _place(other) == _place(first)]
+    rules = [_describe(other, model, name).message.rpartition(": must be ")[2].removeprefix("one of ") for other in alternatives]
+    return Problem(described.location, " or ".join([described.message, *rules]))
+
+
+def _place(problem: ErrorDetails) -> Location:
+    """The field; for one of several types pydantic adds which of them was tried (`constrained-int`, `literal['auto']`)."""
+    return tuple(part for part in problem["loc"] if not str(part).startswith(("constrained-", "literal[")))
 
 
 def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Location], str]) -> Problem:
-    location, kind, value = problem["loc"], problem["type"], problem["input"]
+    location, kind, value = _place(problem), problem["type"], problem["input"]
     context = problem.get("ctx", {})
     if kind in ("extra_forbidden", "invalid_key"):
         return Problem(location, f"unknown field '{name(location)}'; {_advice(location, model)}")

@@ -406,3 +406,18 @@ def test_moments_in_8_bits_stay_those_of_one_peer_on_auto() -> None:
 def test_moments_in_8_bits_are_refused_where_they_cannot_be_those_of_several_peers() -> None:
     with pytest.raises(UserError, match="adamw8bit: cannot do what the campaign's"):
         Training((1,), "adamw8bit", second_moment_peers=4)
+
+
+def test_a_wrong_number_of_peers_is_told_with_both_right_answers() -> None:
+    with pytest.raises(UserError, match=r"training\.second_moment_peers = 'many': must be a whole number or 'auto'$"):
+        parse_campaign_config(
+            {
+                "name": "x", "data": {"manifest": "m", "tokenizer": "t"},
+                "model": {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                          "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 8,
+                          "moe_num_experts": 2, "moe_top_k": 1},
+                "training": {"sequence_length": 8, "batch_size": 1, "total_steps": 2, "sync_steps": 1, "learning_rate": 1e-3,
+                             "second_moment_peers": "many"},
+            },
+            "test",
+        )
