@@ -63,7 +63,8 @@ def first_problem(error: ValidationError, model: type[BaseModel], name: Callable
     first = (unknown or problems)[0]
     described = _describe(first, model, name)
     alternatives = [other for other in problems if other is not first and _place(other) == _place(first)]
-    rules = [_describe(other, model, name).message.rpartition(": must be ")[2].removeprefix("one of ") for other in alternatives]
+    messages = (_describe(other, model, name).message for other in alternatives)
+    rules = [message.rpartition(": must be ")[2].removeprefix("one of ") for message in messages]
     return Problem(described.location, " or ".join([described.message, *rules]))
 
 
