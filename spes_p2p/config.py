@@ -35,7 +35,7 @@ from spes_p2p.config_types import (
 from spes_p2p.errors import UserError
 from spes_p2p.yaml_file import read_yaml_mapping
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Changes whenever peers of the old and the new code could not train together."""
 DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
 SLOWEST_LINE_BITS = 1e6
@@ -208,7 +208,7 @@ class SyncConfig(Section):
         False, description="Train on while a round goes on: what it decides is applied when the phase that goes on meanwhile "
         "ends, so updates are one phase late. Round 1 then moves nothing, and the campaign has one round more.")
     part_bytes: Annotated[int, Field(strict=True, ge=1024, le=2**20)] = Field(
-        131072, description="Encoded bytes of one part, the unit of exchange.")
+        524288, description="Encoded bytes of one part, the unit of exchange, at most; small models have smaller parts.")
     min_peers: Positive = Field(1, description="Trainers that must be there before the first round is planned.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers after min_peers are there.")

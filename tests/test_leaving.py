@@ -11,6 +11,19 @@ from test_lost_base import bootstrap_that_knows_more_than_it_has
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
 
+def assert_each_sample_is_in_one_round(swarm: VirtualSwarm, leaver: str, overlap: bool) -> None:
+    """Of A, B and C: the leaver's where a round includes its work, and all of the others'."""
+    stayed = "ABC".replace(leaver, "")
+    log = swarm.nodes[stayed[0]].log
+    in_round = {number + overlap: trained for number, trained in swarm.samples[leaver].items()}
+    included = [i for r, trained in in_round.items() if r <= log.round and leaver in log.head_at(r).members for i in trained]
+    others = [i for name in stayed for trained in swarm.samples[name].values() for i in trained]
+    counts = Counter(samples(included + others))
+    assert set(counts.values()) == {1}
+    epoch = [position for epoch, position in counts if epoch == 0]
+    assert sorted(epoch) == list(range(len(epoch)))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("moment", ["exchanging", "committing"])
 def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
@@ -32,14 +45,35 @@ def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
         await swarm.until(swarm.tasks["B"].done)
         swarm.network.kill("B")
         await swarm.until_finished()
-        log = swarm.nodes["A"].log
-        in_round = {number + overlap: trained for number, trained in swarm.samples["B"].items()}
-        included = [i for r, trained in in_round.items() if r <= log.round and "B" in log.head_at(r).members for i in trained]
-        others = [i for name in "AC" for trained in swarm.samples[name].values() for i in trained]
-        counts = Counter(samples(included + others))
-        assert set(counts.values()) == {1}
-        epoch = [position for epoch, position in counts if epoch == 0]
-        assert sorted(epoch) == list(range(len(epoch)))
+        assert_each_sample_is_in_one_round(swarm, "B", overlap)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("leaver", "ABC")
+def test_who_leaves_and_takes_long_to_end_coordinates_no_round_meanwhile(
+    leaver: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the three coordinates the next round. A process that goes still answers for seconds."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=300, sync={"overlap": overlap}))
+        swarm.start_all()
+        await swarm.until_round(3)
+        node, close = swarm.nodes[leaver], swarm.nodes[leaver].close
+
+        async def close_late() -> None:
+            await asyncio.sleep(40)
+            await close()
+
+        monkeypatch.setattr(node, "close", close_late)
+        swarm.peers.pop(leaver).leave()
+        told = asyncio.get_running_loop().time()
+        await swarm.until_round(5)
+        assert asyncio.get_running_loop().time() - told < 35
+        await swarm.until_finished()
+        assert_each_sample_is_in_one_round(swarm, leaver, overlap)
 
     simulate(main)
 

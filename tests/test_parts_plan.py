@@ -91,6 +91,16 @@ def test_on_equal_lines_owners_serve_their_experts_and_reducing_is_shared_evenly
     assert max(reduced) == min(reduced)
 
 
+@pytest.mark.parametrize("values", [2**21, 2**24])
+def test_reducers_alike_get_alike_shares_of_a_small_model_too(values: int) -> None:
+    layout = Layout([TensorSpec("embed", (values // 64, 64), "shared")])
+    members = tuple(member(f"{i:02d}", 5, ()) for i in range(16))
+    parts = part_table(layout, members, codecs("int8"), 2**19)
+    reduced = [sum(part.encoded_bytes for part in parts if part.reducer == i) for i in range(16)]
+    assert max(reduced) <= 1.1 * min(reduced)
+    assert all(2**13 < part.encoded_bytes <= 2**19 for part in parts)
+
+
 @given(st.lists(st.sampled_from([1.0, 2.0, 5.0, 20.0]), min_size=3, max_size=9), st.integers(1, 5), st.integers(0, 3))
 def test_the_busiest_line_is_busy_for_little_longer_than_any_assignment_needs(
     bandwidths: list[float], most_owned: int, helpers: int

@@ -113,6 +113,26 @@ def test_files_that_drafts_replaced_are_used_again_but_never_while_somebody_maps
     assert len(list(store.path.iterdir())) <= 3
 
 
+def test_a_rounds_files_are_those_of_earlier_rounds(tmp_path: Path) -> None:
+    """As a peer writes them: two bases are served, four rounds' bodies are kept, checkpoints take turns."""
+    store, megabyte = DirectoryStore(tmp_path / "store"), bytes(2**20)
+    served: list[memoryview] = []
+    files: list[set[int]] = []
+    for number in range(12):
+        bodies, base = store.draft(f"bodies-of-results-{number}"), store.draft("base")
+        for draft in (bodies, base):
+            draft.write(0, megabyte)
+            draft.commit()
+        store.write(f"checkpoint-{number % 2}", [megabyte])
+        served = [*served, base.view()][-2:]
+        if number >= 4:
+            store.delete(f"bodies-of-results-{number - 4}")
+        del bodies, base, draft
+        files.append({file.stat().st_ino for file in store.path.iterdir()})
+    assert files[-1] == files[-2] == files[-3]
+    assert len(files[-1]) <= 3 + 5 + 3
+
+
 def test_who_looks_at_a_running_peers_files_takes_nothing_away(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "store")
     draft = store.draft("blob")

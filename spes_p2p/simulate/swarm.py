@@ -177,7 +177,7 @@ class VirtualSwarm:
         if not world.store.read(BASE):
             save_base_0(world.store, self.genesis, self.base0)
         self.helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, observer, lambda: b"", name, self._archive)
-        self.tasks[name] = self.network.run_peer(name, self.helper.run())
+        self.tasks[name] = self.network.run_peer(name, _life(self.helper))
 
     def start(
         self,
@@ -211,7 +211,7 @@ class VirtualSwarm:
         capacity = Capacity(machine.experts, machine.bandwidth)
         peer = Peer(node, LAYOUT, make_trainer, capacity, observer, lambda: b"", where or name, base_in_memory=base_in_memory)
         self.peers[name] = peer
-        self.tasks[name] = self.network.run_peer(name, peer.run())
+        self.tasks[name] = self.network.run_peer(name, _life(peer))
 
     def start_all(self, names: str = "ABC") -> None:
         """The bootstrap and these trainers, all alike."""
@@ -312,6 +312,12 @@ class VirtualSwarm:
         differing = {number: digests for number, digests in self.digests().items() if len(digests) != 1}
         assert not differing
         assert len(self.final_digests()) == 1
+
+
+async def _life(peer: Peer) -> None:
+    """Its process: what it served ends with it."""
+    await peer.run()
+    await peer.node.world.transport.close()
 
 
 def _at_training_speed(world: World, step_s: Callable[[], float]) -> World:

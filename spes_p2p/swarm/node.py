@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spes_p2p.config import PROTOCOL_VERSION, Campaign, TrainingConfig
@@ -153,6 +153,8 @@ class Node:
         self._phase_began = 0.0
         self._phase_during = -1, 0.0
         self._failed_to_coordinate = -1
+        self._leaves = False
+        """Have I told the others that I go?"""
         self._returned: dict[str, Leave] = {}
         self._came_back: set[str] = set()
         """Of those, who is here again."""
@@ -287,8 +289,11 @@ class Node:
                     self.learn(decided)
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
-        """Tell the electors that I go, so that my experts and samples find others at once."""
-        await self._tell_electors(Leave(self.log.round + 1, untrained, self._elector.leave()))
+        """Tell the electors that I go, so that my experts and samples find others at once. I coordinate no new round."""
+        leave = Leave(self.log.round + 1, untrained, self._elector.leave())
+        self._leaves = True
+        self._returned[self.peer_id] = replace(leave, farewell=None)  # for the round that I may be coordinating
+        await self._tell_electors(leave)
 
     async def tell_back(self) -> None:
         """I am here again: who was told that I left expects my work once more. If I gave up my seat, that holds until the next
@@ -305,7 +310,8 @@ class Node:
         ping = unpack(Ping, await talk.message())
         if ping.stop_after == self.log.round and talk.remote in self.log.head.electorate:
             self.hooks.stop_phase(ping.stop_after)
-        await talk.send(pack(Pong(self.log.round, self.hooks.phase(), self._failed_to_coordinate, self._elector.may_vote)))
+        cannot = self.log.round + 1 if self._leaves else self._failed_to_coordinate
+        await talk.send(pack(Pong(self.log.round, self.hooks.phase(), cannot, self._elector.may_vote)))
 
     async def _on_status(self, talk: Talk) -> None:
         await talk.send(self.hooks.status())
@@ -383,6 +389,8 @@ class Node:
         rank = announcement.attempt % len(order)
         if order[rank] != self.peer_id:
             raise Refused("not the coordinator of this attempt")
+        if self._leaves:
+            raise Refused("I leave")
         if talk.remote in self._returned:
             self._came_back.add(talk.remote)
         await self._only_if_others_cannot(order[:rank])

@@ -1,9 +1,10 @@
 """Named blobs and logs that survive a crash: in a directory, or in memory with the same contract.
 
-A blob is written aside, flushed to the disk and renamed: at any instant there is the old one or the new one, whole. Files that
-drafts replace are used again by later drafts (a page that is there already is written several times faster than a new one), but
-only when nobody maps them any more: a mapping holds a shared lock on its file, in whichever process. A log is a sequence of
-(length, crc, record); what follows the last whole record is a torn write and is dropped.
+A blob is written aside, flushed to the disk and renamed: at any instant there is the old one or the new one, whole. Files of
+blobs that are replaced or deleted are used again for later blobs of their kind, that is whose names begin alike (a page that is
+there already is written several times faster than a new one), but only when nobody maps them any more: a mapping holds a shared
+lock on its file, in whichever process. A log is a sequence of (length, crc, record); what follows the last whole record is a
+torn write and is dropped.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)
 _ASIDE = ".aside"
 _HEADER = struct.Struct("<II")
 KEPT_SPARES = 2
+"""Of each kind. The base before the current one is still served: the next base goes into the file of the one before that."""
 SMALLEST_SPARE_BYTES = 2**20
 
 
@@ -46,27 +48,19 @@ class DirectoryStore:
             _remove_unless_locked(leftover)
         self._log_sizes: dict[str, int] = {}
         self._draft_numbers = itertools.count()
-        self._spares: list[Path] = []
+        self._spares: dict[str, list[Path]] = {}
+        """By kind, the oldest first."""
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Replace the blob durably. Raises UserError, or whatever `chunks` raises, with the old blob in place."""
-        target = self._file(name)
-        aside = target.with_name(target.name + _ASIDE)
-        with _said_in_one_line(target):
-            self._make_directory(target.parent)
-            try:
-                with aside.open("wb") as file:
-                    _lock(file.fileno())
-                    for chunk in chunks:
-                        file.write(chunk)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(aside, target)
-            except BaseException:
-                with suppress(OSError):
-                    aside.unlink(missing_ok=True)
-                raise
-            _sync_directory(target.parent)
+        draft, size = self.draft(name), 0
+        try:
+            for chunk in chunks:
+                draft.write(size, chunk)
+                size += memoryview(chunk).nbytes
+            draft.commit()
+        finally:
+            draft.drop()
 
     def draft(self, name: str) -> FileDraft:
         """Begin to write a blob piece by piece. Several drafts of one blob may be open."""
@@ -74,8 +68,8 @@ class DirectoryStore:
         with _said_in_one_line(target):
             self._make_directory(target.parent)
             aside = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}")
-            self._reuse_spare(aside)
-            return FileDraft(target, aside, self._keep_spare)
+            self._reuse_spare(_kind(name), aside)
+            return FileDraft(target, aside, lambda old: self._keep_spare(_kind(name), old))
 
     def read(self, name: str) -> memoryview | None:
         """The blob, memory-mapped read-only, or None. It stays valid when the blob is replaced or deleted."""
@@ -123,7 +117,7 @@ class DirectoryStore:
         self._log_sizes.pop(name, None)
         target = self._file(name)
         with suppress(FileNotFoundError):
-            self._keep_spare(target)
+            self._keep_spare(_kind(name), target)
             target.unlink()
             _sync_directory(target.parent)
 
@@ -132,23 +126,24 @@ class DirectoryStore:
         found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_ASIDE))
         return sorted(name for name in found if name.startswith(prefix))
 
-    def _keep_spare(self, old: Path) -> None:
+    def _keep_spare(self, kind: str, old: Path) -> None:
         """A file that is about to be replaced or removed: keep its pages for a later draft, under another name."""
+        spares = self._spares.setdefault(kind, [])
         with suppress(OSError):
             if old.stat().st_size >= SMALLEST_SPARE_BYTES:
                 spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
                 os.link(old, spare)
-                self._spares.append(spare)
-        while len(self._spares) > KEPT_SPARES:
-            self._spares.pop(0).unlink(missing_ok=True)
+                spares.append(spare)
+        while len(spares) > KEPT_SPARES:
+            spares.pop(0).unlink(missing_ok=True)
 
-    def _reuse_spare(self, aside: Path) -> None:
-        """Let a draft begin as the oldest spare file that nobody maps, if there is one."""
-        for spare in self._spares:
+    def _reuse_spare(self, kind: str, aside: Path) -> None:
+        """Let a draft begin as the oldest spare file of its kind that nobody maps, if there is one."""
+        for spare in (spares := self._spares.get(kind, [])):
             with suppress(OSError), spare.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.rename(spare, aside)
-                self._spares.remove(spare)
+                spares.remove(spare)
                 return
 
     def _file(self, name: str) -> Path:
@@ -210,6 +205,10 @@ class FileDraft:
                 os.replace(self._aside, self._target)
                 _sync_directory(self._target.parent)
                 self._is_committed = True
+
+    def drop(self) -> None:
+        """Nothing more will be written; what was not committed is removed."""
+        self._end()
 
 
 class MemoryStore:
@@ -369,6 +368,11 @@ def read_frame(content: bytes | memoryview) -> tuple[bytes, int]:
 
 def _whole_bytes(content: bytes) -> int:
     return sum(_HEADER.size + len(record) for record in parse_records(content))
+
+
+def _kind(name: str) -> str:
+    """Blobs of one kind are about as large: `base`, `bodies-of-...`, `checkpoint-...`."""
+    return name.partition("-")[0]
 
 
 def _check_name(name: str) -> None:

@@ -10,6 +10,7 @@ from spes_p2p.sync.codecs import Codec, GroupCodecs
 
 WORTH_HANDING_ON = 1.5
 """Bandwidths are measured, and lines that are alike differ by less: their owners go on serving their own experts."""
+SPREAD, SMALL_BYTES = 64, 2**14
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,17 @@ class Part:
 
 
 def part_ranges(layout: Layout, codecs: GroupCodecs, part_bytes: int) -> tuple[tuple[Group, int, int], ...]:
-    """Group, start and stop of everything that can be a part, in order. The same in every round: who is in it plays no role."""
-    steps = ((group, max(1, codecs.of(group).elements(part_bytes))) for group in layout.groups)
-    return tuple((group, a, min(group.stop, a + step)) for group, step in steps for a in range(group.start, group.stop, step))
+    """Group, start and stop of everything that can be a part, in order. The same in every round: who is in it plays no role.
+
+    A group is cut into SPREAD parts at least, so that its reducers get alike shares of it, but not below SMALL_BYTES each.
+    """
+    ranges = []
+    for group in layout.groups:
+        codec = codecs.of(group)
+        spread = max(SMALL_BYTES, codec.encoded_bytes(group.size) // SPREAD)
+        step = max(1, codec.elements(min(part_bytes, spread)))
+        ranges += [(group, a, min(group.stop, a + step)) for a in range(group.start, group.stop, step)]
+    return tuple(ranges)
 
 
 def weight(member: Member, group: Group) -> int:
