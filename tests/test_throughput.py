@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spes_p2p.swarm.throughput import UNKNOWN_BYTES_PER_S, Throughput
+from spes_p2p.swarm.throughput import FASTEST_BYTES_PER_S, UNKNOWN_BYTES_PER_S, Throughput
 
 
 def send(line: Throughput, size: int, bytes_per_s: float, begin_s: float) -> None:
@@ -16,7 +16,7 @@ def send(line: Throughput, size: int, bytes_per_s: float, begin_s: float) -> Non
 
 
 @pytest.mark.parametrize("begin_s", [0.0, 3.3])
-@pytest.mark.parametrize("rate", [2e5, 2.5e6, 1e8])
+@pytest.mark.parametrize("rate", [2e5, 2.5e6, 2e7])
 def test_a_long_transfer_says_what_the_line_carries(rate: float, begin_s: float) -> None:
     line = Throughput()
     send(line, int(3 * rate), rate, begin_s)
@@ -41,3 +41,12 @@ def test_the_estimate_follows_a_line_that_changes() -> None:
             begin_s += 20
             found = line.bytes_per_s()
     assert found == pytest.approx(1e6, rel=0.2)
+
+
+def test_lines_that_are_faster_than_processors_count_as_alike() -> None:
+    found = []
+    for rate in (3e7, 3e8):
+        line = Throughput(1e9)
+        send(line, int(3 * rate), rate, 0.0)
+        found.append(line.bytes_per_s())
+    assert found == [FASTEST_BYTES_PER_S, FASTEST_BYTES_PER_S]

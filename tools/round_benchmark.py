@@ -136,7 +136,7 @@ def started(name: str, elements: int, place: Path, base: str) -> Iterator[list[P
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """Ask them to end; kill those that do not within 10 s, and what they leave behind (hivemind's processes)."""
+    """Ask them to end; kill those that do not within 10 s. What hivemind leaves behind goes too: processes, shared memory."""
     children: list[psutil.Process] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -152,6 +152,9 @@ def end_all(processes: Iterable[Process]) -> None:
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
+    for pid in (*(process.child.pid for process in processes), *(child.pid for child in children)):
+        for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            left.unlink(missing_ok=True)
 
 
 def our_members(start: Any, codec: str) -> list[Process]:
