@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +25,8 @@ from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
 from spes_p2p.experiments.swarm import readers_of, spread, train
 from spes_p2p.experiments.text import TOKENIZER, Text, endpoint_of, keep_endpoint
-from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.experiments.upcycle import split_experts
+from spes_p2p.model.build import initial_state, layout_of, plain_model
 from spes_p2p.observe.events import Drift, RoundMeasured
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
@@ -142,6 +144,42 @@ def test_a_fit_of_the_routers_leaves_all_other_weights_and_is_judged_on_held_out
     assert before == pytest.approx(found["loss"], abs=1e-5)
     assert after != before
     assert refit.refit_routers(endpoint_of(tmp_path, "key"), unseen, held_out, 4, 0.0)[1] == pytest.approx(before)
+
+
+def test_a_model_whose_experts_are_split_computes_what_it_did() -> None:
+    large = only_run(mode="spes").config.model
+    small = large.model_copy(update={"moe_num_experts": 2, "moe_top_k": 1})
+    assert (large.moe_num_experts, large.moe_top_k) == (4, 2)
+    few, ids = initial_state(small), torch.arange(48).reshape(3, 16) % small.vocab_size
+    with torch.no_grad():
+        before = plain_model(small, few)(ids).logits
+        after = plain_model(large, split_experts(few, layout_of(small), layout_of(large), 0, noise=0.0))(ids).logits
+        noisy = plain_model(large, split_experts(few, layout_of(small), layout_of(large), 0))(ids).logits
+    torch.testing.assert_close(after, before)
+    assert not torch.allclose(noisy, before, atol=1e-7)
+    torch.testing.assert_close(noisy, before, atol=0.05, rtol=0)
+    with pytest.raises(UserError, match="not a multiple"):
+        split_experts(initial_state(large), layout_of(large), layout_of(small), 0)
+    wider = large.model_copy(update={"hidden_size": 2 * large.hidden_size})
+    with pytest.raises(UserError, match=r"embed_tokens.*has shape"):
+        split_experts(few, layout_of(small), layout_of(wider), 0)
+
+
+def test_an_arm_that_begins_with_fewer_experts_goes_on_where_they_ended() -> None:
+    first = {"steps": 3, "model": {"moe_num_experts": 2, "moe_top_k": 1}}
+    run, plain = only_run(mode="spes", peers=2, first=first), only_run(mode="spes", peers=2)
+    few, rest = run.stages
+    assert (few[0].config.model.moe_num_experts, few[0].config.training.total_steps, few[1]) == (2, 3, 0)
+    assert (rest[0].config.model.moe_num_experts, rest[0].config.training.total_steps, rest[1]) == (4, 3, 3)
+    assert plain.stages == ((plain, 0),)
+    found = train(run, text())
+    assert found["tokens"] == 6 * 2 * 2 * 16
+    assert [point["step"] for point in found["curve"]] == sorted(point["step"] for point in found["curve"])
+    assert found["curve"][-1]["step"] == 6
+    assert len({record["key"] for record in (found, train(plain, text()))}) == 2
+    early, late = (readers_of(run, text(), first)[0].read(Interval(0, 0, 4)) for first in (0, 12))
+    assert not np.array_equal(early, late)
+    assert np.array_equal(late, readers_of(run, text())[0].read(Interval(0, 12, 16)))
 
 
 def test_all_modes_train_on_the_same_samples() -> None:

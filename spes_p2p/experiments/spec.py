@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,15 @@ class Yardstick(Section):
     centralised: Text
 
 
+class First(Section):
+    """Train a smaller model first, then split its experts (`upcycle.py`). The learning rate's schedule goes over both."""
+
+    steps: Positive
+    """Of the arm's steps; the rest is the large model's."""
+    model: dict[str, Any]
+    """What is smaller: `{moe_num_experts: 4, moe_top_k: 1}`."""
+
+
 class Arm(Section):
     """One way of training, compared with others at equal data and schedule."""
 
@@ -46,6 +55,8 @@ class Arm(Section):
     """What text a peer trains on: all domains, or one, peer after peer; no peer then sees what another one has."""
     campaign: Overrides = Field(default_factory=dict)
     """Sections of the campaign file that differ: `outer: {shared_momentum: 0.9}`."""
+    first: First | None = None
+    """None: the model is what it is from the beginning."""
     yardstick: Yardstick | None = None
     """Where not the experiment's: an arm that changes what centralised training could change too has its own ends."""
 
@@ -105,6 +116,21 @@ class Run:
         everything = self.arm.mode != "spes" or self.config.experts.dense_steps > 0
         return experts if everything else -(-experts * min(self.arm.owners, self.members) // self.members)
 
+    @property
+    def stages(self) -> tuple[tuple[Run, int], ...]:
+        """Runs that follow each other, each with the step at which it begins."""
+        first, total = self.arm.first, self.config.training.total_steps
+        if first is None:
+            return ((self, 0),)
+        few = self._changed({"model": first.model, "training": {"total_steps": first.steps}})
+        return (few, 0), (self._changed({"training": {"total_steps": total - first.steps}}), first.steps)
+
+    def _changed(self, sections: Overrides) -> Run:
+        campaign = {name: dict(values) for name, values in self.arm.campaign.items()}
+        for section, values in sections.items():
+            campaign[section] = {**campaign.get(section, {}), **values}
+        return replace(self, arm=self.arm.model_copy(update={"first": None, "campaign": campaign}))
+
     def key(self, text_digest: str) -> str:
         """Names what the result depends on, as far as the files say: a run whose key is among the results is not done again.
 
@@ -112,7 +138,9 @@ class Run:
         """
         config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
-        unusual = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
+        unusual: list[Any] = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
+        if self.arm.first is not None:
+            unusual.append(self.arm.first.model_dump(mode="json"))
         content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *unusual], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -127,7 +155,8 @@ def load_experiment(path: Path) -> Experiment:
         raise UserError(f"{file.where(problem.location)}: {problem.message}") from None
     for arm in experiment.arms:
         try:
-            _ = Run(experiment, arm, arm.learning_rates[0], 0).config
+            for stage, _ in Run(experiment, arm, arm.learning_rates[0], 0).stages:
+                _ = stage.config
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     return experiment

@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.config import Campaign, CampaignConfig
-from spes_p2p.data.samples import SampleReader
+from spes_p2p.config import Campaign, CampaignConfig, TrainingConfig
+from spes_p2p.data.samples import SampleReader, Samples
+from spes_p2p.data.slices import Interval
 from spes_p2p.experiments import probe
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Run
 from spes_p2p.experiments.text import Text
+from spes_p2p.experiments.upcycle import split_experts
 from spes_p2p.genesis import make_genesis, save_base_0
 from spes_p2p.model.build import State, initial_state, layout_of
 from spes_p2p.model.layout import Group, Layout
@@ -34,7 +36,7 @@ from spes_p2p.sync.outer import first_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import TorchTrainer
+from spes_p2p.training.trainer import Reader, TorchTrainer
 
 Record = dict[str, Any]
 
@@ -81,8 +83,9 @@ class Watched:
         self._inner.assign(owned, base)
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Do the phase's steps."""
-        report = self._inner.train(phase, should_stop, on_step)
+        """Do the phase's steps, at their place in the whole run's schedule."""
+        place = replace(phase, first_step=phase.first_step + self._watch.first_step, training=self._watch.schedule)
+        report = self._inner.train(place, should_stop, on_step)
         self._watch.trained(self._inner, phase, report)
         return replace(report, seconds=float(report.steps))
 
@@ -118,6 +121,10 @@ class Watch:
     config: CampaignConfig
     judge: probe.Judge
     base: State
+    schedule: TrainingConfig
+    """Of the whole run, whose stage this is."""
+    first_step: int
+    """Where in it the stage begins."""
     curve: list[Record] = field(default_factory=list)
     rounds: list[Record] = field(default_factory=list)
     work: dict[int, list[Work]] = field(default_factory=dict)
@@ -222,42 +229,96 @@ class Watch:
 def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: None) -> Record:
     """Do a run from base 0 to its end; everything that is known of it, ready for JSON. `keep` gets the last base."""
     started, cpu = time.monotonic(), time.process_time()
-    config = run.config
-    layout = layout_of(config.model)
-    held_out = text.held_out_readers(config.training.sequence_length)
-    base0 = first_base(initial_state(config.model), layout, config.outer)
-    watch = Watch(run, config, probe.Judge(config, base0, held_out, run.experiment.device), base0)
-    run_virtual(_live(run, config, layout, base0, readers_of(run, text), watch))
-    keep(watch.base[: layout.size])
-    peers = run.members
+    config, layout = run.config, layout_of(run.config.model)
+    watches: list[Watch] = []
+    for stage, first_step in run.stages:
+        base0 = _first_base_of(stage, watches[-1] if watches else None)
+        watch = Watch(stage, stage.config, _judge(stage, base0, text), base0, config.training, first_step)
+        readers = readers_of(run, text, first_step * config.training.batch_size * run.members)
+        run_virtual(_live(stage, stage.config, watch.layout, base0, readers, watch))
+        watches.append(watch)
+    last, peers = watches[-1], run.members
+    keep(last.base[: layout.size])
+    curve = _joined([watch.curve for watch in watches], ("step", "tokens", "sent_bytes"))
     return {
         "experiment": run.experiment.name, "arm": run.arm.name, "mode": run.arm.mode, "rate": run.rate, "seed": run.seed,
         "device": run.experiment.device, "key": run.key(text.digest), "peers": peers, "owners": run.arm.owners,
         "sync_steps": config.training.sync_steps,
         "batch_tokens": config.training.batch_size * config.training.sequence_length,
         "steps": config.training.total_steps,
-        "tokens": watch.curve[-1]["tokens"], "loss": watch.curve[-1]["loss"], "domains": watch.curve[-1]["domains"],
-        "memory_bytes": watch.memory_bytes, "base_bytes": base0.nbytes, "sent_bytes": watch.sent_bytes // peers,
-        "failed_rounds": watch.failed, "dropped_tokens": watch.dropped_tokens,
+        "tokens": curve[-1]["tokens"], "loss": curve[-1]["loss"], "domains": curve[-1]["domains"],
+        "memory_bytes": max(watch.memory_bytes for watch in watches), "base_bytes": base0.nbytes,
+        "sent_bytes": sum(watch.sent_bytes for watch in watches) // peers,
+        "failed_rounds": sum(watch.failed for watch in watches),
+        "dropped_tokens": sum(watch.dropped_tokens for watch in watches),
         "cpu_seconds": round(time.process_time() - cpu, 1), "seconds": round(time.monotonic() - started, 1),
-        "campaign": run.arm.campaign, "curve": watch.curve, "rounds": watch.rounds,
-        "series": watch.series.columns(),
+        "campaign": run.arm.campaign, "curve": curve,
+        "rounds": _joined([watch.rounds for watch in watches], ("round", "step", "tokens")),
+        "series": last.series.columns(),
     }
 
 
-def readers_of(run: Run, text: Text) -> list[SampleReader]:
-    """Each peer's training text. The plan hands out positions; each peer reads them in its own reader."""
+def _first_base_of(stage: Run, before: Watch | None) -> State:
+    """Fresh weights, or those of the stage before with its experts split."""
+    config = stage.config
+    layout = layout_of(config.model)
+    if before is None:
+        weights = initial_state(config.model)
+    else:
+        weights = split_experts(before.base[: before.layout.size], before.layout, layout, stage.seed)
+    return first_base(weights, layout, config.outer)
+
+
+def _judge(stage: Run, base0: State, text: Text) -> probe.Judge:
+    held_out = text.held_out_readers(stage.config.training.sequence_length)
+    return probe.Judge(stage.config, base0, held_out, stage.experiment.device)
+
+
+def _joined(stages: Sequence[Sequence[Record]], counted: Sequence[str]) -> list[Record]:
+    """The stages' records one after the other; what is counted goes on from where the stage before ended."""
+    joined: list[Record] = []
+    for records in stages:
+        before = {name: joined[-1][name] if joined else 0 for name in counted}
+        joined += [{**record, **{name: record[name] + before[name] for name in counted}} for record in records]
+    return joined
+
+
+def readers_of(run: Run, text: Text, first_sample: int = 0) -> list[Reader]:
+    """Each peer's training text. The plan hands out positions; each peer reads them in its own reader.
+
+    `first_sample`: as many samples were trained by an earlier stage.
+    """
     training = run.config.training
     if run.arm.domains == "mixed":
-        return [text.reader(training.sequence_length, training.seed)] * run.members
-    return [
-        text.reader(training.sequence_length, training.seed, [text.domains[number % len(text.domains)]])
-        for number in range(run.members)
-    ]
+        found = [text.reader(training.sequence_length, training.seed)] * run.members
+    else:
+        found = [
+            text.reader(training.sequence_length, training.seed, [text.domains[number % len(text.domains)]])
+            for number in range(run.members)
+        ]
+    return [_From(reader, first_sample) for reader in found] if first_sample else list(found)
+
+
+@dataclass(frozen=True)
+class _From:
+    """A reader without its first samples (of its first epoch)."""
+
+    reader: SampleReader
+    first: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.reader.num_samples - self.first
+
+    def read(self, interval: Interval) -> Samples:
+        return self.reader.read(Interval(interval.epoch, interval.start + self.first, interval.stop + self.first))
+
+    def read_spread(self, count: int) -> Samples:
+        return self.reader.read_spread(count)
 
 
 async def _live(
-    run: Run, config: CampaignConfig, layout: Layout, base0: State, readers: Sequence[SampleReader], watch: Watch
+    run: Run, config: CampaignConfig, layout: Layout, base0: State, readers: Sequence[Reader], watch: Watch
 ) -> None:
     """All lives on one network, until every trainer has come to the end of the campaign."""
     campaign = Campaign(config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="0" * 64)
@@ -282,7 +343,7 @@ async def _live(
 
 
 def _trainer(
-    run: Run, config: CampaignConfig, watch: Watch, reader: SampleReader, base: State, owned: tuple[int, ...]
+    run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State, owned: tuple[int, ...]
 ) -> Trainer:
     options = TrainingOptions(stored="fp32")
     return Watched(TorchTrainer(config, base, owned, reader, device=run.experiment.device, options=options), watch)

@@ -1,0 +1,52 @@
+"""Split a model of few experts into one of more: each is copied, and the copies go apart as they are trained.
+
+A router's row is copied with its expert. Where k of the few experts were chosen for a token and m k of m times as many are
+chosen now, all m copies of a chosen one are, with an m-th of its weight each: the split model computes what the small one did,
+as long as weights are the softmax over all experts (OLMoE; sparse upcycling: arXiv 2212.05055). A little noise in the routers
+tells the copies apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import State
+from spes_p2p.model.layout import Layout
+
+ROUTER_NOISE = 0.01
+"""Of the root mean square of a router's weights."""
+
+
+def split_experts(few: State, few_layout: Layout, layout: Layout, seed: int, noise: float = ROUTER_NOISE) -> State:
+    """Flat float32 `[few_layout.size]` to `[layout.size]`: expert e becomes copies e, e + E, e + 2 E, ... of E.
+
+    Raises UserError when the models differ in more than the number of experts, or that number is no multiple.
+    """
+    if layout.num_experts % few_layout.num_experts:
+        raise UserError(f"{few_layout.num_experts} experts cannot be split into {layout.num_experts}: not a multiple")
+    state, rng = np.empty(layout.size, np.float32), np.random.default_rng(seed)
+    copies = layout.num_experts // few_layout.num_experts
+    for placed in layout.tensors:
+        spec, name = placed.spec, placed.spec.name
+        if spec.expert is not None:
+            name = name.replace(f".{spec.expert}.", f".{spec.expert % few_layout.num_experts}.")
+            values, shape = _read(few, few_layout, name)
+        elif spec.kind == "router":
+            values, (rows, *rest) = _read(few, few_layout, name)
+            values = np.tile(values.reshape(rows, -1), (copies, 1))
+            values = values + noise * np.sqrt(np.mean(values**2)) * rng.standard_normal(values.shape)
+            shape = (copies * rows, *rest)
+        else:
+            values, shape = _read(few, few_layout, name)
+        if shape != spec.shape:
+            raise UserError(f"{spec.name}: has shape {shape} in the small model, {spec.shape} in the large one")
+        state[placed.start : placed.stop] = values.reshape(-1)
+    return state
+
+
+def _read(state: State, layout: Layout, name: str) -> tuple[State, tuple[int, ...]]:
+    placed = layout.by_name.get(name)
+    if placed is None:
+        raise UserError(f"{name}: the small model has no such tensor")
+    return state[placed.start : placed.stop], placed.spec.shape
