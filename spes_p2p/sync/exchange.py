@@ -35,8 +35,8 @@ PUSH, PULL = "push", "pull"
 PUSH_SHARE = 0.5
 """Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
 PUSH_FIRST = 2.0
-"""My updates go first, since others wait for them to reduce: results are served when those are with their reducers, or after so
-many times the seconds that my line needs for them."""
+"""My updates go first, since others wait for them to reduce: a member is served results when it has mine, or when all reducers
+have, or after so many times the seconds that my line needs for them."""
 INDEX_BYTES, WEIGHT_BYTES = 7, 8
 """Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
 four bytes lie where a processor wants them."""
@@ -113,8 +113,8 @@ class Exchange:
         """Of my parts, as they were closed."""
         self._next_closed = asyncio.Event()
         self._manifest_ready = asyncio.Event()
-        self._pushed = asyncio.Event()
-        """Are my updates on their way to their reducers?"""
+        self._pushed = {i: asyncio.Event() for i in range(len(self._names))}
+        """Set when my updates for this reducer are on their way; of a member that gets none, when all are."""
         self._unsent = set(range(len(self._names))) - {me}
         """Members that are still sent mine."""
         self._someone_left = asyncio.Event()
@@ -162,7 +162,7 @@ class Exchange:
             await serve_parts(talk, self.results, request.parts)
             return
         with contextlib.suppress(asyncio.TimeoutError):
-            await talk.alive(asyncio.wait_for(self._pushed.wait(), PUSH_FIRST * self._push_s()))
+            await talk.alive(asyncio.wait_for(self._pushed[puller].wait(), PUSH_FIRST * self._push_s()))
         served = 0
         while served < len(self._mine):
             if served == len(self._order):
@@ -319,6 +319,7 @@ class Exchange:
             try:
                 async with self._board.talk(self._names[reducer], PUSH) as talk:
                     await self._send_updates(talk, mine)
+                    self._pushed[reducer].set()
                     self._has_sent(reducer)
                     await talk.message()
             except (PeerUnreachable, Refused) as error:
@@ -339,7 +340,8 @@ class Exchange:
         """This reducer has my updates, or will not get them."""
         self._unsent.discard(reducer)
         if not self._unsent:
-            self._pushed.set()
+            for pushed in self._pushed.values():
+                pushed.set()
 
     async def _pull_from(self, reducer: int) -> None:
         reduced = self._reduced_by(reducer)
