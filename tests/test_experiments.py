@@ -147,7 +147,7 @@ def test_a_fit_of_the_routers_leaves_all_other_weights_and_is_judged_on_held_out
 
 
 def test_a_model_whose_experts_are_split_computes_what_it_did() -> None:
-    large = only_run(mode="spes").config.model
+    large = only_run(mode="spes").config.model.model_copy(update={"num_hidden_layers": 5})
     small = large.model_copy(update={"moe_num_experts": 2, "moe_top_k": 1})
     assert (large.moe_num_experts, large.moe_top_k) == (4, 2)
     few, ids = initial_state(small), torch.arange(48).reshape(3, 16) % small.vocab_size

@@ -133,6 +133,18 @@ def test_a_rounds_files_are_those_of_earlier_rounds(tmp_path: Path) -> None:
     assert len(files[-1]) <= 3 + 5 + 3
 
 
+def test_a_file_that_could_not_be_replaced_is_no_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, old = DirectoryStore(tmp_path / "store"), b"a" * 2**20
+    store.write("blob", [old])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *args: no_space())
+        with pytest.raises(UserError):
+            store.write("blob", [b"b" * 2**20])
+    store.draft("blob").write(0, b"c" * 2**20)
+    assert bytes(store.read("blob") or b"") == old
+    assert [file.name for file in store.path.iterdir()] == ["blob"]
+
+
 def test_who_looks_at_a_running_peers_files_takes_nothing_away(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "store")
     draft = store.draft("blob")

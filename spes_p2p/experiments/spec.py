@@ -28,7 +28,8 @@ class Yardstick(Section):
 
 
 class First(Section):
-    """Train a smaller model first, then split its experts (`upcycle.py`). The learning rate's schedule goes over both."""
+    """Train a smaller model first, then split its experts (`upcycle.py`). The learning rate's schedule goes over both; moments
+    and whatever else counts steps (merging) begin anew, and the result's `series` is of the second stage."""
 
     steps: Positive
     """Of the arm's steps; the rest is the large model's."""
@@ -122,6 +123,8 @@ class Run:
         first, total = self.arm.first, self.config.training.total_steps
         if first is None:
             return ((self, 0),)
+        if self.config.experts.dense_steps:
+            raise UserError(f"arm {self.arm.name}: a dense warm-up would come twice; leave out first or experts.dense_steps")
         few = self._changed({"model": first.model, "training": {"total_steps": first.steps}})
         return (few, 0), (self._changed({"training": {"total_steps": total - first.steps}}), first.steps)
 

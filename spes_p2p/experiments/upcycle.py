@@ -30,7 +30,8 @@ def split_experts(few: State, few_layout: Layout, layout: Layout, seed: int, noi
     for placed in layout.tensors:
         spec, name = placed.spec, placed.spec.name
         if spec.expert is not None:
-            name = name.replace(f".{spec.expert}.", f".{spec.expert % few_layout.num_experts}.")
+            expert, _, matrix = name.rpartition(".")
+            name = f"{expert.rpartition('.')[0]}.{spec.expert % few_layout.num_experts}.{matrix}"
             values, shape = _read(few, few_layout, name)
         elif spec.kind == "router":
             values, (rows, *rest) = _read(few, few_layout, name)

@@ -316,8 +316,10 @@ class VirtualSwarm:
 
 async def _life(peer: Peer) -> None:
     """Its process: what it served ends with it."""
-    await peer.run()
-    await peer.node.world.transport.close()
+    try:
+        await peer.run()
+    finally:
+        await peer.node.world.transport.close()
 
 
 def _at_training_speed(world: World, step_s: Callable[[], float]) -> World:

@@ -156,6 +156,11 @@ class Coordination:
             logger.exception("coordinating round %d failed", self.head.round + 1)
             self._fail("an error at the coordinator")
 
+    @property
+    def is_planned(self) -> bool:
+        """Is the round's plan made? Then others may be exchanging by it."""
+        return self._plan.done()
+
     def give_up(self) -> None:
         """I go: tell everybody in this attempt at once."""
         self._fail("the coordinator leaves")

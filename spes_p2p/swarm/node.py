@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p.config import PROTOCOL_VERSION, Campaign, TrainingConfig
@@ -148,6 +148,8 @@ class Node:
         self._observer = observer
         self._elector = Elector(self.log, world.store, world.identity, world.rng)
         self._coordination: Coordination | None = None
+        self._coordinating: asyncio.Task[None]
+        """What runs it."""
         self._began = asyncio.Event()
         """Set when an attempt opens here, then replaced."""
         self._phase_began = 0.0
@@ -290,10 +292,11 @@ class Node:
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
         """Tell the electors that I go, so that my experts and samples find others at once. I coordinate no new round."""
-        leave = Leave(self.log.round + 1, untrained, self._elector.leave())
         self._leaves = True
-        self._returned[self.peer_id] = replace(leave, farewell=None)  # for the round that I may be coordinating
-        await self._tell_electors(leave)
+        if self._coordination is not None and not self._coordination.is_planned:
+            self._coordination.give_up()
+            await end_tasks([self._coordinating])
+        await self._tell_electors(Leave(self.log.round + 1, untrained, self._elector.leave()))
 
     async def tell_back(self) -> None:
         """I am here again: who was told that I left expects my work once more. If I gave up my seat, that holds until the next
@@ -310,7 +313,7 @@ class Node:
         ping = unpack(Ping, await talk.message())
         if ping.stop_after == self.log.round and talk.remote in self.log.head.electorate:
             self.hooks.stop_phase(ping.stop_after)
-        cannot = self.log.round + 1 if self._leaves else self._failed_to_coordinate
+        cannot = self.log.round + 1 if self._leaves and not self._is_coordinating() else self._failed_to_coordinate
         await talk.send(pack(Pong(self.log.round, self.hooks.phase(), cannot, self._elector.may_vote)))
 
     async def _on_status(self, talk: Talk) -> None:
@@ -389,7 +392,7 @@ class Node:
         rank = announcement.attempt % len(order)
         if order[rank] != self.peer_id:
             raise Refused("not the coordinator of this attempt")
-        if self._leaves:
+        if self._leaves and not self._is_coordinating():
             raise Refused("I leave")
         if talk.remote in self._returned:
             self._came_back.add(talk.remote)
@@ -463,7 +466,7 @@ class Node:
         self._coordination = made
         self._began.set()
         self._began = asyncio.Event()
-        self._spawn(self._coordinate(made))
+        self._coordinating = self._spawn(self._coordinate(made))
         return made
 
     def farewells(self) -> tuple[Farewell, ...]:
@@ -511,10 +514,11 @@ class Node:
             except Exception:  # a contact that is not renewed makes this peer disappear
                 logger.exception("meeting the others failed")
 
-    def _spawn(self, coroutine: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _has_failed(pong: bytes, round_number: int) -> bool:

@@ -17,6 +17,7 @@ import mmap
 import os
 import re
 import struct
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +51,7 @@ class DirectoryStore:
         self._draft_numbers = itertools.count()
         self._spares: dict[str, list[Path]] = {}
         """By kind, the oldest first."""
+        self._spares_lock = threading.Lock()
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Replace the blob durably. Raises UserError, or whatever `chunks` raises, with the old blob in place."""
@@ -69,7 +71,7 @@ class DirectoryStore:
             self._make_directory(target.parent)
             aside = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}")
             self._reuse_spare(_kind(name), aside)
-            return FileDraft(target, aside, lambda old: self._keep_spare(_kind(name), old))
+            return FileDraft(target, aside, lambda change: self._with_spare(_kind(name), target, change))
 
     def read(self, name: str) -> memoryview | None:
         """The blob, memory-mapped read-only, or None. It stays valid when the blob is replaced or deleted."""
@@ -117,8 +119,7 @@ class DirectoryStore:
         self._log_sizes.pop(name, None)
         target = self._file(name)
         with suppress(FileNotFoundError):
-            self._keep_spare(_kind(name), target)
-            target.unlink()
+            self._with_spare(_kind(name), target, target.unlink)
             _sync_directory(target.parent)
 
     def names(self, prefix: str) -> list[str]:
@@ -126,25 +127,36 @@ class DirectoryStore:
         found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_ASIDE))
         return sorted(name for name in found if name.startswith(prefix))
 
-    def _keep_spare(self, kind: str, old: Path) -> None:
-        """A file that is about to be replaced or removed: keep its pages for a later draft, under another name."""
-        spares = self._spares.setdefault(kind, [])
+    def _with_spare(self, kind: str, old: Path, change: Callable[[], None]) -> None:
+        """Replace or remove a file, and keep its pages for a later draft, under another name: one that is not used before."""
+        spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
+        is_kept = False
         with suppress(OSError):
             if old.stat().st_size >= SMALLEST_SPARE_BYTES:
-                spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
                 os.link(old, spare)
+                is_kept = True
+        try:
+            change()
+        except BaseException:
+            with suppress(OSError):
+                spare.unlink(missing_ok=True)
+            raise
+        with self._spares_lock:
+            spares = self._spares.setdefault(kind, [])
+            if is_kept:
                 spares.append(spare)
-        while len(spares) > KEPT_SPARES:
-            spares.pop(0).unlink(missing_ok=True)
+            while len(spares) > KEPT_SPARES:
+                spares.pop(0).unlink(missing_ok=True)
 
     def _reuse_spare(self, kind: str, aside: Path) -> None:
         """Let a draft begin as the oldest spare file of its kind that nobody maps, if there is one."""
-        for spare in (spares := self._spares.get(kind, [])):
-            with suppress(OSError), spare.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.rename(spare, aside)
-                spares.remove(spare)
-                return
+        with self._spares_lock:
+            for spare in (spares := self._spares.get(kind, [])):
+                with suppress(OSError), spare.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.rename(spare, aside)
+                    spares.remove(spare)
+                    return
 
     def _file(self, name: str) -> Path:
         _check_name(name)
@@ -167,10 +179,10 @@ class DirectoryStore:
 class FileDraft:
     """A file beside the one that it will replace."""
 
-    def __init__(self, target: Path, aside: Path, before_replacing: Callable[[Path], None]):
-        """`aside` may hold anything; what is not overwritten of it is undefined."""
+    def __init__(self, target: Path, aside: Path, replacing: Callable[[Callable[[], None]], None]):
+        """`aside` may hold anything; what is not overwritten of it is undefined. `replacing` is given what replaces it."""
         self._target, self._aside = target, aside
-        self._before_replacing = before_replacing
+        self._replacing = replacing
         self._is_committed = False
         self._size = 0
         self._descriptor = os.open(aside, os.O_RDWR | os.O_CREAT, 0o644)
@@ -201,10 +213,9 @@ class FileDraft:
             os.ftruncate(self._descriptor, self._size)
             os.fsync(self._descriptor)
             if not self._is_committed:
-                self._before_replacing(self._target)
-                os.replace(self._aside, self._target)
-                _sync_directory(self._target.parent)
+                self._replacing(lambda: os.replace(self._aside, self._target))
                 self._is_committed = True
+                _sync_directory(self._target.parent)
 
     def drop(self) -> None:
         """Nothing more will be written; what was not committed is removed."""
@@ -352,7 +363,8 @@ def _remove_unless_locked(leftover: Path) -> None:
 
 def _discard(descriptor: int, aside: Path) -> None:
     os.close(descriptor)
-    aside.unlink(missing_ok=True)
+    with suppress(OSError):
+        aside.unlink(missing_ok=True)
 
 
 def read_frame(content: bytes | memoryview) -> tuple[bytes, int]:

@@ -35,8 +35,8 @@ PUSH, PULL = "push", "pull"
 PUSH_SHARE = 0.5
 """Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
 PUSH_FIRST = 2.0
-"""My updates go first, since others wait for them to reduce: a member is served results when it has mine, or when all reducers
-have, or after so many times the seconds that my line needs for them."""
+"""My updates go first, since others wait for them to reduce: a member is served results when mine are on their way to it, or
+to all reducers, or after so many times the seconds that my line needs for them."""
 INDEX_BYTES, WEIGHT_BYTES = 7, 8
 """Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
 four bytes lie where a processor wants them."""

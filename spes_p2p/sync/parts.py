@@ -44,7 +44,8 @@ class Part:
 def part_ranges(layout: Layout, codecs: GroupCodecs, part_bytes: int) -> tuple[tuple[Group, int, int], ...]:
     """Group, start and stop of everything that can be a part, in order. The same in every round: who is in it plays no role.
 
-    A group is cut into SPREAD parts at least, so that its reducers get alike shares of it, but not below SMALL_BYTES each.
+    A group is cut into SPREAD parts at least, so that its reducers get alike shares of it, but not below SMALL_BYTES each
+    (its last part may be smaller).
     """
     ranges = []
     for group in layout.groups:
