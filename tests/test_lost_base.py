@@ -94,6 +94,7 @@ def test_who_had_the_base_and_is_back_at_the_moment_of_asking_loses_nothing(ahea
         swarm.start_again("A")
         swarm.slow("A", 1.0 if ahead else 1e6)
         await swarm.until(lambda: swarm.round_of("A") >= known + ahead)
+        swarm.slow("A", 1e6)  # or it comes to the end of the campaign, and goes
         await asyncio.sleep(70)
         assert node.log.round == known
         swarm.network.heal()

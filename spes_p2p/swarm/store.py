@@ -34,6 +34,8 @@ _HEADER = struct.Struct("<II")
 KEPT_SPARES = 2
 """Of each kind. The base before the current one is still served: the next base goes into the file of the one before that."""
 SMALLEST_SPARE_BYTES = 2**20
+SELDOM = ("download", "archived")
+"""Kinds that do not come every round: nothing is kept of them."""
 
 
 class DirectoryStore:
@@ -132,7 +134,7 @@ class DirectoryStore:
         spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
         is_kept = False
         with suppress(OSError):
-            if old.stat().st_size >= SMALLEST_SPARE_BYTES:
+            if kind not in SELDOM and old.stat().st_size >= SMALLEST_SPARE_BYTES:
                 os.link(old, spare)
                 is_kept = True
         try:
