@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ async def _capacity(board: Switchboard, peers: Sequence[str], files: CampaignFil
     config = files.campaign.config
     try:
         device = choose_device(settings.device)
-        free = measured(device)
+        free = replace(measured(device), base_in_memory=settings.base == "ram")
         choice = most_experts(config, free, join_options(config, free.kind), f"free memory ({device})")
     except UserError as error:
         return [Check("device", "failure", str(error), "see spes-p2p plan for what a device needs")]
@@ -181,7 +182,8 @@ async def _capacity(board: Switchboard, peers: Sequence[str], files: CampaignFil
         checks = [Check("device", "warning", found, advice, values)]
     if free.kind != "cpu":
         available = psutil.virtual_memory().available
-        checks.append(judge_space("host memory", host_bytes(config, choice).total, available, "close other programs"))
+        needed = host_bytes(config, choice, free.base_in_memory).total
+        checks.append(judge_space("host memory", needed, available, "close other programs"))
     share = 2 * sum(map(num_bytes, files.training_manifest.files)) // max(2, config.sync.min_peers)
     disk = shutil.disk_usage(_existing(settings.run_dir)).free
     needed = disk_bytes(config, choice).total + min(share, settings.token_cache_bytes)

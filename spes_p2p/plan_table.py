@@ -21,6 +21,7 @@ def plan_json(plan: PeerPlan) -> dict[str, Any]:
     values: dict[str, Any] = plain(plan)
     values["choice"]["device"]["total"] = plan.choice.device.total
     values["host"]["total"], values["disk"]["total"] = plan.host.total, plan.disk.total
+    values["host_with_base"]["total"] = plan.host_with_base.total
     values["bootstrap_disk"]["total"] = plan.bootstrap_disk.total
     values["target"]["reserved"] = plan.target.reserved
     values["join_with"] = join_flags(plan.choice.setup)
@@ -45,7 +46,8 @@ def render_plan(plan: PeerPlan) -> Table:
     table.add_row("fits", describe_setup(plan.choice.setup, plan.num_experts))
     table.add_row("join with", join_flags(plan.choice.setup))
     table.add_row("device memory", _device(plan.choice, plan.target.reserved))
-    table.add_row("host memory", _sizes(plan.host))
+    with_base = human_bytes(plan.host_with_base.total)
+    table.add_row("host memory", f"{_sizes(plan.host)}; with --base ram {with_base}; what else is free speeds up the disk")
     table.add_row("disk", f"{_sizes(plan.disk)}; fetched text comes on top, at most --token-cache")
     table.add_row("a bootstrap peer's", f"{_sizes(plan.bootstrap_disk)}")
     traffic = plan.traffic

@@ -23,6 +23,7 @@ from spes_p2p.observe.units import human_bytes, human_count
 from spes_p2p.swarm.ownership import assign_experts
 from spes_p2p.swarm.records import Member
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
+from spes_p2p.sync.means import RunningMean
 from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.parts import extra_copies, part_table, pulls
 from spes_p2p.sync.replica import KEPT_ROUNDS, MAX_KEPT_ROUNDS
@@ -37,6 +38,9 @@ COARSE_PARTS = 2048
 CHECKPOINT_FILES = 3
 """Two in turn (training/checkpoint.py), and the next one until it has replaced its own."""
 
+PIECES_BYTES = 2**28
+"""Of what a round has in memory at a time, whatever the model's size; a third of it was measured (docs/communication.md)."""
+
 MAX_PEERS = 1024
 """Beyond that the traffic of a round is not computed in seconds."""
 
@@ -47,6 +51,8 @@ class Device:
 
     kind: DeviceKind
     memory: int
+    base_in_memory: bool = False
+    """Does this peer hold the base in main memory (`join --base ram`)?"""
 
     def at_most(self, memory: int | None) -> Device:
         """The same device with no more memory than this."""
@@ -87,38 +93,42 @@ class Alternative:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Main memory that belongs to no file, at the highest moment: the checkpoint is taken after a base was downloaded anew.
+    """Main memory that belongs to no file.
 
-    Bases and results are memory-mapped: what is free beside this keeps their pages at hand, but they need none of it. A round
-    itself needs less: it has the update and twice the rounding, and holding it while training goes on (`sync.overlap`) adds the
-    checkpoint of the round before. Each further attempt at a round that failed takes one update more until the round is over.
+    Bases, results, and all that a round keeps (`sync/room.py`) are memory-mapped: what is free beside this keeps their pages at
+    hand, but they need none of it. With `join --base ram` the base and what a round keeps are in memory instead.
     """
 
     base: int
-    """A base that is downloaded, until it is written; pending work takes less that is set aside while the base is evaluated."""
+    """The base, where it is held in memory."""
     update: int
-    """What was announced and is not in a base yet, decoded."""
-    rounding: int
-    """Means under way here, and what their encoding dropped in this round and the one before."""
-    checkpoint: int
-    """Moments and pending work on their way to the disk."""
+    """What was announced and is not in a base yet, decoded, where that is in memory."""
+    sums: int
+    """Means under way here, and what their encoding dropped in the round before, where those are in memory."""
+    pieces: int
+    """Parts and pieces under way in a round."""
     stored: int
     """Foreign experts that are kept here."""
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.base + self.update + self.rounding + self.checkpoint + self.stored
+        return self.base + self.update + self.sums + self.pieces + self.stored
 
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """The run-dir at the highest moment: checkpoint and base of a round are being written. Fetched text comes on top."""
+    """The run-dir at the highest moment: checkpoint and base of a round are being written. Fetched text comes on top.
+
+    Each further attempt at a round that failed takes one update more until the round is over.
+    """
 
     base: int
     """Those that are served, of which the older one lies in a spare file, and the next one."""
     download: int
-    """An older base while somebody downloads it, with the results of the rounds since; or pieces of one that comes here."""
+    """An older base while somebody downloads it, with the results of the rounds since; or one that comes, and its pieces."""
+    scratch: int
+    """What was announced, and means under way here with what their encoding dropped in the round before."""
     archive: int
     """Earlier bases that a bootstrap peer keeps."""
     results: int
@@ -129,7 +139,7 @@ class DiskBytes:
     @property
     def total(self) -> int:
         """All together."""
-        return self.base + self.download + self.archive + self.results + self.checkpoint
+        return self.base + self.download + self.scratch + self.archive + self.results + self.checkpoint
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,8 @@ class PeerPlan:
     choice: Choice
     alternatives: tuple[Alternative, ...]
     host: HostBytes
+    host_with_base: HostBytes
+    """With `join --base ram`."""
     disk: DiskBytes
     bootstrap_disk: DiskBytes
     """Of a peer that does not train and keeps as many earlier bases as it does without options."""
@@ -189,6 +201,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
         choice=choice,
         alternatives=alternatives(config, target),
         host=host_bytes(config, choice),
+        host_with_base=host_bytes(config, choice, base_in_memory=True),
         disk=disk_bytes(config, choice),
         bootstrap_disk=bootstrap_disk_bytes(config, PeerConfig.model_fields["archive_keep"].default),
         traffic=round_traffic(config, choice.setup.owned, peers or _enough_peers(config, choice.setup.owned), bits_per_second),
@@ -208,7 +221,7 @@ def most_experts(config: CampaignConfig, target: Device, options: Options, memor
 
 def needed_bytes(config: CampaignConfig, target: Device, choice: Choice) -> int:
     """Memory that the device must have free: on a CPU what the host needs comes on top."""
-    host = host_bytes(config, choice).total if target.kind == "cpu" else 0
+    host = host_bytes(config, choice, target.base_in_memory).total if target.kind == "cpu" else 0
     return choice.device.total + host + target.reserved
 
 
@@ -233,22 +246,26 @@ def join_options(config: CampaignConfig, kind: DeviceKind) -> Options:
     )
 
 
-def host_bytes(config: CampaignConfig, choice: Choice) -> HostBytes:
+def host_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = False) -> HostBytes:
     """Main memory, beside the program itself (about 1 GB with torch)."""
-    layout, device = layout_of(config.model), choice.device
+    base = 4 * base_size(layout_of(config.model), config.outer)
     return HostBytes(
-        base=4 * base_size(layout, config.outer),
-        update=device.weights,
-        rounding=(3 if config.outer.mean == "magnitude" else 2) * _reduced_bytes(config),
-        checkpoint=device.moments + device.weights,
+        base=base * base_in_memory,
+        update=choice.device.weights * base_in_memory,
+        sums=2 * _sums_bytes(config) * base_in_memory,
+        pieces=min(PIECES_BYTES, base),
         stored=stored_bytes(config.model, choice.setup) if choice.setup.stored_on == "host" else 0,
     )
 
 
 def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
     """The run-dir of a peer that trains."""
-    checkpoint = choice.device.moments + choice.device.weights
-    return replace(bootstrap_disk_bytes(config, 0), checkpoint=CHECKPOINT_FILES * checkpoint)
+    weights = choice.device.weights
+    return replace(
+        bootstrap_disk_bytes(config, 0),
+        scratch=weights + 2 * _sums_bytes(config),
+        checkpoint=CHECKPOINT_FILES * (choice.device.moments + weights),
+    )
 
 
 def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
@@ -257,18 +274,19 @@ def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
     base, results = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec).encoded_bytes(layout)
     return DiskBytes(
         base=(KEPT_SNAPSHOTS + 1) * base,
-        download=base + (MAX_KEPT_ROUNDS - KEPT_ROUNDS) * results,
+        download=base + max(base, (MAX_KEPT_ROUNDS - KEPT_ROUNDS) * results),
+        scratch=0,
         archive=archived * base,
         results=(KEPT_ROUNDS + 1) * results,
         checkpoint=0,
     )
 
 
-def _reduced_bytes(config: CampaignConfig) -> int:
-    """The mean updates that one peer makes, of those alike: its share of all groups that several peers train."""
+def _sums_bytes(config: CampaignConfig) -> int:
+    """Of the means that one peer makes, of those alike: its share of all groups that several peers train."""
     layout = layout_of(config.model)
     several = layout.size if config.experts.redundancy > 1 else shared_elements(layout)
-    return 4 * several // max(2, config.sync.min_peers)
+    return 4 * RunningMean.rows(config.outer.mean) * several // max(2, config.sync.min_peers)
 
 
 def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_second: float) -> Traffic:
@@ -346,7 +364,7 @@ def _too_small(config: CampaignConfig, target: Device, least: Choice, memory_nam
             device.weights + device.gradients + device.moments,
         f"foreign experts in {least.setup.stored}": device.stored,
         f"a pass of micro-batch {least.setup.micro_batch}": device.activations + device.working,
-        "host data": host_bytes(config, least).total if target.kind == "cpu" else 0,
+        "host data": host_bytes(config, least, target.base_in_memory).total if target.kind == "cpu" else 0,
         "kept free": target.reserved,
     }
     listed = ", ".join(f"{what} {human_bytes(size)}" for what, size in parts.items() if size)

@@ -445,7 +445,7 @@ def _experts(settings: PeerConfig, files: CampaignFiles, device: str) -> tuple[i
     config = files.campaign.config
     wanted, experts = settings.experts, config.model.moe_num_experts
     if wanted == "auto":
-        free = measured(device).at_most(settings.memory_bytes)
+        free = replace(measured(device).at_most(settings.memory_bytes), base_in_memory=settings.base == "ram")
         possible = replace(
             join_options(config, free.kind),
             optimizer=(settings.optimizer,),

@@ -30,9 +30,9 @@ def trained(steps: int) -> SyntheticTrainer:
 def test_a_kill_between_checkpoint_and_base_leaves_those_of_the_base_on_disk(jump: int) -> None:
     store, ledger = MemoryStore(), Ledger(LAYOUT, RANGES)
     before, after = trained(3), trained(5)
-    first = take_checkpoint(before, ledger, LAYOUT, BASE, "head 4", 4, None)
-    write_checkpoint(store, first)
-    write_checkpoint(store, take_checkpoint(after, ledger, LAYOUT, BASE, f"head {4 + jump}", 4 + jump, first.name))
+    first = take_checkpoint(store, before, ledger, LAYOUT, BASE, "head 4", 4, None)
+    write_checkpoint(first)
+    write_checkpoint(take_checkpoint(store, after, ledger, LAYOUT, BASE, f"head {4 + jump}", 4 + jump, first.name))
     for head, number, trainer in (("head 4", 4, before), (f"head {4 + jump}", 4 + jump, after)):
         again = SyntheticTrainer(LAYOUT, BASE, (0,), 32, 1.0, seed=1)
         assert load_checkpoint(store, again, Ledger(LAYOUT, RANGES), LAYOUT, head, number) is not None

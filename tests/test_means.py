@@ -9,7 +9,7 @@ from spes_p2p.sync.means import MeanKind, RunningMean
 
 
 def mean(kind: MeanKind, updates: list[list[float]], shares: list[float]) -> np.ndarray:
-    running = RunningMean(kind, len(updates[0]))
+    running = RunningMean(kind, np.full((RunningMean.rows(kind), len(updates[0])), np.nan, np.float32))
     for update, share in zip(updates, shares, strict=True):
         running.add(np.array(update, np.float32), share)
     return running.result(sum(shares))

@@ -370,6 +370,6 @@ def test_outer_momentum_counts_wherever_a_base_is() -> None:
     with_momentum = plain.model_copy(update={"outer": OuterConfig(shared_momentum=0.9)})
     choice = most_experts(plain, Device("cpu", GIB), join_options(plain, "cpu"), "x")
     shared = 4 * layout_of(plain.model).group("shared").size
-    assert host_bytes(with_momentum, choice).base - host_bytes(plain, choice).base == shared
+    assert host_bytes(with_momentum, choice, True).base - host_bytes(plain, choice, True).base == shared
     assert disk_bytes(with_momentum, choice).base - disk_bytes(plain, choice).base == 3 * shared
     assert bootstrap_disk_bytes(with_momentum, 5).archive - bootstrap_disk_bytes(plain, 5).archive == 5 * shared

@@ -364,3 +364,41 @@ def test_a_simulated_crash_leaves_the_old_blob_or_the_new_one(point: str, surviv
     with pytest.raises(asyncio.CancelledError):
         store.read("blob")
     assert bytes(store.reopen().read("blob") or b"") == survives
+
+
+def test_a_room_is_used_again_when_nobody_refers_to_it_any_more(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+
+    def files() -> set[int]:
+        return {entry.inode() for entry in os.scandir(tmp_path)}
+
+    first = store.scratch("update", 1000)
+    first[:] = 1
+    view, used = first[10:20], files()
+    del first
+    second = store.scratch("update", 1000)
+    second[:] = 2
+    assert len(files()) == 2
+    assert (view == 1).all()
+    del view
+    third = store.scratch("update", 5000)
+    third[:] = 3
+    assert used < files()
+    assert len(files()) == 2
+    assert (second == 2).all()
+    store.scratch("aside", 1000)[:] = 4
+    assert (len(files()), store.names("")) == (2, [])
+    del second, third
+    DirectoryStore(tmp_path)
+    assert files() == set()
+
+
+def test_a_room_for_which_the_disk_has_no_space_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=f"^{tmp_path}/update: ") as caught:
+        DirectoryStore(tmp_path).scratch("update", 1000)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from spes_p2p.training.tensor_file import DTYPES, read_tensors, tensor_chunks
+from spes_p2p.training.tensor_file import DTYPES, Source, read_tensors, tensor_chunks, tensor_header, whole
 
 ARRAYS = {
     **{f"of {name}": np.arange(6).astype(dtype).reshape(2, 3) for name, dtype in DTYPES.items()},
     "scalar": np.array(3, np.float32), "empty": np.zeros((0, 4), np.int64), "transposed": np.arange(6.0).reshape(2, 3).T,
 }
 METADATA = {"head": "abc", "owned": "1,2"}
-CONTENT = b"".join(tensor_chunks(ARRAYS, METADATA))
+
+
+def sources(arrays: dict[str, np.ndarray]) -> dict[str, Source]:
+    return {name: whole(array) for name, array in arrays.items()}
+
+
+CONTENT = b"".join(tensor_chunks(sources(ARRAYS), METADATA))
 
 
 def assert_same(found: dict[str, np.ndarray]) -> None:
@@ -47,12 +54,24 @@ def test_a_damaged_file_is_named_as_one(damaged: bytes) -> None:
 
 def test_neither_writing_nor_reading_copies_the_arrays() -> None:
     arrays = {str(number): np.zeros(2**18, np.float32) for number in range(8)}
-    content = b"".join(tensor_chunks(arrays, {}))
+    content = b"".join(tensor_chunks(sources(arrays), {}))
     tracemalloc.start()
-    for chunk in tensor_chunks(arrays, {}):
+    for chunk in tensor_chunks(sources(arrays), {}):
         assert len(chunk) > 0
     found, _ = read_tensors(memoryview(content))
     _, highest = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(found) == 8
     assert highest < 2**18
+
+
+def test_an_array_may_come_in_pieces_and_metadata_later() -> None:
+    pieces = {
+        name: Source(array.dtype, array.shape, partial(np.array_split, array.reshape(-1), 3)) for name, array in ARRAYS.items()
+    }
+    content = b"".join(tensor_chunks(pieces, METADATA))
+    assert content == CONTENT
+    header = tensor_header(pieces, {**METADATA, "head": "xyz"})
+    arrays, metadata = read_tensors(header + content[len(header) :])
+    assert_same(arrays)
+    assert metadata["head"] == "xyz"

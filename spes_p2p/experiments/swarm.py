@@ -36,6 +36,7 @@ from spes_p2p.sync.outer import first_base
 from spes_p2p.sync.plan import Rules
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.tensor_file import Source
 from spes_p2p.training.trainer import Reader, TorchTrainer
 
 Record = dict[str, Any]
@@ -89,13 +90,13 @@ class Watched:
         self._watch.trained(self._inner, phase, report)
         return replace(report, seconds=float(report.steps))
 
-    def read(self, group: Group) -> State:
+    def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
         """A copy of the local weights of a group."""
-        return self._inner.read(group)
+        return self._inner.read(group, start, stop)
 
-    def add(self, group: Group, delta: State) -> None:
+    def add(self, group: Group, delta: State, start: int = 0) -> None:
         """local += delta."""
-        self._inner.add(group, delta)
+        self._inner.add(group, delta, start)
 
     def refresh(self, group: Group, values: State) -> None:
         """Set a foreign expert."""
@@ -105,11 +106,11 @@ class Watched:
         """Held-out loss of the local weights."""
         return self._inner.validation_loss()
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Source]:
         """None: nothing is restarted here, and saving moments every round would cost time."""
         return {}
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Nothing to load."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -102,9 +102,9 @@ class Layout:
         """The group of one expert."""
         return self._groups_by_name[f"expert.{expert}"]
 
-    def tensors_of(self, group: Group) -> Iterator[Placed]:
-        """The tensors inside a group, in order."""
-        return (t for t in self.tensors if group.start <= t.start < group.stop)
+    def tensors_of(self, group: Group) -> tuple[Placed, ...]:
+        """The tensors inside a group, in order; they lie side by side."""
+        return self._by_group[group.name]
 
     def tensors_of_expert_layer(self, expert: int, layer: int) -> tuple[Placed, ...]:
         """One expert's matrices in one layer, in order; they lie side by side."""
@@ -118,6 +118,10 @@ class Layout:
                 key = (t.spec.expert, t.spec.layer)
                 found[key] = (*found.get(key, ()), t)
         return found
+
+    @cached_property
+    def _by_group(self) -> dict[str, tuple[Placed, ...]]:
+        return {g.name: tuple(t for t in self.tensors if g.start <= t.start < g.stop) for g in self.groups}
 
     @cached_property
     def _groups_by_name(self) -> dict[str, Group]:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from spes_p2p.observe.events import Event
 from spes_p2p.simulate.corruption import corrupted
 from spes_p2p.simulate.points import point_of_event, point_of_frame, point_of_write
@@ -177,6 +179,9 @@ class _WatchedStore:
 
     def names(self, prefix: str) -> list[str]:
         return self._inner.names(prefix)
+
+    def scratch(self, name: str, elements: int) -> np.ndarray:
+        return self._inner.scratch(name, elements)
 
 
 class _WatchedDraft:

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from spes_p2p.swarm.limits import UNLIMITED, Line
 
 T = TypeVar("T")
@@ -140,6 +142,12 @@ class Store(Protocol):
 
     def names(self, prefix: str) -> list[str]:
         """Names of the blobs that begin so, sorted."""
+
+    def scratch(self, name: str, elements: int) -> np.ndarray:
+        """Room for float32 `[elements]`, writable, of any content; it is gone with the process.
+
+        In a file, where blobs are files: the system may write it there and take its memory back. Raises UserError (disk full).
+        """
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Talk:
         finally:
             if not task.done():
                 task.cancel()
+            del task, either  # its error's traceback has this frame, which would keep all that is on the stack in a ring
 
     async def finish(self) -> None:
         """Say that nothing more comes from here."""

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from spes_p2p.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ _HEADER = struct.Struct("<II")
 KEPT_SPARES = 2
 """Of each kind. The base before the current one is still served: the next base goes into the file of the one before that."""
 SMALLEST_SPARE_BYTES = 2**20
-SELDOM = ("download", "archived")
+SELDOM = ("download", "archived", "aside")
 """Kinds that do not come every round: nothing is kept of them."""
 
 
@@ -129,6 +131,32 @@ class DirectoryStore:
         found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_ASIDE))
         return sorted(name for name in found if name.startswith(prefix))
 
+    def scratch(self, name: str, elements: int) -> np.ndarray:
+        """Room for float32 `[elements]` in a file: that of an earlier room of this name to which nobody refers any more."""
+        _check_name(name)
+        size = elements * np.dtype(np.float32).itemsize
+        if not size:
+            return np.empty(0, np.float32)
+        file = self.path / f"{name}.{next(self._draft_numbers)}{_ASIDE}"
+        with _said_in_one_line(self.path / name):
+            self._reuse_spare(_kind(name), file)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                _lock(descriptor)
+                # What a mapping finds no room for ends the process; here it is one line.
+                os.posix_fallocate(descriptor, 0, size)
+                mapped = mmap.mmap(descriptor, size)
+            except BaseException:
+                file.unlink()
+                raise
+            finally:
+                os.close(descriptor)
+        if _kind(name) in SELDOM:
+            file.unlink()
+        else:
+            self._keep_spare(_kind(name), file)
+        return np.frombuffer(mapped, np.float32)
+
     def _with_spare(self, kind: str, old: Path, change: Callable[[], None]) -> None:
         """Replace or remove a file, and keep its pages for a later draft, under another name: one that is not used before."""
         spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
@@ -143,10 +171,13 @@ class DirectoryStore:
             with suppress(OSError):
                 spare.unlink(missing_ok=True)
             raise
+        if is_kept:
+            self._keep_spare(kind, spare)
+
+    def _keep_spare(self, kind: str, spare: Path) -> None:
         with self._spares_lock:
             spares = self._spares.setdefault(kind, [])
-            if is_kept:
-                spares.append(spare)
+            spares.append(spare)
             while len(spares) > KEPT_SPARES:
                 spares.pop(0).unlink(missing_ok=True)
 
@@ -276,6 +307,11 @@ class MemoryStore:
     def names(self, prefix: str) -> list[str]:
         """Names of the blobs and logs that begin so, sorted."""
         return sorted(name for name in (*self._blobs, *self._logs) if name.startswith(prefix))
+
+    def scratch(self, name: str, elements: int) -> np.ndarray:
+        """Room of which nothing may be expected: it is full of NaN."""
+        self._check(name)
+        return np.full(elements, np.nan, np.float32)
 
     def crash(self) -> None:
         """From now on every call raises CancelledError: a dead process neither reads nor writes."""

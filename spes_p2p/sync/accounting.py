@@ -17,20 +17,24 @@ it settles, ages, or is given up.
 
 A round may take one part of a group and leave another out. So the tokens behind what is pending are kept part by part: they are
 what the next update of that part weighs.
+
+What is kept lies in rooms that the caller gives, files perhaps; everything else is done range by range, so that a model's size
+is no matter of memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.observe.events import Drift
-from spes_p2p.sync.drift import drift_by_kind
+from spes_p2p.sync.drift import DriftSums
 from spes_p2p.sync.parts import Part
+from spes_p2p.sync.room import Room, memory_room, rooms
 from spes_p2p.training.interface import PhaseReport, Trainer
 
 MAX_PENDING_ROUNDS = 2
@@ -65,9 +69,11 @@ class Work:
 class Ledger:
     """Pending work of one peer, and how many tokens stand behind it."""
 
-    def __init__(self, layout: Layout, ranges: Sequence[tuple[Group, int, int]]):
-        """`ranges`: of all that can be parts (`part_ranges`)."""
+    def __init__(self, layout: Layout, ranges: Sequence[tuple[Group, int, int]], room: Room = memory_room):
+        """`ranges`: of all that can be parts (`part_ranges`). `room`: where updates are kept."""
         self._layout = layout
+        self._ranges = tuple(ranges)
+        self._room = room
         self._nothing = Work((0,) * layout.num_experts)
         self._fresh = self._nothing
         """Trained since the last announcement."""
@@ -115,15 +121,20 @@ class Ledger:
         """
         return self._update
 
+    def copy_of_update(self) -> dict[str, np.ndarray]:
+        """For another attempt at the round."""
+        copies = rooms(self._room, "update", {name: values.size for name, values in self._update.items()})
+        for name, values in self._update.items():
+            np.copyto(copies[name], values)
+        return copies
+
     def may_be_sent(self, trainer: Trainer, base: np.ndarray, group: Group) -> np.ndarray | None:
         """What a push of before a restart may have held of a group; None when nothing that is pending here."""
         if group.name in self._update:
             return self._update[group.name]
         if self._fresh.of(group) or (group.expert is not None and group.expert not in trainer.owned):
             return None
-        values = trainer.read(group)
-        values -= base[group.start : group.stop]
-        return values
+        return self._pending_of(trainer, base, group, self._room("aside", group.size))
 
     def trained(self, report: PhaseReport) -> None:
         """Add a phase's work."""
@@ -135,15 +146,28 @@ class Ledger:
         """Take all that is pending now as the update of the next round. Called between two steps."""
         announced, self._behind = self.pending, self._behind_all()
         self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
-        self._update = {}
-        for group in self._layout.groups:
-            if announced.of(group) == 0:
-                continue
-            if group.expert is not None and group.expert in self._handed_over:
-                self._update[group.name] = self._handed_over[group.expert].copy()
-            elif group.expert is None or group.expert in trainer.owned:
-                values = trainer.read(group)
-                self._update[group.name] = np.subtract(values, base[group.start : group.stop], out=values)
+        self._update = {}  # its room is that of the next one
+        groups = [group for group in self._layout.groups if announced.of(group) and self._is_mine(trainer, group)]
+        self._update = rooms(self._room, "update", {group.name: group.size for group in groups})
+        for group in groups:
+            handed_over = self._handed_over_of(group)
+            if handed_over is not None:
+                np.copyto(self._update[group.name], handed_over)
+            else:
+                self._pending_of(trainer, base, group, self._update[group.name])
+
+    def set_aside(self, trainer: Trainer, base: np.ndarray) -> Mapping[str, np.ndarray]:
+        """All that is pending in the trainer, by group name: for `put_back`, after something else was done with its weights."""
+        groups = [group for group in self._layout.groups if group.expert is None or group.expert in trainer.owned]
+        values = rooms(self._room, "aside", {group.name: group.size for group in groups})
+        for group in groups:
+            self._pending_of(trainer, base, group, values[group.name])
+        return values
+
+    def put_back(self, trainer: Trainer, set_aside: Mapping[str, np.ndarray]) -> None:
+        """Undo of `set_aside`, on the same base."""
+        for name, values in set_aside.items():
+            self._add(trainer, self._layout.group(name), values)
 
     def change_owned(self, trainer: Trainer, owned: tuple[int, ...], base: np.ndarray) -> None:
         """Train these experts from now on.
@@ -154,12 +178,12 @@ class Ledger:
         for expert in set(trainer.owned) - set(owned):
             group = self._layout.expert(expert)
             if self.pending.routed[expert] > 0:
-                self._handed_over[expert] = trainer.read(group) - base[group.start : group.stop]
+                self._handed_over[expert] = self._pending_of(trainer, base, group, self._room("aside", group.size))
         trainer.assign(owned, base)
         for expert in owned:
             pending = self._handed_over.pop(expert, None)
             if pending is not None:
-                trainer.add(self._layout.expert(expert), pending)
+                self._add(trainer, self._layout.expert(expert), pending)
 
     def settle(
         self,
@@ -172,14 +196,14 @@ class Ledger:
 
         `accepted`: the parts that hold my push of the committed plan, with the decoded values that I pushed.
         """
-        by_group: dict[str, list[tuple[Part, np.ndarray]]] = {}
-        for part, values in accepted:
-            by_group.setdefault(part.group.name, []).append((part, values))
+        sent = {part.start: values for part, values in accepted}
+        for part, _ in accepted:
             self._behind[self._place[part.start]] = 0
-        self.drift = drift_by_kind(old, new, accepted)
+        drift = DriftSums()
         for group in self._layout.groups:
-            self._settle_group(trainer, group, old, new, by_group.get(group.name, []))
-        return self._age_pending(trainer, set(by_group))
+            self._settle_group(trainer, group, old, new, sent, drift)
+        self.drift = drift.by_kind()
+        return self._age_pending(trainer, {part.group.name for part, _ in accepted})
 
     def rebase(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_announced: bool) -> int:
         """The base jumped (a snapshot, a repaired digest); returns the tokens of announced work that was given up, if it was.
@@ -191,7 +215,7 @@ class Ledger:
             lost = max((self._drop(trainer, group) for group in self._layout.groups if group.name in self._update), default=0)
             self._forget_settled()
         for group in self._layout.groups:
-            self._settle_group(trainer, group, old, new, [])
+            self._settle_group(trainer, group, old, new, {}, DriftSums())
         return lost
 
     def give_up(self, trainer: Trainer, base: np.ndarray) -> int:
@@ -218,24 +242,33 @@ class Ledger:
         self._behind = behind.copy()
         loss_sum, loss_tokens = map(float, arrays["losses"])
         self._losses = loss_sum, int(loss_tokens)
-        self._handed_over = {
-            int(name.partition(".")[2]): values.copy() for name, values in arrays.items() if name.startswith("handed_over.")
-        }
+        for name, values in arrays.items():
+            if name.startswith("handed_over."):
+                kept = self._handed_over[int(name.partition(".")[2])] = self._room("aside", values.size)
+                np.copyto(kept, values)
 
     def _settle_group(
-        self, trainer: Trainer, group: Group, old: np.ndarray, new: np.ndarray, accepted: list[tuple[Part, np.ndarray]]
+        self, trainer: Trainer, group: Group, old: np.ndarray, new: np.ndarray, sent: Mapping[int, np.ndarray], drift: DriftSums
     ) -> None:
+        """`sent`: what was included of mine, by start of its range."""
         is_trained = group.expert is None or group.expert in trainer.owned
-        if is_trained:
-            trainer.add(group, _less(new[group.start : group.stop] - old[group.start : group.stop], accepted))
-        else:
+        if not is_trained:
             trainer.refresh(group, new[group.start : group.stop])
-        if group.expert is not None and group.expert in self._handed_over:
-            _less(self._handed_over[group.expert], accepted)
-        update = self._update.get(group.name)
-        if update is not None:
-            for part, _ in accepted:
-                update[part.start - group.start : part.stop - group.start] = 0
+        update, handed_over = self._update.get(group.name), self._handed_over_of(group)
+        for start, stop in self._ranges_of(group):
+            mine, here = sent.get(start), slice(start - group.start, stop - group.start)
+            if mine is None and not is_trained:
+                continue
+            step = new[start:stop] - old[start:stop]
+            if mine is not None:
+                drift.add(group.kind, mine, step)
+                if handed_over is not None:
+                    handed_over[here] -= mine
+                step -= mine
+            if is_trained:
+                trainer.add(group, step, here.start)
+            if mine is not None and update is not None:
+                update[here] = 0
 
     def _age_pending(self, trainer: Trainer, included: set[str]) -> int:
         """What more than two rounds left out is given up; returns its tokens.
@@ -273,10 +306,34 @@ class Ledger:
     def _take_back(self, trainer: Trainer, group: Group) -> None:
         """What is still pending of a group's announced update leaves the local weights."""
         update = self._update.pop(group.name)
-        if group.expert is not None and group.expert in self._handed_over:
-            self._handed_over[group.expert] -= update
-        elif group.expert is None or group.expert in trainer.owned:
-            trainer.add(group, -update)
+        handed_over = self._handed_over_of(group)
+        if handed_over is not None:
+            handed_over -= update
+        elif self._is_mine(trainer, group):
+            np.negative(update, out=update)
+            self._add(trainer, group, update)
+
+    def _is_mine(self, trainer: Trainer, group: Group) -> bool:
+        """Is it trained here, or was it, and there is work left?"""
+        return group.expert is None or group.expert in trainer.owned or group.expert in self._handed_over
+
+    def _handed_over_of(self, group: Group) -> np.ndarray | None:
+        return None if group.expert is None else self._handed_over.get(group.expert)
+
+    def _pending_of(self, trainer: Trainer, base: np.ndarray, group: Group, out: np.ndarray) -> np.ndarray:
+        """`local - base` of a group that is trained here, in `out`."""
+        for start, stop in self._ranges_of(group):
+            here = slice(start - group.start, stop - group.start)
+            np.subtract(trainer.read(group, here.start, here.stop), base[start:stop], out=out[here])
+        return out
+
+    def _add(self, trainer: Trainer, group: Group, delta: np.ndarray) -> None:
+        for start, stop in self._ranges_of(group):
+            trainer.add(group, delta[start - group.start : stop - group.start], start - group.start)
+
+    def _ranges_of(self, group: Group) -> Iterator[tuple[int, int]]:
+        """Where its ranges begin and end in the flat state."""
+        return ((start, stop) for _, start, stop in self._ranges[self._places[group.name]])
 
     def _behind_group(self, group: Group) -> np.ndarray:
         """Tokens behind each of its parts, of what was announced: a view."""
@@ -297,11 +354,3 @@ def _places_of_groups(ranges: Sequence[tuple[Group, int, int]]) -> dict[str, sli
         first = places[group.name].start if group.name in places else place
         places[group.name] = slice(first, place + 1)
     return places
-
-
-def _less(values: np.ndarray, accepted: list[tuple[Part, np.ndarray]]) -> np.ndarray:
-    """A group's values without what was accepted of it, in place."""
-    for part, sent in accepted:
-        start = part.start - part.group.start
-        values[start : start + part.size] -= sent
-    return values

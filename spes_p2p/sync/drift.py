@@ -6,24 +6,25 @@ same number as its cosine with the mean: 1 for peers that agree, 1/sqrt(N) for i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from spes_p2p.observe.events import Drift
-from spes_p2p.sync.parts import Part
 
 
-def drift_by_kind(
-    old: np.ndarray, new: np.ndarray, accepted: Iterable[tuple[Part, np.ndarray]]
-) -> dict[str, Drift]:
-    """Of accepted parts with the values sent, when the base went from `old` to `new`; kinds without any are left out."""
-    sums: dict[str, np.ndarray] = {}
-    for part, values in accepted:
-        step = new[part.start : part.stop] - old[part.start : part.stop]
-        found = np.array([values @ values, step @ step, values @ step], np.float64)
-        sums[part.group.kind] = sums.get(part.group.kind, 0.0) + found
-    return {kind: _drift(*found.tolist()) for kind, found in sums.items()}
+class DriftSums:
+    """Inner products of what was sent with what the base moved by, part by part."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, np.ndarray] = {}
+
+    def add(self, kind: str, sent: np.ndarray, step: np.ndarray) -> None:
+        """One part of this kind of weights: my update, and the base's step."""
+        found = np.array([sent @ sent, step @ step, sent @ step], np.float64)
+        self._by_kind[kind] = self._by_kind.get(kind, 0.0) + found
+
+    def by_kind(self) -> dict[str, Drift]:
+        """Kinds of which nothing was added are left out."""
+        return {kind: _drift(*found.tolist()) for kind, found in self._by_kind.items()}
 
 
 def _drift(sent: float, step: float, product: float) -> Drift:

@@ -28,6 +28,7 @@ from spes_p2p.sync.means import MeanKind, RunningMean
 from spes_p2p.sync.parts import Part, mask_bytes, pulls, to_mask, weight
 from spes_p2p.sync.plan import MAX_TOKENS
 from spes_p2p.sync.results import ABSENT, Results
+from spes_p2p.sync.room import Room, memory_room, rooms
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,13 @@ class Exchange:
         behind: Callable[[Part], int],
         revision: int = 0,
         mean: MeanKind = "tokens",
+        room: Room = memory_room,
     ):
         """`pending`: my update by group name; it is overwritten with what was sent. `behind`: tokens behind a part of it.
 
         `carried`: what my encoding dropped before, by start of the part's range.
 
-        `revision`: which of the results' part tables is exchanged.
+        `revision`: which of the results' part tables is exchanged. `room`: where sums and what encoding drops are kept.
         """
         self.results = results
         self.plan = results.plan
@@ -98,6 +100,7 @@ class Exchange:
         self._timeout_s = timeout_s
         self._behind = behind
         self._mean: MeanKind = mean
+        self._room = room
         self._names = [member.peer for member in self.plan.members]
         self._means: dict[int, RunningMean] = {}
         self._weights: dict[int, int] = {}
@@ -108,6 +111,10 @@ class Exchange:
         self._lost: set[int] = set()
         self._pushing: set[int] = set()
         self._mine = {part.index: part for part in self._reduced_by(me)}
+        several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
+        sums = rooms(room, "sums", {index: RunningMean.rows(mean) * part.size for index, part in several.items()})
+        self._sums = {index: values.reshape(-1, several[index].size) for index, values in sums.items()}
+        """By part index; when a part is closed, what its encoding dropped stands in the first row."""
         self._closed: set[int] = set()
         self._order: list[int] = []
         """Of my parts, as they were closed."""
@@ -122,7 +129,8 @@ class Exchange:
     def beside(self, revision: int) -> Exchange:
         """An exchange of the same updates over the parts that this revision of the part table moved."""
         return Exchange(
-            self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._mean
+            self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._mean,
+            self._room,
         )
 
     async def run(self) -> None:
@@ -263,8 +271,9 @@ class Exchange:
             self.sent[part.index] = (part, update)
 
     def _add(self, part: Part, update: np.ndarray, tokens: int) -> None:
-        mean = self._means.setdefault(part.index, RunningMean(self._mean, part.size))
-        mean.add(update, tokens / self._planned_weight(part))
+        if part.index not in self._means:
+            self._means[part.index] = RunningMean(self._mean, self._sums[part.index])
+        self._means[part.index].add(update, tokens / self._planned_weight(part))
         self._weights[part.index] = self._weights.get(part.index, 0) + tokens
 
     def _planned_weight(self, part: Part) -> int:
@@ -277,7 +286,9 @@ class Exchange:
         if carried is not None and carried.size == mean.size:
             mean = mean + carried
         codes = part.codec.encode(mean)
-        self.rounding[part.start] = mean - part.codec.decode(codes, part.size)
+        if part.codec.is_lossy:
+            dropped = self.rounding[part.start] = self._sums[part.index][0]
+            np.subtract(mean, part.codec.decode(codes, part.size), out=dropped)
         return codes
 
     def _reduced_by(self, reducer: int) -> list[Part]:

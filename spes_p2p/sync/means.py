@@ -18,10 +18,16 @@ MeanKind = Literal["tokens", "magnitude"]
 class RunningMean:
     """The mean of updates (float32 `[size]`) that arrive one by one, each with its share of the expected weight."""
 
-    def __init__(self, kind: MeanKind, size: int):
-        self._by_magnitude = kind == "magnitude"
-        self._sum = np.zeros(size, np.float32)
-        self._magnitudes = np.zeros(size, np.float32) if self._by_magnitude else None
+    def __init__(self, kind: MeanKind, room: np.ndarray):
+        """`room`: float32 `[rows(kind), size]` of any content; the mean is made there."""
+        room[:] = 0
+        self._sum: np.ndarray = room[0]
+        self._magnitudes: np.ndarray | None = room[1] if kind == "magnitude" else None
+
+    @staticmethod
+    def rows(kind: MeanKind) -> int:
+        """How many arrays of the updates' size one mean needs."""
+        return 2 if kind == "magnitude" else 1
 
     def add(self, update: np.ndarray, share: float) -> None:
         """One peer's update; the shares of all that are expected sum to 1."""
@@ -34,6 +40,9 @@ class RunningMean:
 
     def result(self, arrived: float) -> np.ndarray:
         """The mean of what came, whose shares sum to `arrived`."""
+        mean = self._sum
         if self._magnitudes is not None:
-            return np.divide(self._sum, self._magnitudes, out=np.zeros_like(self._sum), where=self._magnitudes > 0)
-        return self._sum if arrived == 1 else self._sum * np.float32(1 / arrived)
+            mean = np.divide(mean, self._magnitudes, out=np.zeros_like(mean), where=self._magnitudes > 0)
+        elif arrived != 1:
+            mean = mean * np.float32(1 / arrived)
+        return mean

@@ -39,6 +39,7 @@ from spes_p2p.sync.results import (
     round_of,
     save_results,
 )
+from spes_p2p.sync.room import memory_room
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download, newest_bases
 from spes_p2p.sync.spool import Spool
 from spes_p2p.sync.staging import Staging
@@ -80,14 +81,18 @@ class Replica:
     """The base, and the work on top of it."""
 
     def __init__(self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False):
-        """`base_in_memory`: hold the base in memory; otherwise it is memory-mapped. Others are served from the file."""
+        """`base_in_memory`: hold the base in memory, and what a round keeps beside it; otherwise both are memory-mapped.
+
+        Others are served from the file.
+        """
         sync = node.campaign.config.sync
         self.node = node
         self.layout = layout
         self.codecs = group_codecs(sync.codec)
         self.part_bytes = sync.part_bytes
         self.outer = node.campaign.config.outer
-        self.ledger = Ledger(layout, part_ranges(layout, self.codecs, self.part_bytes))
+        self._room = memory_room if base_in_memory else node.world.store.scratch
+        self.ledger = Ledger(layout, part_ranges(layout, self.codecs, self.part_bytes), self._room)
         self.snapshots = Snapshots(sync.silence_s)
         self._base_in_memory = base_in_memory
         self._downloaded_pieces = KeptPieces(node.world.store)
@@ -163,7 +168,7 @@ class Replica:
             offers = await self._offers_of_newest()
             if offers:
                 with contextlib.suppress(PeerUnreachable):
-                    values = await download(self.node.board, offers, None, on_progress, self._downloaded_pieces)
+                    values = await self._download(offers, None, on_progress, self._downloaded_pieces)
                     self._install(self._downloaded(offers[0], values))
                     await self._save()
                     await self.durable()
@@ -198,7 +203,7 @@ class Replica:
         if not offers or offers[0].info.digest == self.base.digest:
             raise PeerUnreachable("nobody offers another base for this round")
         self._observer.tell(DigestMismatch(self.base.round, self.base.digest, offers[0].info.digest))
-        values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
+        values = await self._download(offers, self.base.values)
         await self._jump(Base(self.base.head, self.base.round, _frozen(values), offers[0].info.digest, self.base.plan), True)
 
     async def _offers_of_newest(self) -> list[Offer]:
@@ -222,13 +227,23 @@ class Replica:
             await self._jump_to_newest(forked=False)
             return
         with contextlib.suppress(PeerUnreachable):
-            values = await download(self.node.board, offers, self.base.values, lambda done, total: None)
+            values = await self._download(offers, self.base.values)
             await self._jump(Base(self.base.head, self.base.round, _frozen(values), digest, self.base.plan), True)
 
     async def _offers(self, head: Head) -> list[Offer]:
         """Of a head's base. What its members say counts; whether that was right the next head's certificate tells."""
         size = base_size(self.layout, self.outer)
         return await collect_offers(self.node.board, self.node.others(), head.id, size, {*head.members, *head.helpers})
+
+    async def _download(
+        self,
+        offers: Sequence[Offer],
+        have: np.ndarray | None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        kept: KeptPieces | None = None,
+    ) -> np.ndarray:
+        """In a file until it is written as a base, also where that is held in memory."""
+        return await download(self.node.board, offers, have, on_progress, kept, self.node.world.store.scratch)
 
     def _downloaded(self, offer: Offer, values: np.ndarray) -> Base:
         return Base(offer.info.head, offer.info.round, _frozen(values), offer.info.digest, None)
@@ -239,12 +254,10 @@ class Replica:
         assert trainer is not None
         if not self.ledger.most_behind:
             return trainer.validation_loss()
-        trained = [group for group in self.layout.groups if group.expert is None or group.expert in trainer.owned]
-        pending = [np.subtract(trainer.read(group), base[group.start : group.stop]) for group in trained]
+        set_aside = self.ledger.set_aside(trainer, base)
         trainer.load_base(base)
         loss = trainer.validation_loss()
-        for group, values in zip(trained, pending, strict=True):
-            trainer.add(group, values)
+        self.ledger.put_back(trainer, set_aside)
         return loss
 
     # Following the heads -----------------------------------------------------------------------------------------------
@@ -262,10 +275,10 @@ class Replica:
         results = self._begin(plan, ())
         update = self.ledger.update
         if self._exchanges:
-            update = {name: values.copy() for name, values in update.items()}
+            update = self.ledger.copy_of_update()
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
         board, behind = self.node.board, self.ledger.behind
-        exchange = Exchange(board, results, update, self._carried, timeout_s, behind, mean=self.outer.mean)
+        exchange = Exchange(board, results, update, self._carried, timeout_s, behind, 0, self.outer.mean, self._room)
         self._exchanges[plan.id, 0] = exchange
         self._kept[plan.id] = results
         if self._staging is not None:
@@ -529,7 +542,7 @@ class Replica:
             if not offers:
                 raise PeerUnreachable("nobody offers the newest base")
             kept = self._downloaded_pieces
-            values = await download(self.node.board, offers, self.base.values, lambda done, total: None, kept)
+            values = await self._download(offers, self.base.values, kept=kept)
         except PeerUnreachable as error:
             logger.debug("snapshot: %s", error)
             await self._look_again()
@@ -580,14 +593,15 @@ class Replica:
         checkpoint = None
         if self.trainer is not None:
             checkpoint = await run(
-                take_checkpoint, self.trainer, self.ledger, self.layout, base.values, base.head, base.round, self.checkpoint
+                take_checkpoint, store, self.trainer, self.ledger, self.layout, base.values, base.head, base.round,
+                self.checkpoint,
             )
         self._saving = asyncio.ensure_future(self._write(checkpoint, draft))
 
     async def _write(self, checkpoint: Checkpoint | None, draft: Draft) -> None:
-        run, store = self.node.world.run_blocking, self.node.world.store
+        run = self.node.world.run_blocking
         if checkpoint is not None:
-            await run(write_checkpoint, store, checkpoint)
+            await run(write_checkpoint, checkpoint)
         await run(draft.commit)
         self.checkpoint = None if checkpoint is None else checkpoint.name
 

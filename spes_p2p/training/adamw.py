@@ -50,12 +50,12 @@ class AdamW:
         with self._mode():
             self.torch_optimizer.step()
 
-    def state_of(self, parameter: nn.Parameter) -> Arrays:
-        """Copies of a parameter's moments and step count by name; empty before its first step."""
-        arrays: Arrays = {}
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """A parameter's moments and step count by name, as they are; empty before its first step."""
+        tensors: dict[str, Tensor] = {}
         for key, value in self.torch_optimizer.state.get(parameter, {}).items():
-            arrays.update(self._arrays(key, value))
-        return arrays
+            tensors.update(self._tensors(key, value))
+        return tensors
 
     def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
         """Undo of `state_of`; False and nothing changed where the arrays are not this parameter's."""
@@ -85,8 +85,8 @@ class AdamW:
     def _mode(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def _arrays(self, key: str, value: Any) -> Arrays:
-        return {key: _copy(value)}
+    def _tensors(self, key: str, value: Any) -> dict[str, Tensor]:
+        return {key: value.detach()}
 
     def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays) -> Tensor | None:
         values = arrays.get(key)
@@ -119,10 +119,10 @@ class AdamW8bit(AdamW):
         stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager" if self._on_cpu else "default")
         return stance
 
-    def _arrays(self, key: str, value: Any) -> Arrays:
+    def _tensors(self, key: str, value: Any) -> dict[str, Tensor]:
         if hasattr(value, "codes"):
-            return {key + CODES: _copy(value.codes), key + SCALES: _copy(value.scale)}
-        return {key: _copy(value)}
+            return {key + CODES: value.codes.detach(), key + SCALES: value.scale.detach()}
+        return super()._tensors(key, value)
 
     def _moment(self, parameter: nn.Parameter, key: str, arrays: Arrays) -> Tensor | None:
         codes, scales = arrays.get(key + CODES), arrays.get(key + SCALES)
@@ -168,8 +168,3 @@ def state_tensors(state: Mapping[str, Any]) -> list[Tensor]:
         for value in state.values()
         for part in ((value.codes, value.scale, value.qmap) if hasattr(value, "codes") else (value,))
     ]
-
-
-def _copy(value: Tensor) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = value.detach().cpu().numpy().copy()
-    return array

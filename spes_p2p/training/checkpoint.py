@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from spes_p2p.model.layout import Layout
-from spes_p2p.swarm.interfaces import Store
+from spes_p2p.model.layout import Group, Layout
+from spes_p2p.swarm.interfaces import Draft, Store
 from spes_p2p.training.interface import Trainer
-from spes_p2p.training.tensor_file import read_tensors, tensor_chunks
+from spes_p2p.training.tensor_file import Source, read_tensors, tensor_chunks, tensor_header, whole
 
 logger = logging.getLogger(__name__)
 
 PENDING, OPTIMIZER, LEDGER = "pending.", "optimizer.", "ledger."
+CRC, NO_CRC = "crc32", "0" * 8
+PIECE_ELEMENTS = 2**16
+"""Of pending work, at a time."""
 
 
 class Account(Protocol):
@@ -32,10 +36,12 @@ class Account(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Copies of all that a restart needs beside the base; the trainer may train on while it is written."""
+    """All that a restart needs beside the base, written and not yet durable; the trainer may train on."""
 
     name: str
-    arrays: dict[str, np.ndarray]
+    draft: Draft
+    sources: dict[str, Source]
+    """What they are; their values are in the draft."""
     metadata: dict[str, str]
 
 
@@ -46,28 +52,35 @@ def checkpoint_names(round_number: int) -> tuple[str, str]:
 
 
 def take_checkpoint(
-    trainer: Trainer, account: Account, layout: Layout, base: np.ndarray, head: str, round_number: int, kept: str | None
+    store: Store, trainer: Trainer, account: Account, layout: Layout, base: np.ndarray, head: str, round_number: int,
+    kept: str | None,
 ) -> Checkpoint:
-    """Copy moments and `local - base` of everything that is trained here, as of the base of this head.
+    """Write moments and `local - base` of everything that is trained here, as of the base of this head, beside its file.
 
     `kept`: name of the checkpoint of the base on disk. It stays, since the next base is written after its checkpoint.
+    Raises UserError (disk full).
     """
-    arrays = {OPTIMIZER + name: array for name, array in trainer.optimizer_state().items()}
-    arrays.update({LEDGER + name: array.copy() for name, array in account.state().items()})
+    sources = {OPTIMIZER + name: source for name, source in trainer.optimizer_state().items()}
+    sources.update({LEDGER + name: whole(array) for name, array in account.state().items()})
     for group in layout.groups:
         if group.expert is None or group.expert in trainer.owned:
-            pending = trainer.read(group)
-            np.subtract(pending, base[group.start : group.stop], out=pending)
-            if pending.any():
-                arrays[PENDING + group.name] = pending
+            pieces = partial(_pending_pieces, trainer, group, base)
+            if any(piece.any() for piece in pieces()):
+                sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
     first, second = checkpoint_names(round_number)
-    return Checkpoint(second if first == kept else first, arrays, {"head": head, "owned": _owned(trainer)})
+    name, metadata = second if first == kept else first, {"head": head, "owned": _owned(trainer), CRC: NO_CRC}
+    draft, size = store.draft(name), 0
+    for chunk in tensor_chunks(sources, metadata):
+        draft.write(size, chunk)
+        size += memoryview(chunk).nbytes
+    return Checkpoint(name, draft, sources, metadata)
 
 
-def write_checkpoint(store: Store, checkpoint: Checkpoint) -> None:
+def write_checkpoint(checkpoint: Checkpoint) -> None:
     """Make it durable in place of the one of its name."""
-    metadata = {**checkpoint.metadata, "crc32": _crc(checkpoint.arrays)}
-    store.write(checkpoint.name, tensor_chunks(checkpoint.arrays, metadata))
+    arrays, _ = read_tensors(checkpoint.draft.view())
+    checkpoint.draft.write(0, tensor_header(checkpoint.sources, {**checkpoint.metadata, CRC: _crc(arrays)}))
+    checkpoint.draft.commit()
 
 
 def load_checkpoint(
@@ -97,7 +110,7 @@ def _read(store: Store, name: str, wanted_for: tuple[str, str]) -> tuple[dict[st
         return None, ""
     try:
         arrays, metadata = read_tensors(blob)
-        intact, saved_for = metadata["crc32"] == _crc(arrays), (metadata["head"], metadata["owned"])
+        intact, saved_for = metadata[CRC] == _crc(arrays), (metadata["head"], metadata["owned"])
     except (ValueError, KeyError):
         return None, "is cut short or damaged"
     if not intact:
@@ -111,6 +124,12 @@ def _restore(arrays: Mapping[str, np.ndarray], trainer: Trainer, account: Accoun
     for name, pending in arrays.items():
         if name.startswith(PENDING):
             trainer.add(layout.group(name.removeprefix(PENDING)), pending)
+
+
+def _pending_pieces(trainer: Trainer, group: Group, base: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, group.size, PIECE_ELEMENTS):
+        values = trainer.read(group, start, min(start + PIECE_ELEMENTS, group.size))
+        yield np.subtract(values, base[group.start + start : group.start + start + values.size], out=values)
 
 
 def _crc(arrays: Mapping[str, np.ndarray]) -> str:

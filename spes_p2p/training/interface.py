@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 from spes_p2p.config import TrainingConfig
 from spes_p2p.data.slices import Interval
 from spes_p2p.model.layout import Group, Layout
+from spes_p2p.training.tensor_file import Source
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ class Trainer(Protocol):
         Raises UserError when this peer cannot go on; what it trained is not to be sent then.
         """
 
-    def read(self, group: Group) -> np.ndarray:
-        """A float32 copy `[group.size]` of the local weights of a group that is trained here."""
+    def read(self, group: Group, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """A float32 copy of the local weights `[start, stop)` of a group that is trained here; all of it by default."""
 
-    def add(self, group: Group, delta: np.ndarray) -> None:
-        """local += delta (float32 `[group.size]`) on a group that is trained here."""
+    def add(self, group: Group, delta: np.ndarray, start: int = 0) -> None:
+        """local += delta (float32) on a group that is trained here, from element `start` on."""
 
     def refresh(self, group: Group, values: np.ndarray) -> None:
         """Set a group that is not trained here (a foreign expert) to these values."""
@@ -100,8 +101,8 @@ class Trainer(Protocol):
     def validation_loss(self) -> float:
         """Mean cross-entropy per token of the current local weights on the campaign's held-out text; NaN when it has none."""
 
-    def optimizer_state(self) -> dict[str, np.ndarray]:
-        """Moments and whatever else a restart needs, by name."""
+    def optimizer_state(self) -> dict[str, Source]:
+        """Moments and whatever else a restart needs, by name; read before the next step, which changes them."""
 
-    def load_optimizer_state(self, state: dict[str, np.ndarray]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Undo of `optimizer_state`, for the same owned experts; entries that do not fit are ignored."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spes_p2p.training.adamw import Arrays
 
@@ -30,10 +30,10 @@ class Muon:
             group["lr"] = rate
         self.torch_optimizer.step()
 
-    def state_of(self, parameter: nn.Parameter) -> Arrays:
-        """A copy of a parameter's momentum; empty before its first step."""
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """A parameter's momentum, as it is; empty before its first step."""
         momentum = self.torch_optimizer.state.get(parameter, {}).get(MOMENTUM)
-        return {} if momentum is None else {MOMENTUM: momentum.detach().cpu().numpy().copy()}
+        return {} if momentum is None else {MOMENTUM: momentum.detach()}
 
     def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
         """Undo of `state_of`; False and nothing changed where the arrays are not this parameter's."""

@@ -7,10 +7,10 @@ router are more: with and without weight decay, the embedding and the output hea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -119,17 +119,21 @@ class OwnedOptimizer:
         states = (state for kind in self._kinds() for state in kind.torch_optimizer.state.values())
         return sum(t.nbytes for state in states for t in state_tensors(state))
 
-    def state(self) -> Arrays:
-        """Copies of each parameter's state (`exp_avg/NAME`, `step/NAME`, ...) and each group's `age/GROUP`."""
-        arrays: Arrays = {}
+    def tensors(self) -> dict[str, Tensor]:
+        """Each parameter's state (`exp_avg/NAME`, `step/NAME`, ...) as it is, and each group's `age/GROUP`."""
+        tensors: dict[str, Tensor] = {}
         for kind, group in self._groups():
-            arrays[f"age/{group['name']}"] = np.array(group["age"], np.int64)
+            tensors[f"age/{group['name']}"] = torch.tensor(group["age"], dtype=torch.int64)
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                arrays.update({f"{key}/{name}": value for key, value in kind.state_of(parameter).items()})
-        return arrays
+                tensors.update({f"{key}/{name}": value for key, value in kind.state_of(parameter).items()})
+        return tensors
 
-    def load_state(self, arrays: Arrays) -> None:
-        """Undo of `state`. A parameter whose entries are missing or do not fit is left as it is; its group then ramps up."""
+    def state(self) -> Arrays:
+        """Copies of `tensors`."""
+        return {name: tensor.cpu().numpy().copy() for name, tensor in self.tensors().items()}
+
+    def load_state(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Undo of `tensors`. A parameter whose entries are missing or do not fit is left as it is; its group then ramps up."""
         by_parameter: dict[str, Arrays] = {}
         for key, value in arrays.items():
             what, _, name = key.partition("/")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from spes_p2p.data.slices import Interval
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.tensor_file import Source
 
 
 class SyntheticTrainer:
@@ -62,13 +63,13 @@ class SyntheticTrainer:
             steps, tokens, tuple(routed), 5.0 / (1 + phase.first_step), 0.0, steps * self.seconds_per_step, untrained, 0
         )
 
-    def read(self, group: Group) -> np.ndarray:
+    def read(self, group: Group, start: int = 0, stop: int | None = None) -> np.ndarray:
         """A copy of the local weights of a group."""
-        return self._local[group.start : group.stop].copy()
+        return self._local[group.start : group.stop][start:stop].copy()
 
-    def add(self, group: Group, delta: np.ndarray) -> None:
+    def add(self, group: Group, delta: np.ndarray, start: int = 0) -> None:
         """local += delta."""
-        self._local[group.start : group.stop] += delta
+        self._local[group.start + start : group.start + start + delta.size] += delta
 
     def refresh(self, group: Group, values: np.ndarray) -> None:
         """local = values."""
@@ -78,11 +79,11 @@ class SyntheticTrainer:
         """The root mean square of the weights: any number that depends on the bits."""
         return float(np.sqrt(np.mean(self._local.astype(np.float64) ** 2)))
 
-    def optimizer_state(self) -> dict[str, np.ndarray]:
+    def optimizer_state(self) -> dict[str, Source]:
         """None."""
         return {}
 
-    def load_optimizer_state(self, state: dict[str, np.ndarray]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Nothing to load."""
 
 

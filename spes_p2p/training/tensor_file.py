@@ -1,4 +1,4 @@
-"""Named arrays in the safetensors format, written from where they lie and read as views of the file.
+"""Named arrays in the safetensors format, written piece by piece and read as views of the file.
 
 The library needs the whole file in memory beside the arrays, to write and to read it: gigabytes, for a peer's moments.
 The format: 8 bytes of header length (little-endian), a JSON header with type, shape and byte range of each array, the arrays.
@@ -7,7 +7,9 @@ The format: 8 bytes of header length (little-endian), a JSON header with type, s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,20 +19,51 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
-def tensor_chunks(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+@dataclass(frozen=True)
+class Source:
+    """An array that is written."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[np.ndarray]]
+    """Its elements in C order, in contiguous arrays of any size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole array."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def whole(array: np.ndarray) -> Source:
+    """An array that is in memory, in one piece."""
+    return Source(array.dtype, array.shape, lambda: (np.ascontiguousarray(array),))
+
+
+def tensor_chunks(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """The file's content, piece by piece. Raises KeyError for a type that is not in DTYPES."""
+    yield tensor_header(sources, metadata)
+    for name in _in_order(sources):
+        for piece in sources[name].pieces():
+            yield piece.reshape(-1).view(np.uint8).data
+
+
+def tensor_header(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the arrays; as long as before when metadata of the same lengths change. Raises KeyError as above."""
     entries: dict[str, object] = {METADATA: dict(metadata)}
-    names, offset = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)), 0
-    for name in names:
-        array = arrays[name]
-        stop = offset + array.nbytes
-        entries[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": (offset, stop)}
+    offset = 0
+    for name in _in_order(sources):
+        source = sources[name]
+        stop = offset + source.nbytes
+        entries[name] = {"dtype": _NAMES[source.dtype], "shape": source.shape, "data_offsets": (offset, stop)}
         offset = stop
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % ALIGNMENT)
-    yield len(header).to_bytes(LENGTH_BYTES, "little") + header
-    for name in names:
-        yield np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
+    return len(header).to_bytes(LENGTH_BYTES, "little") + header
+
+
+def _in_order(sources: Mapping[str, Source]) -> list[str]:
+    """Larger types first, so that all are aligned."""
+    return sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
 
 
 def read_tensors(content: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, str]]:

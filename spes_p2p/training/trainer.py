@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spes_p2p.config import CampaignConfig
@@ -20,7 +21,7 @@ from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import State, build_model, exact_expert, layout_of
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
-from spes_p2p.model.layout import Group, Layout, Placed
+from spes_p2p.model.layout import Group, Layout
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.filter import is_repetitive
@@ -28,6 +29,7 @@ from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import forward_losses, next_token_loss
 from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate
 from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.tensor_file import Source
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ Samples = npt.NDArray[np.int64]
 
 MAX_SKIPPED_IN_A_ROW = 10
 """So many steps in a row that are not finite stop the peer."""
+COPIED_ELEMENTS = 2**20
+"""Of a tensor, at a time."""
 
 
 class Reader(Protocol):
@@ -159,18 +163,17 @@ class TorchTrainer:
         self._log(report)
         return report
 
-    def read(self, group: Group) -> State:
-        """A float32 copy `[group.size]` of the local weights of a group that is trained here."""
-        values = np.empty(group.size, np.float32)
-        for placed, parameter in self._trained(group):
-            target = torch.from_numpy(values[placed.start - group.start : placed.stop - group.start])
-            target.copy_(parameter.detach().view(-1))
+    def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
+        """A float32 copy of the local weights `[start, stop)` of a group that is trained here; all of it by default."""
+        values = np.empty((group.size if stop is None else stop) - start, np.float32)
+        for place, weights in self._trained(group, start, start + values.size):
+            torch.from_numpy(values[place]).copy_(weights)
         return values
 
-    def add(self, group: Group, delta: State) -> None:
-        """local += delta (float32 `[group.size]`) on a group that is trained here."""
-        for placed, parameter in self._trained(group):
-            parameter.detach().add_(_tensor(delta, group, placed).to(self._device))
+    def add(self, group: Group, delta: State, start: int = 0) -> None:
+        """local += delta (float32) on a group that is trained here, from element `start` on."""
+        for place, weights in self._trained(group, start, start + delta.size):
+            weights.add_(_tensor(delta[place]).to(self._device))
 
     def refresh(self, group: Group, values: State) -> None:
         """Set a group that is not trained here (a foreign expert) to these values."""
@@ -191,11 +194,11 @@ class TorchTrainer:
                 total += next_token_loss(self._model, hidden, chunk).cross_entropy * len(chunk)
         return float(total) / len(samples)
 
-    def optimizer_state(self) -> dict[str, npt.NDArray[Any]]:
-        """Moments and whatever else a restart needs, by name."""
-        return self._optimizer.state()
+    def optimizer_state(self) -> dict[str, Source]:
+        """Moments and whatever else a restart needs, by name; read before the next step, which changes them."""
+        return {name: _source(tensor) for name, tensor in self._optimizer.tensors().items()}
 
-    def load_optimizer_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Undo of `optimizer_state`, for the same owned experts; entries that do not fit are ignored."""
         self._optimizer.load_state(state)
 
@@ -256,20 +259,28 @@ class TorchTrainer:
         enabled = self._config.training.autocast_bf16 and self._device.type == "cuda"
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def _trained(self, group: Group) -> Iterator[tuple[Placed, nn.Parameter]]:
+    def _trained(self, group: Group, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
+        """Local weights of the elements `[start, stop)` of a group: flat views, and where among these elements each stands."""
         if group.expert is not None and group.expert not in self._owned:
             raise ValueError(f"{group.name} is not trained here; owned experts: {self._owned}")
-        return ((placed, self._parameters[placed.spec.name]) for placed in self._layout.tensors_of(group))
+        begin, end, tensors = group.start + start, group.start + stop, self._layout.tensors_of(group)
+        for placed in tensors[bisect.bisect_right(tensors, begin, key=lambda placed: placed.stop) :]:
+            if placed.start >= end:
+                break
+            a, b = max(begin, placed.start), min(end, placed.stop)
+            weights = self._parameters[placed.spec.name].detach().view(-1)
+            yield slice(a - begin, b - begin), weights[a - placed.start : b - placed.start]
 
     def _write(self, group: Group, values: State) -> None:
         if group.expert is None or group.expert in self._owned:
-            for placed, parameter in self._trained(group):
-                parameter.detach().copy_(_tensor(values, group, placed))
+            for place, weights in self._trained(group, 0, group.size):
+                weights.copy_(_tensor(values[place]))
             return
         for placed in self._layout.tensors_of(group):
             expert, _, matrix = placed.spec.name.rpartition(".")
             block, _, _ = expert.rpartition(".")
-            self._blocks[block].write_foreign(group.expert, matrix, _tensor(values, group, placed))
+            flat = _tensor(values[placed.start - group.start : placed.stop - group.start])
+            self._blocks[block].write_foreign(group.expert, matrix, flat.view(placed.spec.shape))
 
 
 class _Totals:
@@ -319,7 +330,14 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def _tensor(values: State, group: Group, placed: Placed) -> Tensor:
-    """A group's values for one of its tensors, without a copy where the array is writable."""
-    flat = np.require(values[placed.start - group.start : placed.stop - group.start], np.float32, ["C", "W"])
-    return torch.from_numpy(flat).view(placed.spec.shape)
+def _tensor(values: State) -> Tensor:
+    """Without a copy where the array is writable."""
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+
+
+def _source(tensor: Tensor) -> Source:
+    """A tensor, perhaps on a device, that is copied piece by piece."""
+    return Source(
+        torch.empty(0, dtype=tensor.dtype).numpy().dtype, tuple(tensor.shape),
+        lambda: (piece.cpu().numpy() for piece in torch.split(tensor.reshape(-1), COPIED_ELEMENTS)),
+    )
