@@ -53,7 +53,7 @@ from spes_p2p.planner import join_options, most_experts
 from spes_p2p.simulate.trial import Trial, trial_of_environment
 from spes_p2p.swarm.checkup import Checkup
 from spes_p2p.swarm.electors import open_votes
-from spes_p2p.swarm.interfaces import World
+from spes_p2p.swarm.interfaces import Store, World
 from spes_p2p.swarm.libp2p import FIND_EVERY_S, Libp2p, check_addresses, start_libp2p
 from spes_p2p.swarm.limits import limited_line
 from spes_p2p.swarm.node import Node
@@ -66,7 +66,7 @@ from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.sync.archive import Archive, archived_rounds, load_archived
 from spes_p2p.sync.base import BASE, Base, load_base
 from spes_p2p.sync.digest import state_digest
-from spes_p2p.sync.outer import base_size, first_base
+from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.plan import Rules
 from spes_p2p.sync.tokens import TokenLibrary
 from spes_p2p.training.options import TrainingOptions, check_options
@@ -332,18 +332,23 @@ def _genesis(files: CampaignFiles, run_dir: Path, store: DirectoryStore, bootstr
     known = read_run_dir(run_dir)
     if known is not None:
         check_run_dir(files, known[1], run_dir)
-        if store.read(BASE) is None and state_digest(values := _first_base(config)) == known[1].base_digest:
+        if store.read(BASE) is None and state_digest(values := _first_base(config, store)) == known[1].base_digest:
             save_base_0(store, known[1], values)
         return known[1]
-    values = _first_base(config)
+    values = _first_base(config, store)
     genesis = make_genesis(files.campaign, bootstrap, values, open_votes(store, random.Random()).disk)
     if store.read(BASE) is None:
         save_base_0(store, genesis, values)
     return genesis
 
 
-def _first_base(config: CampaignConfig) -> np.ndarray:
-    return first_base(initial_state(config.model), layout_of(config.model), config.outer)
+def _first_base(config: CampaignConfig, store: Store) -> np.ndarray:
+    """In a file, until it is written as a base."""
+    layout = layout_of(config.model)
+    values = store.scratch("aside", base_size(layout, config.outer))
+    initial_state(config.model, values[: layout.size])
+    values[layout.size :] = 0
+    return values
 
 
 async def _genesis_of(others: Sequence[str], files: CampaignFiles, net: Libp2p, run_dir: Path) -> Head:

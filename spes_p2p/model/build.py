@@ -99,14 +99,15 @@ def _router_of(model: nn.Module, block: str) -> str:
                     "use a model of another class, as olmoe or qwen3_moe")
 
 
-def initial_state(config: ModelConfig) -> State:
-    """Base 0, flat float32 `[layout.size]`: transformers' own initialisation from the config's seed.
+def initial_state(config: ModelConfig, room: State | None = None) -> State:
+    """Base 0, flat float32 `[layout.size]`: transformers' own initialisation from the config's seed. `room`: where to put it.
 
     Only one module is in memory beside the result. The same seed gives other bits on other machines, so base 0
     is made once and downloaded.
     """
     model, layout = empty_model(config), layout_of(config)
-    state = np.full(layout.size, np.nan, np.float32)
+    state = np.empty(layout.size, np.float32) if room is None else room
+    state[:] = np.nan
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
         for prefix, module in model.named_modules():
@@ -119,7 +120,7 @@ def initial_state(config: ModelConfig) -> State:
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 _put(state, layout, name, parameter.numpy())
             module.to_empty(device="meta", recurse=False)
-    if np.isnan(state).any():
+    if np.isnan(state.min()):
         raise RuntimeError(f"transformers left weights of {type(model).__name__} without an initial value")
     return state
 

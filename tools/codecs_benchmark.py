@@ -1,0 +1,76 @@
+"""How fast one thread encodes and decodes updates, in turn, and how that stands to copying the same values.
+
+./tools/bench codecs [--rounds N] [--json FILE]
+
+Each figure is the median over rounds, in GB of float32 a second; a part has as many values as a round's parts hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spes_p2p.config import SyncConfig
+from spes_p2p.sync.codecs import CODECS
+
+VALUES = 2**25
+"""128 MB of float32: more than a processor's caches hold."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="at least 5 (default 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    arguments = parser.parse_args()
+    if arguments.rounds < 5:
+        parser.error(f"--rounds {arguments.rounds}: must be at least 5")
+    values = np.random.default_rng(0).standard_normal(VALUES, np.float32) * np.float32(1e-3)
+    works = _works(values)
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(arguments.rounds + 1):
+        for name, work in works.items():
+            started = time.thread_time()
+            work()
+            seconds[name].append(time.thread_time() - started)
+    speeds = {name: values.nbytes / 1e9 / statistics.median(taken[1:]) for name, taken in seconds.items()}
+    report: dict[str, Any] = {"copy": speeds["copy"]}
+    print(f"copy  {speeds['copy']:.2f} GB/s")
+    for codec in CODECS:
+        encode, decode = speeds[f"encode {codec}"], speeds[f"decode {codec}"]
+        report[codec] = {"encode": encode, "decode": decode}
+        print(f"{codec:5} encode {encode:.2f} GB/s, {encode / speeds['copy']:.2f} of a copy; "
+              f"decode {decode:.2f} GB/s, {decode / speeds['copy']:.2f} of a copy")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2))
+    return 0
+
+
+def _works(values: np.ndarray) -> dict[str, Callable[[], None]]:
+    """What is timed, by name: all values, part by part."""
+    part_bytes = SyncConfig.model_fields["part_bytes"].default
+    works: dict[str, Callable[[], None]] = {"copy": partial(np.copyto, np.empty_like(values), values)}
+    for name, codec in CODECS.items():
+        size = codec.elements(part_bytes)
+        parts = [values[start : start + size] for start in range(0, values.size, size)]
+        codes = [(codec.encode(part), part.size) for part in parts]
+        works |= {f"encode {name}": partial(_each, codec.encode, [(part,) for part in parts])}
+        works |= {f"decode {name}": partial(_each, codec.decode, codes)}
+    return works
+
+
+def _each(function: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
+    """One after the other; a result is gone before the next one is made."""
+    for each in arguments:
+        function(*each)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
