@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from spes_p2p.config import CodecConfig
 from spes_p2p.model.layout import Group, Layout
@@ -83,14 +83,14 @@ class HalfPrecision:
 
     def encode(self, values: np.ndarray) -> bytes:
         """Clip to +-65504, then round. torch does it more than ten times as fast as numpy, to the same bits."""
-        halves: np.ndarray = torch.from_numpy(np.clip(values, -FP16_MAX, FP16_MAX)).half().numpy()
+        halves: np.ndarray = _as_tensor(np.clip(values, -FP16_MAX, FP16_MAX)).half().numpy()
         return halves.astype("<f2", copy=False).tobytes()
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Exact: every half-precision number is a float32."""
         _check_length(self, data, elements)
         halves = np.frombuffer(data, dtype="<f2").astype(np.float16)
-        values: np.ndarray = torch.from_numpy(halves).float().numpy()
+        values: np.ndarray = _as_tensor(halves).float().numpy()
         return values
 
     def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
@@ -131,6 +131,11 @@ class BFloat16:
     def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
         """Looks at all of them."""
         return bool(np.isfinite(self.decode(data, elements)).all())
+
+
+def _as_tensor(values: np.ndarray) -> Any:
+    """As torch's; the command line knows codecs by name, and does not wait for torch to be imported."""
+    return import_module("torch").from_numpy(values)
 
 
 CODECS: dict[str, Codec] = {
