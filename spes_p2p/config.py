@@ -314,8 +314,8 @@ class PeerConfig(Section):
     micro_batch_size: Positive | None = Field(
         None, description="Samples in one forward pass on this machine. Default: the campaign's.")
     base: Literal["disk", "ram"] = Field(
-        "disk", description="What the base is read from: its file, memory-mapped, or a copy in memory, 4 bytes a value, which no "
-                            "other program's need of memory pushes out (--base ram). What a round keeps is there too.")
+        "disk", description="What the base is read from: its file, memory-mapped, or a copy in memory, 4 bytes a value, which "
+                            "no other program's need of memory pushes out (--base ram). What a round keeps is there too.")
     archive_every: Count = Field(
         50, description="Rounds between two bases that a bootstrap peer keeps beside the current one; 0: none.")
     archive_keep: Positive = Field(2, description="How many of them; each takes as much disk as a base.")
