@@ -102,7 +102,8 @@ class HostBytes:
     base: int
     """The base, where it is held in memory."""
     update: int
-    """What was announced and is not in a base yet, decoded, where that is in memory."""
+    """What was announced and is not in a base yet, decoded, where that is in memory; with `sync.overlap` also what is set aside
+    while the base is evaluated."""
     sums: int
     """Means under way here, and what their encoding dropped in the round before, where those are in memory."""
     pieces: int
@@ -128,7 +129,8 @@ class DiskBytes:
     download: int
     """An older base while somebody downloads it, with the results of the rounds since; or one that comes, and its pieces."""
     scratch: int
-    """What was announced, and means under way here with what their encoding dropped in the round before."""
+    """What was announced, means under way here with what their encoding dropped in the round before, and, with `sync.overlap`,
+    what is set aside while the base is evaluated."""
     archive: int
     """Earlier bases that a bootstrap peer keeps."""
     results: int
@@ -251,7 +253,7 @@ def host_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = Fa
     base = 4 * base_size(layout_of(config.model), config.outer)
     return HostBytes(
         base=base * base_in_memory,
-        update=choice.device.weights * base_in_memory,
+        update=_pending_bytes(config, choice) * base_in_memory,
         sums=2 * _sums_bytes(config) * base_in_memory,
         pieces=min(PIECES_BYTES, base),
         stored=stored_bytes(config.model, choice.setup) if choice.setup.stored_on == "host" else 0,
@@ -260,11 +262,10 @@ def host_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = Fa
 
 def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
     """The run-dir of a peer that trains."""
-    weights = choice.device.weights
     return replace(
         bootstrap_disk_bytes(config, 0),
-        scratch=weights + 2 * _sums_bytes(config),
-        checkpoint=CHECKPOINT_FILES * (choice.device.moments + weights),
+        scratch=_pending_bytes(config, choice) + 2 * _sums_bytes(config),
+        checkpoint=CHECKPOINT_FILES * (choice.device.moments + choice.device.weights),
     )
 
 
@@ -275,18 +276,29 @@ def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
     return DiskBytes(
         base=(KEPT_SNAPSHOTS + 1) * base,
         download=base + max(base, (MAX_KEPT_ROUNDS - KEPT_ROUNDS) * results),
-        scratch=0,
+        scratch=2 * _all_sums_bytes(config),
         archive=archived * base,
         results=(KEPT_ROUNDS + 1) * results,
         checkpoint=0,
     )
 
 
+def _pending_bytes(config: CampaignConfig, choice: Choice) -> int:
+    """The update that was announced, and what was trained since, where that can be set aside meanwhile."""
+    evaluates = config.sync.overlap and config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
+    return choice.device.weights * (2 if evaluates else 1)
+
+
 def _sums_bytes(config: CampaignConfig) -> int:
-    """Of the means that one peer makes, of those alike: its share of all groups that several peers train."""
+    """Of the means that one of some trainers alike makes: its share of them all."""
+    return _all_sums_bytes(config) // max(2, config.sync.min_peers)
+
+
+def _all_sums_bytes(config: CampaignConfig) -> int:
+    """Of the means of all groups that several peers train: a bootstrap peer makes nearly all, its line being free."""
     layout = layout_of(config.model)
     several = layout.size if config.experts.redundancy > 1 else shared_elements(layout)
-    return 4 * RunningMean.rows(config.outer.mean) * several // max(2, config.sync.min_peers)
+    return 4 * RunningMean.rows(config.outer.mean) * several
 
 
 def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_second: float) -> Traffic:

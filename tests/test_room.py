@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import codecs
-from model_shapes import tiny_model
+from exchange_round import Round, codecs, make_plan_of, member, random_updates
+from model_shapes import tiny_campaign, tiny_model
 
+from spes_p2p.data.slices import Interval
 from spes_p2p.model.build import layout_of
+from spes_p2p.simulate.swarm import simulate
 from spes_p2p.swarm.records import Member
 from spes_p2p.swarm.store import DirectoryStore
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.parts import part_ranges, part_table
+from spes_p2p.sync.replica import Replica
+from spes_p2p.sync.room import memory_room
 from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.synthetic import SyntheticTrainer
+from spes_p2p.training.trainer import COPIED_ELEMENTS, TorchTrainer
 
 PART_BYTES = 2**14
 ALLOWED = 2**20
-LAYOUT = layout_of(tiny_model(vocab_size=2**15, hidden_size=64))
+MODEL = tiny_model(vocab_size=2**15, hidden_size=64)
+LAYOUT = layout_of(MODEL)
 CODECS = codecs("int8")
 PHASE = Phase(1, 0, 1, 1, ())
 
@@ -65,6 +73,34 @@ def test_a_round_takes_no_memory_for_what_was_trained(tmp_path: Path) -> None:
     assert max(took.values()) < ALLOWED, took
 
 
+class Text:
+    """Ones."""
+
+    num_samples = 100
+
+    def read(self, interval: Interval) -> np.ndarray:
+        return np.ones((len(interval), 16), np.int64)
+
+    def read_spread(self, count: int) -> np.ndarray:
+        return np.ones((count, 16), np.int64)
+
+
+def test_the_real_trainer_takes_and_gives_weights_and_moments_piece_by_piece(tmp_path: Path) -> None:
+    """Its own tensors are not counted here."""
+    base, store = np.zeros(LAYOUT.size, np.float32), DirectoryStore(tmp_path)
+    base.flags.writeable = False
+    ledger = Ledger(LAYOUT, part_ranges(LAYOUT, CODECS, PART_BYTES), store.scratch)
+    trainers = [TorchTrainer(tiny_campaign(MODEL), base, (0, 1), Text()) for _ in range(2)]
+    trainers[0].train(replace(PHASE, slices=(Interval(0, 0, 4),)), lambda: False, lambda done, speed: None)
+    took: dict[str, int] = {}
+    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainers[0], ledger, LAYOUT, base, "head", 1, None)
+    write_checkpoint(checkpoint)
+    _, took["set all weights"] = memory_of(trainers[0].load_base, base)
+    assert 4 * LAYOUT.by_name["model.embed_tokens.weight"].spec.size > 1.5 * 4 * COPIED_ELEMENTS
+    assert max(took.values()) < 1.2 * 4 * COPIED_ELEMENTS, took
+    assert load_checkpoint(store, trainers[1], ledger, LAYOUT, "head", 1) is not None
+
+
 @pytest.mark.parametrize("room", ["memory", "disk"])
 def test_where_it_lies_changes_nothing(room: str, tmp_path: Path) -> None:
     """In the store's rooms nothing may be expected: what a former update left there must not show."""
@@ -79,3 +115,29 @@ def test_where_it_lies_changes_nothing(room: str, tmp_path: Path) -> None:
             group = LAYOUT.group(name)
             np.testing.assert_array_equal(update, trainer.read(group) - base[group.start : group.stop])
             update[:] = np.nan
+
+
+def test_what_was_dropped_long_ago_does_not_keep_the_rooms_of_its_rounds() -> None:
+    """Each round sums another expert, of which the encoding drops something."""
+    mine: Any = SimpleNamespace(_carried={}, _room=memory_room)
+
+    async def main() -> None:
+        for number in range(4):
+            routed = tuple(5 if expert == number else 0 for expert in range(4))
+            plan = make_plan_of([member("A", 10, routed, 50.0), member("B", 10, routed, 0.001)])
+            played = await Round.open(plan, random_updates(plan, number), "int8", carried={"A": mine._carried})
+            await played.run()
+            exchange, head = played.exchanges["A"], played.commit()
+            before = {start: dropped.copy() for start, dropped in mine._carried.items()}
+            Replica._carry(mine, [exchange], exchange.results, {part.index for part in exchange.results.committed(head)})
+            assert before.keys() <= mine._carried.keys()
+            for start, dropped in mine._carried.items():
+                np.testing.assert_array_equal(dropped, exchange.rounding.get(start, before.get(start)))
+        assert len(mine._carried) > len(exchange.rounding) > 0
+        assert len({id(_owner(dropped)) for dropped in mine._carried.values()}) == 2
+
+    simulate(main)
+
+
+def _owner(view: np.ndarray) -> np.ndarray:
+    return view if view.base is None else _owner(view.base)

@@ -372,16 +372,16 @@ def test_a_room_is_used_again_when_nobody_refers_to_it_any_more(tmp_path: Path) 
     def files() -> set[int]:
         return {entry.inode() for entry in os.scandir(tmp_path)}
 
-    first = store.scratch("update", 1000)
+    first = store.scratch("sums", 1000)
     first[:] = 1
     view, used = first[10:20], files()
     del first
-    second = store.scratch("update", 1000)
+    second = store.scratch("sums", 1000)
     second[:] = 2
     assert len(files()) == 2
     assert (view == 1).all()
     del view
-    third = store.scratch("update", 5000)
+    third = store.scratch("sums", 5000)
     third[:] = 3
     assert used < files()
     assert len(files()) == 2
@@ -389,8 +389,20 @@ def test_a_room_is_used_again_when_nobody_refers_to_it_any_more(tmp_path: Path) 
     store.scratch("aside", 1000)[:] = 4
     assert (len(files()), store.names("")) == (2, [])
     del second, third
+    assert store.scratch("sums", 10).size == 10
+    assert min(entry.stat().st_size for entry in os.scandir(tmp_path)) == 40
     DirectoryStore(tmp_path)
     assert files() == set()
+
+
+def test_of_updates_one_room_is_kept_after_an_attempt_that_failed(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    first, second = (store.scratch("update", 1000) for _ in range(2))
+    first[:], second[:] = 1, 2
+    assert (first == 1).all()
+    del first, second
+    store.scratch("update", 1000)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_room_for_which_the_disk_has_no_space_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

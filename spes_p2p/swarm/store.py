@@ -36,6 +36,8 @@ _HEADER = struct.Struct("<II")
 KEPT_SPARES = 2
 """Of each kind. The base before the current one is still served: the next base goes into the file of the one before that."""
 SMALLEST_SPARE_BYTES = 2**20
+ALONE = ("update",)
+"""Kinds of which there is one at a time, unless something failed."""
 SELDOM = ("download", "archived", "aside")
 """Kinds that do not come every round: nothing is kept of them."""
 
@@ -143,16 +145,17 @@ class DirectoryStore:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 _lock(descriptor)
+                os.ftruncate(descriptor, size)
                 # What a mapping finds no room for ends the process; here it is one line.
                 os.posix_fallocate(descriptor, 0, size)
                 mapped = mmap.mmap(descriptor, size)
             except BaseException:
-                file.unlink()
+                file.unlink(missing_ok=True)
                 raise
             finally:
                 os.close(descriptor)
         if _kind(name) in SELDOM:
-            file.unlink()
+            file.unlink(missing_ok=True)
         else:
             self._keep_spare(_kind(name), file)
         return np.frombuffer(mapped, np.float32)
@@ -178,7 +181,7 @@ class DirectoryStore:
         with self._spares_lock:
             spares = self._spares.setdefault(kind, [])
             spares.append(spare)
-            while len(spares) > KEPT_SPARES:
+            while len(spares) > (1 if kind in ALONE else KEPT_SPARES):
                 spares.pop(0).unlink(missing_ok=True)
 
     def _reuse_spare(self, kind: str, aside: Path) -> None:

@@ -14,6 +14,9 @@ import numpy as np
 
 from spes_p2p.model.layout import Layout
 
+BLOCK_ELEMENTS = 2**16
+"""Of each expert, when they are compared."""
+
 Donors = tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -30,9 +33,9 @@ def nearest_experts(state: np.ndarray, layout: Layout, top_k: int) -> Donors:
     """
     donors = []
     for layer in _layers(layout):
-        gates = np.stack([_gate(state, layout, layer, expert) for expert in range(layout.num_experts)]).astype(np.float64)
-        norms = np.maximum(np.linalg.norm(gates, axis=1, keepdims=True), 1e-30)
-        cosine = (gates / norms) @ (gates / norms).T
+        products = _inner_products([_gate(state, layout, layer, expert) for expert in range(layout.num_experts)])
+        norms = np.maximum(np.sqrt(np.diag(products)), 1e-30)
+        cosine = products / norms / norms[:, None]
         np.fill_diagonal(cosine, -np.inf)
         order = np.argsort(-cosine, axis=1, kind="stable")[:, : min(top_k, layout.num_experts - 1)]
         donors.append(tuple(tuple(int(e) for e in row) for row in order))
@@ -80,6 +83,15 @@ def merge_range(
         np.multiply(total, np.float32(alpha), out=total)
         np.add(values, total, out=values)
     return merged
+
+
+def _inner_products(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 `[n, n]`; a copy of a small part of the rows at a time."""
+    products = np.zeros((len(rows), len(rows)))
+    for start in range(0, rows[0].size, BLOCK_ELEMENTS):
+        block = np.stack([row[start : start + BLOCK_ELEMENTS] for row in rows]).astype(np.float64)
+        products += block @ block.T
+    return products
 
 
 def _layers(layout: Layout) -> list[int]:

@@ -39,7 +39,7 @@ from spes_p2p.sync.results import (
     round_of,
     save_results,
 )
-from spes_p2p.sync.room import memory_room
+from spes_p2p.sync.room import memory_room, rooms
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download, newest_bases
 from spes_p2p.sync.spool import Spool
 from spes_p2p.sync.staging import Staging
@@ -394,10 +394,17 @@ class Replica:
             return
         others = {part.start for part in results.parts if part.reducer != exchanges[0].me}
         self._carried = {start: dropped for start, dropped in self._carried.items() if start not in others}
+        older = dict(self._carried)
         for exchange in exchanges:
             for part in results.parts:
                 if part.revision == exchange.revision and part.index in committed and part.start in exchange.rounding:
                     self._carried[part.start] = exchange.rounding[part.start]
+                    older.pop(part.start, None)
+        # Those of earlier rounds would each keep the whole room of theirs.
+        kept = rooms(self._room, "carried", {start: dropped.size for start, dropped in older.items()})
+        for start, dropped in older.items():
+            np.copyto(kept[start], dropped)
+        self._carried |= kept
 
     def _settle(self, base: Base, results: Results, committed: set[int], exchanges: Sequence[Exchange]) -> None:
         assert self.trainer is not None
@@ -570,6 +577,7 @@ class Replica:
             if dropped:
                 self._observer.tell(WorkDropped(base.round, dropped, reason))
             await run(self._take_duty, base)
+        del old
         await self._save()
 
     def _install(self, base: Base) -> None:
@@ -597,6 +605,7 @@ class Replica:
                 self.checkpoint,
             )
         self._saving = asyncio.ensure_future(self._write(checkpoint, draft))
+        self._saving.add_done_callback(lambda done: done.cancelled() or done.exception())  # `durable` raises it
 
     async def _write(self, checkpoint: Checkpoint | None, draft: Draft) -> None:
         run = self.node.world.run_blocking

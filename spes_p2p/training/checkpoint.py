@@ -123,7 +123,8 @@ def _restore(arrays: Mapping[str, np.ndarray], trainer: Trainer, account: Accoun
     account.load_state({n.removeprefix(LEDGER): a for n, a in arrays.items() if n.startswith(LEDGER)})
     for name, pending in arrays.items():
         if name.startswith(PENDING):
-            trainer.add(layout.group(name.removeprefix(PENDING)), pending)
+            for start in range(0, pending.size, PIECE_ELEMENTS):
+                trainer.add(layout.group(name.removeprefix(PENDING)), pending[start : start + PIECE_ELEMENTS], start)
 
 
 def _pending_pieces(trainer: Trainer, group: Group, base: np.ndarray) -> Iterator[np.ndarray]:

@@ -273,8 +273,10 @@ class TorchTrainer:
 
     def _write(self, group: Group, values: State) -> None:
         if group.expert is None or group.expert in self._owned:
-            for place, weights in self._trained(group, 0, group.size):
-                weights.copy_(_tensor(values[place]))
+            for start in range(0, group.size, COPIED_ELEMENTS):
+                stop = min(start + COPIED_ELEMENTS, group.size)
+                for place, weights in self._trained(group, start, stop):
+                    weights.copy_(_tensor(values[start:stop][place]))
             return
         for placed in self._layout.tensors_of(group):
             expert, _, matrix = placed.spec.name.rpartition(".")
