@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from spes_p2p.swarm.byte_stream import AHEAD_BYTES, ByteStream
+from spes_p2p.swarm.libp2p import StreamChannel
 
 Script = Callable[[ByteStream, ByteStream], Awaitable[None]]
 
@@ -88,5 +89,27 @@ def test_a_writer_waits_for_a_reader_that_does_not_read_and_goes_on_with_it(play
         here.close()
         await there.swallow()
         assert there.at_end()
+
+    play(script)
+
+
+def test_a_part_of_a_frame_is_heard(play: Callable[[Script], None]):
+    async def script(here: ByteStream, there: ByteStream) -> None:
+        heard = asyncio.Event()
+        channel = StreamChannel("far", there)
+        channel.watch(heard.set)
+        reading = asyncio.ensure_future(channel.receive())
+        sender = StreamChannel("near", here)
+        whole: list[bytes] = []
+        here.write = lambda *pieces: whole.extend(map(bytes, pieces))  # type: ignore[method-assign]
+        await sender.send(bytes(10))
+        del here.write
+        frame = b"".join(whole)
+        for part in (frame[:-3], frame[-3:]):
+            assert not reading.done()
+            heard.clear()
+            here.write(part)
+            await heard.wait()
+        assert await reading == bytes(10)
 
     play(script)

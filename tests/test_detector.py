@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.errors import PeerUnreachable
-from spes_p2p.swarm.detector import DEVIATIONS, ENOUGH_GAPS, FLOOR_HEARTBEATS, SilenceDetector, silence_bound
+from spes_p2p.swarm.detector import (
+    DEVIATIONS,
+    ELSEWHERE_CEILINGS,
+    ENOUGH_GAPS,
+    FLOOR_HEARTBEATS,
+    SilenceDetector,
+    silence_bound,
+)
+from spes_p2p.swarm.interfaces import Channel, Transport
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
 from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.wrapped import WrappedTransport
 
 FLOOR_S, CEILING_S = 5.0, 10.0
 
@@ -70,6 +80,79 @@ def test_a_paused_peer_is_out_after_the_bound_that_its_heartbeats_taught(taught:
 
     expected = FLOOR_HEARTBEATS if taught else CEILING_S
     assert expected - 2 <= run_virtual(waited_s()) <= expected + 0.1
+
+
+class _HeldBack(WrappedTransport):
+    """Of these methods nothing arrives here, as when it waits behind megabytes."""
+
+    def __init__(self, inner: Transport, *methods: str):
+        super().__init__(inner)
+        self._methods = methods
+
+    async def open(self, peer: str, method: str) -> Channel:
+        channel = await super().open(peer, method)
+        if method in self._methods:
+            channel.receive = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+        return channel
+
+
+@pytest.mark.parametrize("is_heard_elsewhere", [False, True])
+def test_a_talk_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_ever(is_heard_elsewhere: bool) -> None:
+    async def waited_s() -> tuple[float, bool]:
+        network = MemoryNetwork(latency_s=0.05)
+        a = Switchboard(_HeldBack(network.transport("a"), "held"), CEILING_S)
+        b = Switchboard(network.transport("b"), CEILING_S)
+
+        async def never(talk: Talk) -> None:
+            await asyncio.Event().wait()
+
+        async def ask() -> tuple[float, bool]:
+            async with a.talk("b", "other" if is_heard_elsewhere else "held"), a.talk("b", "held") as talk:
+                began = asyncio.get_running_loop().time()
+                with pytest.raises(PeerUnreachable, match="silent"):
+                    await talk.message()
+                now = asyncio.get_running_loop().time()
+                return now - began, a.detector.is_lost("b", now)
+
+        await b.serve("held", never)
+        await b.serve("other", never)
+        return await network.run_peer("a", ask())
+
+    expected_s = ELSEWHERE_CEILINGS * CEILING_S if is_heard_elsewhere else CEILING_S
+    assert run_virtual(waited_s()) == (pytest.approx(expected_s, abs=0.1), not is_heard_elsewhere)
+
+
+def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:
+    class Trickling(_HeldBack):
+        async def open(self, peer: str, method: str) -> Channel:
+            channel = await super().open(peer, method)
+            channel.watch = lambda heard: watching.append(heard)  # type: ignore[method-assign]
+            return channel
+
+    watching: list[Callable[[], None]] = []
+
+    async def bytes_come(how_long_s: float) -> float:
+        network = MemoryNetwork(latency_s=0.05)
+        a = Switchboard(Trickling(network.transport("a"), "slow"), CEILING_S)
+        b = Switchboard(network.transport("b"), CEILING_S)
+
+        async def never(talk: Talk) -> None:
+            await asyncio.Event().wait()
+
+        async def ask() -> float:
+            async with a.talk("b", "slow") as talk:
+                began = asyncio.get_running_loop().time()
+                for second in range(int(how_long_s)):
+                    asyncio.get_running_loop().call_later(second, watching[-1])
+                with pytest.raises(PeerUnreachable, match="silent"):
+                    await talk.message()
+                return asyncio.get_running_loop().time() - began
+
+        await b.serve("slow", never)
+        return await network.run_peer("a", ask())
+
+    assert run_virtual(bytes_come(0)) == pytest.approx(CEILING_S, abs=0.1)
+    assert run_virtual(bytes_come(60)) == pytest.approx(59 + CEILING_S, abs=0.1)
 
 
 def test_who_was_silent_a_moment_ago_is_not_waited_for_again_until_it_is_heard() -> None:

@@ -11,7 +11,7 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +135,9 @@ class _WatchedChannel:
         self.remote = inner.remote
         self._inner, self._trial = inner, trial
         self._frame = Frame(me, inner.remote, method, is_answer, 0, b"")
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        self._inner.watch(heard)
 
     async def send(self, *pieces: bytes | memoryview) -> None:
         begin = b"".join(bytes(piece[:BEGIN_BYTES]) for piece in pieces)

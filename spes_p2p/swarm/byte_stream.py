@@ -22,6 +22,8 @@ class ByteStream(asyncio.BufferedProtocol):
     def __init__(self, on_connected: Callable[[ByteStream], Coroutine[Any, Any, None]] | None = None):
         """`on_connected`: what a server does with it, in a task of its own."""
         self._transport: asyncio.Transport
+        self.on_bytes: Callable[[], None] = lambda: None
+        """Called whenever some have come."""
         self._on_connected = on_connected
         self._serving: asyncio.Task[None] | None = None
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
@@ -105,6 +107,7 @@ class ByteStream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes went there."""
+        self.on_bytes()
         if self._wanted is not None and self._filled < len(self._wanted):
             self._filled += nbytes
             if self._filled < len(self._wanted):

@@ -4,10 +4,14 @@ While a talk is open each end sends a heartbeat every HEARTBEAT_S. The bound is 
 seen between them (of this peer where it showed enough, else of everybody), never below a floor that covers a lost packet's
 resending, never above the campaign's `silence_s`. MAD is the median absolute deviation; 1.4826 scales it to a standard
 deviation of normal gaps (Hampel 1974).
+
+On a thin line heartbeats wait behind megabytes of other talks. Whatever comes from a peer, in any talk and be it a part of a
+frame, therefore shows that it lives.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +23,11 @@ FLOOR_HEARTBEATS = 5.0
 DEVIATIONS = 6.0
 """K."""
 NORMAL_DEVIATION = 1.4826
+CLOCK_ERROR_S = 1e-3
+"""A timer may ring so much too early."""
 KEPT_GAPS, ENOUGH_GAPS = 64, 16
+ELSEWHERE_CEILINGS = 3.0
+"""A talk in which nothing comes is given up after so many times the ceiling, though its peer be heard in other talks."""
 
 
 def silence_bound(gaps: Sequence[float], floor_s: float, ceiling_s: float) -> float:
@@ -41,6 +49,7 @@ class SilenceDetector:
         self._all: deque[float] = deque(maxlen=KEPT_GAPS)
         self._of: dict[str, deque[float]] = {}
         self._bounds: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
 
     def saw_gap(self, peer: str, gap_s: float) -> None:
@@ -49,13 +58,20 @@ class SilenceDetector:
         self._all.append(gap_s)
         self._bounds.clear()
 
-    def heard(self, peer: str) -> None:
+    def heard(self, peer: str, now_s: float) -> None:
         """Something came from this peer."""
+        self._heard_at[peer] = now_s
         self._lost_at.pop(peer, None)
 
+    def dead_at(self, peer: str, heard_s: float) -> float:
+        """When a talk with this peer is to be given up in which something last came at `heard_s`."""
+        elsewhere_s = min(self._heard_at.get(peer, heard_s) + self.bound(peer), heard_s + ELSEWHERE_CEILINGS * self.ceiling_s)
+        return max(heard_s + self.bound(peer), elsewhere_s)
+
     def lost(self, peer: str, now_s: float) -> None:
-        """This peer was silent for too long."""
-        self._lost_at[peer] = now_s
+        """A talk with this peer, or one that was to be opened, was silent for too long; it may be heard in others."""
+        if now_s + CLOCK_ERROR_S >= self._heard_at.get(peer, -math.inf) + self.bound(peer):
+            self._lost_at[peer] = now_s
 
     def is_lost(self, peer: str, now_s: float) -> bool:
         """Was it silent for too long a moment ago, and not heard since? Then nobody needs to wait for it once more."""

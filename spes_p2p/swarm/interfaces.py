@@ -33,6 +33,9 @@ class Channel(Protocol):
     def remote(self) -> str:
         """The peer at the other end, as the transport authenticated it."""
 
+    def watch(self, heard: Callable[[], None]) -> None:
+        """Call this whenever something comes from the other end, be it a part of a frame."""
+
     async def send(self, *pieces: bytes | memoryview) -> None:
         """Send one frame, these bytes one after the other; waits while the other end is slow. They must not change any more.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from collections.abc import Callable
 
 from spes_p2p.errors import UserError
 from spes_p2p.swarm.interfaces import Channel, Handler, Transport
@@ -63,6 +64,9 @@ class _DelayedChannel:
         self._waiting: asyncio.Queue[tuple[float, bytes | bytearray | Exception | None]] = asyncio.Queue(WAITING_FRAMES)
         self._next: tuple[float, bytes | bytearray | Exception | None] | None = None
         self._reading = asyncio.ensure_future(self._read())
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        self._inner.watch(heard)
 
     async def send(self, *pieces: bytes | memoryview) -> None:
         await self._inner.send(*pieces)

@@ -15,7 +15,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -281,6 +281,10 @@ class StreamChannel:
     def remote(self) -> str:
         """The authenticated id of the other end."""
         return self._remote
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        """Call this whenever bytes come."""
+        self._stream.on_bytes = heard
 
     async def send(self, *pieces: bytes | memoryview) -> None:
         """Send one frame; waits while the stream is full. Raises PeerUnreachable."""

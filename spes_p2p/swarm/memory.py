@@ -348,6 +348,7 @@ class MemoryChannel:
         self._is_answer = is_answer
         self._out, self._in = out, into
         self._sent = 0
+        self._heard: Callable[[], None] = lambda: None
         self._aborted = False
         unit.channels[self] = None
 
@@ -355,6 +356,10 @@ class MemoryChannel:
     def remote(self) -> str:
         """The peer at the other end."""
         return self._in.source
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        """Call this whenever a frame is received."""
+        self._heard = heard
 
     async def send(self, *pieces: bytes | memoryview) -> None:
         """Send one frame; waits for the uplink, and while UNREAD_FRAMES are unread. Raises PeerUnreachable."""
@@ -374,6 +379,7 @@ class MemoryChannel:
     async def receive(self) -> bytes | None:
         """The next frame, None after the other end's `finish`. Raises PeerUnreachable (broken) or Refused (with its reason)."""
         frame = await self._in.get(self._check_open)
+        self._heard()
         if frame is None:
             self._forget_when_done()
         return frame

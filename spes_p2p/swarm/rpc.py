@@ -1,7 +1,7 @@
 """Talks between peers: framed messages with refusals and heartbeats, on top of the transport's channels.
 
-While a talk is open both ends send heartbeats from their event loop. Silence beyond the bound (`detector.py`) therefore means
-that the other peer is dead, paused or cut off, never that it is busy; a broken connection counts at once.
+While a talk is open both ends send heartbeats from their event loop. Silence beyond the bound (`detector.py`) in all talks with
+a peer therefore means that it is dead, paused or cut off, never that it is busy; a broken connection counts at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.swarm.detector import SilenceDetector
+from spes_p2p.swarm.detector import CLOCK_ERROR_S, SilenceDetector
 from spes_p2p.swarm.interfaces import Channel, Transport
 from spes_p2p.swarm.limits import UNLIMITED, Line
 from spes_p2p.swarm.tasks import end_tasks
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEARTBEAT, MESSAGE, REFUSAL = b"\x00", b"\x01", b"\x02"
-CLOCK_ERROR_S = 1e-3
-"""A timer may ring so much too early."""
 QUEUED_FRAMES = 8
 """Received frames that wait to be read; beyond that the sender is slowed down."""
 
@@ -51,6 +49,7 @@ class Talk:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         self._loop = asyncio.get_running_loop()
         self._heard_at, self._reading = self._loop.time(), True
+        channel.watch(self._hear)
         self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
 
     async def send(self, *pieces: bytes | memoryview) -> None:
@@ -132,16 +131,19 @@ class Talk:
         async with self._sending:
             await self._channel.send(*pieces)
 
+    def _hear(self) -> None:
+        self._heard_at = self._loop.time()
+        self._detector.heard(self.remote, self._heard_at)
+
     async def _read(self) -> None:
-        beats = 0
+        beats, frame_at = 0, self._loop.time()
         try:
             while True:
                 frame = await self._channel.receive()
-                self._detector.heard(self.remote)
                 beats = beats + 1 if frame == HEARTBEAT else 0
                 if beats > 1:
-                    self._detector.saw_gap(self.remote, self._loop.time() - self._heard_at)
-                self._heard_at = self._loop.time()
+                    self._detector.saw_gap(self.remote, self._loop.time() - frame_at)
+                frame_at = self._loop.time()
                 if frame is None:
                     self._silence.cancel()
                     await self._put(None)
@@ -169,14 +171,13 @@ class Talk:
 
     def _check_silence(self) -> None:
         heard_at = self._heard_at if self._reading else self._loop.time()
-        bound_s = self._detector.bound(self.remote)
-        left_s = heard_at + bound_s - self._loop.time()
+        left_s = self._detector.dead_at(self.remote, heard_at) - self._loop.time()
         if left_s > CLOCK_ERROR_S:
             self._silence = self._loop.call_later(left_s, self._check_silence)
             return
         self._tasks[0].cancel()
         self._detector.lost(self.remote, self._loop.time())
-        self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {bound_s:.3g} s"))
+        self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {self._loop.time() - heard_at:.3g} s"))
 
     async def _beat(self) -> None:
         with contextlib.suppress(PeerUnreachable):
@@ -344,8 +345,12 @@ class _PipeEnd:
     def __init__(self, remote: str, outgoing: asyncio.Queue[bytes | None], incoming: asyncio.Queue[bytes | None]):
         self.remote = remote
         self._outgoing, self._incoming = outgoing, incoming
+        self._heard: Callable[[], None] = lambda: None
         self._peer: _PipeEnd | None = None
         self._aborted = asyncio.Event()
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        self._heard = heard
 
     async def send(self, *pieces: bytes | memoryview) -> None:
         if self._aborted.is_set():
@@ -356,7 +361,9 @@ class _PipeEnd:
     async def receive(self) -> bytes | None:
         if self._incoming.empty() and self._aborted.is_set():
             raise PeerUnreachable("closed")
-        return await self._or_aborted(asyncio.ensure_future(self._incoming.get()))
+        frame = await self._or_aborted(asyncio.ensure_future(self._incoming.get()))
+        self._heard()
+        return frame
 
     async def finish(self) -> None:
         if not self._aborted.is_set():
