@@ -23,9 +23,34 @@ def test_a_long_transfer_says_what_the_line_carries(rate: float, begin_s: float)
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
 
 
+def test_what_buffers_take_at_once_counts_little() -> None:
+    line, rate = Throughput(), 2.5e6
+    for at_once in (0.2, 0.3, 0.4):
+        line.count(1_000_000, at_once)
+    for tenth in range(6, 200):
+        line.count(int(rate / 10), tenth / 10)
+    assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
+
+
+def test_buffers_that_are_filled_a_moment_after_the_beginning_do_not_double_the_estimate() -> None:
+    line, rate = Throughput(), 2.5e6
+    line.count(1000, 0.3)
+    line.count(2_000_000, 0.7)
+    for tenth in range(8, 200):
+        line.count(int(rate / 10), tenth / 10)
+    assert line.bytes_per_s() < 1.9 * rate
+
+
 def test_a_short_transfer_says_nothing() -> None:
     line = Throughput()
     send(line, 100_000, 1e6, 0.2)
+    assert line.bytes_per_s() == UNKNOWN_BYTES_PER_S
+
+
+def test_a_trickle_of_small_messages_says_nothing() -> None:
+    line = Throughput()
+    for tenth in range(100):
+        line.count(300, tenth / 10)
     assert line.bytes_per_s() == UNKNOWN_BYTES_PER_S
 
 
