@@ -39,7 +39,7 @@ CHECKPOINT_FILES = 3
 """Two in turn (training/checkpoint.py), and the next one until it has replaced its own."""
 
 PIECES_BYTES = 2**28
-"""Of what a round has in memory at a time, whatever the model's size; a third of it was measured (docs/communication.md)."""
+"""A bound for what a round has in memory at a time, whatever the model's size; 40 MB were measured (docs/communication.md)."""
 
 MAX_PEERS = 1024
 """Beyond that the traffic of a round is not computed in seconds."""
@@ -95,8 +95,8 @@ class Alternative:
 class HostBytes:
     """Main memory that belongs to no file.
 
-    Bases, results, and all that a round keeps (`sync/room.py`) are memory-mapped: what is free beside this keeps their pages at
-    hand, but they need none of it. With `join --base ram` the base and what a round keeps are in memory instead.
+    Bases, results, and all that a round keeps (`sync/scratch.py`) are memory-mapped: what is free beside this keeps their
+    pages at hand, but they need none of it. With `join --base ram` the base and what a round keeps are in memory instead.
     """
 
     base: int

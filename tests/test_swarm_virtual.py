@@ -93,8 +93,8 @@ def test_a_reducer_keeps_what_its_encoding_dropped_for_the_next_round() -> None:
         for name, peer in swarm.peers.items():
             results = next(results for results in peer.replica._kept.values() if results.plan.round == 2)
             summed = {p.start for p in results.reduced_by(results.plan.index(name) or 0) if len(p.contributors) > 1}
-            assert set(peer.replica._carried) == summed
-        assert any(dropped.any() for peer in swarm.peers.values() for dropped in peer.replica._carried.values())
+            assert set(peer.replica.carried.by_start) == summed
+        assert any(dropped.any() for peer in swarm.peers.values() for dropped in peer.replica.carried.by_start.values())
 
     simulate(main)
 

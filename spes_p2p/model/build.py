@@ -99,14 +99,14 @@ def _router_of(model: nn.Module, block: str) -> str:
                     "use a model of another class, as olmoe or qwen3_moe")
 
 
-def initial_state(config: ModelConfig, room: State | None = None) -> State:
-    """Base 0, flat float32 `[layout.size]`: transformers' own initialisation from the config's seed. `room`: where to put it.
+def initial_state(config: ModelConfig, out: State | None = None) -> State:
+    """Base 0, flat float32 `[layout.size]`: transformers' own initialisation from the config's seed. `out`: where to put it.
 
     Only one module is in memory beside the result. The same seed gives other bits on other machines, so base 0
     is made once and downloaded.
     """
     model, layout = empty_model(config), layout_of(config)
-    state = np.empty(layout.size, np.float32) if room is None else room
+    state = np.empty(layout.size, np.float32) if out is None else out
     state[:] = np.nan
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)

@@ -147,7 +147,7 @@ class Store(Protocol):
         """Names of the blobs that begin so, sorted."""
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
-        """Room for float32 `[elements]`, writable, of any content, for this process only.
+        """Float32 `[elements]`, writable, of any content, for this process only.
 
         In a file, where blobs are files: the system may write it there and take its memory back. Raises UserError (disk full).
         """

@@ -33,13 +33,11 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _ASIDE = ".aside"
 _HEADER = struct.Struct("<II")
-KEPT_SPARES = 2
-"""Of each kind. The base before the current one is still served: the next base goes into the file of the one before that."""
+KEPT_SPARES = {"update": 1, "download": 0, "archived": 0, "aside": 0}
+"""By kind. Of updates there is one at a time, unless something failed; the others do not come every round."""
+KEPT_SPARES_OF_OTHERS = 2
+"""The base before the current one is still served: the next base goes into the file of the one before that."""
 SMALLEST_SPARE_BYTES = 2**20
-ALONE = ("update",)
-"""Kinds of which there is one at a time, unless something failed."""
-SELDOM = ("download", "archived", "aside")
-"""Kinds that do not come every round: nothing is kept of them."""
 
 
 class DirectoryStore:
@@ -134,7 +132,7 @@ class DirectoryStore:
         return sorted(name for name in found if name.startswith(prefix))
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
-        """Room for float32 `[elements]` in a file: that of an earlier room of this name to which nobody refers any more."""
+        """Float32 `[elements]` in a file: one that had this name, and to which nobody refers any more, or a new one."""
         _check_name(name)
         size = elements * np.dtype(np.float32).itemsize
         if not size:
@@ -154,10 +152,7 @@ class DirectoryStore:
                 raise
             finally:
                 os.close(descriptor)
-        if _kind(name) in SELDOM:
-            file.unlink(missing_ok=True)
-        else:
-            self._keep_spare(_kind(name), file)
+        self._keep_spare(_kind(name), file)
         return np.frombuffer(mapped, np.float32)
 
     def _with_spare(self, kind: str, old: Path, change: Callable[[], None]) -> None:
@@ -165,7 +160,7 @@ class DirectoryStore:
         spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
         is_kept = False
         with suppress(OSError):
-            if kind not in SELDOM and old.stat().st_size >= SMALLEST_SPARE_BYTES:
+            if _kept_spares(kind) and old.stat().st_size >= SMALLEST_SPARE_BYTES:
                 os.link(old, spare)
                 is_kept = True
         try:
@@ -181,7 +176,7 @@ class DirectoryStore:
         with self._spares_lock:
             spares = self._spares.setdefault(kind, [])
             spares.append(spare)
-            while len(spares) > (1 if kind in ALONE else KEPT_SPARES):
+            while len(spares) > _kept_spares(kind):
                 spares.pop(0).unlink(missing_ok=True)
 
     def _reuse_spare(self, kind: str, aside: Path) -> None:
@@ -312,7 +307,7 @@ class MemoryStore:
         return sorted(name for name in (*self._blobs, *self._logs) if name.startswith(prefix))
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
-        """Room of which nothing may be expected: it is full of NaN."""
+        """Of any content: it is full of NaN."""
         self._check(name)
         return np.full(elements, np.nan, np.float32)
 
@@ -426,6 +421,10 @@ def _whole_bytes(content: bytes) -> int:
 def _kind(name: str) -> str:
     """Blobs of one kind are about as large: `base`, `bodies-of-...`, `checkpoint-...`."""
     return name.partition("-")[0]
+
+
+def _kept_spares(kind: str) -> int:
+    return KEPT_SPARES.get(kind, KEPT_SPARES_OF_OTHERS)
 
 
 def _check_name(name: str) -> None:

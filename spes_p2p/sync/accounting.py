@@ -18,8 +18,8 @@ it settles, ages, or is given up.
 A round may take one part of a group and leave another out. So the tokens behind what is pending are kept part by part: they are
 what the next update of that part weighs.
 
-What is kept lies in rooms that the caller gives, files perhaps; everything else is done range by range, so that a model's size
-is no matter of memory.
+What is kept lies in scratch arrays, files perhaps; everything else is done piece by piece, so that a model's size is no matter
+of memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from spes_p2p.model.layout import Group, Layout
 from spes_p2p.observe.events import Drift
 from spes_p2p.sync.drift import DriftSums
 from spes_p2p.sync.parts import Part
-from spes_p2p.sync.room import Room, memory_room, rooms
+from spes_p2p.sync.scratch import Scratch, memory_scratch, side_by_side
 from spes_p2p.training.interface import PhaseReport, Trainer
+from spes_p2p.training.pending import add_pending, pending_of, trained_groups
 
 MAX_PENDING_ROUNDS = 2
 
@@ -69,11 +70,11 @@ class Work:
 class Ledger:
     """Pending work of one peer, and how many tokens stand behind it."""
 
-    def __init__(self, layout: Layout, ranges: Sequence[tuple[Group, int, int]], room: Room = memory_room):
-        """`ranges`: of all that can be parts (`part_ranges`). `room`: where updates are kept."""
+    def __init__(self, layout: Layout, ranges: Sequence[tuple[Group, int, int]], scratch: Scratch = memory_scratch):
+        """`ranges`: of all that can be parts (`part_ranges`). `scratch`: where updates are kept."""
         self._layout = layout
         self._ranges = tuple(ranges)
-        self._room = room
+        self._scratch = scratch
         self._nothing = Work((0,) * layout.num_experts)
         self._fresh = self._nothing
         """Trained since the last announcement."""
@@ -123,7 +124,7 @@ class Ledger:
 
     def copy_of_update(self) -> dict[str, np.ndarray]:
         """For another attempt at the round."""
-        copies = rooms(self._room, "update", {name: values.size for name, values in self._update.items()})
+        copies = side_by_side(self._scratch, "update", {name: values.size for name, values in self._update.items()})
         for name, values in self._update.items():
             np.copyto(copies[name], values)
         return copies
@@ -134,7 +135,7 @@ class Ledger:
             return self._update[group.name]
         if self._fresh.of(group) or (group.expert is not None and group.expert not in trainer.owned):
             return None
-        return self._pending_of(trainer, base, group, self._room("aside", group.size))
+        return pending_of(trainer, base, group, self._scratch("aside", group.size))
 
     def trained(self, report: PhaseReport) -> None:
         """Add a phase's work."""
@@ -146,28 +147,28 @@ class Ledger:
         """Take all that is pending now as the update of the next round. Called between two steps."""
         announced, self._behind = self.pending, self._behind_all()
         self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
-        self._update = {}  # its room is that of the next one
+        self._update = {}  # its file is that of the next one
         groups = [group for group in self._layout.groups if announced.of(group) and self._is_mine(trainer, group)]
-        self._update = rooms(self._room, "update", {group.name: group.size for group in groups})
+        self._update = side_by_side(self._scratch, "update", {group.name: group.size for group in groups})
         for group in groups:
             handed_over = self._handed_over_of(group)
             if handed_over is not None:
                 np.copyto(self._update[group.name], handed_over)
             else:
-                self._pending_of(trainer, base, group, self._update[group.name])
+                pending_of(trainer, base, group, self._update[group.name])
 
     def set_aside(self, trainer: Trainer, base: np.ndarray) -> Mapping[str, np.ndarray]:
         """All that is pending in the trainer, by group name: for `put_back`, after something else was done with its weights."""
-        groups = [group for group in self._layout.groups if group.expert is None or group.expert in trainer.owned]
-        values = rooms(self._room, "aside", {group.name: group.size for group in groups})
+        groups = trained_groups(trainer)
+        values = side_by_side(self._scratch, "aside", {group.name: group.size for group in groups})
         for group in groups:
-            self._pending_of(trainer, base, group, values[group.name])
+            pending_of(trainer, base, group, values[group.name])
         return values
 
     def put_back(self, trainer: Trainer, set_aside: Mapping[str, np.ndarray]) -> None:
         """Undo of `set_aside`, on the same base."""
         for name, values in set_aside.items():
-            self._add(trainer, self._layout.group(name), values)
+            add_pending(trainer, self._layout.group(name), values)
 
     def change_owned(self, trainer: Trainer, owned: tuple[int, ...], base: np.ndarray) -> None:
         """Train these experts from now on.
@@ -178,12 +179,12 @@ class Ledger:
         for expert in set(trainer.owned) - set(owned):
             group = self._layout.expert(expert)
             if self.pending.routed[expert] > 0:
-                self._handed_over[expert] = self._pending_of(trainer, base, group, self._room("aside", group.size))
+                self._handed_over[expert] = pending_of(trainer, base, group, self._scratch("aside", group.size))
         trainer.assign(owned, base)
         for expert in owned:
             pending = self._handed_over.pop(expert, None)
             if pending is not None:
-                self._add(trainer, self._layout.expert(expert), pending)
+                add_pending(trainer, self._layout.expert(expert), pending)
 
     def settle(
         self,
@@ -244,7 +245,7 @@ class Ledger:
         self._losses = loss_sum, int(loss_tokens)
         for name, values in arrays.items():
             if name.startswith("handed_over."):
-                kept = self._handed_over[int(name.partition(".")[2])] = self._room("aside", values.size)
+                kept = self._handed_over[int(name.partition(".")[2])] = self._scratch("aside", values.size)
                 np.copyto(kept, values)
 
     def _settle_group(
@@ -311,7 +312,7 @@ class Ledger:
             handed_over -= update
         elif self._is_mine(trainer, group):
             np.negative(update, out=update)
-            self._add(trainer, group, update)
+            add_pending(trainer, group, update)
 
     def _is_mine(self, trainer: Trainer, group: Group) -> bool:
         """Is it trained here, or was it, and there is work left?"""
@@ -319,17 +320,6 @@ class Ledger:
 
     def _handed_over_of(self, group: Group) -> np.ndarray | None:
         return None if group.expert is None else self._handed_over.get(group.expert)
-
-    def _pending_of(self, trainer: Trainer, base: np.ndarray, group: Group, out: np.ndarray) -> np.ndarray:
-        """`local - base` of a group that is trained here, in `out`."""
-        for start, stop in self._ranges_of(group):
-            here = slice(start - group.start, stop - group.start)
-            np.subtract(trainer.read(group, here.start, here.stop), base[start:stop], out=out[here])
-        return out
-
-    def _add(self, trainer: Trainer, group: Group, delta: np.ndarray) -> None:
-        for start, stop in self._ranges_of(group):
-            trainer.add(group, delta[start - group.start : stop - group.start], start - group.start)
 
     def _ranges_of(self, group: Group) -> Iterator[tuple[int, int]]:
         """Where its ranges begin and end in the flat state."""

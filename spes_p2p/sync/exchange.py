@@ -28,7 +28,7 @@ from spes_p2p.sync.means import MeanKind, RunningMean
 from spes_p2p.sync.parts import Part, mask_bytes, pulls, to_mask, weight
 from spes_p2p.sync.plan import MAX_TOKENS
 from spes_p2p.sync.results import ABSENT, Results
-from spes_p2p.sync.room import Room, memory_room, rooms
+from spes_p2p.sync.scratch import Scratch, memory_scratch, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class Exchange:
         behind: Callable[[Part], int],
         revision: int = 0,
         mean: MeanKind = "tokens",
-        room: Room = memory_room,
+        scratch: Scratch = memory_scratch,
     ):
         """`pending`: my update by group name; it is overwritten with what was sent. `behind`: tokens behind a part of it.
 
         `carried`: what my encoding dropped before, by start of the part's range.
 
-        `revision`: which of the results' part tables is exchanged. `room`: where sums and what encoding drops are kept.
+        `revision`: which of the results' part tables is exchanged. `scratch`: where sums and what encoding drops are kept.
         """
         self.results = results
         self.plan = results.plan
@@ -100,7 +100,7 @@ class Exchange:
         self._timeout_s = timeout_s
         self._behind = behind
         self._mean: MeanKind = mean
-        self._room = room
+        self._scratch = scratch
         self._names = [member.peer for member in self.plan.members]
         self._means: dict[int, RunningMean] = {}
         self._weights: dict[int, int] = {}
@@ -112,7 +112,7 @@ class Exchange:
         self._pushing: set[int] = set()
         self._mine = {part.index: part for part in self._reduced_by(me)}
         several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
-        sums = rooms(room, "sums", {index: RunningMean.rows(mean) * part.size for index, part in several.items()})
+        sums = side_by_side(scratch, "sums", {index: RunningMean.rows(mean) * part.size for index, part in several.items()})
         self._sums = {index: values.reshape(-1, several[index].size) for index, values in sums.items()}
         """By part index; when a part is closed, what its encoding dropped stands in the first row."""
         self._closed: set[int] = set()
@@ -130,7 +130,7 @@ class Exchange:
         """An exchange of the same updates over the parts that this revision of the part table moved."""
         return Exchange(
             self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._mean,
-            self._room,
+            self._scratch,
         )
 
     async def run(self) -> None:

@@ -18,11 +18,11 @@ MeanKind = Literal["tokens", "magnitude"]
 class RunningMean:
     """The mean of updates (float32 `[size]`) that arrive one by one, each with its share of the expected weight."""
 
-    def __init__(self, kind: MeanKind, room: np.ndarray):
-        """`room`: float32 `[rows(kind), size]` of any content; the mean is made there."""
-        room[:] = 0
-        self._sum: np.ndarray = room[0]
-        self._magnitudes: np.ndarray | None = room[1] if kind == "magnitude" else None
+    def __init__(self, kind: MeanKind, out: np.ndarray):
+        """`out`: float32 `[rows(kind), size]` of any content; the mean is made there."""
+        out[:] = 0
+        self._sum: np.ndarray = out[0]
+        self._magnitudes: np.ndarray | None = out[1] if kind == "magnitude" else None
 
     @staticmethod
     def rows(kind: MeanKind) -> int:

@@ -25,6 +25,7 @@ from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.archive import load_archived
 from spes_p2p.sync.base import Base, StagedBase, in_memory, load_base, pieces_of, stage_base
+from spes_p2p.sync.carried import Carried
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, fetch_parts, serve_parts
 from spes_p2p.sync.outer import base_size
@@ -39,7 +40,7 @@ from spes_p2p.sync.results import (
     round_of,
     save_results,
 )
-from spes_p2p.sync.room import memory_room, rooms
+from spes_p2p.sync.scratch import memory_scratch
 from spes_p2p.sync.snapshot import PIECES, SNAPSHOT, KeptPieces, Offer, Snapshots, collect_offers, download, newest_bases
 from spes_p2p.sync.spool import Spool
 from spes_p2p.sync.staging import Staging
@@ -91,8 +92,8 @@ class Replica:
         self.codecs = group_codecs(sync.codec)
         self.part_bytes = sync.part_bytes
         self.outer = node.campaign.config.outer
-        self._room = memory_room if base_in_memory else node.world.store.scratch
-        self.ledger = Ledger(layout, part_ranges(layout, self.codecs, self.part_bytes), self._room)
+        self._scratch = memory_scratch if base_in_memory else node.world.store.scratch
+        self.ledger = Ledger(layout, part_ranges(layout, self.codecs, self.part_bytes), self._scratch)
         self.snapshots = Snapshots(sync.silence_s)
         self._base_in_memory = base_in_memory
         self._downloaded_pieces = KeptPieces(node.world.store)
@@ -112,7 +113,7 @@ class Replica:
         self.checkpoint: str | None = None
         """Name of the one that belongs to the base on disk."""
         self._saving: asyncio.Future[None] | None = None
-        self._carried: dict[int, np.ndarray] = {}
+        self.carried = Carried(self._scratch)
         self._news = asyncio.Event()
         self._lost_after, self._lost_since, self._fruitless = "", 0.0, 0
         """The head whose base I need and nobody offers, since when, and how often I could not get the newest base."""
@@ -278,7 +279,8 @@ class Replica:
             update = self.ledger.copy_of_update()
         timeout_s = self.node.campaign.config.sync.exchange_timeout_s
         board, behind = self.node.board, self.ledger.behind
-        exchange = Exchange(board, results, update, self._carried, timeout_s, behind, 0, self.outer.mean, self._room)
+        carried = self.carried.by_start
+        exchange = Exchange(board, results, update, carried, timeout_s, behind, 0, self.outer.mean, self._scratch)
         self._exchanges[plan.id, 0] = exchange
         self._kept[plan.id] = results
         if self._staging is not None:
@@ -383,28 +385,10 @@ class Replica:
         if self.trainer is not None:
             await run(self._settle, base, results, {part.index for part in parts}, exchanges)
         self._codes_lost = False
-        self._carry(exchanges, results, {part.index for part in parts})
+        self.carried.settle(exchanges, results, {part.index for part in parts})
         self.base = base
         await self._save(staged.draft)
         self._forget_old()
-
-    def _carry(self, exchanges: Sequence[Exchange], results: Results, committed: set[int]) -> None:
-        """Keep what my encoding dropped, until the part is committed again; a part with another reducer starts anew there."""
-        if not exchanges:
-            return
-        others = {part.start for part in results.parts if part.reducer != exchanges[0].me}
-        self._carried = {start: dropped for start, dropped in self._carried.items() if start not in others}
-        older = dict(self._carried)
-        for exchange in exchanges:
-            for part in results.parts:
-                if part.revision == exchange.revision and part.index in committed and part.start in exchange.rounding:
-                    self._carried[part.start] = exchange.rounding[part.start]
-                    older.pop(part.start, None)
-        # Those of earlier rounds would each keep the whole room of theirs.
-        kept = rooms(self._room, "carried", {start: dropped.size for start, dropped in older.items()})
-        for start, dropped in older.items():
-            np.copyto(kept[start], dropped)
-        self._carried |= kept
 
     def _settle(self, base: Base, results: Results, committed: set[int], exchanges: Sequence[Exchange]) -> None:
         assert self.trainer is not None
@@ -564,7 +548,7 @@ class Replica:
         old, known = self.base, min(base.round, self.node.log.round)  # a branch may be given up during a download
         rolled_back = any(map(is_rollback, map(self.node.log.head_at, range(old.round + 1, known + 1))))
         if rolled_back:
-            self._carried = {}
+            self.carried.clear()
         self._install(base)
         self._prepared, self._codes_lost = None, False
         if self.trainer is not None:

@@ -22,7 +22,7 @@ from spes_p2p.swarm.interfaces import Store
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
-from spes_p2p.sync.room import Room, memory_room
+from spes_p2p.sync.scratch import Scratch, memory_scratch
 
 logger = logging.getLogger(__name__)
 
@@ -238,15 +238,15 @@ async def download(
     have: np.ndarray | None,
     on_progress: Callable[[int, int], None],
     kept: KeptPieces | None = None,
-    room: Room = memory_room,
+    scratch: Scratch = memory_scratch,
 ) -> np.ndarray:
     """The offered base, float32 `[elements]`. Every piece is verified; a donor that fails costs the piece it was asked for.
 
     `have`: a base of which pieces that are right already are kept. `kept`: where pieces outlive this process, until the caller
-    clears it. `room`: where the base is put together. Raises PeerUnreachable when no donor is left.
+    clears it. `scratch`: where the base is put together. Raises PeerUnreachable when no donor is left.
     """
     info, digests = offers[0].info, offers[0].digests
-    state = room("download", info.elements)
+    state = scratch("download", info.elements)
     if have is not None:
         np.copyto(state, have)
     resumed = kept is not None and kept.put_into(state)

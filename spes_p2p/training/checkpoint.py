@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from spes_p2p.model.layout import Group, Layout
+from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.interfaces import Draft, Store
 from spes_p2p.training.interface import Trainer
+from spes_p2p.training.pending import add_pending, pending_pieces, trained_groups
 from spes_p2p.training.tensor_file import Source, read_tensors, tensor_chunks, tensor_header, whole
 
 logger = logging.getLogger(__name__)
 
 PENDING, OPTIMIZER, LEDGER = "pending.", "optimizer.", "ledger."
 CRC, NO_CRC = "crc32", "0" * 8
-PIECE_ELEMENTS = 2**16
-"""Of pending work, at a time."""
 
 
 class Account(Protocol):
@@ -62,11 +61,10 @@ def take_checkpoint(
     """
     sources = {OPTIMIZER + name: source for name, source in trainer.optimizer_state().items()}
     sources.update({LEDGER + name: whole(array) for name, array in account.state().items()})
-    for group in layout.groups:
-        if group.expert is None or group.expert in trainer.owned:
-            pieces = partial(_pending_pieces, trainer, group, base)
-            if any(piece.any() for piece in pieces()):
-                sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
+    for group in trained_groups(trainer):
+        pieces = partial(pending_pieces, trainer, base, group)
+        if any(piece.any() for piece in pieces()):
+            sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
     first, second = checkpoint_names(round_number)
     name, metadata = second if first == kept else first, {"head": head, "owned": _owned(trainer), CRC: NO_CRC}
     draft, size = store.draft(name), 0
@@ -123,14 +121,7 @@ def _restore(arrays: Mapping[str, np.ndarray], trainer: Trainer, account: Accoun
     account.load_state({n.removeprefix(LEDGER): a for n, a in arrays.items() if n.startswith(LEDGER)})
     for name, pending in arrays.items():
         if name.startswith(PENDING):
-            for start in range(0, pending.size, PIECE_ELEMENTS):
-                trainer.add(layout.group(name.removeprefix(PENDING)), pending[start : start + PIECE_ELEMENTS], start)
-
-
-def _pending_pieces(trainer: Trainer, group: Group, base: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, group.size, PIECE_ELEMENTS):
-        values = trainer.read(group, start, min(start + PIECE_ELEMENTS, group.size))
-        yield np.subtract(values, base[group.start + start : group.start + start + values.size], out=values)
+            add_pending(trainer, layout.group(name.removeprefix(PENDING)), pending)
 
 
 def _crc(arrays: Mapping[str, np.ndarray]) -> str:

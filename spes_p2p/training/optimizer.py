@@ -128,10 +128,6 @@ class OwnedOptimizer:
                 tensors.update({f"{key}/{name}": value for key, value in kind.state_of(parameter).items()})
         return tensors
 
-    def state(self) -> Arrays:
-        """Copies of `tensors`."""
-        return {name: tensor.cpu().numpy().copy() for name, tensor in self.tensors().items()}
-
     def load_state(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Undo of `tensors`. A parameter whose entries are missing or do not fit is left as it is; its group then ramps up."""
         by_parameter: dict[str, Arrays] = {}
