@@ -61,6 +61,8 @@ class ModelConfig(Section):
     max_position_embeddings: Positive = Field(description="Longest sequence that the model can take.")
     moe_num_experts: Positive = Field(description="Experts a layer.")
     moe_top_k: Positive = Field(description="Experts that each token is sent to.")
+    moe_low_rank: Count = Field(
+        0, description="Rank of a term of each expert that all peers train, not only its owners; 0: none. A multiple of 8.")
     norm_topk_prob: bool = Field(False, description="Scale the top-k router probabilities to sum to 1.")
     rope_theta: PositiveNumber = Field(10000.0, description="Base of the rotary embedding.")
     tie_word_embeddings: bool = Field(False, description="Use the embedding matrix as output head.")
@@ -71,6 +73,9 @@ class ModelConfig(Section):
     def _check(self) -> ModelConfig:
         _require(self.moe_top_k <= self.moe_num_experts, "moe_top_k", self.moe_top_k,
                  f"must be at most moe_num_experts = {self.moe_num_experts}")
+        _require(self.moe_low_rank % 8 == 0, "moe_low_rank", self.moe_low_rank, "must be a multiple of 8")
+        _require(self.moe_low_rank <= min(self.hidden_size, self.intermediate_size), "moe_low_rank", self.moe_low_rank,
+                 "must be at most hidden_size and intermediate_size")
         _require(self.hidden_size % (2 * self.num_attention_heads) == 0, "hidden_size", self.hidden_size,
                  f"must be a multiple of twice num_attention_heads = {self.num_attention_heads}")
         _require(self.num_attention_heads % self.num_key_value_heads == 0, "num_key_value_heads", self.num_key_value_heads,

@@ -55,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                          "num_key_value_heads": 4},
     "tied": {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True},
     "wide experts": {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_num_experts": 16},
+    "low rank": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "moe_num_experts": 8, "moe_low_rank": 16},
 }
 SEQUENCE, SAMPLES, OWNED = 128, 8, (0, 2)
 

@@ -1,7 +1,8 @@
 """From a campaign's model section to a layout, a first state, and a model, through a model without memory (meta device).
 
 Names are those of transformers' modules, but for experts: their fused `...experts.gate_up_proj [E, 2F, H]` is one tensor an
-expert, `...experts.{e}.gate_up_proj [2F, H]`. Tied weights count once, under their first name.
+expert, `...experts.{e}.gate_up_proj [2F, H]`. Tied weights count once, under their first name. What transformers does not have
+are the experts' terms of low rank (`low_rank.py`), `...experts.low_rank.gate_up_proj [E, 2F, rank]`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from spes_p2p.config import ModelConfig
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.model.low_rank import directions, is_low_rank, low_rank_name
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
 from spes_p2p.model.staging import Staging
 from spes_p2p.model.stored import StoredFormat, StoredPlace
@@ -62,7 +64,15 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 @lru_cache(maxsize=8)
 def layout_of(config: ModelConfig) -> Layout:
     """Where each tensor of the model lies in the flat state."""
-    return layout_of_model(empty_model(config))
+    plain = layout_of_model(empty_model(config))
+    if not config.moe_low_rank:
+        return plain
+    terms = [
+        TensorSpec(low_rank_name(block, matrix), (config.moe_num_experts, rows, config.moe_low_rank), "shared", spec.layer)
+        for spec in (placed.spec for placed in plain.tensors) if spec.expert == 0
+        for block, matrix, rows in [(*_block_and_matrix(spec.name), spec.shape[0])]
+    ]
+    return Layout([*(placed.spec for placed in plain.tensors), *terms])
 
 
 def layout_of_model(model: nn.Module) -> Layout:
@@ -88,6 +98,12 @@ def layout_of_model(model: nn.Module) -> Layout:
     return Layout(specs)
 
 
+def _block_and_matrix(name: str) -> tuple[str, str]:
+    """Of one expert's tensor."""
+    expert, _, matrix = name.rpartition(".")
+    return expert.rpartition(".")[0], matrix
+
+
 def _router_of(model: nn.Module, block: str) -> str:
     """How the names of the parameters begin that choose among the experts of this block."""
     beside, _, _ = block.rpartition(".")
@@ -108,6 +124,9 @@ def initial_state(config: ModelConfig, out: State | None = None) -> State:
     model, layout = empty_model(config), layout_of(config)
     state = np.empty(layout.size, np.float32) if out is None else out
     state[:] = np.nan
+    for placed in layout.tensors:
+        if is_low_rank(placed.spec):
+            state[placed.start : placed.stop] = 0
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
         for prefix, module in model.named_modules():
@@ -126,14 +145,21 @@ def initial_state(config: ModelConfig, out: State | None = None) -> State:
 
 
 def plain_model(config: ModelConfig, base: State) -> PreTrainedModel:
-    """The unchanged transformers model with the base's exact float32 values, on the CPU, for export and evaluation."""
+    """The unchanged transformers model with the base's exact float32 values, on the CPU, for export and evaluation.
+
+    Terms of low rank are added to the experts' matrices.
+    """
     model, layout = empty_model(config), layout_of(config)
 
     def values(name: str, shape: tuple[int, ...]) -> Tensor:
         if name in layout.by_name:
             return exact_tensor(base, layout, name)
         block, _, matrix = name.rpartition(".")
-        return torch.stack([exact_tensor(base, layout, f"{block}.{e}.{matrix}") for e in range(shape[0])])
+        whole = torch.stack([exact_tensor(base, layout, f"{block}.{e}.{matrix}") for e in range(shape[0])])
+        term = low_rank_name(block, matrix)
+        if term in layout.by_name:
+            whole += exact_tensor(base, layout, term) @ directions(term, config.moe_low_rank, shape[2])
+        return whole
 
     _materialise(model, values, torch.device("cpu"))
     return model
@@ -158,7 +184,10 @@ def build_model(
     staging = Staging(device) if stored_on == "host" and device.type != "cpu" else None
     for name, block in list(expert_blocks(model)):
         exact = partial(exact_expert, base, layout, name)
-        model.set_submodule(name, PartitionedExperts(block, owned, stored, device, exact, chosen, staging))
+        mine = PartitionedExperts(block, owned, stored, device, exact, chosen, staging)
+        if config.moe_low_rank:
+            mine.add_low_rank(name, config.moe_low_rank)
+        model.set_submodule(name, mine)
     _materialise(model, lambda name, _: exact_tensor(base, layout, name), device)
     return model
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.model.build import layout_of
+from spes_p2p.model.low_rank import is_low_rank
 
 PEAK_BF16_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A6000": 155e12,
@@ -18,15 +19,21 @@ def training_flops_per_token(model: ModelConfig, sequence_length: int, owned: Se
     """2 N + 2 N + 2 N_trained a token, N active weights in matrix products, plus attention's 6 L S d.
 
     That is the usual 6 N + 6 L S d (PaLM, arXiv 2204.02311, appendix B; attention halved for the causal mask) less the weight
-    gradients of foreign experts. Of N, a token uses top_k experts a layer; the share `owned / E` of them is trained.
+    gradients of foreign experts. Of N, a token uses top_k experts a layer; the share `owned / E` of them is trained, and all of
+    their terms of low rank.
     """
     layout = layout_of(model)
     looked_up = next(t.spec.size for t in layout.tensors if "embed_tokens" in t.spec.name)
-    matrices = sum(t.spec.size for t in layout.tensors if t.spec.expert is None and len(t.spec.shape) > 1)
+    matrices = sum(
+        t.spec.size for t in layout.tensors if t.spec.expert is None and len(t.spec.shape) > 1 and not is_low_rank(t.spec)
+    )
     shared = matrices - (0 if model.tie_word_embeddings else looked_up)
     routed = model.moe_top_k * layout.expert(0).size
     attention = 6 * model.num_hidden_layers * sequence_length * model.hidden_size
-    return 6 * shared + (4 + 2 * len(owned) / model.moe_num_experts) * routed + attention
+    hidden, inner = model.hidden_size, model.intermediate_size
+    terms = model.moe_low_rank * (6 * (2 * inner + hidden) + 4 * (hidden + inner))  # B is trained, A is not
+    low_rank = model.num_hidden_layers * model.moe_top_k * terms
+    return 6 * shared + (4 + 2 * len(owned) / model.moe_num_experts) * routed + low_rank + attention
 
 
 def peak_flops(device_name: str) -> float | None:

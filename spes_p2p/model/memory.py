@@ -6,12 +6,13 @@ expert; k experts a token; E experts, o of them owned; V: vocabulary; w = 4 byte
 
     float32   4 (6 H + 4 Q + 4 K)
     bf16      4 (4 H + Q + K) + 2 (4 H + 3 Q + 3 K)
-    both      w k (2 H + 3 F + F o / E) + 12 E + 36 k + 4 heads       (1 H instead of 2 when nothing is owned)
+    both      w k (2 H + 3 F + F o / E + 2 r) + 12 E + 36 k + 4 heads       (1 H instead of 2 when nothing is owned)
 
 the norms' inputs and outputs, attention's operands and result, then the experts' input, output, gated halves, the owned ones'
-product, the router's probabilities and the indices. The last norm saves 8 H, and the loss, which makes its gradients in the
-forward pass (training/head_loss.py), 4 H a token and 4 V H at once; in bf16 the cast copies of all matrices but the experts and
-the head stay too. With checkpointing a layer keeps its input, 4 H, and one layer is whole.
+product, the narrow inputs of the experts' terms of rank r, the router's probabilities and the indices. The last norm saves 8 H,
+and the loss, which makes its gradients in the forward pass (training/head_loss.py), 4 H a token and 4 V H at once; in bf16 the
+cast copies of all matrices but the experts and the head stay too. With checkpointing a layer keeps its input, 4 H, and one
+layer is whole.
 
 Working memory is what is there for a moment: in the loss, logits of LOSS_CHUNK tokens (in bf16 in both widths) and a cast copy
 of the head; in a layer, decoded experts, their gradient, and gradients of its activations; at the end of the backward pass the
@@ -78,7 +79,7 @@ class DeviceBytes:
     gradients: int
     moments: int
     stored: int
-    """Foreign experts."""
+    """Foreign experts, and the fixed halves of all experts' terms of low rank."""
     activations: int
     working: int
 
@@ -101,7 +102,7 @@ def device_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> Devi
         gradients=4 * trained,
         moments=_moments_bytes(layout, None, setup.optimizer, setup.muon)
         + setup.owned * _moments_bytes(layout, 0, setup.optimizer, setup.muon),
-        stored=stored_bytes(model, setup) * layers_there // model.num_hidden_layers,
+        stored=stored_bytes(model, setup) * layers_there // model.num_hidden_layers + _directions_bytes(model),
         activations=activations,
         working=max(working, optimizer_working - activations),
     )
@@ -144,6 +145,10 @@ def stored_expert_bytes(layout: Layout, stored: StoredFormat) -> int:
     tensors = [t.spec for t in layout.tensors_of(layout.expert(0))]
     scales = sum(SCALE_BYTES * spec.shape[0] for spec in tensors) if stored == "int8" else 0
     return STORED_BYTES[stored] * sum(spec.size for spec in tensors) + scales
+
+
+def _directions_bytes(model: ModelConfig) -> int:
+    return 4 * model.num_hidden_layers * model.moe_low_rank * (model.hidden_size + model.intermediate_size)
 
 
 def saved_activation_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> int:
@@ -190,7 +195,8 @@ class _Pass:
             attention = 4 * (6 * hidden + 4 * queries + 4 * keys)
         kept_input = hidden if self._setup.owned else 0
         share = self._setup.owned / m.moe_num_experts
-        experts = w * m.moe_top_k * (hidden + kept_input + 3 * m.intermediate_size + share * m.intermediate_size)
+        narrow = 2 * m.moe_low_rank
+        experts = w * m.moe_top_k * (hidden + kept_input + (3 + share) * m.intermediate_size + narrow)
         router = 12 * m.moe_num_experts + 36 * m.moe_top_k + 4 * m.num_attention_heads
         return round(self._tokens * (attention + experts + router))
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import Backend, choose_backend
 from spes_p2p.model.gating import gate_of, join_weighted
+from spes_p2p.model.low_rank import LowRank
 from spes_p2p.model.staging import BACKWARD, FORWARD, Staging
 from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
 
@@ -84,8 +85,10 @@ class PartitionedExperts(nn.Module):
     `[owned, ...]` a matrix, which the grouped GEMM reads without gathering.
     """
 
+    order: Tensor
+    """`[E]`: the owned experts, then the foreign ones."""
     slot: Tensor
-    """`[E]`: an expert's place in the order owned, then foreign."""
+    """`[E]`: an expert's place in that order."""
 
     def __init__(
         self,
@@ -115,7 +118,10 @@ class PartitionedExperts(nn.Module):
         self._staging = staging
         self._layer = staging.add() if staging is not None else 0
         self._slabs: dict[str, Tensor] = {}
+        self.low_rank: LowRank | None = None
+        """Of all experts, trained here whoever owns them."""
         self._stores = nn.ModuleDict()
+        self.register_buffer("order", None, persistent=False)
         self.register_buffer("slot", torch.empty(self.num_experts, dtype=torch.int64, device=device), persistent=False)
         self.assign(owned, exact)
 
@@ -134,8 +140,12 @@ class PartitionedExperts(nn.Module):
         self._link()
         if self._staging is not None:
             self._staging.replace(self._layer, {name: store.matrices for name, store in stores.items()})
-        order = torch.tensor(owned + foreign, device=self.slot.device)
-        self.slot[order] = torch.arange(self.num_experts, device=self.slot.device)
+        self.order = torch.tensor(owned + foreign, device=self.slot.device)
+        self.slot[self.order] = torch.arange(self.num_experts, device=self.slot.device)
+
+    def add_low_rank(self, block: str, rank: int) -> None:
+        """Give each expert's matrices a term of this rank; `block` is this module's name in the model."""
+        self.low_rank = LowRank(block, self._shapes, self.num_experts, rank, self.slot.device)
 
     @torch.no_grad()
     def write_foreign(self, expert: int, name: str, values: Tensor) -> None:
@@ -182,17 +192,20 @@ class PartitionedExperts(nn.Module):
     def _owned_experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
         for name in MATRICES:
             parameters = [self.get_parameter(f"{expert}.{name}") for expert in self.owned]
-            hidden = self._product(hidden, ends, partial(self._fetch_owned, name), *parameters)
+            hidden = self._product(name, hidden, ends, partial(self._fetch_owned, name), *parameters)
             hidden = self._gate(hidden) if name == MATRICES[0] else hidden
         return hidden
 
     def _foreign_experts(self, hidden: Tensor, ends: Tensor) -> Tensor:
-        gated = self._gate(self._product(hidden, ends, partial(self._fetch_foreign, MATRICES[0])))
-        return self._product(gated, ends, partial(self._fetch_foreign, MATRICES[1]))
+        gated = self._gate(self._product(MATRICES[0], hidden, ends, partial(self._fetch_foreign, MATRICES[0])))
+        return self._product(MATRICES[1], gated, ends, partial(self._fetch_foreign, MATRICES[1]))
 
-    def _product(self, hidden: Tensor, ends: Tensor, fetch: Fetch, *parameters: Tensor) -> Tensor:
+    def _product(self, name: str, hidden: Tensor, ends: Tensor, fetch: Fetch, *parameters: Tensor) -> Tensor:
         result: Tensor = _ExpertLinear.apply(hidden, ends, self._backend, fetch, *parameters)  # type: ignore[no-untyped-call]
-        return result
+        if self.low_rank is None:
+            return result
+        first = 0 if parameters else len(self.owned)
+        return result.add_(self.low_rank(name, hidden, ends, self.order[first : first + len(ends)]))
 
     def _fetch_owned(self, name: str, direction: int) -> Matrices:
         return Matrices(self._slabs[name])
