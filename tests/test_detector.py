@@ -122,6 +122,36 @@ def test_a_talk_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_ever(
     assert run_virtual(waited_s()) == (pytest.approx(expected_s, abs=0.1), not is_heard_elsewhere)
 
 
+@pytest.mark.parametrize("is_heard_elsewhere", [False, True])
+def test_an_answer_that_waits_behind_others_is_waited_for_while_its_peer_is_heard(is_heard_elsewhere: bool) -> None:
+    async def answer() -> bytes | None:
+        network = MemoryNetwork(latency_s=0.05)
+        a, b = (Switchboard(network.transport(name), CEILING_S) for name in "ab")
+
+        async def answer_late(talk: Talk) -> None:
+            await asyncio.sleep(1.5 * CEILING_S)
+            await talk.send(b"here")
+
+        async def never(talk: Talk) -> None:
+            await asyncio.Event().wait()
+
+        async def ask() -> bytes | None:
+            for _ in range(ENOUGH_GAPS):
+                a.detector.saw_gap("b", 1.0)
+            if not is_heard_elsewhere:
+                return await a.is_there("b", "late", b"?")
+            async with a.talk("b", "other"):
+                return await a.is_there("b", "late", b"?")
+
+        await b.serve("late", answer_late)
+        await b.serve("other", never)
+        if not is_heard_elsewhere:
+            b.detector.heartbeat_s = 1000.0
+        return await network.run_peer("a", ask())
+
+    assert run_virtual(answer()) == (b"here" if is_heard_elsewhere else None)
+
+
 def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:
     class Trickling(_HeldBack):
         async def open(self, peer: str, method: str) -> Channel:

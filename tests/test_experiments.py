@@ -146,11 +146,15 @@ def test_a_fit_of_the_routers_leaves_all_other_weights_and_is_judged_on_held_out
     assert refit.refit_routers(endpoint_of(tmp_path, "key"), unseen, held_out, 4, 0.0)[1] == pytest.approx(before)
 
 
-def test_a_model_whose_experts_are_split_computes_what_it_did() -> None:
-    large = only_run(mode="spes").config.model.model_copy(update={"num_hidden_layers": 5})
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_model_whose_experts_are_split_computes_what_it_did(rank: int) -> None:
+    large = only_run(mode="spes").config.model.model_copy(update={"num_hidden_layers": 5, "moe_low_rank": rank})
     small = large.model_copy(update={"moe_num_experts": 2, "moe_top_k": 1})
     assert (large.moe_num_experts, large.moe_top_k) == (4, 2)
     few, ids = initial_state(small), torch.arange(48).reshape(3, 16) % small.vocab_size
+    for placed in layout_of(small).tensors:
+        if placed.spec.is_low_rank:
+            few[placed.start : placed.stop] = 0.02 * np.random.default_rng(0).standard_normal(placed.spec.size, np.float32)
     with torch.no_grad():
         before = plain_model(small, few)(ids).logits
         after = plain_model(large, split_experts(few, layout_of(small), layout_of(large), 0, noise=0.0))(ids).logits

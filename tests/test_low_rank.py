@@ -12,8 +12,10 @@ from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import State, build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.flops import training_flops_per_token
-from spes_p2p.model.low_rank import directions, is_low_rank
+from spes_p2p.model.low_rank import LowRank, directions
+from spes_p2p.model.partitioned import MATRICES
 from spes_p2p.model.stored import StoredFormat
+from spes_p2p.sync.merge import merge_range, merged_rows, nearest_experts
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import next_token_loss
 from spes_p2p.training.trainer import TorchTrainer
@@ -28,7 +30,7 @@ def some_base(model: ModelConfig = MODEL) -> State:
     """Terms that are not 0, as after some training."""
     state, random = initial_state(model), np.random.default_rng(0)
     for placed in layout_of(model).tensors:
-        if is_low_rank(placed.spec):
+        if placed.spec.is_low_rank:
             state[placed.start : placed.stop] = 0.05 * random.standard_normal(placed.spec.size, np.float32)
     return state
 
@@ -36,7 +38,7 @@ def some_base(model: ModelConfig = MODEL) -> State:
 def test_a_base_begins_without_them_and_its_other_values_are_those_of_the_plain_model() -> None:
     plain, plain_layout = initial_state(tiny_model()), layout_of(tiny_model())
     state = initial_state(MODEL)
-    terms = [placed for placed in LAYOUT.tensors if is_low_rank(placed.spec)]
+    terms = [placed for placed in LAYOUT.tensors if placed.spec.is_low_rank]
     assert [placed.spec.shape for placed in terms] == [(4, 96, 8), (4, 32, 8)] * 2
     assert all(placed.spec.kind == "shared" and not state[placed.start : placed.stop].any() for placed in terms)
     for placed in plain_layout.tensors:
@@ -50,6 +52,8 @@ def test_what_a_peer_computes_is_what_is_exported_and_so_are_all_gradients(owned
     base = some_base()
     reference, model = plain_model(MODEL, base), build_model(MODEL, base, owned, backend=backend)  # type: ignore[arg-type]
     reference.set_experts_implementation("eager")
+    names = [each._backends[matrix].name for each in model.modules() if isinstance(each, LowRank) for matrix in MATRICES]
+    assert names == [backend] * 4
     losses = [each(input_ids=IDS, labels=IDS) for each in (reference, model)]
     torch.testing.assert_close(losses[1].logits, losses[0].logits, rtol=1e-4, atol=1e-5)
     for each in losses:
@@ -133,6 +137,20 @@ def test_a_peer_trains_foreign_experts_by_them_and_its_weights_are_what_a_judge_
     with torch.no_grad():
         again = trainer.model(IDS).logits
         torch.testing.assert_close(again, judge.model(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_merging_draws_the_terms_together_as_it_does_the_matrices() -> None:
+    base = some_base()
+    donors = nearest_experts(base, LAYOUT, 2)
+    rows = merged_rows(LAYOUT, donors)
+    merged = merge_range(lambda a, b: base[a:b].copy(), rows, 0.25, 0, base.size)
+    before, after = plain_model(MODEL, base), plain_model(MODEL, merged)
+    for layer, its_donors in enumerate(donors):
+        for matrix in ("gate_up_proj", "down_proj"):
+            was, now = (model.model.layers[layer].mlp.experts.get_parameter(matrix) for model in (before, after))
+            for expert, chosen in enumerate(its_donors):
+                expected = was[expert] + 0.25 * (was[list(chosen)].mean(dim=0) - was[expert])
+                torch.testing.assert_close(now[expert], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_operations_are_those_of_the_products() -> None:

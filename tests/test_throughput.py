@@ -7,12 +7,12 @@ import pytest
 from spes_p2p.swarm.throughput import FASTEST_BYTES_PER_S, UNKNOWN_BYTES_PER_S, Throughput
 
 
-def send(line: Throughput, size: int, bytes_per_s: float, begin_s: float) -> None:
+def send(line: Throughput, size: int, bytes_per_s: float, begin_s: float, frame: int = 10_000) -> None:
     """A transfer that fills a line of this rate."""
-    frame, now = 10_000, begin_s
+    now = begin_s
     for _ in range(size // frame):
+        line.count(frame, now, now + frame / bytes_per_s)
         now += frame / bytes_per_s
-        line.count(frame, now)
 
 
 @pytest.mark.parametrize("begin_s", [0.0, 3.3])
@@ -23,21 +23,29 @@ def test_a_long_transfer_says_what_the_line_carries(rate: float, begin_s: float)
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
 
 
+@pytest.mark.parametrize("talks", [1, 3])
+@pytest.mark.parametrize("mbit", [1, 2, 8, 20, 100])
+def test_parts_that_take_a_thin_line_for_seconds_are_measured_too(mbit: float, talks: int) -> None:
+    """Several talks at once share the line."""
+    line, rate, part = Throughput(), 125e3 * mbit, 2**19
+    for talk in range(talks):
+        send(line, 20 * part, rate / talks, 10 + 0.1 * talk, part)
+    assert line.bytes_per_s() == pytest.approx(rate, rel=0.15)
+
+
 def test_what_buffers_take_at_once_counts_little() -> None:
     line, rate = Throughput(), 2.5e6
     for at_once in (0.2, 0.3, 0.4):
-        line.count(1_000_000, at_once)
-    for tenth in range(6, 200):
-        line.count(int(rate / 10), tenth / 10)
+        line.count(1_000_000, at_once, at_once)
+    send(line, int(20 * rate), rate, 0.4)
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
 
 
 def test_buffers_that_are_filled_a_moment_after_the_beginning_do_not_double_the_estimate() -> None:
     line, rate = Throughput(), 2.5e6
-    line.count(1000, 0.3)
-    line.count(2_000_000, 0.7)
-    for tenth in range(8, 200):
-        line.count(int(rate / 10), tenth / 10)
+    line.count(1000, 0.3, 0.3)
+    line.count(2_000_000, 0.7, 0.7)
+    send(line, int(20 * rate), rate, 0.7)
     assert line.bytes_per_s() < 1.9 * rate
 
 
@@ -50,7 +58,7 @@ def test_a_short_transfer_says_nothing() -> None:
 def test_a_trickle_of_small_messages_says_nothing() -> None:
     line = Throughput()
     for tenth in range(100):
-        line.count(300, tenth / 10)
+        line.count(300, tenth / 10, tenth / 10)
     assert line.bytes_per_s() == UNKNOWN_BYTES_PER_S
 
 

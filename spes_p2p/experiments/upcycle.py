@@ -40,6 +40,8 @@ def split_experts(few: State, few_layout: Layout, layout: Layout, seed: int, noi
             shape = (copies * rows, *rest)
         else:
             values, shape = _read(few, few_layout, name)
+            if spec.is_low_rank:
+                values, shape = np.tile(values, copies), (copies * shape[0], *shape[1:])
         if shape != spec.shape:
             raise UserError(f"{spec.name}: has shape {shape} in the small model, {spec.shape} in the large one")
         state[placed.start : placed.stop] = values.reshape(-1)

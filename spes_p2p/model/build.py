@@ -22,7 +22,7 @@ from spes_p2p.config import ModelConfig
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.model.low_rank import directions, is_low_rank, low_rank_name
+from spes_p2p.model.low_rank import directions, low_rank_name
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
 from spes_p2p.model.staging import Staging
 from spes_p2p.model.stored import StoredFormat, StoredPlace
@@ -125,7 +125,7 @@ def initial_state(config: ModelConfig, out: State | None = None) -> State:
     state = np.empty(layout.size, np.float32) if out is None else out
     state[:] = np.nan
     for placed in layout.tensors:
-        if is_low_rank(placed.spec):
+        if placed.spec.is_low_rank:
             state[placed.start : placed.stop] = 0
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)

@@ -25,6 +25,8 @@ def export_checkpoint(
 ) -> None:
     """Write model, config and tokenizer to the directory `output`: float32, the base's exact bits. `beside`: more text files.
 
+    Only terms of low rank are no tensors there: they are added to the experts' matrices.
+
     Written aside and renamed, so that `output` is whole or not there. Raises UserError when `output` exists, when the base
     is of another size than the model, or when the tokenizer does not fit.
     """

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.model.build import layout_of
-from spes_p2p.model.low_rank import is_low_rank
 
 PEAK_BF16_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A6000": 155e12,
@@ -25,7 +24,7 @@ def training_flops_per_token(model: ModelConfig, sequence_length: int, owned: Se
     layout = layout_of(model)
     looked_up = next(t.spec.size for t in layout.tensors if "embed_tokens" in t.spec.name)
     matrices = sum(
-        t.spec.size for t in layout.tensors if t.spec.expert is None and len(t.spec.shape) > 1 and not is_low_rank(t.spec)
+        t.spec.size for t in layout.tensors if t.spec.expert is None and len(t.spec.shape) > 1 and not t.spec.is_low_rank
     )
     shared = matrices - (0 if model.tie_word_embeddings else looked_up)
     routed = model.moe_top_k * layout.expert(0).size

@@ -32,6 +32,11 @@ class TensorSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_low_rank(self) -> bool:
+        """Is it what all peers train of a layer's experts, `[E, rows, rank]` (`low_rank.py`)?"""
+        return ".low_rank." in self.name
+
 
 @dataclass(frozen=True)
 class Placed:

@@ -19,19 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spes_p2p.model.backends import Backend, choose_backend
-from spes_p2p.model.layout import TensorSpec
+from spes_p2p.model.backends import Backend, BackendName, choose_backend
 from spes_p2p.model.stored import Matrices
 
 
 def low_rank_name(block: str, matrix: str) -> str:
     """Of the layer's `B [E, rows, rank]`; `block` is the name of its experts module."""
     return f"{block}.low_rank.{matrix}"
-
-
-def is_low_rank(spec: TensorSpec) -> bool:
-    """Is it such a B?"""
-    return ".low_rank." in spec.name
 
 
 def directions(name: str, rank: int, columns: int) -> Tensor:
@@ -45,15 +39,22 @@ def directions(name: str, rank: int, columns: int) -> Tensor:
 class LowRank(nn.Module):
     """The terms of one layer's experts."""
 
-    def __init__(self, block: str, shapes: Mapping[str, Sequence[int]], num_experts: int, rank: int, device: torch.device):
-        """`shapes`: `(rows, columns)` of an expert's matrices, by name. The Bs are on the meta device until they get values."""
+    def __init__(
+        self, block: str, shapes: Mapping[str, Sequence[int]], num_experts: int, rank: int, experts: Backend,
+        device: torch.device,
+    ):
+        """`shapes`: `(rows, columns)` of an expert's matrices, by name; `experts`: what computes these.
+
+        The Bs are on the meta device until they get values.
+        """
         super().__init__()
         self._backends: dict[str, Backend] = {}
         for matrix, (rows, columns) in shapes.items():
             self.register_parameter(matrix, nn.Parameter(torch.empty(num_experts, rows, rank, device="meta")))
             fixed = directions(low_rank_name(block, matrix), rank, columns).to(device)
             self.register_buffer(f"directions_of_{matrix}", fixed, persistent=False)
-            self._backends[matrix] = choose_backend("auto", device, rows, rank)
+            wanted: BackendName = "eager" if experts.name == "eager" else "auto"  # megablocks needs wider matrices
+            self._backends[matrix] = choose_backend(wanted, device, rows, rank)
 
     def forward(self, matrix: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """`rows A^T B^T` of each row's expert: `[S, columns]` -> `[S, rows]`.

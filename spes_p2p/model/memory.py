@@ -15,9 +15,9 @@ cast copies of all matrices but the experts and the head stay too. With checkpoi
 layer is whole.
 
 Working memory is what is there for a moment: in the loss, logits of LOSS_CHUNK tokens (in bf16 in both widths) and a cast copy
-of the head; in a layer, decoded experts, their gradient, and gradients of its activations; at the end of the backward pass the
-gradient of the embedding, which joins the head's where the two are tied; in AdamW's step, a square root of the largest
-parameter group; in Muon's, copies of one matrix in bf16 at a time.
+of the head; in a layer, decoded experts, their gradient, twice that of their terms of low rank, and gradients of its
+activations; at the end of the backward pass the gradient of the embedding, which joins the head's where the two are tied; in
+AdamW's step, a square root of the largest parameter group; in Muon's, copies of one matrix in bf16 at a time.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ class _Pass:
         foreign = min(1, m.moe_num_experts - setup.owned) if setup.device == "cpu" else m.moe_num_experts - setup.owned
         decoded = 0 if STORED_BYTES[setup.stored] == w else foreign
         rows = w * m.moe_top_k * self._tokens * (m.intermediate_size + m.hidden_size)
-        return matrix * max(decoded, (3 if setup.bf16 else 1) * setup.owned) + rows
+        terms = 4 * m.moe_num_experts * m.moe_low_rank * max(2 * m.intermediate_size, m.hidden_size)
+        return matrix * max(decoded, (3 if setup.bf16 else 1) * setup.owned) + rows + 2 * terms
 
 
 @lru_cache(maxsize=8)

@@ -80,7 +80,8 @@ class _Expert(nn.Module):
 class PartitionedExperts(nn.Module):
     """Experts block whose owned experts are trained and whose foreign experts are stored.
 
-    Parameters are named `{expert}.gate_up_proj` and `{expert}.down_proj`, as in the layout. A kept expert's Parameters stay the
+    Parameters are named `{expert}.gate_up_proj` and `{expert}.down_proj`, as in the layout, and `low_rank.gate_up_proj` and
+    `low_rank.down_proj` of all experts where there are such terms. A kept expert's Parameters stay the
     same objects when owners change, and with them its optimizer state. The owned matrices lie side by side in one slab
     `[owned, ...]` a matrix, which the grouped GEMM reads without gathering.
     """
@@ -145,7 +146,7 @@ class PartitionedExperts(nn.Module):
 
     def add_low_rank(self, block: str, rank: int) -> None:
         """Give each expert's matrices a term of this rank; `block` is this module's name in the model."""
-        self.low_rank = LowRank(block, self._shapes, self.num_experts, rank, self.slot.device)
+        self.low_rank = LowRank(block, self._shapes, self.num_experts, rank, self._backend, self.slot.device)
 
     @torch.no_grad()
     def write_foreign(self, expert: int, name: str, values: Tensor) -> None:

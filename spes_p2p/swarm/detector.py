@@ -27,7 +27,8 @@ CLOCK_ERROR_S = 1e-3
 """A timer may ring so much too early."""
 KEPT_GAPS, ENOUGH_GAPS = 64, 16
 ELSEWHERE_CEILINGS = 3.0
-"""A talk in which nothing comes is given up after so many times the ceiling, though its peer be heard in other talks."""
+"""A talk in which nothing comes is given up after so many times the ceiling, though its peer be heard in other talks: its
+connection may be dead, and the peer have come back over another one."""
 
 
 def silence_bound(gaps: Sequence[float], floor_s: float, ceiling_s: float) -> float:
@@ -69,7 +70,7 @@ class SilenceDetector:
         return max(heard_s + self.bound(peer), elsewhere_s)
 
     def lost(self, peer: str, now_s: float) -> None:
-        """A talk with this peer, or one that was to be opened, was silent for too long; it may be heard in others."""
+        """A talk with this peer, or one that was to be opened, was silent for too long; nothing if it is heard elsewhere."""
         if now_s + CLOCK_ERROR_S >= self._heard_at.get(peer, -math.inf) + self.bound(peer):
             self._lost_at[peer] = now_s
 

@@ -30,12 +30,17 @@ QUEUED_FRAMES = 8
 """Received frames that wait to be read; beyond that the sender is slowed down."""
 
 
+Count = Callable[[int, int, float], None]
+"""Of one message: bytes sent, bytes received, and when that began."""
+
+
 class Talk:
     """One open conversation with one peer."""
 
     def __init__(
-        self, channel: Channel, detector: SilenceDetector, count: Callable[[int, int], None], line: Line = UNLIMITED
+        self, channel: Channel, detector: SilenceDetector, count: Count, line: Line = UNLIMITED
     ):
+        """`count` is told what was sent or received."""
         self.remote = channel.remote
         self._channel = channel
         self._detector = detector
@@ -57,8 +62,9 @@ class Talk:
         size = sum(map(len, pieces))
         if self._line.up is not None:
             await self._line.up.let_pass(size)
-        self._count(size, 0)
+        began = self._loop.time()
         await self._send(MESSAGE, *pieces)
+        self._count(size, 0, began)
 
     async def refuse(self, reason: str) -> None:
         """Tell the other end why not; its `receive` raises Refused with this text."""
@@ -152,7 +158,7 @@ class Talk:
                 if kind == REFUSAL:
                     raise Refused(bytes(body).decode(errors="replace"))
                 if kind == MESSAGE:
-                    self._count(0, len(body))
+                    self._count(0, len(body), self._loop.time())
                     await self._put(body)
                 elif kind != HEARTBEAT:
                     raise PeerUnreachable(f"{self.remote[-6:]} sent a frame of no known kind")
@@ -177,7 +183,7 @@ class Talk:
             return
         self._tasks[0].cancel()
         self._detector.lost(self.remote, self._loop.time())
-        self._break(PeerUnreachable(f"{self.remote[-6:]} is silent for {self._loop.time() - heard_at:.3g} s"))
+        self._break(PeerUnreachable(f"{self.remote[-6:]} is silent in this talk for {self._loop.time() - heard_at:.3g} s"))
 
     async def _beat(self) -> None:
         with contextlib.suppress(PeerUnreachable):
@@ -221,13 +227,24 @@ class Switchboard:
 
     async def is_there(self, peer: str, method: str, request: bytes) -> bytes | None:
         """Ask for something that is answered at once; None from a peer that is dead, silent (also a moment ago) or refuses."""
-        if self.detector.is_lost(peer, asyncio.get_running_loop().time()):
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        if self.detector.is_lost(peer, began):
             return None
+        asking = asyncio.ensure_future(self.ask(peer, method, request))
         try:
-            return await self.ask(peer, method, request, self.detector.bound(peer))
+            while not asking.done():
+                left_s = self.detector.dead_at(peer, began) - clock()
+                if left_s <= CLOCK_ERROR_S:
+                    self.detector.lost(peer, clock())
+                    return None
+                await asyncio.wait({asking}, timeout=left_s)
+            return asking.result()
         except (PeerUnreachable, Refused) as error:
             logger.debug("%s: %s", peer[-6:], error)
             return None
+        finally:
+            await end_tasks([asking])
 
     async def serve(self, method: str, handler: TalkHandler) -> None:
         """Answer talks for `method`. What the handler raises as Refused or WireError is told to the other end."""
@@ -306,15 +323,15 @@ class Switchboard:
     def _line_to(self, peer: str) -> Line:
         return UNLIMITED if peer == self.peer_id else self._line
 
-    def _counter(self, method: str, peer: str) -> Callable[[int, int], None]:
+    def _counter(self, method: str, peer: str) -> Count:
         if peer == self.peer_id:
-            return lambda sent, received: None
+            return lambda sent, received, began_s: None
 
         clock = asyncio.get_running_loop().time
 
-        def count(sent: int, received: int) -> None:
+        def count(sent: int, received: int, began_s: float) -> None:
             if sent:
-                self.upload.count(sent, clock())
+                self.upload.count(sent, began_s, clock())
             self.sent[method] += sent
             self.received[method] += received
 

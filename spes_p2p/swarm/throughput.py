@@ -12,6 +12,7 @@ from __future__ import annotations
 
 WINDOW_S = 0.5
 STRETCH = 4
+KEPT_WINDOWS = 2**12
 UNKNOWN_BYTES_PER_S = 12.5e6
 """Assumed of a line that nothing is known of: 100 Mbit/s."""
 WEIGHT_OF_NEWS = 0.5
@@ -28,38 +29,38 @@ class Throughput:
         limit = float("inf") if known_limit_bytes_per_s is None else known_limit_bytes_per_s
         self._estimate = min(UNKNOWN_BYTES_PER_S, limit)
         self._is_measured = False
-        self._window, self._run = 0, [0]
-        """The latest window with traffic, and the bytes of those before it without a gap, as many as matter."""
-        self._fullest = 0.0
-        """Bytes a window."""
+        self._windows: dict[int, float] = {}
+        """Bytes of each that has traffic, since the estimate was asked for last."""
 
-    def count(self, size: int, now_s: float) -> None:
-        """Bytes that were handed to the line now."""
-        window = int(now_s / WINDOW_S)
-        if window == self._window + 1:
-            self._run = [*self._run[-1 - STRETCH :], 0]
-            if len(self._inner) == STRETCH:
-                self._take()
-        elif window != self._window:
-            self._take()
-            self._run = [0]
-        self._window = window
-        self._run[-1] += size
+    def count(self, size: int, begin_s: float, end_s: float) -> None:
+        """Bytes that were handed to the line in this time: a part of a thin line's takes many windows."""
+        first, last = int(begin_s / WINDOW_S), int(end_s / WINDOW_S)
+        for window in range(max(first, last - KEPT_WINDOWS), last + 1):
+            within_s = min(end_s, (window + 1) * WINDOW_S) - max(begin_s, window * WINDOW_S)
+            share = within_s / (end_s - begin_s) if last > first else 1.0
+            self._windows[window] = self._windows.get(window, 0.0) + share * size
+        while len(self._windows) > KEPT_WINDOWS:
+            del self._windows[min(self._windows)]
 
     def bytes_per_s(self) -> float:
         """The estimate, after taking in what was sent since it was asked for last."""
-        self._take()
-        if self._fullest:
+        found = self._fullest() / WINDOW_S
+        if found >= SLOWEST_BYTES_PER_S:
             news = WEIGHT_OF_NEWS if self._is_measured else 1.0
-            self._estimate += news * (self._fullest / WINDOW_S - self._estimate)
-            self._is_measured, self._fullest, self._run = True, 0.0, [0]
+            self._estimate += news * (found - self._estimate)
+            self._is_measured = True
+        self._windows.clear()
         return min(self._estimate, FASTEST_BYTES_PER_S)
 
-    @property
-    def _inner(self) -> list[int]:
-        """Windows that lie between two others with traffic."""
-        return self._run[1:-1]
-
-    def _take(self) -> None:
-        if self._inner and (mean := sum(self._inner) / len(self._inner)) >= SLOWEST_BYTES_PER_S * WINDOW_S:
-            self._fullest = max(self._fullest, mean)
+    def _fullest(self) -> float:
+        """Mean bytes a window of the fullest stretch; 0 when there is none."""
+        fullest, run = 0.0, list[float]()
+        for window in sorted(self._windows):
+            if window - 1 not in self._windows:
+                run = []
+            elif window + 1 in self._windows:
+                run.append(self._windows[window])
+            stretch = run[-STRETCH:]
+            if len(stretch) == STRETCH or (stretch and window + 1 not in self._windows and len(run) < STRETCH):
+                fullest = max(fullest, sum(stretch) / len(stretch))
+        return fullest

@@ -7,7 +7,7 @@ The merge itself is elementwise, one numpy operation a call in a fixed order, so
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +28,8 @@ def merge_alpha(step: int, alpha_start: float, decay_steps: int) -> float:
 def nearest_experts(state: np.ndarray, layout: Layout, top_k: int) -> Donors:
     """For each layer and expert the `top_k` most similar other experts (fewer when there are fewer), nearest first.
 
-    Similarity is the cosine of the flattened gate projections: the first half of an expert's `gate_up_proj`. Ties go to the
-    lower expert. Returns `[layers][experts][k]`.
+    Similarity is the cosine of the flattened gate projections: the first half of an expert's `gate_up_proj`, without a term of
+    low rank. Ties go to the lower expert. Returns `[layers][experts][k]`.
     """
     donors = []
     for layer in _layers(layout):
@@ -44,7 +44,7 @@ def nearest_experts(state: np.ndarray, layout: Layout, top_k: int) -> Donors:
 
 @dataclass(frozen=True)
 class MergedRows:
-    """One expert's matrices in one layer, `[start, stop)` of the state, and how far from them those of its donors lie."""
+    """What one expert has in one layer, `[start, stop)` of the state, and how far from it that of its donors lies."""
 
     start: int
     stop: int
@@ -55,10 +55,10 @@ def merged_rows(layout: Layout, donors: Donors) -> tuple[MergedRows, ...]:
     """Everything that a merge changes, ascending. `donors` is `[layers][experts][k]`; an expert without any stays."""
     rows = []
     for layer, its_donors in zip(_layers(layout), donors, strict=True):
-        places = [_rows_of(layout, layer, expert) for expert in range(layout.num_experts)]
-        for own, chosen in zip(places, its_donors, strict=True):
-            if chosen:
-                rows.append(MergedRows(own.start, own.stop, tuple(places[donor].start - own.start for donor in chosen)))
+        for places in _places_of_experts(layout, layer):
+            for own, chosen in zip(places, its_donors, strict=True):
+                if chosen:
+                    rows.append(MergedRows(own.start, own.stop, tuple(places[donor].start - own.start for donor in chosen)))
     return tuple(sorted(rows, key=lambda row: row.start))
 
 
@@ -98,10 +98,15 @@ def _layers(layout: Layout) -> list[int]:
     return sorted({t.spec.layer for t in layout.tensors if t.spec.kind == "expert" and t.spec.layer is not None})
 
 
-def _rows_of(layout: Layout, layer: int, expert: int) -> slice:
-    """Where all of one expert's matrices in one layer lie, side by side."""
-    places = layout.tensors_of_expert_layer(expert, layer)
-    return slice(places[0].start, places[-1].stop)
+def _places_of_experts(layout: Layout, layer: int) -> Iterator[list[slice]]:
+    """Where each expert's matrices in a layer lie, side by side; then where its rows of each term of low rank do."""
+    experts = range(layout.num_experts)
+    matrices = [layout.tensors_of_expert_layer(expert, layer) for expert in experts]
+    yield [slice(places[0].start, places[-1].stop) for places in matrices]
+    for placed in layout.tensors:
+        if placed.spec.is_low_rank and placed.spec.layer == layer:
+            size = placed.spec.size // len(experts)
+            yield [slice(placed.start + expert * size, placed.start + (expert + 1) * size) for expert in experts]
 
 
 def _gate(state: np.ndarray, layout: Layout, layer: int, expert: int) -> np.ndarray:
