@@ -62,7 +62,8 @@ class ModelConfig(Section):
     moe_num_experts: Positive = Field(description="Experts a layer.")
     moe_top_k: Positive = Field(description="Experts that each token is sent to.")
     moe_low_rank: Count = Field(
-        0, description="Rank of a term of each expert that all peers train, not only its owners; 0: none. A multiple of 8.")
+        0, description="Rank of a term of each expert's matrices that all peers train, not only its owners: it belongs to the "
+        "shared weights, and an export adds it in. 0: none; else a multiple of 8.")
     norm_topk_prob: bool = Field(False, description="Scale the top-k router probabilities to sum to 1.")
     rope_theta: PositiveNumber = Field(10000.0, description="Base of the rotary embedding.")
     tie_word_embeddings: bool = Field(False, description="Use the embedding matrix as output head.")

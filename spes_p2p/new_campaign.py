@@ -273,6 +273,7 @@ model:
   max_position_embeddings: {size.sequence_length}
   moe_num_experts: {size.moe_num_experts}  # divided among the peers; a peer trains as many as fit its memory
   moe_top_k: {size.moe_top_k}  # experts that each token is sent to
+  # moe_low_rank: 16  # a term of each expert that every peer trains, for some memory: docs/learning.md
 
 training:
   sequence_length: {size.sequence_length}

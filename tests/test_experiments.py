@@ -20,7 +20,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.experiments import probe, refit
 from spes_p2p.experiments.plots import SERIES, draw_series
 from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
-from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, report, share_closed, shares
+from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, pictured, report, share_closed, shares
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
 from spes_p2p.experiments.swarm import readers_of, spread, train
@@ -284,6 +284,7 @@ def test_a_damaged_result_is_named_by_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new", "message"), [
     ("name: spes", "nam: spes", "line 5: unknown field 'arms.0.nam'"),
+    ("text: t", "text: t\npictured: [spes, x]", "line 3: pictured = 'x': must be the name of an arm"),
     ("batch: 2", "batch: 0", "batch = 0: must be greater than 0"),
     ("sync_steps: 3", "sync_steps: 4", "arm spes: training.total_steps = 6: must be a multiple of sync_steps = 4"),
 ])
@@ -329,6 +330,14 @@ def test_the_report_compares_seed_by_seed_at_each_arms_best_rate() -> None:
     assert shares(found["spes"], made.yardstick, found) == pytest.approx([0.5, 0.8])
     assert gap_in_spreads(found["spes"], found["centralised"]) == pytest.approx(0.4 / 0.35355339)
     assert "| spes | 1 | 2 | 0.00 | 4.650 ± 0.212 | +9.4 % | 1 | 65 ± 21 % |" in report(made, list(found.values()))
+
+
+def test_pictures_show_the_arms_that_the_file_names() -> None:
+    made = experiment(arm("a", "spes"), arm("b", "spes", sync_steps=2), arm("c", "spes", sync_steps=1))
+    found = outcomes(made, [record(Run(made, each, 1e-2, 0), 5.0) for each in made.arms], "")
+    for named, shown in (((), "abc"), (("c", "a"), "ac")):
+        chosen = made.model_copy(update={"pictured": named})
+        assert [outcome.arm for outcome in pictured(chosen, found)] == list(shown)
 
 
 def test_losses_by_domain_and_accuracies_are_tables() -> None:

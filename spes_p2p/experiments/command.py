@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     from spes_p2p.experiments.plots import draw, draw_series
     from spes_p2p.experiments.queue import read_results
-    from spes_p2p.experiments.report import outcomes, report
+    from spes_p2p.experiments.report import outcomes, pictured, report
     from spes_p2p.experiments.spec import load_experiment
     from spes_p2p.experiments.text import text_digest
 
@@ -118,8 +118,9 @@ def _report(arguments: argparse.Namespace) -> None:
     text = report(experiment, found)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / f"{experiment.name}.md").write_text(text, encoding="utf-8")
-    draw(experiment.name, found, arguments.output / f"{experiment.name}.png")
-    draw_series(experiment.name, found, arguments.output / f"{experiment.name}_rounds.png")
+    shown = pictured(experiment, found)
+    draw(experiment.name, shown, arguments.output / f"{experiment.name}.png")
+    draw_series(experiment.name, shown, arguments.output / f"{experiment.name}_rounds.png")
     print(text)
 
 

@@ -55,6 +55,11 @@ def outcomes(experiment: Experiment, records: Sequence[Record], text_digest: str
     return found
 
 
+def pictured(experiment: Experiment, found: Sequence[Outcome]) -> list[Outcome]:
+    """What the pictures show: the arms that the file names, in its order of arms; all where none of them has a result."""
+    return [outcome for outcome in found if outcome.arm in experiment.pictured] or list(found)
+
+
 def share_closed(alone: float, arm: float, centralised: float) -> float:
     """Share of the gap between one peer alone and centralised training that an arm closes: 0 for alone, 1 for centralised."""
     return (alone - arm) / (alone - centralised)

@@ -81,6 +81,8 @@ class Experiment(Section):
     """The same at the end."""
     measured_rounds: Count = 6
     """Rounds for which the diagnostics are taken."""
+    pictured: tuple[Text, ...] = ()
+    """Arms that the pictures show; none named: all. The tables have all of them."""
     arms: tuple[Arm, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -88,6 +90,9 @@ class Experiment(Section):
         names = [arm.name for arm in self.arms]
         if len(set(names)) != len(names):
             raise broken_rule("two arms have one name", "arms", next(name for name in names if names.count(name) > 1))
+        for name in self.pictured:
+            if name not in names:
+                raise broken_rule("must be the name of an arm of this file", "pictured", name)
         return self
 
 
