@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign
@@ -64,6 +66,24 @@ def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
         assert len({base.digest for base in last.values()}) == 1
         assert len({base.head for base in last.values()}) == 1
         assert swarm.peers["A"].node.log.head.epoch == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("total_steps", [300, 310, 320])
+def test_a_minority_finds_out_soon_that_it_is_one(total_steps: int) -> None:
+    """Two electors of five take turns as coordinators; how many steps there are decides which of them begins."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=total_steps, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        swarm.start_bootstrap()
+        for name in "ABCD":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.round_of("D") >= 3)
+        swarm.network.partition(["W", "D"], ["A", "B", "C"])
+        cut_at = asyncio.get_running_loop().time()
+        await swarm.until(lambda: swarm.peers["D"].node.log.head.epoch == 1)
+        assert asyncio.get_running_loop().time() - cut_at < 30 + 100
 
     run_virtual(main())
 

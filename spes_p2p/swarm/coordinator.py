@@ -373,8 +373,8 @@ class Coordination:
                 return ballot, weighed.bound
             if any(promise.round > self.head.round for promise in promises):
                 raise AttemptFailed("this round is decided already")
-            if not weighed.highest:
-                break
+            if not weighed.highest or all(promise.granted for promise in promises):
+                break  # electors are missing; a higher ballot would not bring them
             self._ballot_number = weighed.highest
         raise AttemptFailed(f"no quorum: {len(promises)} of {len(electorate)} electors answered")
 

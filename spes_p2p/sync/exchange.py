@@ -217,9 +217,8 @@ class Exchange:
             self._someone_left.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._someone_left.wait(), self._board.silence_s / 4)
-            now = asyncio.get_running_loop().time()
-            waited_s = now - started
-            silent = {i for i, peer in enumerate(self._names) if now >= self._board.detector.dead_at(peer, started)}
+            waited_s = asyncio.get_running_loop().time() - started
+            silent = {i for i, peer in enumerate(self._names) if waited_s >= self._board.detector.bound(peer)}
             self._lost |= silent - self._pushing - {self.me}
             if waited_s >= PUSH_SHARE * self._timeout_s:
                 self._lost |= set(range(len(self._names))) - {self.me}
