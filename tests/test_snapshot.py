@@ -205,10 +205,10 @@ def test_a_joiner_that_was_restarted_fetches_only_what_it_has_not() -> None:
                 raise asyncio.CancelledError
 
         with pytest.raises(asyncio.CancelledError):
-            await download(board, offers, None, die_after_two, KeptPieces(store))
+            await download(board, offers, None, die_after_two, KeptPieces(store), store.scratch)
         store, before = store.reopen(), board.received[PIECES]
         assert len(store.names("download-")) == 2
-        state = await download(board, offers, None, ignore, KeptPieces(store))
+        state = await download(board, offers, None, ignore, KeptPieces(store), store.scratch)
         assert state.tobytes() == BASE.tobytes()
         assert board.received[PIECES] - before == BASE.nbytes - 2 * PIECES_A_REQUEST * 4 * PIECE_ELEMENTS
         KeptPieces(store).clear()
