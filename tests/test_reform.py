@@ -70,12 +70,14 @@ def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("silence_s", [5.0, 10.0])
 @pytest.mark.parametrize("total_steps", [300, 310, 320])
-def test_a_minority_finds_out_soon_that_it_is_one(total_steps: int) -> None:
+def test_a_minority_is_reformed_however_long_its_attempts_take(total_steps: int, silence_s: float) -> None:
     """Two electors of five take turns as coordinators; how many steps there are decides which of them begins."""
 
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=total_steps, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        sync = {"min_peers": 4, "reform_after_s": 30.0, "silence_s": silence_s}
+        swarm = VirtualSwarm(campaign(total_steps=total_steps, sync=sync))
         swarm.start_bootstrap()
         for name in "ABCD":
             swarm.start(name)
@@ -83,9 +85,40 @@ def test_a_minority_finds_out_soon_that_it_is_one(total_steps: int) -> None:
         swarm.network.partition(["W", "D"], ["A", "B", "C"])
         cut_at = asyncio.get_running_loop().time()
         await swarm.until(lambda: swarm.peers["D"].node.log.head.epoch == 1)
-        assert asyncio.get_running_loop().time() - cut_at < 30 + 100
+        assert asyncio.get_running_loop().time() - cut_at < 30 + 14 * silence_s + 30
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("majority_comes_back", [False, True])
+def test_an_outage_that_ended_is_another_one_when_it_comes_back(majority_comes_back: bool) -> None:
+    """Between two rounds, so that no head tells them apart."""
+
+    async def main() -> tuple[float, float]:
+        training = {"total_steps": 400, "sync_steps": 200}
+        merge = {"merge_interval": None}
+        swarm = VirtualSwarm(campaign(training=training, merge=merge, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        swarm.start_bootstrap()
+        for name in "ABCD":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.nodes["W"].log.round == 1)
+        reformer, clock = swarm.nodes["W"]._reformer, asyncio.get_running_loop().time
+        await asyncio.sleep(5)
+        swarm.network.partition(["W"], ["A", "B", "C", "D"])
+        first = await reformer._no_majority_since()
+        if majority_comes_back:
+            swarm.network.heal()
+            await asyncio.sleep(20)
+            swarm.network.partition(["W"], ["A", "B", "C", "D"])
+        else:
+            await asyncio.sleep(20)
+        again = await reformer._no_majority_since()
+        assert swarm.nodes["W"].log.round == 1
+        assert clock() - again < (15 if majority_comes_back else 40)
+        return first, again
+
+    first, again = run_virtual(main())
+    assert (again > first + 20) == majority_comes_back
 
 
 def test_nothing_is_reformed_while_a_majority_is_there() -> None:

@@ -189,7 +189,7 @@ class Node:
             await self.board.serve(method, handler)
         await self.relay.start()
         await self.meet()
-        self._spawn(self._keep_meeting())
+        self.spawn(self._keep_meeting())
 
     async def close(self) -> None:
         """Stop serving; the transport is closed by who made it."""
@@ -386,7 +386,7 @@ class Node:
             self._too_late.add(talk.remote)
             raise Refused(f"behind: round {announcement.round} is decided")
         if announcement.round > self.log.round + 1:
-            self._spawn(self._catch_up_from(talk.remote))
+            self.spawn(self._catch_up_from(talk.remote))
             raise Refused("the coordinator is behind; try again")
         order = self.coordinators()
         rank = announcement.attempt % len(order)
@@ -466,7 +466,7 @@ class Node:
         self._coordination = made
         self._began.set()
         self._began = asyncio.Event()
-        self._coordinating = self._spawn(self._coordinate(made))
+        self._coordinating = self.spawn(self._coordinate(made))
         return made
 
     def farewells(self) -> tuple[Farewell, ...]:
@@ -514,7 +514,8 @@ class Node:
             except Exception:  # a contact that is not renewed makes this peer disappear
                 logger.exception("meeting the others failed")
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run this beside everything else, until it ends or I do."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

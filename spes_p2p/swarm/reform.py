@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFORM = "reform"
-ASKED_WITHIN_S = 90.0
-"""Trainers that cannot go on ask for a reform again within this time; what was seen longer ago was another outage."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class _Outage:
     head: str
     """After which there was none."""
     since: float
-    last_seen: float
-    """Loop time, as `since`."""
+    """Loop time."""
 
 
 class Reformer:
@@ -88,11 +85,18 @@ class Reformer:
         if await self._sees_majority() or head != self._node.log.head.id:
             self._outage = None
             raise Refused("a majority of the electors is there")
-        now, known = asyncio.get_running_loop().time(), self._outage
-        recent_s = max(self._node.campaign.config.sync.reform_after_s, ASKED_WITHIN_S)
-        goes_on = known is not None and known.head == head and now - known.last_seen < recent_s
-        self._outage = _Outage(head, known.since if known is not None and goes_on else now, now)
+        if self._outage is None or self._outage.head != head:
+            self._outage = _Outage(head, asyncio.get_running_loop().time())
+            self._node.spawn(self._watch(self._outage))
         return self._outage.since
+
+    async def _watch(self, outage: _Outage) -> None:
+        """Look again and again by myself: trainers may need long until they ask once more, and it may end meanwhile."""
+        while self._outage is outage:
+            await asyncio.sleep(self._node.board.silence_s)
+            has_ended = self._node.log.head.id != outage.head or await self._sees_majority()
+            if has_ended and self._outage is outage:
+                self._outage = None
 
     async def _sees_majority(self) -> bool:
         electorate, board = self._electorate(), self._node.board
