@@ -13,7 +13,7 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.observe.events import DigestMismatch
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.rpc import STALLED_SILENCES, Switchboard, Talk
 from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.swarm.wire import pack, unpack
 from spes_p2p.sync.base import save_base
@@ -25,13 +25,13 @@ from spes_p2p.sync.snapshot import (
     PIECES_A_REQUEST,
     PINNED_S,
     SNAPSHOT,
-    STALLED_SILENCES,
     UPLOADS_AT_ONCE,
     KeptPieces,
     PiecesRequest,
     Snapshots,
     collect_offers,
     download,
+    newest_bases,
 )
 
 SILENCE_S = 2.0
@@ -364,5 +364,25 @@ def test_a_donor_serves_existing_pieces_of_the_last_two_bases() -> None:
             with pytest.raises(Refused, match=refusal):
                 await me.ask("A", PIECES, pack(PiecesRequest(head, (piece,))))
         assert len(await me.ask("A", PIECES, pack(PiecesRequest("h1", (32,))))) == 4 * PIECE_ELEMENTS // 2
+
+    simulate(main)
+
+
+def test_a_donor_that_lives_and_never_answers_holds_nobody_up() -> None:
+    """As one that took a garbled request for a heartbeat, and waits for it."""
+
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.01)
+        board = await donors(network, {"A": BASE})
+        mute = Switchboard(network.transport("mute"), SILENCE_S)
+
+        async def never(talk: Talk) -> None:
+            await asyncio.Event().wait()
+
+        await mute.serve(SNAPSHOT, never)
+        began = asyncio.get_running_loop().time()
+        assert [offer.donor for offer in await collect_offers(board, ["mute", "A"], "h", SIZE)] == ["A"]
+        assert [info.head for info in await newest_bases(board, ["mute", "A"])] == ["h"]
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2 * STALLED_SILENCES * SILENCE_S, abs=1)
 
     simulate(main)

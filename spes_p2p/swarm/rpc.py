@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEARTBEAT, MESSAGE, REFUSAL = b"\x00", b"\x01", b"\x02"
+STALLED_SILENCES = 2.0
+"""A talk in which nothing moves, though it should, is given up after so many times the longest silence."""
 QUEUED_FRAMES = 8
 """Received frames that wait to be read; beyond that the sender is slowed down."""
 
@@ -101,6 +103,14 @@ class Talk:
         if received is None:
             raise PeerUnreachable(f"{self.remote[-6:]} ended the talk early")
         return received
+
+    async def prompt_message(self) -> memoryview:
+        """As `message_view`, of an end that has nothing to wait for: one that lives and sends nothing counts as unreachable."""
+        stalled_s = STALLED_SILENCES * self._detector.ceiling_s
+        try:
+            return await _within(self.message_view(), stalled_s)
+        except asyncio.TimeoutError:
+            raise PeerUnreachable(f"{self.remote[-6:]} lives, but nothing came for {stalled_s:g} s") from None
 
     async def alive(self, awaited: Awaitable[T]) -> T:
         """Wait for anything as long as the other end lives. Raises PeerUnreachable or Refused when the talk breaks first."""

@@ -404,7 +404,7 @@ async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: 
     async with board.talk(peer, PULL) as talk:
         await talk.send(pack(PullRequest(results.plan.id, tuple(indices))))
         for _ in range(len(indices)):
-            store_part(results, await talk.message_view(), wanted)
+            store_part(results, await talk.prompt_message(), wanted)
     results.discard_unverified()
 
 

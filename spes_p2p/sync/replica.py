@@ -452,7 +452,7 @@ class Replica:
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
             async with self.node.board.talk(peer, RESULTS) as talk:
                 await talk.send(pack(ResultsRequest(plan)))
-                await talk.message()
+                await talk.prompt_message()
                 return peer
         return None
 
@@ -479,14 +479,14 @@ class Replica:
         if results is None or not _manifests_complete(results, decided):
             async with board.talk(peer, RESULTS) as talk:
                 await talk.send(pack(ResultsRequest(head.plan)))
-                plan = unpack(Plan, await talk.message())
+                plan = unpack(Plan, bytes(await talk.prompt_message()))
                 if plan.id != head.plan:
                     raise WireError("another plan than was asked for")
                 if results is None:
                     results = self._begin(plan, head.lost)
                     self._kept[plan.id] = results
-                while message := await talk.message():
-                    manifest = unpack(Manifest, message)
+                while message := await talk.prompt_message():
+                    manifest = unpack(Manifest, bytes(message))
                     if manifest.root in head.roots:
                         results.add_manifest(manifest)
         results.discard_unverified()

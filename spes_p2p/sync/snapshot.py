@@ -11,22 +11,19 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.swarm.interfaces import Store
-from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.rpc import STALLED_SILENCES, Switchboard, Talk
 from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
 from spes_p2p.sync.scratch import Scratch, memory_scratch
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 SNAPSHOT, PIECES = "snapshot", "pieces"
 DOWNLOAD = "download-"
@@ -37,8 +34,6 @@ KEPT_SNAPSHOTS, MAX_SNAPSHOTS = 2, 3
 PINNED_S = 60.0
 """A base is kept so long after somebody asked for a piece of it."""
 UPLOADS_AT_ONCE = 4
-STALLED_SILENCES = 2.0
-"""A peer that lives, but neither sends nor takes a piece for so many silence bounds, is given up."""
 BUSY = "busy"
 BUSY_RETRY_S = 1.0
 PIECES_A_BREATH = 64
@@ -138,10 +133,16 @@ class Snapshots:
                 if not 0 <= start < base.size:
                     raise Refused(f"piece {piece} does not exist")
                 body = base[start : start + PIECE_ELEMENTS].astype("<f4").tobytes()
-                await _unless_stalled(talk.send(body), talk.remote, self.stalled_s)
+                await self._unless_stalled(talk, body)
                 self._used_at[request.head] = self._clock()
         finally:
             self._uploads -= 1
+
+    async def _unless_stalled(self, talk: Talk, body: bytes) -> None:
+        try:
+            await asyncio.wait_for(talk.send(body), self.stalled_s)
+        except asyncio.TimeoutError:
+            raise PeerUnreachable(f"{talk.remote[-6:]} lives, but takes nothing for {self.stalled_s:g} s") from None
 
     def _find(self, head: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
         if not self._bases:
@@ -191,12 +192,12 @@ async def collect_offers(
         try:
             async with board.talk(donor, SNAPSHOT) as talk:
                 await talk.send(pack(SnapshotRequest(head)))
-                info = unpack(SnapshotInfo, await talk.message())
+                info = unpack(SnapshotInfo, bytes(await talk.prompt_message()))
                 if info.elements != elements or info.head != head:
                     raise WireError(f"a base of {info.elements} elements, this campaign's has {elements}")
                 digests = b""
                 while len(digests) < 32 * -(-elements // PIECE_ELEMENTS):
-                    message = await talk.message()
+                    message = await talk.prompt_message()
                     if not message:
                         raise WireError("too few piece digests")
                     digests += message
@@ -225,7 +226,7 @@ async def newest_bases(board: Switchboard, peers: Iterable[str]) -> list[Snapsho
         try:
             async with board.talk(peer, SNAPSHOT) as talk:
                 await talk.send(pack(SnapshotRequest("")))
-                return unpack(SnapshotInfo, await talk.message())
+                return unpack(SnapshotInfo, bytes(await talk.prompt_message()))
         except (PeerUnreachable, Refused, WireError):
             return None
 
@@ -292,7 +293,7 @@ async def _fetch_batch(
         while batch:
             index = batch[0]
             piece = _piece(state, index)
-            body = await _unless_stalled(talk.message(), donor, STALLED_SILENCES * board.silence_s)
+            body = await talk.prompt_message()
             if len(body) != 4 * piece.size:
                 raise WireError(f"piece {index} has {len(body)} bytes")
             values = np.frombuffer(body, "<f4")
@@ -310,13 +311,6 @@ async def _wrong_pieces(state: np.ndarray, digests: bytes) -> list[int]:
         if index % PIECES_A_BREATH == 0:
             await asyncio.sleep(0)
     return wrong
-
-
-async def _unless_stalled(awaited: Awaitable[T], peer: str, stalled_s: float) -> T:
-    try:
-        return await asyncio.wait_for(awaited, stalled_s)
-    except asyncio.TimeoutError:
-        raise PeerUnreachable(f"{peer[-6:]} lives, but nothing moved for {stalled_s:g} s") from None
 
 
 def _slot(state: np.ndarray, slot: int) -> np.ndarray:

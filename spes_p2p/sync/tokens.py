@@ -124,7 +124,7 @@ class TokenLibrary:
             try:
                 async with self._board.talk(peer, TOKEN_HASHES) as talk:
                     await talk.send(pack(HashesRequest(root)))
-                    while len(hashes) < wanted and (message := await talk.message()):
+                    while len(hashes) < wanted and (message := await talk.prompt_message()):
                         hashes += message
             except (PeerUnreachable, Refused, WireError) as error:
                 logger.debug("no piece hashes from %s: %s", peer[-6:], error)
@@ -159,7 +159,7 @@ class TokenLibrary:
             async with self._board.talk(donor, TOKEN_PIECES) as talk:
                 await talk.send(pack(TokenPiecesRequest(root, batch)))
                 for index in batch:
-                    content = await talk.message()
+                    content = bytes(await talk.prompt_message())
                     if not content:
                         continue
                     if len(content) > PIECE_BYTES or not await self._run(self._shelf.put, root, index, content):
