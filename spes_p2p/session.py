@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import signal
@@ -75,6 +76,8 @@ from spes_p2p.training.trainer import TorchTrainer
 logger = logging.getLogger(__name__)
 
 VERIFIED_FILE, TOKENS_FOLDER = "verified_files.json", "tokens"
+SAY_EVERY_TRIES = 12
+"""Who waits for a swarm to come back says so about once in two minutes."""
 FIRST_CONTACT_SILENCE_S = 10.0
 
 
@@ -142,13 +145,14 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
 
     Started again on its run-dir it waits until somebody answers there: the bootstrap peer may be away for a while too.
     """
-    while True:
+    for tries in itertools.count():
         try:
             return await _join(addresses, settings, on_joined)
         except NobodyAnswers as error:
             if read_run_dir(settings.run_dir) is None:
                 raise
-            logger.warning("%s; trying again until somebody answers", error)
+            if tries % SAY_EVERY_TRIES == 0:
+                logger.warning("%s; trying again until somebody answers", error)
         await asyncio.sleep(FIND_EVERY_S)
 
 

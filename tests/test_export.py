@@ -50,6 +50,9 @@ def test_reloads_in_plain_transformers_with_difference_zero(
     assert prompt["input_ids"].tolist() == [[3, 4, 5]]
     assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] <= 6
     assert [path.name for path in output.parent.iterdir()] == ["checkpoint"]
+    (tmp_path / "mine").touch()
+    usual = (tmp_path / "mine").stat().st_mode
+    assert {path.stat().st_mode for path in output.iterdir()} == {usual}, "others may read it as any file made here"
 
 
 @pytest.mark.parametrize(

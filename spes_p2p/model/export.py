@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -47,7 +48,11 @@ def export_checkpoint(
         tokenizer.save_pretrained(aside)
         for name, text in (beside or {}).items():
             (aside / name).write_text(text, encoding="utf-8")
-        aside.chmod(0o755)
+        umask = os.umask(0)
+        os.umask(umask)
+        for written in aside.iterdir():
+            written.chmod(0o666 & ~umask)  # weights come as their owner's only
+        aside.chmod(0o777 & ~umask)
         aside.rename(output)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

@@ -153,7 +153,7 @@ class RoundLog:
         owned = [(peer, [expert for expert, owners in enumerate(event.owners) if peer in owners]) for peer in others]
         parts = [
             self._nth(event.round),
-            f"swarm assembled: {len(event.members)} trainers",
+            f"swarm assembled: {len(event.members)} trainer{'' if len(event.members) == 1 else 's'}",
             f"I train experts {human_indices(status.owned)}" if status.role == "trainer" else "",
             ", ".join(f"{short_peer(peer)} {human_indices(experts)}" for peer, experts in owned),
         ]

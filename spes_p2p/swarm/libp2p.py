@@ -472,7 +472,9 @@ def _take_identity(path: Path) -> tuple[RSAIdentity, bool, IO[bytes]]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise UserError(f"{path}: a running peer uses this identity; stop it, or choose another identity file") from None
+        raise UserError(
+            f"{path}: a running peer uses this identity; stop it, or give this one another --run-dir or --identity"
+        ) from None
     return identity, is_new, file
 
 
