@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import random
 import signal
@@ -145,7 +144,8 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
 
     Started again on its run-dir it waits until somebody answers there: the bootstrap peer may be away for a while too.
     """
-    for tries in itertools.count():
+    tries = 0
+    while True:
         try:
             return await _join(addresses, settings, on_joined)
         except NobodyAnswers as error:
@@ -153,6 +153,7 @@ async def run_join(addresses: Sequence[str], settings: PeerConfig, on_joined: Ca
                 raise
             if tries % SAY_EVERY_TRIES == 0:
                 logger.warning("%s; trying again until somebody answers", error)
+        tries += 1
         await asyncio.sleep(FIND_EVERY_S)
 
 
