@@ -81,6 +81,7 @@ def model_card(origin: Origin) -> str:
     """Markdown with the front matter that the Hub reads."""
     config = origin.campaign.config
     name = config.name
+    terms = ", with the experts' terms of low rank added to their matrices" if config.model.moe_low_rank else ""
     return "\n".join(
         [
             "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- mixture-of-experts",
@@ -88,8 +89,7 @@ def model_card(origin: Origin) -> str:
             f"# {name}, round {origin.round}", "",
             f"A mixture-of-experts language model with {config.model.moe_num_experts} experts in each of "
             f"{config.model.num_hidden_layers} layers, trained from scratch, peer to peer, with spes_p2p {__version__}.",
-            "These are the exact float32 values that the members of the swarm agreed on after this round"
-            + (".", ", with the experts' terms of low rank added to their matrices.")[config.model.moe_low_rank > 0], "",
+            f"These are the exact float32 values that the members of the swarm agreed on after this round{terms}.", "",
             *_table(origin), "",
             *_orders(origin),
             *_contributors(origin.totals), "",

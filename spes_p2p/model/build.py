@@ -64,15 +64,17 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 @lru_cache(maxsize=8)
 def layout_of(config: ModelConfig) -> Layout:
     """Where each tensor of the model lies in the flat state."""
-    plain = layout_of_model(empty_model(config))
+    model = empty_model(config)
+    plain = layout_of_model(model)
     if not config.moe_low_rank:
         return plain
-    terms = [
-        TensorSpec(low_rank_name(block, matrix), (config.moe_num_experts, rows, config.moe_low_rank), "shared", spec.layer)
-        for spec in (placed.spec for placed in plain.tensors) if spec.expert == 0
-        for block, matrix, rows in [(*_block_and_matrix(spec.name), spec.shape[0])]
-    ]
-    return Layout([*(placed.spec for placed in plain.tensors), *terms])
+    specs = [placed.spec for placed in plain.tensors]
+    for block, _ in expert_blocks(model):
+        for matrix in MATRICES:
+            one = plain.by_name[f"{block}.0.{matrix}"].spec
+            shape = (config.moe_num_experts, one.shape[0], config.moe_low_rank)
+            specs.append(TensorSpec(low_rank_name(block, matrix), shape, "shared", one.layer))
+    return Layout(specs)
 
 
 def layout_of_model(model: nn.Module) -> Layout:
@@ -96,12 +98,6 @@ def layout_of_model(model: nn.Module) -> Layout:
             routes = name.startswith(routers) or block in layers
             specs.append(TensorSpec(name, shape, "router" if routes else "shared", layer))
     return Layout(specs)
-
-
-def _block_and_matrix(name: str) -> tuple[str, str]:
-    """Of one expert's tensor."""
-    expert, _, matrix = name.rpartition(".")
-    return expert.rpartition(".")[0], matrix
 
 
 def _router_of(model: nn.Module, block: str) -> str:

@@ -81,9 +81,9 @@ class PartitionedExperts(nn.Module):
     """Experts block whose owned experts are trained and whose foreign experts are stored.
 
     Parameters are named `{expert}.gate_up_proj` and `{expert}.down_proj`, as in the layout, and `low_rank.gate_up_proj` and
-    `low_rank.down_proj` of all experts where there are such terms. A kept expert's Parameters stay the
-    same objects when owners change, and with them its optimizer state. The owned matrices lie side by side in one slab
-    `[owned, ...]` a matrix, which the grouped GEMM reads without gathering.
+    `low_rank.down_proj` of all experts where there are such terms. A kept expert's Parameters stay the same objects when owners
+    change, and with them its optimizer state. The owned matrices lie side by side in one slab `[owned, ...]` a matrix, which
+    the grouped GEMM reads without gathering.
     """
 
     order: Tensor

@@ -124,7 +124,7 @@ class RoundLog:
             return None
         came = [f"{short_peer(peer)} is here" for peer in sorted(living - before)]
         went = [f"{short_peer(peer)} is gone" for peer in sorted(before - living)]
-        return f"{', '.join(came + went)} · {event.trainers} {'trainer' if event.trainers == 1 else 'trainers'}"
+        return f"{', '.join(came + went)} · {_trainers(event.trainers)}"
 
     def _still_waiting(self, event: PeersSeen) -> str | None:
         """When a wait is long, what for, and which electors the registry does not show."""
@@ -153,7 +153,7 @@ class RoundLog:
         owned = [(peer, [expert for expert, owners in enumerate(event.owners) if peer in owners]) for peer in others]
         parts = [
             self._nth(event.round),
-            f"swarm assembled: {len(event.members)} trainer{'' if len(event.members) == 1 else 's'}",
+            f"swarm assembled: {_trainers(len(event.members))}",
             f"I train experts {human_indices(status.owned)}" if status.role == "trainer" else "",
             ", ".join(f"{short_peer(peer)} {human_indices(experts)}" for peer, experts in owned),
         ]
@@ -169,7 +169,7 @@ class RoundLog:
             f"loss {human_loss(event.loss)}",
             human_rate(status.tokens_per_second) if trains else f"{human_count(event.tokens)} tokens",
             f"experts {human_indices(status.owned)}" if trains else "",
-            f"{len(event.members)} {'trainer' if len(event.members) == 1 else 'trainers'}",
+            _trainers(len(event.members)),
             (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
@@ -189,3 +189,7 @@ _LEVELS: dict[type, int] = {
     WorkDropped: logging.WARNING,
     DigestMismatch: logging.ERROR,
 }
+
+
+def _trainers(count: int) -> str:
+    return f"{count} {'trainer' if count == 1 else 'trainers'}"

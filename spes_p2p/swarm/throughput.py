@@ -61,6 +61,6 @@ class Throughput:
             elif window + 1 in self._windows:
                 run.append(self._windows[window])
             stretch = run[-STRETCH:]
-            if len(stretch) == STRETCH or (stretch and window + 1 not in self._windows and len(run) < STRETCH):
+            if len(stretch) == STRETCH or (stretch and window + 1 not in self._windows):
                 fullest = max(fullest, sum(stretch) / len(stretch))
         return fullest
