@@ -69,6 +69,13 @@ def test_a_fault_at_every_point_of_a_round_breaks_no_invariant(kind: str) -> Non
     assert result.figures.rounds_committed >= len(points)
 
 
+@pytest.mark.parametrize("point", ["announce", "vote", "apply"])
+def test_a_bit_of_a_base_that_changes_is_not_taken_for_work_that_nobody_sent(point: str) -> None:
+    faults = tuple(Fault("corrupt", number, point, peers=("peer-1",), what="base") for number in range(3, 15, 2))
+    for seed in range(3):
+        assert_sound(run_seed(Scenario(peer_names(3), 18, faults, vary=False, overlap=True), seed))
+
+
 @pytest.mark.parametrize("kind", ["restart", "stop", "partition"])
 def test_whoever_is_lost_at_any_point_of_a_round_holds_it_up_for_less_than_two_silences(kind: str) -> None:
     points = [point for point in POINTS if point not in (*RARE, "start", "training", "checkpoint", "save", "apply")]
