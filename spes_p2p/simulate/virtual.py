@@ -22,6 +22,7 @@ from spes_p2p.simulate.points import point_of_event, point_of_write
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.simulate.work import ROUNDING, Work
+from spes_p2p.sync.digest import state_digest
 from spes_p2p.swarm.electors import is_reform
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
 from spes_p2p.swarm.store import MemoryStore
@@ -181,7 +182,8 @@ class _Run:
     def _look_at(self, peer: str) -> None:
         """Compare what a peer holds with what others held."""
         node, base = self._swarm.peers[peer].node, self._swarm.peers[peer].replica.base
-        self._audit.has_base(now(), peer, base.head, base.round, base.digest)
+        digest = state_digest(base.values) if self._audit.is_suspect(peer) else base.digest
+        self._audit.has_base(now(), peer, base.head, base.round, digest)
         if 0 <= base.round <= node.log.round:
             head = node.log.head_at(base.round)
             self._audit.decided(now(), peer, head.parent, head.epoch, head.id, is_reform(head))
