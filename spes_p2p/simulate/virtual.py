@@ -22,10 +22,10 @@ from spes_p2p.simulate.points import point_of_event, point_of_write
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.simulate.work import ROUNDING, Work
-from spes_p2p.sync.digest import state_digest
 from spes_p2p.swarm.electors import is_reform
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
 from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.sync.digest import state_digest
 from spes_p2p.telling import BYTES_BY_KIND
 
 SYNC_STEPS = 4
