@@ -35,7 +35,7 @@ from spes_p2p.config_types import (
 from spes_p2p.errors import UserError
 from spes_p2p.yaml_file import read_yaml_mapping
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Changes whenever peers of the old and the new code could not train together."""
 DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
 SLOWEST_LINE_BITS = 1e6

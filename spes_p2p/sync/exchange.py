@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,10 @@ PUSH_SHARE = 0.5
 PUSH_FIRST = 2.0
 """My updates go first, since others wait for them to reduce: a member is served results when mine are on their way to it, or
 to all reducers, or after so many times the seconds that my line needs for them."""
+PULL_TALKS, LANE_BYTES = 16, 2**20
+"""Results come in so many talks at once, shared out among the reducers, but of so many bytes each at least. libp2p's muxer lets
+256 KiB of a talk be under way, and more only on an idle line: its permission for the next ones waits behind what this peer
+sends, so that a thin line that pushes would be half empty downwards."""
 INDEX_BYTES, WEIGHT_BYTES = 7, 8
 """Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
 four bytes lie where a processor wants them."""
@@ -55,11 +59,14 @@ class PushHeader:
 
 @dataclass(frozen=True)
 class PullRequest:
-    """Which parts of a plan's results are wanted; no parts: all that the asked member reduces, then its manifest."""
+    """Which parts of a plan's results are wanted; no parts: those that the asked member reduces and the asking one pulls, every
+    `lanes`-th of them from number `lane` on, and after those of lane 0 its manifest."""
 
     plan: str
     parts: tuple[int, ...]
     revision: int = 0
+    lane: int = 0
+    lanes: int = 1
 
 
 class Exchange:
@@ -138,7 +145,7 @@ class Exchange:
         others = [i for i in range(len(self._names)) if i != self.me]
         tasks = [asyncio.create_task(self._reduce())]
         tasks += [asyncio.create_task(self._push_to(i)) for i in others]
-        tasks += [asyncio.create_task(self._pull_from(i)) for i in others]
+        tasks += [asyncio.create_task(each) for i in others for each in self._pulls_from(i)]
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s)
         finally:
@@ -169,6 +176,10 @@ class Exchange:
         if request.parts:
             await serve_parts(talk, self.results, request.parts)
             return
+        if not 0 <= request.lane < request.lanes <= PULL_TALKS:
+            raise Refused(f"no lane {request.lane} of {request.lanes}")
+        wanted = [index for index, part in self._mine.items() if pulls(part, puller)]
+        in_lane = set(wanted[request.lane :: request.lanes])
         with contextlib.suppress(asyncio.TimeoutError):
             await talk.alive(asyncio.wait_for(self._pushed[puller].wait(), PUSH_FIRST * self._push_s()))
         served = 0
@@ -177,11 +188,12 @@ class Exchange:
                 await talk.alive(self._next_closed.wait())
                 continue
             index = self._order[served]
-            if pulls(self._mine[index], puller):
+            if index in in_lane:
                 await talk.send(_numbered(index), self.results.encoded.get(index, b""))
             served += 1
-        await talk.alive(self._manifest_ready.wait())
-        await talk.send(pack(self.results.manifests[self.revision, self.me]))
+        if request.lane == 0:
+            await talk.alive(self._manifest_ready.wait())
+            await talk.send(pack(self.results.manifests[self.revision, self.me]))
 
     def _take(self, sender: int, message: memoryview) -> None:
         index, tokens, body = _unframe_push(message)
@@ -354,22 +366,32 @@ class Exchange:
             for pushed in self._pushed.values():
                 pushed.set()
 
-    async def _pull_from(self, reducer: int) -> None:
+    def _pulls_from(self, reducer: int) -> Iterator[Coroutine[None, None, None]]:
+        """The talks in which this reducer's results come."""
         reduced = self._reduced_by(reducer)
-        if not reduced:
-            return
-        wanted = {part.index: part for part in reduced if pulls(part, self.me)}
+        if reduced:
+            wanted = [part for part in reduced if pulls(part, self.me)]
+            most = -(-PULL_TALKS // (len(self._names) - 1))
+            lanes = max(1, min(most, sum(part.encoded_bytes for part in wanted) // LANE_BYTES))
+            for lane in range(lanes):
+                yield self._pull(reducer, lane, lanes, {part.index: part for part in wanted[lane::lanes]})
+
+    async def _pull(self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part]) -> None:
         try:
             async with self._board.talk(self._names[reducer], PULL) as talk:
-                await talk.send(pack(PullRequest(self.plan.id, (), self.revision)))
+                await talk.send(pack(PullRequest(self.plan.id, (), self.revision, lane, lanes)))
                 for _ in range(len(wanted)):
                     store_part(self.results, await talk.message_view(), wanted)
-                manifest = unpack(Manifest, await talk.message())
-                if (manifest.revision, manifest.reducer) != (self.revision, reducer):
-                    raise WireError("a manifest of another reducer")
-                self.results.add_manifest(manifest)
+                if lane == 0:
+                    self._take_manifest(reducer, await talk.message())
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("pull from %s: %s", self._names[reducer][-6:], error)
+
+    def _take_manifest(self, reducer: int, message: bytes) -> None:
+        manifest = unpack(Manifest, message)
+        if (manifest.revision, manifest.reducer) != (self.revision, reducer):
+            raise WireError("a manifest of another reducer")
+        self.results.add_manifest(manifest)
 
 
 def store_part(results: Results, message: memoryview, wanted: dict[int, Part]) -> None:
