@@ -21,6 +21,7 @@ from spes_p2p.experiments import probe, refit
 from spes_p2p.experiments.plots import SERIES, draw_series
 from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
 from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, pictured, report, share_closed, shares
+from spes_p2p.experiments.routers import Counts, JointlyBalanced, weigh_router_rows
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
 from spes_p2p.experiments.swarm import readers_of, spread, train
@@ -186,6 +187,46 @@ def test_an_arm_that_begins_with_fewer_experts_goes_on_where_they_ended() -> Non
     assert np.array_equal(late, readers_of(run, text())[0].read(Interval(0, 12, 16)))
 
 
+@pytest.mark.parametrize("weight", [1.0, 3.0, 1e6])
+def test_a_mean_of_stretched_routers_weighs_owners(weight: float) -> None:
+    config = only_run(mode="spes", peers=2).config
+    base, group = initial_state(config.model), layout_of(config.model).group("router")
+    trainers = [TorchTrainer(config, base, owned, text().reader(16, 0)) for owned in ((0, 1), (2, 3))]
+    for number, trainer in enumerate(trainers, start=1):
+        trainer.add(group, np.full(group.size, number, np.float32))
+    for trainer in trainers:
+        weigh_router_rows(trainer, base, weight, [each.owned for each in trainers])
+    moved = np.mean([each.read(group) for each in trainers], axis=0) - base[group.start : group.stop]
+    first_owns, second_owns = (weight * 1 + 2) / (weight + 1), (1 + weight * 2) / (weight + 1)
+    rows = np.repeat([first_owns, first_owns, second_owns, second_owns], config.model.hidden_size)
+    assert moved == pytest.approx(np.tile(rows, config.model.num_hidden_layers), abs=1e-2 if weight > 100 else 1e-5)
+
+
+def test_a_joint_balance_loss_counts_what_all_peers_did_in_their_last_phase() -> None:
+    counts = Counts()
+    for number, peer in ((1, [[4, 0]]), (1, [[0, 2]]), (2, [[9, 9]])):
+        counts.trained(number, PhaseReport(1, 1, (0, 0), 0.0, 0.0, 1.0, (), 0, assignments=tuple(map(tuple, peer))), 2)
+    assert counts.last is not None
+    assert [layer.tolist() for layer in counts.last] == [[4, 2]]
+
+    config = only_run(mode="spes", peers=2).config
+    trainer = JointlyBalanced(config, initial_state(config.model), (0, 1, 2, 3), text().reader(16, 0))
+    trainer.counts, chunk = Counts(), torch.arange(16)[None]
+    alone = trainer._losses(chunk).auxiliary
+    own = tuple(block.routed.clone() for block in trainer._blocks.values() if block.routed is not None)
+    trainer.counts.last = own
+    assert trainer._losses(chunk).auxiliary == alone
+    trainer.counts.last = tuple(torch.tensor([1, 0, 0, 0]) for _ in own)
+    assert trainer._losses(chunk).auxiliary != alone
+
+
+@pytest.mark.parametrize("changed", [{"balance": "all"}, {"owner_rows": 4.0}])
+def test_arms_that_treat_routers_otherwise_are_other_runs_and_come_to_other_weights(changed: dict[str, Any]) -> None:
+    plain, other = only_run(mode="spes", peers=2), only_run(mode="spes", peers=2, **changed)
+    assert plain.key("") != other.key("")
+    assert train(plain, text())["loss"] != train(other, text())["loss"]
+
+
 def test_all_modes_train_on_the_same_samples() -> None:
     tokens = {train(only_run(mode=mode, peers=2), text())["tokens"] for mode in ("centralised", "diloco", "spes")}
     assert tokens == {6 * 2 * 2 * 16}
@@ -286,6 +327,7 @@ def test_a_damaged_result_is_named_by_its_line(tmp_path: Path) -> None:
     ("name: spes", "nam: spes", "line 5: unknown field 'arms.0.nam'"),
     ("text: t", "text: t\npictured: [spes, x]", "line 3: pictured = 'x': must be the name of an arm"),
     ("batch: 2", "batch: 0", "batch = 0: must be greater than 0"),
+    ("batch: 2", "batch: 2, owner_rows: 2, campaign: {sync: {codec: int4}}", "owner_rows = 2 stretches rounding too"),
     ("sync_steps: 3", "sync_steps: 4", "arm spes: training.total_steps = 6: must be a multiple of sync_steps = 4"),
 ])
 def test_a_mistake_in_an_experiment_file_costs_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -54,6 +54,10 @@ class Arm(Section):
     seeds: Positive = 1
     domains: Literal["mixed", "one a peer"] = "mixed"
     """What text a peer trains on: all domains, or one, peer after peer; no peer then sees what another one has."""
+    balance: Literal["own", "all"] = "own"
+    """What the load-balance loss counts: a pass's own assignments, or those of all peers in their last phase."""
+    owner_rows: PositiveNumber = 1.0
+    """What an owner's update of its experts' rows in the routers weighs in the mean, for another peer's 1."""
     campaign: Overrides = Field(default_factory=dict)
     """Sections of the campaign file that differ: `outer: {shared_momentum: 0.9}`."""
     first: First | None = None
@@ -149,6 +153,10 @@ class Run:
         unusual: list[Any] = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
         if self.arm.first is not None:
             unusual.append(self.arm.first.model_dump(mode="json"))
+        if self.arm.balance != "own":
+            unusual.append({"balance": self.arm.balance})
+        if self.arm.owner_rows != 1:
+            unusual.append({"owner_rows": self.arm.owner_rows})
         content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *unusual], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -164,7 +172,9 @@ def load_experiment(path: Path) -> Experiment:
     for arm in experiment.arms:
         try:
             for stage, _ in Run(experiment, arm, arm.learning_rates[0], 0).stages:
-                _ = stage.config
+                if arm.owner_rows != 1 and stage.config.sync.codec.router != "none":
+                    raise UserError(f"arm {arm.name}: owner_rows = {arm.owner_rows:g} stretches rounding too; "
+                                    "leave the routers as they are (campaign: {sync: {codec: {router: none}}})")
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     return experiment

@@ -20,6 +20,7 @@ from spes_p2p.config import Campaign, CampaignConfig, TrainingConfig
 from spes_p2p.data.samples import SampleReader, Samples
 from spes_p2p.data.slices import Interval
 from spes_p2p.experiments import probe
+from spes_p2p.experiments.routers import Counts, JointlyBalanced, weigh_router_rows
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Run
 from spes_p2p.experiments.text import Text
@@ -88,6 +89,7 @@ class Watched:
         place = replace(phase, first_step=phase.first_step + self._watch.first_step, training=self._watch.schedule)
         report = self._inner.train(place, should_stop, on_step)
         self._watch.trained(self._inner, phase, report)
+        self._watch.weigh(self._inner)
         return replace(report, seconds=float(report.steps))
 
     def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
@@ -139,6 +141,7 @@ class Watch:
     memory_bytes: int = 0
     series: RoundSeries = field(default_factory=RoundSeries)
     last_round: int = 0
+    counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         self.layout = layout_of(self.config.model)
@@ -147,6 +150,7 @@ class Watch:
         """A phase ended: keep what the round's diagnostics need."""
         self.memory_bytes = max(self.memory_bytes, trainer.state_bytes())
         self.series.trained(phase.round, report, trainer.owned)
+        self.counts.trained(phase.round, report, self.run.members)
         if phase.round not in spread(self.config.total_rounds, self.run.experiment.measured_rounds):
             return
         groups = [g for g in trainer.layout.groups if g.expert is None or g.expert in trainer.owned]
@@ -156,6 +160,11 @@ class Watch:
         self.work.setdefault(phase.round, []).append(
             Work(report.routed, report.tokens, trainer.owned, updates, loss, routing)
         )
+
+    def weigh(self, trainer: TorchTrainer) -> None:
+        """The last thing before the round: its mean weighs an owner's update of the routers as the arm says."""
+        if self.run.arm.owner_rows != 1:
+            weigh_router_rows(trainer, self.base, self.run.arm.owner_rows, [each.owned for each in self.trainers])
 
     def tell(self, peer: Peer, event: Event) -> None:
         """What a peer told."""
@@ -346,8 +355,11 @@ async def _live(
 def _trainer(
     run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State, owned: tuple[int, ...]
 ) -> Trainer:
-    options = TrainingOptions(stored="fp32")
-    return Watched(TorchTrainer(config, base, owned, reader, device=run.experiment.device, options=options), watch)
+    make = TorchTrainer if run.arm.balance == "own" else JointlyBalanced
+    trainer = make(config, base, owned, reader, device=run.experiment.device, options=TrainingOptions(stored="fp32"))
+    if isinstance(trainer, JointlyBalanced):
+        trainer.counts = watch.counts
+    return Watched(trainer, watch)
 
 
 class _Silent:

@@ -26,7 +26,7 @@ from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
-from spes_p2p.training.losses import forward_losses, next_token_loss
+from spes_p2p.training.losses import Losses, forward_losses, next_token_loss
 from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.tensor_file import Source
@@ -206,7 +206,7 @@ class TorchTrainer:
         step = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         for chunk in self._micro_batches(samples):
             with self._autocast():
-                losses = forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training)
+                losses = self._losses(chunk)
             (losses.total * (len(chunk) / len(samples))).backward()  # type: ignore[no-untyped-call]
             step.add_pass(chunk.numel(), losses.cross_entropy, losses.auxiliary, self._blocks.values())
         if len(samples) == 0:
@@ -217,6 +217,9 @@ class TorchTrainer:
         else:
             totals.skipped += 1
             self._skipped_in_a_row += 1
+
+    def _losses(self, chunk: Tensor) -> Losses:
+        return forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training)
 
     def _stop_if_broken(self) -> None:
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
