@@ -492,3 +492,21 @@ def test_a_member_that_falls_silent_in_the_middle_is_waited_for_no_longer_than_t
         assert lost == {1}
 
     simulate(main)
+
+
+def test_a_member_that_lives_and_gives_its_exchange_up_is_not_waited_for() -> None:
+    async def main() -> None:
+        plan = make_plan_of([member("A", 10, SHARED_ONLY), member("B", 10, SHARED_ONLY), member("C", 10, SHARED_ONLY)])
+        played = await Round.open(plan, random_updates(plan))
+        played.network.pause("C")
+        giving_up = asyncio.ensure_future(played.run("B"))
+        going_on = asyncio.ensure_future(played.run("A"))
+        await asyncio.sleep(SILENCE_S / 4)
+        assert not giving_up.done()
+        giving_up.cancel()
+        await asyncio.gather(giving_up, return_exceptions=True)
+        await asyncio.wait_for(asyncio.shield(going_on), 2 * SILENCE_S)
+        results = played.exchanges["A"].results
+        assert {part.reducer for part in results.parts if results.verified(part)} == {0}
+
+    simulate(main)

@@ -127,6 +127,7 @@ class Exchange:
         """Of my parts, as they were closed."""
         self._next_closed = asyncio.Event()
         self._manifest_ready = asyncio.Event()
+        self._is_over = False
         self._pushed = {i: asyncio.Event() for i in range(len(self._names))}
         """Set when my updates for this reducer are on their way; of a member that gets none, when all are."""
         self._unsent = set(range(len(self._names))) - {me}
@@ -141,7 +142,10 @@ class Exchange:
         )
 
     async def run(self) -> None:
-        """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else."""
+        """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else.
+
+        Whoever waits for what I did not make of my parts is refused when this ends, also when it is cancelled.
+        """
         others = [i for i in range(len(self._names)) if i != self.me]
         tasks = [asyncio.create_task(self._reduce())]
         tasks += [asyncio.create_task(self._push_to(i)) for i in others]
@@ -149,6 +153,9 @@ class Exchange:
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s)
         finally:
+            self._is_over = True
+            self._next_closed.set()
+            self._manifest_ready.set()
             await end_tasks(tasks)
         self.results.discard_unverified(self.revision)
 
@@ -185,6 +192,7 @@ class Exchange:
         served = 0
         while served < len(self._mine):
             if served == len(self._order):
+                self._require_going_on()
                 await talk.alive(self._next_closed.wait())
                 continue
             index = self._order[served]
@@ -193,7 +201,13 @@ class Exchange:
             served += 1
         if request.lane == 0:
             await talk.alive(self._manifest_ready.wait())
+            if (self.revision, self.me) not in self.results.manifests:
+                self._require_going_on()
             await talk.send(pack(self.results.manifests[self.revision, self.me]))
+
+    def _require_going_on(self) -> None:
+        if self._is_over:
+            raise Refused("my part in this exchange is over")
 
     def _take(self, sender: int, message: memoryview) -> None:
         index, tokens, body = _unframe_push(message)
