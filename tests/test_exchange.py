@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from exchange_round import LAYOUT, PART_BYTES, SILENCE_S, Round, make_plan_of, m
 from spes_p2p.errors import Refused
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.memory import MemoryNetwork
+from spes_p2p.swarm.memory import Frame, MemoryNetwork
 from spes_p2p.swarm.records import Manifest, Plan
-from spes_p2p.swarm.wire import WireError, pack
+from spes_p2p.swarm.throughput import UNKNOWN_BYTES_PER_S
+from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.exchange import INDEX_BYTES, PULL, PUSH, PushHeader, fetch_parts
+from spes_p2p.sync.exchange import INDEX_BYTES, PULL, PUSH, UNDER_WAY_S, WINDOW_BYTES, PullRequest, PushHeader, fetch_parts
 from spes_p2p.sync.parts import Part, to_mask
 from spes_p2p.sync.results import ABSENT
 
@@ -186,6 +188,45 @@ def test_traffic_is_at_the_floor() -> None:
         floor = (2 * shared_bytes + expert_bytes) * (count - 1) / count
         for board in played.boards.values():
             assert floor <= board.sent[PUSH] + board.sent[PULL] < 1.02 * floor
+
+    simulate(main)
+
+
+@pytest.mark.parametrize(("bandwidth", "lanes"), [(UNKNOWN_BYTES_PER_S, 8), (4 * WINDOW_BYTES / UNDER_WAY_S, 2), (1.0, 1)])
+def test_results_come_in_as_many_talks_as_lines_bear(bandwidth: float, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[tuple[str, str], list[PullRequest]] = {}
+
+    def see(frame: Frame) -> bytes:
+        if frame.method == PULL and not frame.is_answer and frame.index == 0:
+            asked.setdefault((frame.sender, frame.receiver), []).append(unpack(PullRequest, bytes(frame.body[1:])))
+        return frame.body
+
+    async def main() -> None:
+        monkeypatch.setattr("spes_p2p.sync.exchange.LANE_BYTES", 100)
+        experts = {"A": (9, 0, 0, 0), "B": (0, 9, 0, 0), "C": (0, 0, 9, 9)}
+        plan = make_plan_of([member(name, 10, routed, bandwidth) for name, routed in experts.items()])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates)
+        played.network.tap = see
+        await played.run()
+        new = played.new_base("A", played.commit(), base())
+        assert all(new.tobytes() == played.new_base(peer, played.commit(), base()).tobytes() for peer in "BC")
+        np.testing.assert_allclose(new, reference(plan, updates, base()), rtol=0, atol=1e-6)
+
+    simulate(main)
+    talks = {pair: sorted((request.lane, request.lanes) for request in requests) for pair, requests in asked.items()}
+    assert talks == {pair: [(lane, lanes) for lane in range(lanes)] for pair in permutations("ABC", 2)}
+
+
+@pytest.mark.parametrize(("lane", "lanes"), [(1, 1), (-1, 2), (0, 0), (0, 10**9)])
+def test_a_lane_that_cannot_be_is_refused(lane: int, lanes: int) -> None:
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["two, each expert one owner"])
+        played = await Round.open(plan, random_updates(plan))
+        async with played.boards["B"].talk("A", PULL) as talk:
+            await talk.send(pack(PullRequest(plan.id, (), 0, lane, lanes)))
+            with pytest.raises(Refused, match=f"no lane {lane} of {lanes}"):
+                await talk.message()
 
     simulate(main)
 

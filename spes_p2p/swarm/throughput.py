@@ -50,6 +50,11 @@ class Throughput:
             self._estimate += news * (found - self._estimate)
             self._is_measured = True
         self._windows.clear()
+        return self.last_bytes_per_s
+
+    @property
+    def last_bytes_per_s(self) -> float:
+        """The estimate when it was asked for last."""
         return min(self._estimate, FASTEST_BYTES_PER_S)
 
     def _fullest(self) -> float:

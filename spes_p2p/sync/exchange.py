@@ -39,9 +39,11 @@ PUSH_FIRST = 2.0
 """My updates go first, since others wait for them to reduce: a member is served results when mine are on their way to it, or
 to all reducers, or after so many times the seconds that my line needs for them."""
 PULL_TALKS, LANE_BYTES = 16, 2**20
-"""Results come in so many talks at once, shared out among the reducers, but of so many bytes each at least. libp2p's muxer lets
-256 KiB of a talk be under way, and more only on an idle line: its permission for the next ones waits behind what this peer
+"""Results come in at most so many talks at once, shared out among the reducers, of so many bytes each at least. libp2p's muxer
+lets 256 KiB of a talk be under way, and more only on an idle line: its permission for the next ones waits behind what this peer
 sends, so that a thin line that pushes would be half empty downwards."""
+WINDOW_BYTES, UNDER_WAY_S = 2**18, 1.5
+"""What is under way in all talks is no more than a line carries in so many seconds: whatever else is sent waits behind it."""
 INDEX_BYTES, WEIGHT_BYTES = 7, 8
 """Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
 four bytes lie where a processor wants them."""
@@ -385,10 +387,16 @@ class Exchange:
         reduced = self._reduced_by(reducer)
         if reduced:
             wanted = [part for part in reduced if pulls(part, self.me)]
-            most = -(-PULL_TALKS // (len(self._names) - 1))
-            lanes = max(1, min(most, sum(part.encoded_bytes for part in wanted) // LANE_BYTES))
+            lanes = self._lanes(reducer, sum(part.encoded_bytes for part in wanted))
             for lane in range(lanes):
                 yield self._pull(reducer, lane, lanes, {part.index: part for part in wanted[lane::lanes]})
+
+    def _lanes(self, reducer: int, size: int) -> int:
+        """In how many talks so many bytes come from this reducer."""
+        others = len(self._names) - 1
+        bandwidth = min(self._board.upload.last_bytes_per_s, self.plan.members[reducer].bandwidth)
+        bearable = bandwidth * UNDER_WAY_S / WINDOW_BYTES / others
+        return max(1, int(min(bearable, -(-PULL_TALKS // others), size / LANE_BYTES)))
 
     async def _pull(self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part]) -> None:
         try:
