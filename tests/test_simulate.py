@@ -56,7 +56,7 @@ def commit(number: int, members: tuple[str, ...], owners: Owners, total_tokens: 
     )
 
 
-@pytest.mark.parametrize("kind", ["restart", "stop", "partition", "corrupt"])
+@pytest.mark.parametrize("kind", ["restart", "stop", "partition", "corrupt", "disconnect"])
 def test_a_fault_at_every_point_of_a_round_breaks_no_invariant(kind: str) -> None:
     points = [point for point in POINTS if point not in RARE]
     faults = tuple(

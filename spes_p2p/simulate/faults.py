@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from spes_p2p.simulate.points import AT_ONCE, POINTS
 
-Kind = Literal["kill", "restart", "stop", "partition", "slow", "corrupt", "join", "leave"]
+Kind = Literal["kill", "restart", "stop", "partition", "slow", "corrupt", "join", "leave", "disconnect"]
 Corruption = Literal["parts", "pieces", "push", "garbage", "base"]
 KINDS: tuple[str, ...] = get_args(Kind)
 CORRUPTIONS: tuple[str, ...] = get_args(Corruption)
@@ -17,6 +17,8 @@ CORRUPTIONS: tuple[str, ...] = get_args(Corruption)
 
 DURATIONS_S = (0.5, 3.0, 7.0, 20.0, 60.0)
 """Of a random fault: below and above the silence that counts as death, and longer than rounds."""
+HARMLESS = ("slow", "corrupt", "disconnect")
+"""Kinds after which a peer is still there for the others."""
 POINTS_WITHOUT_RANDOM_FAULTS = ("leave",)
 
 
@@ -25,7 +27,8 @@ class Fault:
     """One fault. It is armed when round `round` - 1 has been committed, and strikes at the next time the point is reached."""
 
     kind: str
-    """One of KINDS. `restart` is a kill and a new start on the same disk after `seconds`; `kill` is for good."""
+    """One of KINDS. `restart` is a kill and a new start on the same disk after `seconds`; `kill` is for good; `disconnect`
+    ends all that it talks about with one other peer, and both can talk again at once."""
     round: int
     at: str = AT_ONCE
     """One of POINTS."""
@@ -76,7 +79,7 @@ def random_fault(rng: random.Random, kinds: Sequence[str], points: Sequence[str]
     trainers = standing.trainers
     possible = list(kinds)
     if len(trainers) < 3:
-        possible = [kind for kind in kinds if kind in ("join", "slow", "corrupt")]
+        possible = [kind for kind in kinds if kind in ("join", *HARMLESS)]
     if len(trainers) >= standing.wanted + 2:
         possible = [kind for kind in possible if kind != "join"]
     if len(trainers) < standing.wanted:

@@ -12,7 +12,7 @@ import numpy as np
 
 from spes_p2p.simulate.audit import Audit
 from spes_p2p.simulate.corruption import corrupted
-from spes_p2p.simulate.faults import Fault, Standing, random_fault, random_points
+from spes_p2p.simulate.faults import HARMLESS, Fault, Standing, random_fault, random_points
 from spes_p2p.simulate.points import AT_ONCE, point_of_frame
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import VirtualSwarm
@@ -134,7 +134,7 @@ class Injector:
         if not there or (fault.kind == "partition" and self._cut) or (fault.kind == "leave" and BOOTSTRAP in victims):
             return False
         left_alone = set(self._standing(0).trainers) - set(victims)
-        return fault.is_scripted or fault.kind in ("slow", "corrupt") or len(left_alone) >= 2
+        return fault.is_scripted or fault.kind in HARMLESS or len(left_alone) >= 2
 
     # What --------------------------------------------------------------------------------------------------------------
 
@@ -165,6 +165,8 @@ class Injector:
                     self._slow(victim, fault.factor, fault.seconds)
                 case "corrupt":
                     self._make_corrupt(victim, fault.what, fault.seconds)
+                case "disconnect":
+                    self._disconnect(victim)
                 case "join":
                     self._join(victim)
                 case "leave":
@@ -208,6 +210,11 @@ class Injector:
         else:
             self._corrupt[victim] = what
             self._later(seconds, lambda: self._corrupt.pop(victim, None))
+
+    def _disconnect(self, victim: str) -> None:
+        other = self._rng.choice(sorted(name for name in self._swarm.nodes if name != victim))
+        self._note(victim, f"has lost its connection to {other}")
+        self._swarm.network.disconnect(victim, other)
 
     def _join(self, victim: str) -> None:
         self._joined += 1

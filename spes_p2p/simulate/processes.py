@@ -37,6 +37,7 @@ from spes_p2p.simulate.trial import FOLDER_VARIABLE, Orders
 from spes_p2p.swarm.identity import RSAIdentity
 from spes_p2p.swarm.latency import LATENCY_VARIABLE
 
+VIRTUAL_ONLY = "disconnect"
 NOT_CORRUPTIBLE = "base"
 """A real process's memory is out of reach."""
 STUCK_S = 180.0
@@ -68,11 +69,16 @@ def check_scenario(scenario: Scenario) -> tuple[str, ...]:
     for fault in scenario.faults:
         if fault.kind == "corrupt" and fault.what == NOT_CORRUPTIBLE:
             raise UserError(f"{fault}: the memory of a process cannot be changed from outside; use --virtual")
+        if fault.kind == VIRTUAL_ONLY:
+            raise UserError(f"{fault}: a process's connections cannot be broken from outside; use --virtual")
         if fault.kind == "partition" and blocked is not None:
             raise UserError(f"{fault}: a partition of processes is not possible here: {blocked}; use --virtual")
     if scenario.are_kinds_chosen and "partition" in scenario.kinds and blocked is not None:
         raise UserError(f"--faults partition: not possible with processes here: {blocked}")
-    return tuple(kind for kind in KINDS if kind in scenario.kinds and (kind != "partition" or blocked is None))
+    if scenario.are_kinds_chosen and VIRTUAL_ONLY in scenario.kinds:
+        raise UserError(f"--faults {VIRTUAL_ONLY}: a process's connections cannot be broken from outside; use --virtual")
+    impossible = {VIRTUAL_ONLY, *(("partition",) if blocked is not None else ())}
+    return tuple(kind for kind in KINDS if kind in scenario.kinds and kind not in impossible)
 
 
 def run_processes(

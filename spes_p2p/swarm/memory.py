@@ -257,6 +257,13 @@ class MemoryNetwork:
         self._groups = {}
         self._release()
 
+    def disconnect(self, a: str, b: str) -> None:
+        """Their connection breaks: channels between the two end, with all that is under way. They can open new ones at once."""
+        for one, other in ((a, b), (b, a)):
+            unit = self._units.get(one)
+            for channel in [] if unit is None else [each for each in unit.channels if each.remote == other]:
+                channel.sever()
+
     def _end(self, unit: _Unit) -> None:
         unit.alive = False
         for channel in list(unit.channels):
