@@ -11,7 +11,7 @@ and so on: those count as alike.
 from __future__ import annotations
 
 WINDOW_S = 0.5
-STRETCH = 4
+STRETCH = 8
 KEPT_WINDOWS = 2**12
 UNKNOWN_BYTES_PER_S = 12.5e6
 """Assumed of a line that nothing is known of: 100 Mbit/s."""
