@@ -106,7 +106,8 @@ def version() -> None:
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Where the campaign is written.")],
-    text: Annotated[list[Path] | None, typer.Option(help="Text to train on: .jsonl, .parquet, .txt; can be repeated.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(
+        help="Text to train on: .jsonl (also .gz, .zst), .parquet, .txt; can be repeated.")] = None,
     held_out: Annotated[list[Path] | None, typer.Option(help="Text to evaluate on; can be repeated.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, or a number: train one of so many ids.")] = None,
     size: Annotated[str | None, typer.Option(help="Model: tiny, small, medium, 1b or 7b.")] = None,

@@ -196,7 +196,7 @@ def _check_texts(paths: Sequence[Path]) -> None:
     for path in paths:
         reader_of(str(path))
         if not path.is_file():
-            raise UserError(f"{path}: no such file; give text as .jsonl, .parquet or .txt")
+            raise UserError(f"{path}: no such file; give text as .jsonl (also .gz, .zst), .parquet or .txt")
 
 
 def _check_tokenizer(tokenizer: Path | int) -> None:

@@ -553,8 +553,8 @@ def _not_admitted(initial_peers: Sequence[str], problem: str) -> str:
 
 def _nobody_answers(initial_peers: Sequence[str]) -> NobodyAnswers:
     return NobodyAnswers(
-        f"no peer answers at {', '.join(initial_peers)}; check the address, that the bootstrap peer runs, "
-        "and that a firewall does not block its port"
+        f"no peer answers at {', '.join(initial_peers)}; check the address (with another run-dir a peer has another "
+        "id after /p2p/), that the bootstrap peer runs, and that a firewall does not block its port"
     )
 
 
