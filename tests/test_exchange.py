@@ -551,3 +551,31 @@ def test_a_member_that_lives_and_gives_its_exchange_up_is_not_waited_for() -> No
         assert {part.reducer for part in results.parts if results.verified(part)} == {0}
 
     simulate(main)
+
+
+@pytest.mark.parametrize("thin", ["A", "B"])
+def test_a_member_that_gives_up_is_neither_waited_for_nor_sent_more_on_thin_lines(thin: str) -> None:
+    """B gives up while it pushes (its own line is thin), or while A still pushes to it."""
+
+    async def main() -> None:
+        experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2, 2), "expert", 0, e) for e in range(4)]
+        layout = Layout([TensorSpec("embed", (4000, 64), "shared"), *experts])
+        bandwidths = {name: 10_000.0 if name == thin else 40_000.0 for name in "ABC"}
+        plan = make_plan_of([member(name, 10, SHARED_ONLY, bandwidths[name]) for name in "ABC"])
+        network = MemoryNetwork(latency_s=0.05)
+        for name, bandwidth in bandwidths.items():
+            network.set_bandwidth(name, bandwidth, 1e6)
+        updates = random_updates(plan, layout=layout)
+        played = await Round.open(plan, updates, network=network, timeout_s=900.0, layout=layout, part_bytes=4096)
+        lives = {name: asyncio.ensure_future(played.run(name)) for name in "ABC"}
+        await asyncio.sleep(2.0)
+        lives["B"].cancel()
+        await asyncio.gather(lives["B"], return_exceptions=True)
+        await asyncio.gather(lives["A"], lives["C"])
+        to_b = sum(part.encoded_bytes for part in played.empty().parts if part.reducer == 1)
+        if thin == "A":
+            assert network.sent_bytes["A", "B"] < to_b / 2
+        else:
+            assert asyncio.get_running_loop().time() < played.exchanges["B"]._push_s()
+
+    simulate(main)

@@ -328,6 +328,7 @@ def test_a_damaged_result_is_named_by_its_line(tmp_path: Path) -> None:
     ("text: t", "text: t\npictured: [spes, x]", "line 3: pictured = 'x': must be the name of an arm"),
     ("batch: 2", "batch: 0", "batch = 0: must be greater than 0"),
     ("batch: 2", "batch: 2, owner_rows: 2, campaign: {sync: {codec: int4}}", "owner_rows = 2 stretches rounding too"),
+    ("batch: 2", "batch: 2, first: {steps: 2, model: {moe_num_experts: 2}}", "must be a multiple of sync_steps = 3"),
     ("sync_steps: 3", "sync_steps: 4", "arm spes: training.total_steps = 6: must be a multiple of sync_steps = 4"),
 ])
 def test_a_mistake_in_an_experiment_file_costs_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:

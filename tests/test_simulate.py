@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from spes_p2p.simulate.audit import Audit
 from spes_p2p.simulate.command import simulate_virtual
 from spes_p2p.simulate.faults import KINDS, Fault
 from spes_p2p.simulate.points import POINTS
-from spes_p2p.simulate.scenario import Scenario, load_scenario, peer_names
+from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
 from spes_p2p.simulate.virtual import SILENCE_S, SeedResult, run_seed
 from spes_p2p.swarm.electors import Elector
 from spes_p2p.swarm.ownership import Owners, assign_experts
@@ -67,6 +68,16 @@ def test_a_fault_at_every_point_of_a_round_breaks_no_invariant(kind: str) -> Non
     assert_sound(result)
     assert result.points == dict.fromkeys(points, 1)
     assert result.figures.rounds_committed >= len(points)
+
+
+def test_a_member_that_loses_nobody_but_its_coordinator_holds_the_round_up_for_a_moment() -> None:
+    names = peer_names(4)
+    pairs = itertools.product((names[1], BOOTSTRAP), (names[0], names[2], names[3]), ("push", "reduce", "staged"))
+    faults = tuple(Fault("disconnect", 2 * k, point, peers=(a, b)) for k, (a, b, point) in enumerate(pairs, start=1))
+    result = run_seed(Scenario(names, 2 * len(faults) + 3, faults, vary=False), 0)
+    assert_sound(result)
+    assert sum("has lost its connection to" in line for line in result.log) == len(faults)
+    assert max(result.figures.round_s) < 30
 
 
 @pytest.mark.parametrize("point", ["announce", "vote", "apply"])
@@ -234,6 +245,9 @@ BAD = {
     "faults:\n  - {fault: kill, round: 5, peer: peer-0, seconds: 3}":
         "line 2: faults.0.seconds = 3.0: a kill is for good; 'restart' starts the peer again",
     "faults:\n  - {fault: join, round: 5, peer: late, seconds: 3}": "faults.0.seconds = 3.0: a join has no duration",
+    "faults:\n  - {fault: disconnect, round: 5, seconds: 3}": "faults.0.seconds = 3.0: has no duration",
+    "faults:\n  - {fault: disconnect, round: 5, peers: [peer-1]}": "must be the two that lose each other",
+    "faults:\n  - {fault: stop, round: 5, peers: [peer-1]}": "is for a partition or a disconnect",
     "machines: {peer-7: {speed: 2}}": "line 1: machines.peer-7 = 'given': no such peer",
     "bandwidth: fast": "bandwidth = 'fast': must be a bandwidth such as 100mbit or 1gbit",
     "": "it is empty",

@@ -172,7 +172,8 @@ def load_experiment(path: Path) -> Experiment:
     for arm in experiment.arms:
         try:
             for stage, _ in Run(experiment, arm, arm.learning_rates[0], 0).stages:
-                if arm.owner_rows != 1 and stage.config.sync.codec.router != "none":
+                router = stage.config.sync.codec.router
+                if arm.owner_rows != 1 and router != "none":
                     raise UserError(f"arm {arm.name}: owner_rows = {arm.owner_rows:g} stretches rounding too; "
                                     "leave the routers as they are (campaign: {sync: {codec: {router: none}}})")
         except UserError as error:

@@ -35,7 +35,7 @@ class Fault:
     reached_by: str | None = None
     """Whose reaching the point counts; None: anybody's."""
     peers: tuple[str, ...] = ()
-    """Whom it hits; none: who reached the point. Of a partition: one side of it."""
+    """Whom it hits; none: who reached the point. Of a partition: one side of it; of a disconnect: the two, or one of them."""
     skip: int = 0
     """So many times the point is reached before the fault strikes."""
     delay_s: float = 0.0

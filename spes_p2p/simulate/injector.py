@@ -133,6 +133,8 @@ class Injector:
         there = all(victim in self._swarm.nodes and victim not in self._held for victim in victims)
         if not there or (fault.kind == "partition" and self._cut) or (fault.kind == "leave" and BOOTSTRAP in victims):
             return False
+        if fault.kind == "disconnect" and not self._others_there(victims[0]):
+            return False
         left_alone = set(self._standing(0).trainers) - set(victims)
         return fault.is_scripted or fault.kind in HARMLESS or len(left_alone) >= 2
 
@@ -148,6 +150,9 @@ class Injector:
         self.struck_at[fault.at] += 1
         if fault.kind == "partition":
             self._partition(victims, fault.seconds)
+            return
+        if fault.kind == "disconnect":
+            self._disconnect(*victims)
             return
         for victim in victims:
             match fault.kind:
@@ -165,8 +170,6 @@ class Injector:
                     self._slow(victim, fault.factor, fault.seconds)
                 case "corrupt":
                     self._make_corrupt(victim, fault.what, fault.seconds)
-                case "disconnect":
-                    self._disconnect(victim)
                 case "join":
                     self._join(victim)
                 case "leave":
@@ -211,10 +214,13 @@ class Injector:
             self._corrupt[victim] = what
             self._later(seconds, lambda: self._corrupt.pop(victim, None))
 
-    def _disconnect(self, victim: str) -> None:
-        other = self._rng.choice(sorted(name for name in self._swarm.nodes if name != victim))
+    def _disconnect(self, victim: str, other: str | None = None) -> None:
+        other = other or self._rng.choice(self._others_there(victim))
         self._note(victim, f"has lost its connection to {other}")
         self._swarm.network.disconnect(victim, other)
+
+    def _others_there(self, victim: str) -> list[str]:
+        return sorted(name for name in self._swarm.nodes if name != victim and name not in self._held)
 
     def _join(self, victim: str) -> None:
         self._joined += 1

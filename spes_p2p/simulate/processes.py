@@ -37,9 +37,8 @@ from spes_p2p.simulate.trial import FOLDER_VARIABLE, Orders
 from spes_p2p.swarm.identity import RSAIdentity
 from spes_p2p.swarm.latency import LATENCY_VARIABLE
 
-VIRTUAL_ONLY = "disconnect"
-NOT_CORRUPTIBLE = "base"
-"""A real process's memory is out of reach."""
+VIRTUAL_ONLY, NOT_CORRUPTIBLE = "disconnect", "base"
+"""A real process's connections and memory are out of reach."""
 STUCK_S = 180.0
 QUIET_ROUNDS = 2
 POLL_S, SETTLED_S = 0.2, 0.5

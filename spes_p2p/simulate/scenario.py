@@ -59,13 +59,21 @@ class MachineSettings(Section):
     latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer (real processes: from them).")
 
 
+NO_DURATION = {
+    "kill": "a kill is for good; 'restart' starts the peer again",
+    "join": "a join has no duration",
+    "disconnect": "has no duration: the two can talk again at once; a partition lasts",
+}
+
+
 class FaultSettings(Section):
     """One scripted fault."""
 
     fault: Kind = Field(description="What happens.")
     round: Positive = Field(description="It is armed when the round before this one has been committed.")
     peer: Text | None = Field(None, description="Whom it hits. Default: who reaches the point first.")
-    peers: tuple[Text, ...] = Field((), description="Of a partition: the peers of one side. Default: `peer` alone.")
+    peers: tuple[Text, ...] = Field(
+        (), description="Of a partition: the peers of one side. Of a disconnect: the two. Default: `peer` alone.")
     at: Point = Field(AT_ONCE, description="The point of the round at which it strikes.")
     skip: Count = Field(0, description="So many times the point is reached before.")
     delay_s: NonNegative = Field(0.0, description="Seconds from the point to the fault.")
@@ -80,11 +88,12 @@ class FaultSettings(Section):
     def _check(self) -> FaultSettings:
         if self.fault == "join" and self.peer is None:
             raise broken_rule("must name the peer that joins", "peer", self.peer)
-        if self.fault != "partition" and self.peers:
-            raise broken_rule("is for a partition; name one peer with 'peer'", "peers", list(self.peers))
-        if self.seconds is not None and self.fault in ("kill", "join"):
-            advice = "a kill is for good; 'restart' starts the peer again" if self.fault == "kill" else "a join has no duration"
-            raise broken_rule(advice, "seconds", self.seconds)
+        if self.fault not in ("partition", "disconnect") and self.peers:
+            raise broken_rule("is for a partition or a disconnect; name one peer with 'peer'", "peers", list(self.peers))
+        if self.fault == "disconnect" and self.peers and len(set(self.peers)) != 2:
+            raise broken_rule("must be the two that lose each other", "peers", list(self.peers))
+        if self.seconds is not None and self.fault in NO_DURATION:
+            raise broken_rule(NO_DURATION[self.fault], "seconds", self.seconds)
         return self
 
 

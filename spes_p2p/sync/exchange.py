@@ -39,11 +39,12 @@ PUSH_FIRST = 2.0
 """My updates go first, since others wait for them to reduce: a member is served results when mine are on their way to it, or
 to all reducers, or after so many times the seconds that my line needs for them."""
 PULL_TALKS, LANE_BYTES = 16, 2**20
-"""Results come in at most so many talks at once, shared out among the reducers, of so many bytes each at least. libp2p's muxer
-lets 256 KiB of a talk be under way, and more only on an idle line: its permission for the next ones waits behind what this peer
-sends, so that a thin line that pushes would be half empty downwards."""
+"""Results come in so many talks at once, shared out among the reducers, of so many bytes each at least; in one talk with each
+where these are more. libp2p's muxer lets 256 KiB of a talk be under way, and more only on an idle line: its permission for the
+next ones waits behind what this peer sends, so that a thin line that pushes would be half empty downwards."""
 WINDOW_BYTES, UNDER_WAY_S = 2**18, 1.5
-"""What is under way in all talks is no more than a line carries in so many seconds: whatever else is sent waits behind it."""
+"""More than one talk with a reducer only where a line, by what it carries upwards, takes no longer than this for all that is
+under way then: whatever else is sent waits behind it."""
 INDEX_BYTES, WEIGHT_BYTES = 7, 8
 """Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
 four bytes lie where a processor wants them."""
@@ -69,6 +70,7 @@ class PullRequest:
     revision: int = 0
     lane: int = 0
     lanes: int = 1
+    """At most 16 (PULL_TALKS). Neither counts where parts are named."""
 
 
 class Exchange:
@@ -146,7 +148,7 @@ class Exchange:
     async def run(self) -> None:
         """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else.
 
-        Whoever waits for what I did not make of my parts is refused when this ends, also when it is cancelled.
+        When this ends, also when it is cancelled, I refuse those who wait for what I did not make of my parts, or push to me.
         """
         others = [i for i in range(len(self._names)) if i != self.me]
         tasks = [asyncio.create_task(self._reduce())]
@@ -156,8 +158,8 @@ class Exchange:
             await asyncio.wait(tasks, timeout=self._timeout_s)
         finally:
             self._is_over = True
-            self._next_closed.set()
-            self._manifest_ready.set()
+            for awaited in (self._next_closed, self._manifest_ready, *self._pushed.values()):
+                awaited.set()
             await end_tasks(tasks)
         self.results.discard_unverified(self.revision)
 
@@ -203,9 +205,10 @@ class Exchange:
             served += 1
         if request.lane == 0:
             await talk.alive(self._manifest_ready.wait())
-            if (self.revision, self.me) not in self.results.manifests:
-                self._require_going_on()
-            await talk.send(pack(self.results.manifests[self.revision, self.me]))
+            manifest = self.results.manifests.get((self.revision, self.me))
+            if manifest is None:
+                raise Refused("I have no manifest in this exchange")
+            await talk.send(pack(manifest))
 
     def _require_going_on(self) -> None:
         if self._is_over:
@@ -216,6 +219,8 @@ class Exchange:
         part = self._mine.get(index)
         if part is None or sender not in part.contributors:
             raise Refused(f"part {index} is not for me from you")
+        if len(self._closed) < len(self._mine):
+            self._require_going_on()
         arrived = self._arrived.setdefault(index, set())
         if sender in arrived or index in self._closed:
             return
@@ -396,7 +401,7 @@ class Exchange:
         others = len(self._names) - 1
         bandwidth = min(self._board.upload.last_bytes_per_s, self.plan.members[reducer].bandwidth)
         bearable = bandwidth * UNDER_WAY_S / WINDOW_BYTES / others
-        return max(1, int(min(bearable, -(-PULL_TALKS // others), size / LANE_BYTES)))
+        return max(1, int(min(bearable, PULL_TALKS / others, size / LANE_BYTES)))
 
     async def _pull(self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part]) -> None:
         try:
