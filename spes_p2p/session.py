@@ -169,7 +169,7 @@ async def _join(addresses: Sequence[str], settings: PeerConfig, on_joined: Calla
         shelf = await asyncio.to_thread(_open_text, files, settings.run_dir, settings.token_cache_bytes)
         keep_campaign(files, genesis, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
-        logger.info("%s", setup)
+        logger.info("room for %s", setup)
         if not dialable:
             logger.warning("%s", describe(dialable))
         config = files.campaign.config
