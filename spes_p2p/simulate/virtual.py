@@ -161,15 +161,15 @@ class _Run:
         if isinstance(event, UNTOLD):
             return
         self._note(peer, _line(event))
-        before, was_suspect = self._newest(), self._audit.is_suspect(peer)
+        before = self._newest()
         self._audit.told(now(), peer, event)
         if isinstance(event, (BaseRestored, WorkDropped)):
             self._work.forget(peer)
+        if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
+            self._look_at_work(peer, event)
         if isinstance(event, (RoundCommitted, BaseRestored)) and peer in self._swarm.peers:
             self._look_at(peer)
             self._count_control_bytes(peer)
-        if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
-            self._look_at_work(peer, event, was_suspect)
         if self._newest() > before:
             self._faults.round_committed(self._newest())
         point = point_of_event(event)
@@ -188,14 +188,14 @@ class _Run:
             head = node.log.head_at(base.round)
             self._audit.decided(now(), peer, head.parent, head.epoch, head.id, is_reform(head))
 
-    def _look_at_work(self, peer: str, event: RoundCommitted, was_suspect: bool) -> None:
+    def _look_at_work(self, peer: str, event: RoundCommitted) -> None:
         """Compare what the round moved with what its contributors sent.
 
-        `was_suspect`: the base before was changed. What a peer trained is told from its base, so the change counts as work,
-        even when the base after it is right: that one may have been made before the change.
+        Before `_look_at`, by which a peer whose base was changed is above suspicion again: what it trained is told from that
+        base, so the change counts as work even where the next base is right.
         """
         replica, trainer = self._swarm.peers[peer].replica, self._swarm.trainers.get(peer)
-        if trainer is None or replica.base.round != event.round or was_suspect or self._audit.is_suspect(peer):
+        if trainer is None or replica.base.round != event.round or self._audit.is_suspect(peer):
             self._work.forget(peer)
             return
         standing = self._work.standing(event.round, replica.base.values, trainer.local, trainer.changes, trainer.tokens)
