@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spes_p2p.config import PROTOCOL_VERSION, Campaign, load_campaign_config, parse_campaign
+from spes_p2p.config import Campaign, load_campaign_config, parse_campaign
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.files import fetch_file
 from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest, write_whole
 from spes_p2p.data.tokenizers import check_tokenizer
 from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
-from spes_p2p.swarm.node import BLOB, CAMPAIGN, BlobRequest
-from spes_p2p.swarm.records import CampaignRecord, CampaignRequest, Head
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.content import CampaignRecord, CampaignRequest
+from spes_p2p.messages.methods import CAMPAIGN, PROTOCOL_VERSION
+from spes_p2p.messages.refusals import Code
+from spes_p2p.swarm.contacts import find_contacts
+from spes_p2p.swarm.interfaces import Registry
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import frame_record, read_frame
-from spes_p2p.swarm.wire import WireError, pack, unpack
 
 CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
 MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
 GENESIS_FILE = "genesis"
-MAX_BLOB_BYTES = 2**28
 UPDATE = "install the version of spes_p2p that the bootstrap peer has"
 
 
@@ -97,20 +103,28 @@ def read_campaign(config_path: Path) -> CampaignFiles:
     return files
 
 
-async def fetch_campaign(board: Switchboard, peers: Sequence[str], data_dir: Path | None) -> tuple[CampaignFiles, Head]:
-    """The campaign that these peers serve, verified by hash, and its genesis head. Raises UserError."""
-    record, peer = await _agreed_record(board, peers)
-    campaign = parse_campaign(record.campaign_json, f"peer {peer}")
-    wanted = (campaign.manifest_sha256, campaign.validation_manifest_sha256, campaign.tokenizer_sha256)
-    sizes = dict(record.blobs)
-    contents = [None if sha is None else await _fetch_blob(board, peer, sha, sizes.get(sha, 0)) for sha in wanted]
-    manifest, validation, tokenizer = contents
-    if manifest is None or tokenizer is None:
-        raise UserError(f"peer {peer}: serves no manifest or tokenizer; ask who runs the campaign")
+async def fetch_campaign(
+    board: Switchboard, peers: Sequence[str], registry: Registry | None = None, folders: Sequence[Path] = ()
+) -> tuple[CampaignFiles, Head]:
+    """The campaign that these peers serve and its genesis head; its files come from them and from all that the registry shows.
+
+    Everything is verified by hash. `folders`: where its token files are looked for on this machine. Raises UserError.
+    """
+    record, donors = await _agreed_record(board, peers)
+    campaign = parse_campaign(record.campaign_json, f"peer {donors[0]}")
     if record.genesis.campaign != campaign.hash:
-        raise UserError(f"peer {peer}: serves a genesis of another campaign; ask who runs the campaign")
-    folders = (data_dir,) if data_dir else tuple(Path(folder) for folder in record.folders)
-    return CampaignFiles(campaign, manifest, validation, tokenizer, folders), record.genesis
+        raise UserError(f"peer {donors[0]}: serves a genesis of another campaign; ask who runs the campaign")
+    if registry is not None:
+        with contextlib.suppress(PeerUnreachable):
+            donors += sorted(await find_contacts(registry, board.transport, campaign.hash))
+    donors = [peer for peer in dict.fromkeys(donors) if peer != board.peer_id]
+    fetcher, sizes = Fetcher(board), dict(record.blobs)
+    wanted = (campaign.manifest_sha256, campaign.validation_manifest_sha256, campaign.tokenizer_sha256)
+    files = [None if sha is None else await fetch_file(fetcher, sha, sizes.get(sha, 0), donors) for sha in wanted]
+    manifest, validation, tokenizer = files
+    assert manifest is not None
+    assert tokenizer is not None
+    return CampaignFiles(campaign, manifest, validation, tokenizer, tuple(folders)), record.genesis
 
 
 def check_run_dir(files: CampaignFiles, genesis: Head, run_dir: Path) -> bool:
@@ -177,40 +191,27 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-async def _agreed_record(board: Switchboard, peers: Sequence[str]) -> tuple[CampaignRecord, str]:
-    """The record that all answering peers serve, and one who serves it."""
-    found: dict[str, tuple[CampaignRecord, str]] = {}
+async def _agreed_record(board: Switchboard, peers: Sequence[str]) -> tuple[CampaignRecord, list[str]]:
+    """The record that all answering peers serve, and these peers. A file is as large as the largest of them says."""
+    found: dict[str, tuple[CampaignRecord, list[str]]] = {}
+    sizes: dict[str, int] = {}
     problems = []
     for peer in peers:
         try:
             reply = await board.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * board.silence_s)
             record = unpack(CampaignRecord, reply)
-            found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, peer))
+            found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, []))[1].append(peer)
+            sizes.update((sha, max(size, sizes.get(sha, 0))) for sha, size in record.blobs)
         except Refused as error:
-            if str(error).startswith("version: "):
-                raise UserError(f"refused by {peer}: {str(error).removeprefix('version: ')}; {UPDATE}") from None
+            if error.code is Code.VERSION:
+                raise UserError(f"refused by {peer}: {error.detail}; {UPDATE}") from None
             problems.append(f"{peer}: {error}")
         except (PeerUnreachable, WireError) as error:
             problems.append(f"{peer}: {error}")
     if len(found) > 1:
-        named = ", ".join(peer for _, peer in found.values())
+        named = ", ".join(serving[0] for _, serving in found.values())
         raise UserError(f"the addresses lead to different campaigns ({named}); give those of one campaign")
     if not found:
         raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); check it with who runs the campaign")
-    return next(iter(found.values()))
-
-
-async def _fetch_blob(board: Switchboard, peer: str, wanted: str, size: int) -> bytes:
-    if not 0 < size <= MAX_BLOB_BYTES:
-        raise UserError(f"peer {peer}: offers file {wanted[:12]} with {size} bytes; ask who runs the campaign")
-    content = b""
-    try:
-        async with board.talk(peer, BLOB) as talk:
-            await talk.send(pack(BlobRequest(wanted)))
-            while len(content) < size:
-                content += await talk.message()
-    except (PeerUnreachable, Refused) as error:
-        raise UserError(f"peer {peer}: could not download file {wanted[:12]} ({error}); try again") from None
-    if sha256(content) != wanted:
-        raise UserError(f"peer {peer}: file {wanted[:12]} arrived damaged; try again or join by another address")
-    return content
+    record, serving = next(iter(found.values()))
+    return replace(record, blobs=tuple(sizes.items())), serving

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
@@ -22,7 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spes_p2p import __version__
 from spes_p2p.addresses import check_peer_addresses
-from spes_p2p.errors import Broken, UserError
+from spes_p2p.errors import UserError
+from spes_p2p.exit_codes import exit_with
 
 if TYPE_CHECKING:
     from spes_p2p.campaign import CampaignFiles
@@ -36,9 +35,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Source = Annotated[str | None, typer.Option(
-    help="Where the same text files lie for everybody, https://..., hf://datasets/OWNER/NAME/... or a path: volunteers make "
-         "the tokens from there, and the token files need not be served.")]
+Url = Annotated[str | None, typer.Option(
+    help="Where the folder of the token files will be published: https://, s3://, gs:// or hf://datasets/OWNER/NAME/...; "
+         "volunteers read there what no peer gives.")]
 ConfigFile = Annotated[Path, typer.Option("--config", help="Campaign file (YAML).")]
 RunDir = Annotated[Path, typer.Option(help="Where the peer keeps its state; started on it again, the peer continues.")]
 
@@ -75,26 +74,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main() -> None:
     """Entry point."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' progress bars, which are noise in a file
-    try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
-    except UserError as error:
-        _fail(str(error), 1 if isinstance(error, Broken) else 2)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); make room and start again")
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
-            _fail(f"{error.format_message().rstrip('.')}; see spes-p2p --help")
-        raise
+    exit_with(lambda: app(sys.argv[1:] or ["--help"], standalone_mode=False))
 
 
 @app.command()
@@ -114,7 +94,7 @@ def init(
     peers: Annotated[int | None, typer.Option(help="Trainers that you expect.")] = None,
     epochs: Annotated[float | None, typer.Option(help="How often the text is trained on.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: the folder's.")] = None,
-    source: Source = None,
+    url: Url = None,
 ) -> None:
     """Write a campaign: a commented file, token files, tokenizer. Without --text it asks, on a terminal."""
     from spes_p2p.new_campaign import CAMPAIGN_YAML, Answers, ask, check_place, make_campaign, parse_answer
@@ -131,7 +111,7 @@ def init(
         tokenizer=parse_answer("tokenizer", tokenizer) if tokenizer else ask("tokenizer", asks),
         peers=peers if peers is not None else ask("peers", asks),
         epochs=epochs if epochs is not None else ask("epochs", asks),
-        source=source,
+        url=url,
     )
     with _ProgressBar("tokenizing") as update:
         made = make_campaign(answers, lambda p: update(p.bytes_done, p.bytes_total))
@@ -178,7 +158,7 @@ def bootstrap(
     files = read_campaign(config)
     _log(settings.log_level, log_json)
     with _waiting("starting"):
-        from spes_p2p.session import run_bootstrap
+        from spes_p2p.peer.session import run_bootstrap
 
     def show(address: str) -> None:
         (run_dir / "address").write_text(address + "\n")
@@ -203,7 +183,9 @@ def join(
     ] = False,
     micro_batch_size: Annotated[int | None, typer.Option(help="Samples in one forward pass.")] = None,
     base: Annotated[str | None, typer.Option(help="What the base is read from: disk, or ram (4 bytes a value).")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the campaign's token files lie on this machine.")] = None,
+    data_dir: Annotated[
+        list[Path] | None, typer.Option(help="Where the campaign's token files lie on this machine; can be repeated.")
+    ] = None,
     token_cache: Annotated[str | None, typer.Option(help="Disk that fetched text takes at most. Default: 16GiB.")] = None,
     listen: Listen = None,
     announce: Announce = None,
@@ -233,7 +215,7 @@ def join(
     )
     _log(settings.log_level, log_json)
     with _waiting("looking for the campaign") as end_waiting:
-        from spes_p2p.session import run_join
+        from spes_p2p.peer.session import run_join
 
         def show(files: CampaignFiles, address: str) -> None:
             end_waiting()
@@ -432,7 +414,7 @@ def tokenize(
     eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
     text_field: Annotated[str, typer.Option(help="Field of the text in JSON and Parquet.")] = "text",
     shard_tokens: Annotated[int | None, typer.Option(help="Tokens in one file at most.")] = None,
-    source: Source = None,
+    url: Url = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that are there.")] = False,
 ) -> None:
     """Turn text into token files and a manifest."""
@@ -441,12 +423,10 @@ def tokenize(
 
     if shard_tokens is not None and shard_tokens < 1:
         raise UserError(f"--shard-tokens {shard_tokens}: a file holds at least one token; give a positive number")
-    if shard_tokens is not None and source is not None:
-        raise UserError(f"--shard-tokens {shard_tokens}: with --source each input becomes one file; leave one of the two out")
     with _ProgressBar("tokenizing") as update:
         manifest = tokenizing.tokenize(
             inputs, tokenizer, output, eos_token=eos_token, text_field=text_field, prefix=prefix, overwrite=overwrite,
-            shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS, source_prefix=source,
+            shard_tokens=shard_tokens or tokenizing.DEFAULT_SHARD_TOKENS, url=url,
             on_progress=lambda p: update(p.bytes_done, p.bytes_total),
         )
     print(f"{manifest.tokens} tokens in {len(manifest.files)} files: {output / f'{prefix}{MANIFEST_NAME}'}")
@@ -459,6 +439,7 @@ def describe(
     manifest: Annotated[Path, typer.Option(help="Manifest to write.")],
     eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
     dtype: Annotated[str | None, typer.Option(help="uint16 or uint32. Default: detected.")] = None,
+    url: Url = None,
 ) -> None:
     """Write a manifest for token files that exist already."""
     from spes_p2p.data.tokenizing import describe_token_files
@@ -466,7 +447,9 @@ def describe(
     if dtype not in (None, "uint16", "uint32"):
         raise UserError(f"--dtype {dtype}: token files are uint16 or uint32; leave it out to have it detected")
     with _ProgressBar("reading") as update:
-        made = describe_token_files(files, tokenizer, manifest, eos_token=eos_token, dtype=dtype, on_progress=update)  # type: ignore[arg-type]
+        made = describe_token_files(
+            files, tokenizer, manifest, eos_token=eos_token, dtype=dtype, url=url, on_progress=update  # type: ignore[arg-type]
+        )
     print(f"{made.tokens} tokens in {len(made.files)} files: {manifest}")
 
 
@@ -589,8 +572,3 @@ def _rate(text: str | None, option: str) -> float | None:
     from spes_p2p.quantities import parse_bits_per_second
 
     return None if text is None else parse_bits_per_second(text, option)
-
-
-def _fail(message: str, exit_code: int = 2) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(exit_code)

@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from spes_p2p.config_problems import Location, broken_rule, first_problem
+from spes_p2p import __version__
+from spes_p2p.config_problems import Location, broken_rule, validated
 from spes_p2p.config_types import (
     CODEC_NAMES,
+    AutoOrPositive,
     CampaignName,
     CodecName,
     Count,
     Decay,
-    ExpertCapacity,
     Fraction,
     IPAddress,
     Multiaddr,
@@ -35,11 +36,13 @@ from spes_p2p.config_types import (
 from spes_p2p.errors import UserError
 from spes_p2p.yaml_file import read_yaml_mapping
 
-PROTOCOL_VERSION = 9
-"""Changes whenever peers of the old and the new code could not train together."""
+UPGRADE = "upgrade: pip install --upgrade spes_p2p"
 DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
+SCHEMA_VERSION = 1
+"""Of the campaign file. A field that is left out means what its default was in the file's schema version, so a default may
+change only with a new version, and new fields need a default under which older campaigns stay as they are."""
 SLOWEST_LINE_BITS = 1e6
-"""Bits a second below which a part takes so long that heartbeats behind it would come too late."""
+"""Below this rate, bits a second, heartbeats queue behind a part past the timeout."""
 
 
 class Section(BaseModel):
@@ -103,12 +106,11 @@ class TrainingConfig(Section):
     min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of the peak (cosine).")
     beta1: Decay = Field(0.9, description="AdamW's first moment decay.")
     beta2: Decay = Field(0.95, description="AdamW's second moment decay.")
-    second_moment_peers: Positive | Literal["auto"] = Field(
+    second_moment_peers: AutoOrPositive = Field(
         1, description="AdamW's second moment of shared weights and routers is that of a batch as large as so many peers' "
         "together: the noise of their averaged updates instead of one peer's. auto: as many as train in the phase; one where a "
         "volunteer's moments have 8 bits.")
     eps: PositiveNumber = Field(1e-8, description="AdamW's epsilon.")
-    muon_momentum: Decay = Field(0.95, description="Muon's momentum (Nesterov).")
     weight_decay: NonNegative = Field(0.1, description="Decoupled weight decay.")
     decay_norm_and_bias: bool = Field(False, description="Apply weight decay to norms and biases too.")
     decay_embeddings: bool = Field(False, description="Apply weight decay to the embeddings too.")
@@ -119,11 +121,8 @@ class TrainingConfig(Section):
         0.01, description="Weight of the load-balancing loss (per layer, then averaged over layers).")
     moe_zloss_weight: NonNegative = Field(0.001, description="Weight of the router's z-loss.")
     lm_head_zloss_weight: NonNegative = Field(0.0, description="Weight of the z-loss on the output logits (SPES: 1e-5).")
-    instance_filter: bool = Field(False, description="Leave out samples that are mostly repetition (OLMo's rule).")
-    instance_filter_repetition_max_period: Positive = Field(
-        13, description="Longest period, in tokens, that counts as a repetition.")
-    instance_filter_repetition_min_count: Positive = Field(32, description="Repetitions from which a sample is left out.")
-    autocast_bf16: bool = Field(True, description="Compute in bf16 where the device has it (CUDA); weights stay float32.")
+    instance_filter: bool = Field(
+        False, description="Leave out samples with 32 repetitions in a row of up to 13 tokens (OLMo's rule).")
     seed: Whole = Field(0, description="Seed of the data order.")
 
     @model_validator(mode="after")
@@ -146,10 +145,6 @@ class ExpertsConfig(Section):
     experts_per_peer: Positive | None = Field(
         None, description="Most experts one peer trains. Default: as many as it takes to own all.")
     redundancy: Positive = Field(1, description="Owners an expert has where capacity allows.")
-    dense_steps: Count = Field(
-        0, description="Campaign steps at the start in which every peer trains every expert that it has capacity for.")
-    rotate_rounds: Positive | None = Field(
-        None, description="Rounds after which each expert goes on to the owners of the next one. Default: owners stay.")
 
 
 class MergeConfig(Section):
@@ -193,9 +188,6 @@ class OuterConfig(Section):
     `m <- momentum * m + update; w <- w + learning_rate * (update + momentum * m)`; 1 and 0 are plain averaging, as SPES has it.
     """
 
-    mean: Literal["tokens", "magnitude"] = Field(
-        "tokens", description="Mean of several peers' updates: weighted by tokens, or by each element's magnitude too, which "
-        "restores the length that averaging takes from updates that disagree.")
     shared_learning_rate: PositiveNumber = Field(1.0, description="Outer learning rate of the shared weights.")
     shared_momentum: Decay = Field(
         0.0, description="Nesterov momentum of the shared weights; where it is not 0, a base is larger by them.")
@@ -213,8 +205,6 @@ class SyncConfig(Section):
     overlap: bool = Field(
         False, description="Train on while a round goes on: what it decides is applied when the phase that goes on meanwhile "
         "ends, so updates are one phase late. Round 1 then moves nothing, and the campaign has one round more.")
-    part_bytes: Annotated[int, Field(strict=True, ge=1024, le=2**20)] = Field(
-        524288, description="Encoded bytes of one part, the unit of exchange, at most; small models have smaller parts.")
     min_peers: Positive = Field(1, description="Trainers that must be there before the first round is planned.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers after min_peers are there.")
@@ -235,8 +225,8 @@ class EvaluationConfig(Section):
 
 
 class DataConfig(Section):
-    """Token files. Their manifest, their pieces and the tokenizer come from the swarm; pieces that no peer has are made from
-    the source of the text, where the manifest names one (`--source` of `spes-p2p tokenize`)."""
+    """Token files. Their manifest, their pieces and the tokenizer come from the swarm; pieces that no peer gives are read
+    where the manifest says that the token files are published (`--url` of `spes-p2p tokenize`)."""
 
     manifest: Text = Field(
         description="Manifest of the training token files, as `spes-p2p tokenize` writes it; relative to the campaign file.")
@@ -244,12 +234,13 @@ class DataConfig(Section):
     tokenizer: Text = Field(description="tokenizer.json; relative to the campaign file.")
     eos_token: Text = Field("<|endoftext|>", description="The token that ends each document.")
     pad_token: Text | None = Field(None, description="Padding token of the exported tokenizer. Default: the end token.")
-    piece_samples: Positive = Field(16, description="Contiguous samples that stay together when an epoch is shuffled.")
 
 
 class CampaignConfig(Section):
     """One training run. The same on every peer; `Campaign.hash` says so."""
 
+    schema_version: Positive = Field(
+        1, description="Version of this file's fields; it fixes what a field that is left out means.")
     name: CampaignName = Field(description="Name of the campaign: 1 to 63 letters, digits, '.', '_' or '-'.")
     model: ModelConfig
     training: TrainingConfig
@@ -286,16 +277,19 @@ class Campaign(Section):
     manifest_sha256: str
     validation_manifest_sha256: str | None
     tokenizer_sha256: str
-    protocol_version: int = PROTOCOL_VERSION
 
     @property
     def hash(self) -> str:
-        """Hex sha256 over the canonical JSON; peers of different hashes refuse each other."""
+        """Hex sha256 over the canonical JSON; peers of different hashes refuse each other.
+
+        Only what the owner wrote counts: a release that adds a field with a default keeps the hash of every campaign.
+        """
         return hashlib.sha256(self.canonical_json()).hexdigest()
 
     def canonical_json(self) -> bytes:
         """The bytes that are hashed and published."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        written = self.model_dump(mode="json", exclude_unset=True)
+        return json.dumps(written, sort_keys=True, separators=(",", ":")).encode()
 
 
 class PeerConfig(Section):
@@ -303,7 +297,7 @@ class PeerConfig(Section):
 
     run_dir: Path = Field(description="Where the peer keeps its state; started on it again, the peer continues.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="What computes: auto takes CUDA where there is one.")
-    experts: ExpertCapacity = Field(
+    experts: AutoOrPositive = Field(
         "auto", description="Most experts this peer trains: a number, or auto for what fits in memory.")
     memory_bytes: Positive | None = Field(
         None, description="Memory of the device that auto counts on, at most what is free (--memory 12GiB). Default: all free.")
@@ -338,7 +332,8 @@ class PeerConfig(Section):
         None, description="Bits a second that this peer receives at most (--max-download 50mbit). Default: no limit.")
     announce: tuple[Multiaddr, ...] = Field(
         (), description="Addresses that others should dial, behind NAT. Default: those listened on.")
-    data_dir: Path | None = Field(None, description="Where the manifest's token files lie. Default: where the manifest says.")
+    data_dir: tuple[Path, ...] = Field(
+        (), description="Folders of this machine that hold token files of the campaign; other files come from the swarm.")
     token_cache_bytes: Positive = Field(
         DEFAULT_TOKEN_CACHE_BYTES,
         description="Disk that fetched pieces of text take at most (--token-cache 16GiB); those used longest ago go first.")
@@ -354,42 +349,42 @@ class PeerConfig(Section):
 def load_campaign_config(path: Path) -> CampaignConfig:
     """Read a campaign file. Raises UserError: one line with file, line, field, value, and what would be right."""
     file = read_yaml_mapping(path, "campaign file")
-    try:
-        return CampaignConfig.model_validate(file.values)
-    except ValidationError as error:
-        problem = first_problem(error, CampaignConfig)
-        raise UserError(f"{file.where(problem.location)}: {problem.message}") from None
+    _check_schema(file.values, str(path))
+    return validated(CampaignConfig, file.values, file.where)
 
 
 def parse_campaign_config(raw: Mapping[str, Any], where: str) -> CampaignConfig:
     """Validate a campaign file's content. Raises UserError naming `where`, the field and what would be right."""
-    try:
-        return CampaignConfig.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(f"{where}: {first_problem(error, CampaignConfig).message}") from None
+    _check_schema(raw, where)
+    return validated(CampaignConfig, raw, lambda location: where)
 
 
 def parse_campaign(published: bytes, where: str) -> Campaign:
     """Read what a bootstrap published (`Campaign.canonical_json`). Raises UserError naming `where` it came from."""
     try:
-        version = json.loads(published)["protocol_version"]
+        campaign = json.loads(published)
+        _check_schema(campaign["config"], where)
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{where}: what it publishes is not a campaign; check the address") from None
-    if version != PROTOCOL_VERSION:
-        raise UserError(f"{where}: the campaign speaks protocol version {version}, this program {PROTOCOL_VERSION}; "
-                        "install the version of spes_p2p that the bootstrap peer has")
     try:
-        return Campaign.model_validate_json(published)
-    except ValidationError as error:
-        raise UserError(f"{where}: the campaign cannot be used: {first_problem(error, Campaign).message}") from None
+        return validated(Campaign, campaign, lambda location: "")
+    except UserError as error:
+        raise UserError(f"{where}: the campaign cannot be used by this version of spes_p2p ({__version__}): "
+                        f"{error}; {UPGRADE}") from None
+
+
+def _check_schema(raw: Mapping[str, Any], where: str) -> None:
+    """Say first that a campaign is newer than this program: its unknown fields would be said to be misspelt."""
+    version = raw.get("schema_version", 1)
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise UserError(f"{where}: written for schema version {version}, this version of spes_p2p ({__version__}) knows up to "
+                        f"{SCHEMA_VERSION}; {UPGRADE}")
 
 
 def make_peer_config(**options: object) -> PeerConfig:
     """Validate command-line options; None means that the option was not given. Raises UserError naming the option."""
-    try:
-        return PeerConfig.model_validate({name: value for name, value in options.items() if value is not None})
-    except ValidationError as error:
-        raise UserError(first_problem(error, PeerConfig, _option).message) from None
+    given = {name: value for name, value in options.items() if value is not None}
+    return validated(PeerConfig, given, lambda location: "", _option)
 
 
 def _option(location: Location) -> str:

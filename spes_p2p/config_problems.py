@@ -1,43 +1,32 @@
-"""Says what is wrong with a configuration, in one line: the field, its value, what would be right."""
+"""Validates settings, and says what is wrong with them in one line: the field, its value, what would be right."""
 
 from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from spes_p2p.errors import UserError
+
+M = TypeVar("M", bound=BaseModel)
 Location = tuple[str | int, ...]
 
 _RULES = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
-    "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
     "string_too_short": "must not be empty",
-    "path_type": "must be a path",
     "tuple_type": "must be a list",
-    "greater_than": "must be greater than {gt:.10g}",
-    "greater_than_equal": "must be at least {ge:.10g}",
-    "less_than": "must be less than {lt:.10g}",
-    "less_than_equal": "must be at most {le:.10g}",
-    "literal_error": "must be one of {expected}",
+    "model_type": "must be a section; indent its fields below it",
 }
-"""Pydantic's error types that our fields can have, in our words. `{}` fields come from the error's context."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong: where (path of field names) and one line about it."""
-
-    location: Location
-    message: str
+"""In place of pydantic's words for these types of error, which are a programmer's."""
+_UNKNOWN = ("extra_forbidden", "invalid_key")
 
 
 def broken_rule(rule: str, field: str = "", value: object = None) -> PydanticCustomError:
@@ -50,86 +39,60 @@ def broken_rule(rule: str, field: str = "", value: object = None) -> PydanticCus
 
 def dotted(location: Location) -> str:
     """A field's name in a campaign file: `training.sync_steps`."""
-    return ".".join(str(part) for part in location)
+    return ".".join(map(str, location))
 
 
-def first_problem(error: ValidationError, model: type[BaseModel], name: Callable[[Location], str] = dotted) -> Problem:
-    """The problem to fix first: an unknown field before all else, since a misspelt field is also a missing one.
+def validated(
+    model: type[M], values: Mapping[str, Any], where: Callable[[Location], str], name: Callable[[Location], str] = dotted
+) -> M:
+    """The settings. Raises UserError about the problem to fix first: an unknown field, since a misspelt one is also missing.
 
-    `name` says how the person who reads the message knows a field.
+    `where` says where a field was given ("": nowhere in particular), `name` how the person who reads the message knows it.
     """
-    problems = error.errors()
-    unknown = [problem for problem in problems if problem["type"] in ("extra_forbidden", "invalid_key")]
-    first = (unknown or problems)[0]
-    described = _describe(first, model, name)
-    alternatives = [other for other in problems if other is not first and _place(other) == _place(first)]
-    messages = (_describe(other, model, name).message for other in alternatives)
-    rules = [message.rpartition(": must be ")[2].removeprefix("one of ") for message in messages]
-    return Problem(described.location, " or ".join([described.message, *rules]))
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = error.errors()
+    problem = next((each for each in problems if each["type"] in _UNKNOWN), problems[0])
+    location, message = _describe(problem, model, name)
+    place = where(location)
+    raise UserError(f"{place}: {message}" if place else message)
 
 
-def _place(problem: ErrorDetails) -> Location:
-    """The field; for one of several types pydantic adds which of them was tried (`constrained-int`, `literal['auto']`)."""
-    return tuple(part for part in problem["loc"] if not str(part).startswith(("constrained-", "literal[")))
-
-
-def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Location], str]) -> Problem:
-    location, kind, value = _place(problem), problem["type"], problem["input"]
-    context = problem.get("ctx", {})
-    if kind in ("extra_forbidden", "invalid_key"):
-        return Problem(location, f"unknown field '{name(location)}'; {_advice(location, model)}")
+def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Location], str]) -> tuple[Location, str]:
+    location, kind, value = problem["loc"], problem["type"], problem["input"]
+    if kind in _UNKNOWN:
+        return location, f"unknown field '{name(location)}'; {_advice(location, _sections(model))}"
     if kind == "missing":
-        what = "section" if _is_section(_field_type(model, location)) else "field"
-        return Problem(location[:-1], f"{what} '{name(location)}' is missing; add it")
-    if kind == "model_type":
-        state = "is empty" if value is None else f"is {_shown(value)}"
-        return Problem(location, f"section '{name(location)}' {state}; indent its fields below it")
+        return location, f"{name(location)} is missing; add it"
+    rule = _RULES.get(kind) or problem["msg"].replace("Input should", "must")
     if kind == "broken_rule":
-        if context["field"]:
-            path = (int(part) if part.isdigit() else part for part in context["field"].split("."))
-            location, value = (*location, *path), context["value"]
-        rule = context["rule"]
-    elif kind in _RULES:
-        rule = _RULES[kind].format(**context)
-    else:
-        rule = problem["msg"]
-    return Problem(location, " ".join(f"{name(location)} = {_shown(value)}: {rule}".split()))
+        broken = problem["ctx"]
+        rule = broken["rule"]
+        if broken["field"]:
+            location, value = (*location, *broken["field"].split(".")), broken["value"]
+    return location, f"{name(location)} = {_shown(value)}: {rule}"
 
 
-def _advice(location: Location, model: type[BaseModel]) -> str:
-    """What to write in place of an unknown field."""
-    *path, name = map(str, location)
-    section = _field_type(model, tuple(path))
-    known = list(section.model_fields) if _is_section(section) else []
-    elsewhere = [home for home, subsection in _sections(model) if name in subsection.model_fields and home != ".".join(path)]
-    if elsewhere:
-        return f"it belongs in section '{elsewhere[0]}'" if elsewhere[0] else "it belongs at the top, in no section"
+def _advice(location: Location, sections: Mapping[Location, type[BaseModel]]) -> str:
+    """What to do about an unknown field."""
+    home, name = tuple(part for part in location[:-1] if isinstance(part, str)), str(location[-1])
+    for section, fields in sections.items():
+        if name in fields.model_fields and section != home:
+            return f"it belongs in section '{dotted(section)}'" if section else "it belongs at the top, in no section"
+    known = sorted(sections[home].model_fields) if home in sections else []
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(sorted(known))}"
+    return f"did you mean '{close[0]}'?" if close else f"remove it; known here: {', '.join(known)}"
 
 
-def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    yield prefix, model
+def _sections(model: type[BaseModel], home: Location = ()) -> dict[Location, type[BaseModel]]:
+    """A model and the sections inside it, also those in lists, by the names that lead there."""
+    found = {home: model}
     for name, field in model.model_fields.items():
-        kind: Any = field.annotation
-        if _is_section(kind):
-            yield from _sections(kind, f"{prefix}.{name}" if prefix else name)
-
-
-def _field_type(model: type[BaseModel], location: Location) -> Any:
-    """The declared type of the field, or of the item of a list, at `location`; the model itself for ()."""
-    kind: Any = model
-    for name in location:
-        inner = typing.get_args(kind)
-        if typing.get_origin(kind) in (tuple, dict):
-            kind = inner[0] if typing.get_origin(kind) is tuple else inner[1]
-        else:
-            kind = kind.model_fields[name].annotation
-    return kind
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= _sections(kind, (*home, name))
+    return found
 
 
 def _shown(value: object, longest: int = 60) -> str:

@@ -17,22 +17,26 @@ import torch
 
 from spes_p2p.addresses import DEFAULT_LISTEN, is_loopback, listen_beside, peer_of
 from spes_p2p.campaign import CampaignFiles, fetch_campaign
-from spes_p2p.config import PROTOCOL_VERSION, PeerConfig
-from spes_p2p.data.shelf import num_bytes
+from spes_p2p.config import PeerConfig
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.free_memory import choose_device, measured
+from spes_p2p.messages.codec import WireError
+from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.messages.presence import DialBack
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.plain import plain
 from spes_p2p.observe.units import human_bytes
 from spes_p2p.plan_table import describe_setup, join_flags
 from spes_p2p.planner import Choice, disk_bytes, host_bytes, join_options, most_experts, round_traffic
-from spes_p2p.swarm.checkup import DialBack, Skew, ask_dial_back, measure_clock, measure_down, measure_up
+from spes_p2p.swarm.checkup import Skew, ask_dial_back, measure_clock, measure_down, measure_up
+from spes_p2p.swarm.contacts import registry_key
+from spes_p2p.swarm.dht import DHTRegistry, join_dht
 from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.libp2p import DHTRegistry, Libp2pTransport, check_addresses, join_dht, relayed_by, start_daemon
-from spes_p2p.swarm.node import registry_key
+from spes_p2p.swarm.libp2p import check_addresses
+from spes_p2p.swarm.p2pd import relayed_by, start_daemon
 from spes_p2p.swarm.reachability import ports_of
 from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.swarm.wire import WireError
+from spes_p2p.swarm.transport import Libp2pTransport
 from spes_p2p.verdicts import (
     Check,
     judge_bandwidth,
@@ -66,7 +70,7 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
             checks += [judge_clock(peer, skew) for peer, skew in skews.items()]
             if any(skew.clock.protocol != PROTOCOL_VERSION for skew in skews.values()):
                 return checks
-            files, _ = await fetch_campaign(board, list(skews), settings.data_dir)
+            files, _ = await fetch_campaign(board, list(skews), folders=settings.data_dir)
             checks.append(await _dht(Path(folder), [a for a in addresses if peer_of(a) in skews], files.campaign.hash))
             checks += await _reachability(board, transport, {peer_of(a): a for a in addresses if peer_of(a) in skews})
             checks += await _capacity(board, list(skews), files, settings)
@@ -184,7 +188,7 @@ async def _capacity(board: Switchboard, peers: Sequence[str], files: CampaignFil
         available = psutil.virtual_memory().available
         needed = host_bytes(config, choice, free.base_in_memory).total
         checks.append(judge_space("host memory", needed, available, "close other programs"))
-    share = 2 * sum(map(num_bytes, files.training_manifest.files)) // max(2, config.sync.min_peers)
+    share = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
     disk = shutil.disk_usage(_existing(settings.run_dir)).free
     needed = disk_bytes(config, choice).total + min(share, settings.token_cache_bytes)
     checks.append(judge_space("disk", needed, disk, "make room, or choose another --run-dir"))

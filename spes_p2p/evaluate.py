@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spes_p2p.checkpoint_files import check_checkpoint
 from spes_p2p.errors import UserError
 from spes_p2p.observe.plain import plain
 
@@ -51,6 +51,39 @@ def evaluate(
             raise UserError(f"{model_dir}: takes {longest} tokens, and an answer of {', '.join(tasks)} is longer; "
                             "choose tasks with shorter answers") from None
     return _summary(model_dir, outcome)
+
+
+def check_checkpoint(model_dir: Path) -> None:
+    """Is this a whole Hugging Face checkpoint? Reads headers and sizes only, before minutes go into loading it.
+
+    Raises UserError naming the file that is missing or cut short.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not model_dir.is_dir():
+        raise UserError(f"{model_dir}: no such checkpoint folder; `spes-p2p export` writes one")
+    for name in ("config.json", "tokenizer.json"):
+        _read_json(model_dir / name)
+    index, single = model_dir / "model.safetensors.index.json", "model.safetensors"
+    tensor_files = _read_json(index).get("weight_map", {}) if index.exists() else {}
+    for shard in sorted(set(tensor_files.values()) or {single}):
+        expected = {name for name, file in tensor_files.items() if file == shard}
+        try:
+            with safe_open(model_dir / shard, "numpy") as weights:
+                missing = sorted(expected - set(weights.keys()))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{model_dir / shard}: missing or cut short ({error}); export the checkpoint again") from None
+        if missing:
+            raise UserError(f"{model_dir / shard}: tensor {missing[0]} is missing, which {index.name} places there; "
+                            "export the checkpoint again")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        return content
+    except (OSError, ValueError):
+        raise UserError(f"{path}: missing or cut short; export the checkpoint again") from None
 
 
 def check_options(num_fewshot: int | None, limit: int | None, device: str) -> None:

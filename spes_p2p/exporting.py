@@ -12,19 +12,21 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.campaign import TOKENIZER_FILE, CampaignFiles
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.content.bases import collect_offers, download
+from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Decide, HeadsRequest
+from spes_p2p.messages.methods import HEADS
+from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.export import export_checkpoint
 from spes_p2p.model_card import Origin, card_files, origin_of
-from spes_p2p.observe.chronicle import read_rounds
-from spes_p2p.observe.rounds import NOTHING, RoundRecord, Totals
-from spes_p2p.session import load_run_dir_base
-from spes_p2p.swarm.coordinator import Decide
-from spes_p2p.swarm.electors import HeadLog
-from spes_p2p.swarm.node import HEADS, HeadsRequest
-from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.observe.history import read_rounds
+from spes_p2p.observe.rounds import Rounds
+from spes_p2p.peer.run_dir import load_run_dir_base
 from spes_p2p.sync.outer import base_size
-from spes_p2p.sync.snapshot import collect_offers, download
 from spes_p2p.visit import Visit, visiting
 
 TRIES, RETRY_S = 10, 1.0
@@ -56,26 +58,25 @@ def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:
     files, base = load_run_dir_base(run_dir, round_number)
     if base.round < 0:
         raise UserError(f"{run_dir}: holds base 0 only, which is not trained; wait for a round, or give another --run-dir")
-    records, totals = read_rounds(run_dir)
-    return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records, totals))
+    records = read_rounds(run_dir).records
+    return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records))
 
 
 async def from_swarm(addresses: Sequence[str], on_progress: Callable[[int, int], None]) -> Exportable:
     """The newest base that peers of a running swarm serve, every piece verified. Raises UserError when there is none."""
-    with tempfile.TemporaryDirectory(prefix="spes-export-") as folder:
-        async with visiting(addresses, Path(folder) / "identity.key") as visit:
-            log = HeadLog(visit.world.store, visit.world.identity, visit.genesis)
-            for _ in range(TRIES):
-                with contextlib.suppress(PeerUnreachable):
-                    round_number, digest, values = await _newest_base(visit, log, on_progress)
-                    records, totals = await _history(visit, round_number)
-                    origin = origin_of(visit.files.campaign, round_number, digest, records, totals)
-                    return Exportable(visit.files, values, origin)
-                await asyncio.sleep(RETRY_S)
+    async with visiting(addresses) as visit:
+        log = CommitLog(visit.world.identity, visit.genesis)
+        for _ in range(TRIES):
+            with contextlib.suppress(PeerUnreachable):
+                round_number, digest, values = await _newest_base(visit, log, on_progress)
+                records = await _history(visit, log, round_number)
+                origin = origin_of(visit.files.campaign, round_number, digest, records)
+                return Exportable(visit.files, values, origin)
+            await asyncio.sleep(RETRY_S)
     raise UserError(f"{addresses[0]}: nobody there serves a trained base; try again when a round is committed")
 
 
-async def _newest_base(visit: Visit, log: HeadLog, on_progress: Callable[[int, int], None]) -> tuple[int, str, np.ndarray]:
+async def _newest_base(visit: Visit, log: CommitLog, on_progress: Callable[[int, int], None]) -> tuple[int, str, np.ndarray]:
     """(round, digest, values) of the newest base of a proven head. Raises PeerUnreachable when nobody has one."""
     contacts = await visit.contacts()
     peers = sorted(contacts, key=lambda peer: -contacts[peer].round)
@@ -87,11 +88,11 @@ async def _newest_base(visit: Visit, log: HeadLog, on_progress: Callable[[int, i
         head = log.head_at(number)
         offers = await collect_offers(visit.board, peers, head.id, size)
         if offers and head.step > 0:
-            return number, offers[0].info.digest, await download(visit.board, offers, None, on_progress)
+            return number, offers[0].info.digest, await download(Fetcher(visit.board), offers, None, on_progress)
     raise PeerUnreachable("nobody offers a trained base")
 
 
-async def _learn_heads(visit: Visit, log: HeadLog, peer: str) -> None:
+async def _learn_heads(visit: Visit, log: CommitLog, peer: str) -> None:
     """Certificates that a peer has and I have not; what does not prove itself is left."""
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
         while True:
@@ -99,25 +100,21 @@ async def _learn_heads(visit: Visit, log: HeadLog, peer: str) -> None:
             found = unpack(Decide, await visit.board.ask(peer, HEADS, request, visit.board.silence_s)).decided
             if not found:
                 return
-            for decided in found:
-                log.append(decided)
+            for decided in filter(log.admits, found):
+                log.put(decided)
 
 
-async def _history(visit: Visit, round_number: int) -> tuple[dict[int, RoundRecord], Totals]:
-    """What the peers remember of the rounds up to this one; the contributions are those nearest to it."""
-    records: dict[int, RoundRecord] = {}
-    totals, after = NOTHING, -1
+async def _history(visit: Visit, log: CommitLog, round_number: int) -> tuple[RoundRecord, ...]:
+    """What the peers remember of the rounds up to this one."""
+    rounds = Rounds("")
+    wanted = [number for number in range(round_number + 1) if log.head_at(number).plan]
     for peer in await visit.contacts():
-        while (page := await visit.history(peer, after)) is not None:
-            if abs(page.totals.round - round_number) < abs(totals.round - round_number):
-                totals = page.totals
-            records.update((record.round, record) for record in page.records if record.round <= round_number)
-            if not page.records or round_number in records:
-                break
-            after = page.records[-1].round
-        if round_number in records:
-            break
-    return records, totals
+        async for page in visit.history(peer, -1):
+            for record in page.records:
+                rounds.hear(record)
+            if not rounds.missing(wanted):
+                return rounds.records
+    return rounds.records
 
 
 def push_to_hub(folder: Path, repo: str, private: bool) -> str:

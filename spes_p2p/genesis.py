@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from spes_p2p.config import Campaign
-from spes_p2p.data.slices import Cursor
+from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.samples import Cursor
 from spes_p2p.swarm.interfaces import Store
-from spes_p2p.swarm.records import Head
 from spes_p2p.sync.base import Base, save_base
 from spes_p2p.sync.digest import state_digest
 

@@ -13,17 +13,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spes_p2p.campaign import read_campaign
-from spes_p2p.data.manifest import check_local
+from spes_p2p.data.local_files import check_local
 from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
-from spes_p2p.observe.status import PeerStatus
 from spes_p2p.observe.table import SwarmView
 from spes_p2p.swarm import die_with_parent
 
@@ -81,7 +81,7 @@ async def run_swarm(
     try:
         processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
-        processes.update(start_trainers(address, peers, run_dir))
+        processes.update(start_trainers(address, peers, run_dir, files.folders))
         await _watch(processes, address, run_dir, rounds, stopped, on_started)
     finally:
         failed = await _end(processes)
@@ -90,12 +90,18 @@ async def run_swarm(
     return summary
 
 
-def start_trainers(address: str, peers: int, run_dir: Path) -> dict[str, subprocess.Popen[bytes]]:
-    """Processes by name. Each gets its share of the memory: it would count on all that is free before the others start."""
+def start_trainers(
+    address: str, peers: int, run_dir: Path, folders: Sequence[Path]
+) -> dict[str, subprocess.Popen[bytes]]:
+    """Processes by name; `folders` hold their token files.
+
+    Each gets its share of the memory: it would count on all that is free before the others start.
+    """
     from spes_p2p.free_memory import choose_device, measured
 
-    share = ["--memory", f"{measured(choose_device('auto')).memory // peers}B"]
-    return {f"peer-{i}": start_peer(run_dir, f"peer-{i}", ["join", address, *share]) for i in range(peers)}
+    options = ["--memory", f"{measured(choose_device('auto')).memory // peers}B"]
+    options += [part for folder in folders for part in ("--data-dir", str(folder))]
+    return {f"peer-{i}": start_peer(run_dir, f"peer-{i}", ["join", address, *options]) for i in range(peers)}
 
 
 def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:
@@ -126,18 +132,18 @@ def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str
 
 def start_peer(
     run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("spes_p2p",),
 ) -> subprocess.Popen[bytes]:
     """Start one peer: one compute thread, its log in its run-dir, dead when this process dies.
 
-    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`. `variables`: of
-    its environment.
+    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`. `program`: the
+    module that Python runs, with its first arguments.
     """
     folder = run_dir / name
     folder.mkdir(exist_ok=True)
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "spes_p2p", *arguments, "--run-dir", str(folder), "--listen", listen]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(variables or {})}
+    command = [sys.executable, "-m", *program, *arguments, "--run-dir", str(folder), "--listen", listen]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen([*before, *guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
@@ -162,7 +168,7 @@ async def _watch(
     """Show the swarm until it is done."""
     from spes_p2p.visit import visiting
 
-    async with visiting([address], run_dir / "viewer.key") as visit:
+    async with visiting([address]) as visit:
         last_seen: list[PeerStatus] = []
         on_started()
         with SwarmView() as view:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config import Campaign
+from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.observe.plain import plain
-from spes_p2p.observe.rounds import Contribution, RoundRecord, Totals
+from spes_p2p.observe.rounds import Totals, totals_of
 from spes_p2p.observe.units import human_count
 
 CARD_FILE, FACTS_FILE = "README.md", "spes_p2p.json"
@@ -29,21 +31,23 @@ class Origin:
     held_out: tuple[int, float] | None
     """(round, held-out loss) of the last evaluated base up to this one."""
     totals: Totals
-    """May be of a round that is a little older or newer than the base."""
+    """Of the rounds up to this one that anybody remembers."""
     orders: tuple[tuple[int, str], ...] = ()
     """(first round that was committed under it, what the owner had ordered), in order."""
 
 
-def origin_of(campaign: Campaign, round_number: int, digest: str, records: dict[int, RoundRecord], totals: Totals) -> Origin:
-    """Pick what belongs to the base of this round."""
-    evaluated = [r for r in records.values() if r.round <= round_number and math.isfinite(r.validation_loss)]
-    last = max(evaluated, key=lambda record: record.round, default=None)
-    held_out = (last.round, last.validation_loss) if last is not None else None
+def origin_of(campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord]) -> Origin:
+    """Pick what belongs to the base of this round. `records`: by round."""
+    past = [record for record in records if record.round <= round_number]
+    held_out = [(record.round, record.validation_loss) for record in past if math.isfinite(record.validation_loss)]
     orders: list[tuple[int, str]] = []
-    for number in sorted(known for known in records if known <= round_number):
-        if records[number].control != (orders[-1][1] if orders else ""):
-            orders.append((number, records[number].control))
-    return Origin(campaign, round_number, digest, records.get(round_number), held_out, totals, tuple(orders))
+    for record in past:
+        if record.control != (orders[-1][1] if orders else ""):
+            orders.append((record.round, record.control))
+    last = past[-1] if past and past[-1].round == round_number else None
+    return Origin(
+        campaign, round_number, digest, last, held_out[-1] if held_out else None, totals_of(past), tuple(orders)
+    )
 
 
 def card_files(origin: Origin) -> dict[str, str]:

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.campaign import CampaignFiles, read_campaign
-from spes_p2p.config import parse_campaign_config
+from spes_p2p.config import SCHEMA_VERSION, parse_campaign_config
 from spes_p2p.data.documents import read_documents, reader_of
-from spes_p2p.data.manifest import MANIFEST_NAME, write_whole
-from spes_p2p.data.sources import check_sources
+from spes_p2p.data.manifest import MANIFEST_NAME, check_url, write_whole
 from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, train_tokenizer
 from spes_p2p.data.tokenizing import Progress, tokenize
 from spes_p2p.errors import UserError
 
 CAMPAIGN_YAML, TOKENIZER_JSON, TOKENS_FOLDER = "campaign.yaml", "tokenizer.json", "tokens"
 TRAIN, HELD_OUT = "train_", "held_out_"
-TEXT_FIELD = "text"
 ROUNDS_AT_LEAST = 10
 WARMUP_SHARE, MERGE_SHARE = 0.05, 0.5
 """Of the steps: SPES warms up for a few percent and merges in the first part of training."""
@@ -87,8 +85,8 @@ class Answers:
     """Trainers that are expected, and that the first round waits for."""
     epochs: float
     """How often the text is trained on."""
-    source: str | None = None
-    """Where the files of `texts` lie for everybody: volunteers make the tokens from there. None: they get them from peers."""
+    url: str | None = None
+    """Where the folder of the token files will be published; None: volunteers get them from peers alone."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +112,12 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
             write_whole(tokenizer, answers.tokenizer.read_bytes())
         vocab_size = check_tokenizer(tokenizer, END_OF_TEXT).vocab_size
         tokens = tokenize(
-            answers.texts, tokenizer, folder / TOKENS_FOLDER, prefix=TRAIN, text_field=TEXT_FIELD,
-            source_prefix=answers.source, on_progress=on_progress,
+            answers.texts, tokenizer, folder / TOKENS_FOLDER, prefix=TRAIN, url=answers.url, on_progress=on_progress
         ).tokens
         if answers.held_out:
-            tokenize(answers.held_out, tokenizer, folder / TOKENS_FOLDER, prefix=HELD_OUT, on_progress=on_progress)
+            tokenize(
+                answers.held_out, tokenizer, folder / TOKENS_FOLDER, prefix=HELD_OUT, url=answers.url, on_progress=on_progress
+            )
         write_whole(folder / CAMPAIGN_YAML, campaign_yaml(answers, vocab_size, tokens).encode())
         return read_campaign(folder / CAMPAIGN_YAML)
     except (UserError, OSError) as error:
@@ -165,8 +164,8 @@ def check_answers(answers: Answers) -> None:
     _check_epochs(answers.epochs)
     _check_texts((*answers.texts, *answers.held_out))
     _check_tokenizer(answers.tokenizer)
-    if answers.source is not None:
-        check_sources(answers.texts, answers.source, TEXT_FIELD)
+    if answers.url is not None:
+        check_url(answers.url)
 
 
 def check_place(folder: Path, name: str) -> None:
@@ -242,6 +241,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
     schedule = make_schedule(size, tokens, answers.peers, answers.epochs)
     held_out = f"{TOKENS_FOLDER}/{HELD_OUT}{MANIFEST_NAME}"
     return _TEMPLATE.format(
+        schema_version=SCHEMA_VERSION,
         name=answers.name,
         vocab_size=vocab_size,
         rows=-(-vocab_size // 64) * 64,
@@ -250,7 +250,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         size=size,
         schedule=schedule,
         manifest=f"{TOKENS_FOLDER}/{TRAIN}{MANIFEST_NAME}",
-        served="volunteers get its tokens from peers" if answers.source is None else f"volunteers read it at {answers.source}",
+        served="peers serve its tokens" if answers.url is None else f"publish this folder at {answers.url}",
         validation=f"validation_manifest: {held_out}" if answers.held_out else f"# validation_manifest: {held_out}",
         tokenizer=TOKENIZER_JSON,
         sync_tokens=size.sync_steps * size.batch_size * size.sequence_length,
@@ -260,6 +260,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
 _TEMPLATE = """\
 # A campaign of spes-p2p. The same on every peer: volunteers get it from the swarm. What is not here has its default;
 # every field: docs/configuration.md. Once a bootstrap peer has started with this file, changing it makes another campaign.
+schema_version: {schema_version}  # what a field that is left out means
 name: {name}
 
 model:

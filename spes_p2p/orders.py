@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from spes_p2p.config import CampaignConfig
+from spes_p2p.consensus.control import is_paused, number_of
 from spes_p2p.errors import UserError
-from spes_p2p.swarm.control import changed, is_paused, number_of
-from spes_p2p.swarm.records import CampaignState, Change, Control
+from spes_p2p.messages.consensus import CampaignState, Change, Control
+from spes_p2p.sync.schedule import changed
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,20 @@ def _state(standing: Standing) -> CampaignState:
 def _next(standing: Standing, state: CampaignState) -> Control:
     changes = () if standing.newest is None else standing.newest.changes
     return Control(standing.campaign, number_of(standing.newest) + 1, state, changes, -1, b"")
+
+
+def describe(control: Control | None) -> str:
+    """What a record says, for people: paused, rolled back to round 40, from round 60 on learning_rate 0.0001; or ""."""
+    if control is None:
+        return ""
+    words: list[str] = [] if control.state == "running" else [control.state]
+    if control.rollback >= 0:
+        words.append(f"rolled back to round {control.rollback}")
+    for change in control.changes:
+        words.append(f"from round {change.round} on {_words(change.training)}")
+    return ", ".join(words)
+
+
+def _words(training: str) -> str:
+    """A change without the signs of JSON; printable, whatever was signed."""
+    return re.sub(r"[^\w.:,+-]", "", training).replace(":", " ").replace(",", ", ")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
+from spes_p2p.errors import UserError
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import Control, ControlRequest, Known
+from spes_p2p.messages.methods import CONTROL
 from spes_p2p.orders import MakeControl, Standing
-from spes_p2p.swarm.control import CONTROL, ControlRequest, Known, is_signed, is_stopped, number_of, owner_of, scheduled, signed
 from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.records import Control
-from spes_p2p.swarm.wire import WireError, pack, unpack
-from spes_p2p.visit import VISIT_SILENCE_S, Visit, visiting
+from spes_p2p.sync.schedule import scheduled
+from spes_p2p.visit import Visit, visiting
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,12 @@ class Given:
 async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> Given:
     """Sign what `make` says and hand it to every peer of the campaign at these addresses. Raises UserError."""
     owner = _owner_key(key)
-    with tempfile.TemporaryDirectory(prefix="spes-control-") as folder:
-        async with visiting(addresses, Path(folder) / "identity.key") as visit:
-            _require_owner(visit, owner, key)
-            known = await _ask_all(visit, None)
-            standing = _standing(visit, known, addresses[0])
-            control = signed(make(standing), owner)
-            answers = await _ask_all(visit, control)
+    async with visiting(addresses) as visit:
+        _require_owner(visit, owner, key)
+        known = await _ask_all(visit, None)
+        standing = _standing(visit, known, addresses[0])
+        control = signed(make(standing), owner)
+        answers = await _ask_all(visit, control)
     taken = sum(answer.newest == control for answer in answers)
     if not taken:
         raise UserError(f"{addresses[0]}: nobody took the order; see spes-p2p status, then give it again")
@@ -86,13 +85,5 @@ def _standing(visit: Visit, known: Sequence[Known], address: str) -> Standing:
 
 async def _ask_all(visit: Visit, control: Control | None) -> list[Known]:
     """What every peer that answers knows, after it got this record."""
-
-    async def ask(peer: str) -> Known | None:
-        try:
-            request = pack(ControlRequest(control))
-            return unpack(Known, await visit.board.ask(peer, CONTROL, request, VISIT_SILENCE_S))
-        except (PeerUnreachable, Refused, WireError):
-            return None
-
-    answers = await asyncio.gather(*(ask(peer) for peer in await visit.contacts()))
-    return [answer for answer in answers if answer is not None]
+    answers = await visit.ask_everybody(CONTROL, pack(ControlRequest(control)), lambda reply: unpack(Known, reply))
+    return list(answers.values())

@@ -14,20 +14,19 @@ from itertools import product
 from typing import Any
 
 from spes_p2p.config import CampaignConfig, PeerConfig
+from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.errors import UserError
+from spes_p2p.messages.rounds import Member
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.memory import DeviceBytes, DeviceKind, OptimizerKind, Setup, device_bytes, shared_elements, stored_bytes
 from spes_p2p.model.stored import StoredFormat, StoredPlace
 from spes_p2p.observe.units import human_bytes, human_count
 from spes_p2p.swarm.ownership import assign_experts
-from spes_p2p.swarm.records import Member
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
-from spes_p2p.sync.means import RunningMean
+from spes_p2p.sync.kept_results import KEPT_ROUNDS, MAX_KEPT_ROUNDS
 from spes_p2p.sync.outer import base_size
-from spes_p2p.sync.parts import extra_copies, part_table, pulls
-from spes_p2p.sync.replica import KEPT_ROUNDS, MAX_KEPT_ROUNDS
-from spes_p2p.sync.snapshot import KEPT_SNAPSHOTS
+from spes_p2p.sync.parts import PART_BYTES, extra_copies, part_table, pulls
 
 RESERVED_BYTES = 2**29
 RESERVED_SHARE = 0.05
@@ -298,7 +297,7 @@ def _all_sums_bytes(config: CampaignConfig) -> int:
     """Of the means of all groups that several peers train: a bootstrap peer makes nearly all, its line being free."""
     layout = layout_of(config.model)
     several = layout.size if config.experts.redundancy > 1 else shared_elements(layout)
-    return 4 * RunningMean.rows(config.outer.mean) * several
+    return 4 * several
 
 
 def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_second: float) -> Traffic:
@@ -312,13 +311,13 @@ def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_se
     owners = assign_experts(experts, dict.fromkeys(names, capacity), (), config.experts.redundancy, config.name)
     members = tuple(Member(name, 1, tuple(int(name in expert) for expert in owners), 1.0) for name in names)
     owned = [sum(member.routed) for member in members]
-    up, down = _busiest(layout_of(config.model), members, owned.index(max(owned)), codecs, config.sync.part_bytes)
+    up, down = _busiest(layout_of(config.model), members, owned.index(max(owned)), codecs)
     return Traffic(peers, max(owned), sum(map(bool, owners)), up, down, bits_per_second)
 
 
-def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: GroupCodecs, part_bytes: int) -> tuple[int, int]:
+def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: GroupCodecs) -> tuple[int, int]:
     """Bytes (up, down) of one member, from the round's parts."""
-    coarse = max(part_bytes, codecs.encoded_bytes(layout) // COARSE_PARTS)
+    coarse = max(PART_BYTES, codecs.encoded_bytes(layout) // COARSE_PARTS)
     up = down = 0
     for part in part_table(layout, members, codecs, coarse):
         encoded = part.encoded_bytes
@@ -332,7 +331,7 @@ def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: Group
 
 def _choices(config: CampaignConfig, kind: DeviceKind, owned: int, options: Options) -> Iterator[Choice]:
     training = config.training
-    bf16, muon = kind == "cuda" and training.autocast_bf16, training.optimizer == "muon"
+    bf16, muon = kind == "cuda", training.optimizer == "muon"
     names = [field.name for field in fields(options)]
     for values in product(*(getattr(options, name) for name in names)):
         setup = Setup(owned=owned, device=kind, bf16=bf16, muon=muon, **dict(zip(names, values, strict=True)))
@@ -361,7 +360,7 @@ def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, .
 
 def _stored_formats(config: CampaignConfig, kind: DeviceKind) -> tuple[StoredFormat, ...]:
     """Where computation is in bf16, float32 copies of what is not trained would be rounded at each use."""
-    return ("bf16", "int8") if kind == "cuda" and config.training.autocast_bf16 else ("fp32", "bf16", "int8")
+    return ("bf16", "int8") if kind == "cuda" else ("fp32", "bf16", "int8")
 
 
 def _enough_peers(config: CampaignConfig, owned: int) -> int:

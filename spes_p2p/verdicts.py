@@ -12,9 +12,10 @@ from rich.text import Text
 
 from spes_p2p import __version__
 from spes_p2p.addresses import peer_of
-from spes_p2p.config import PROTOCOL_VERSION
-from spes_p2p.observe.units import human_bytes, human_count, human_seconds, short_peer
-from spes_p2p.swarm.checkup import Clock, DialBack, Skew, direct_host
+from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.messages.presence import Clock, DialBack
+from spes_p2p.observe.units import counted, human_bytes, human_count, human_seconds, short_peer
+from spes_p2p.swarm.checkup import Skew, direct_host
 
 Result = Literal["pass", "warning", "failure"]
 
@@ -82,8 +83,7 @@ def judge_dht(seen: Mapping[str, frozenset[str] | str]) -> Check:
         advice = "these are separate swarms: start each bootstrap peer with --peer and the address of another one"
         return Check("dht", "failure", f"{apart[0]} does not see the peers of the other addresses", advice, values)
     one = f"; {len(seen)} addresses lead to one DHT" if len(seen) > 1 else ""
-    peers = f"{len(everybody)} {'peer' if len(everybody) == 1 else 'peers'}"
-    return Check("dht", "pass", f"{peers} of the campaign in the registry{one}", values=values)
+    return Check("dht", "pass", f"{counted(len(everybody), 'peer')} of the campaign in the registry{one}", values=values)
 
 
 def judge_reachability(answers: Mapping[str, DialBack], ports: Sequence[int], relays: Sequence[str]) -> Check:

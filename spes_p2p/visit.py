@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from spes_p2p.addresses import listen_beside, peer_of
 from spes_p2p.campaign import CampaignFiles, fetch_campaign
+from spes_p2p.consensus.control import is_signed, number_of
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.observe.status import PeerStatus
-from spes_p2p.swarm.control import CONTROL, ControlRequest, Known, is_signed, number_of
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Control, ControlRequest, Head, Known
+from spes_p2p.messages.methods import CONTROL, STATUS
+from spes_p2p.messages.presence import Contact, HistoryPage, PeerStatus
+from spes_p2p.swarm.contacts import find_contacts
 from spes_p2p.swarm.interfaces import World
 from spes_p2p.swarm.libp2p import start_libp2p
-from spes_p2p.swarm.node import STATUS, find_contacts
-from spes_p2p.swarm.records import Contact, Control, Head
-from spes_p2p.swarm.remember import HistoryPage, ask_history
+from spes_p2p.swarm.remember import pages
 from spes_p2p.swarm.rpc import Switchboard
 from spes_p2p.swarm.store import DirectoryStore
-from spes_p2p.swarm.wire import WireError, pack, unpack
+
+Answer = TypeVar("Answer")
 
 VISIT_SILENCE_S = 5.0
 """A peer that does not answer a visitor for so long is left out."""
@@ -38,21 +43,29 @@ class Visit:
     async def contacts(self) -> dict[str, Contact]:
         """Who is in the DHT, by peer id; nobody when it does not answer."""
         try:
-            return await find_contacts(self.world, self.files.campaign.hash)
+            return await find_contacts(self.world.registry, self.world.transport, self.files.campaign.hash)
         except PeerUnreachable:
             return {}
 
+    async def ask_everybody(self, method: str, request: bytes, read: Callable[[bytes], Answer]) -> dict[str, Answer]:
+        """What each peer answers; left out is who does not, or for whose answer `read` raises ValueError."""
+        contacts, answers = await self.contacts(), dict[str, Answer]()
+
+        async def ask(peer: str) -> None:
+            with contextlib.suppress(PeerUnreachable, Refused, ValueError):
+                answers[peer] = read(await self.board.ask(peer, method, request, VISIT_SILENCE_S))
+
+        await asyncio.gather(*map(ask, contacts))
+        return answers
+
     async def ask_all(self) -> list[PeerStatus]:
         """The status of every peer that answers."""
-        answers = await asyncio.gather(*(self._ask_status(peer) for peer in await self.contacts()))
-        return [answer for answer in answers if answer is not None]
+        answers = await self.ask_everybody(STATUS, b"", PeerStatus.from_bytes)
+        return [status for peer, status in answers.items() if status.peer_id == peer]
 
-    async def history(self, peer: str, after: int) -> HistoryPage | None:
-        """One page of what a peer remembers of the rounds after this one; None when it does not answer."""
-        try:
-            return await ask_history(self.board, peer, after)
-        except (PeerUnreachable, Refused, WireError):
-            return None
+    def history(self, peer: str, after: int) -> AsyncIterator[HistoryPage]:
+        """What a peer remembers of the rounds after this one; ends early when it does not answer."""
+        return pages(self.board, peer, after)
 
     async def newest_order(self, known: Control | None) -> Control | None:
         """The owner's newest control record; asked for when the registry shows a newer one than `known`."""
@@ -67,21 +80,15 @@ class Visit:
                     known = told
         return known
 
-    async def _ask_status(self, peer: str) -> PeerStatus | None:
-        try:
-            answer = PeerStatus.from_bytes(await self.board.ask(peer, STATUS, b"", VISIT_SILENCE_S))
-        except (PeerUnreachable, Refused, ValueError):
-            return None
-        return answer if answer.peer_id == peer else None
-
 
 @contextlib.asynccontextmanager
-async def visiting(addresses: Sequence[str], identity: Path) -> AsyncIterator[Visit]:
-    """Look at a swarm without taking part. Raises UserError when the addresses lead nowhere."""
-    net = await start_libp2p(identity, listen_beside(addresses), (), addresses)
-    try:
-        board = Switchboard(net.transport, VISIT_SILENCE_S)
-        files, genesis = await fetch_campaign(board, [peer_of(address) for address in addresses], None)
-        yield Visit(files, genesis, net.world(DirectoryStore(identity.parent)), board)
-    finally:
-        await net.close()
+async def visiting(addresses: Sequence[str]) -> AsyncIterator[Visit]:
+    """Look at a swarm without taking part, under a new identity. Raises UserError when the addresses lead nowhere."""
+    with tempfile.TemporaryDirectory(prefix="spes-visit-") as folder:
+        net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
+        try:
+            board = Switchboard(net.transport, VISIT_SILENCE_S)
+            files, genesis = await fetch_campaign(board, [peer_of(address) for address in addresses], net.registry)
+            yield Visit(files, genesis, net.world(DirectoryStore(Path(folder))), board)
+        finally:
+            await net.close()

@@ -1,16 +1,17 @@
-"""Every interleaving of one decision: three electors and two coordinators, the real rules on real stores, searched to the end.
+"""Every interleaving of a few decisions: the production state machines, searched to the end.
 
-A state holds what each elector has on disk and in memory, and each ballot that a coordinator began: who answered, what it
-proposed, who voted. From a state every step is taken that could come next:
+Three electors, each a `Participant`, and two coordinators, each with a `Proposer`. A state holds what each elector has on disk
+and in memory, what each coordinator has in memory, and everything that was ever sent. From a state every step is taken that
+could come next:
 
-- a coordinator begins a ballot of any number up to the bound: after an attempt that failed, or a crash that forgot the last;
+- a coordinator begins a ballot of any number up to the bound: at first, after an attempt that failed, or after a crash;
 - a prepare, an accept or a certificate reaches an elector: soon, late, again, or (no step is forced) never;
-- the elector answers, or crashes at a named point of its store's write and restarts: the answer is lost then;
-- an elector crashes at any other time, or loses its disk and comes back with an empty one;
-- the coordinator goes on with any of the answers that it got: the others are lost, or come too late.
+- the elector makes its writes durable and answers, or crashes after any of the writes; the answer arrives, or is lost;
+- an elector crashes at any other time, or loses its disk and returns with an empty one;
+- an elector gives up its seat, and a coordinator has heard of that or not;
+- the owner opens a term after any round of its log.
 
-An answer belongs to the talk that asked for it: one to a ballot whose coordinator has begun another is read by nobody.
-A coordinator reads a set of answers, not their order, so that their arrivals need no steps of their own.
+An answer arrives at once or never: a later one could only delay what the proposer sends, and that may be late anyway.
 """
 
 from __future__ import annotations
@@ -22,59 +23,58 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from spes_p2p.data.slices import Cursor
+from spes_p2p.consensus.acceptor import VoteState, fresh_votes
+from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.farewell import signed_farewell
+from spes_p2p.consensus.output import LOG, VOTES, Output
+from spes_p2p.consensus.participant import Files, Participant
+from spes_p2p.consensus.proposer import Phase, Proposer
+from spes_p2p.consensus.reform import is_reform
 from spes_p2p.errors import Refused
-from spes_p2p.swarm.electors import (
-    LOG,
-    VOTES,
-    Accept,
-    Elector,
-    HeadLog,
-    Prepare,
-    Promise,
-    VoteState,
-    Weighed,
-    open_votes,
-    quorum,
-    vote_message,
-    weigh,
-)
-from spes_p2p.swarm.identity import SimulatedIdentity
-from spes_p2p.swarm.records import Ballot, Decided, Head, Vote
-from spes_p2p.swarm.store import MemoryStore, frame_record
-from spes_p2p.swarm.wire import pack
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Accept, Ballot, Decided, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.messages.samples import Cursor
+from spes_p2p.swarm.simulated_identity import SimulatedIdentity
 
 NONE = -1
 ELECTORS = ("A", "B", "C")
+OWNER = "A"
 COORDINATORS = ("A", "B")
-
-
-class Crash(BaseException):
-    """The process ends here."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The code under test. A test that breaks a rule puts its own here."""
-
-    elector: type[Elector] = Elector
-    log: type[HeadLog] = HeadLog
-    weigh: Callable[..., Weighed] = weigh
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far the search goes; within them it leaves nothing out."""
+    """How far a search goes; within them it leaves nothing out."""
 
-    ballots: tuple[int, int] = (2, 2)
+    ballots: tuple[int, int] = (1, 1)
     """Ballots that each coordinator begins."""
     numbers: int = 2
     """Highest ballot number."""
     rounds: int = 1
     losses: int = 0
     """Disks that are lost."""
+    farewells: int = 0
+    """Times that an elector gives up its seat."""
+    reforms: int = 0
+    """Terms that are opened. With any, A is the owner, and keeps its seat and its disk."""
+    owner_loses: bool = False
+    """The owner may lose its disk too."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found."""
+
+    states: int
+    reached: frozenset[str]
+    """Kinds of states that were visited."""
+    violation: str | None = None
+    trace: tuple[str, ...] = ()
+    """The shortest way to the violation, step by step."""
 
 
 class Process(NamedTuple):
@@ -83,24 +83,34 @@ class Process(NamedTuple):
     losses: int
     """Disks that it lost before this one."""
     votes: bytes
-    log: tuple[bytes, ...]
-    memory: tuple[tuple[str, Any], ...]
+    log: tuple[int, ...]
+    """Heads."""
+    memory: VoteState | None
+    """Its votes where they are not what is on disk."""
+
+
+class Live(NamedTuple):
+    """A proposer that waits for promises, or for the head to propose. Numbers stand for answers and memories."""
+
+    attempt: int
+    memory: int
+    answers: tuple[int, ...]
+    """Of each elector, NONE where none came; emptied when nobody will read them any more."""
+    heard: tuple[bool, ...]
+    """The electors whose farewells it counts."""
 
 
 class Attempt(NamedTuple):
-    """One ballot of one coordinator. Small numbers stand for electors' answers, heads and votes (`Model` knows which)."""
+    """One ballot of one coordinator, as it was sent."""
 
     coordinator: str
-    index: int
-    """How many ballots this coordinator had begun before."""
+    place: int
+    """Ballots that this coordinator had begun before."""
     number: int
     parent: int
-    running: bool
-    """Its coordinator still listens; False after it began another one."""
-    answers: tuple[int, ...]
-    """Of each elector, NONE where none came; emptied when nobody will read them any more."""
     proposal: int | None
     votes: tuple[bool, ...]
+    """The electors that signed the proposal in this ballot."""
 
     @property
     def ballot(self) -> Ballot:
@@ -111,20 +121,13 @@ class State(NamedTuple):
     """Everything at one instant."""
 
     electors: tuple[int, ...]
+    left: tuple[tuple[int, ...], ...]
+    """For each elector, the heads after which it said farewell."""
+    reforms: tuple[int, ...]
+    live: tuple[Live | None, ...]
+    """Of each coordinator."""
     attempts: tuple[Attempt, ...]
     """Of A, then of B, in the order in which they were begun."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a search found."""
-
-    states: int
-    decided: frozenset[str]
-    """Coordinators whose own head was decided in some state."""
-    violation: str | None
-    trace: tuple[str, ...]
-    """The shortest way there, step by step."""
 
 
 class Numbers:
@@ -141,261 +144,435 @@ class Numbers:
         return number
 
 
-class Model:
-    """The steps between states. What the real code does to one elector with one request is computed once and remembered."""
+Step = tuple[str, State]
+Certificate = tuple[Ballot, int, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+"""Ballot and head, who voted, who left, and whose farewells come with it."""
+PER_ELECTOR = ("_answers", "_caught_up", "electorate", "_farewells")
+"""Fields of a proposer that a Live keeps by elector."""
 
-    def __init__(self, rules: Rules, bounds: Bounds):
-        self.rules, self.bounds = rules, bounds
+
+class Model:
+    """The steps between states. What a state machine does with one request is computed once and remembered."""
+
+    def __init__(self, bounds: Bounds):
+        self.bounds = bounds
         self.genesis = Head(
             campaign="c", epoch=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
-            members=(), owners=(), cursor=Cursor(), helpers=(), electorate=ELECTORS, disks=(_disk(0),) * len(ELECTORS),
+            members=(), owners=(), cursor=Cursor(), helpers=(OWNER,) if bounds.reforms else (), electorate=ELECTORS,
+            disks=(_incarnation(0),) * len(ELECTORS),
         )
-        self._symmetric = bounds.rounds == 1 or not bounds.losses
-        self._processes, self._attempts, self._heads, self._answers = (Numbers() for _ in range(4))
+        self._at_once = not bounds.losses or bounds.rounds == 1
+        """Does a proposer propose as soon as it may? Later is the same, unless its head depends on losses until then."""
+        symmetric = bounds.rounds == 1 or not bounds.losses
+        self._fixed = (1 if bounds.reforms else 0) if symmetric else len(ELECTORS)
+        """The first so many electors are told apart."""
+        self._processes, self._attempts, self._heads, self._answers, self._memories, self._lives, self._sets = (
+            Numbers() for _ in range(7)
+        )
         self._heads.of(self.genesis)
-        self._known: dict[Any, list[tuple[int, Any]]] = {}
-        self._logs: dict[int, frozenset[int]] = {}
+        self._known: dict[Any, Any] = {}
+        self.reached: set[str] = set()
 
     def key(self, state: State) -> bytes:
-        """The same bytes for states that differ by the electors' names only: no rule looks at those.
+        """The same bytes for states that differ by the electors' names only, where no rule looks at those.
 
-        Heads that list different disks for electors tell them apart.
+        Heads that list different incarnations of electors tell them apart, and being the owner does.
         """
-        columns = [(e, *((a.answers[i] if a.answers else NONE, a.votes[i]) for a in state.attempts))
-                   for i, e in enumerate(state.electors)]
-        order = range(len(ELECTORS))
-        if self._symmetric:
-            order = sorted(order, key=columns.__getitem__)
+        columns = [
+            (e, state.left[i], *((live.answers[i] if live.answers else NONE, live.heard[i]) for live in state.live if live),
+             *(attempt.votes[i] for attempt in state.attempts))
+            for i, e in enumerate(state.electors)
+        ]  # fmt: skip
+        order = [*range(self._fixed), *sorted(range(self._fixed, len(ELECTORS)), key=columns.__getitem__)]
         numbers = [state.electors[i] for i in order]
+        numbers += [self._sets.of(state.left[i]) for i in order]
+        numbers.append(self._sets.of(state.reforms))
+        for live in state.live:
+            if live is None:
+                numbers.append(0)
+            else:
+                answers = tuple(live.answers[i] for i in order) if live.answers else ()
+                heard = tuple(live.heard[i] for i in order)
+                numbers.append(1 + self._lives.of(live._replace(answers=answers, heard=heard)))
         for attempt in state.attempts:
-            answers = tuple(attempt.answers[i] for i in order) if attempt.answers else ()
-            votes = tuple(attempt.votes[i] for i in order)
-            numbers.append(self._attempts.of(attempt._replace(answers=answers, votes=votes)))
-        return array("H", numbers).tobytes()
+            numbers.append(self._attempts.of(attempt._replace(votes=tuple(attempt.votes[i] for i in order))))
+        return array("I", numbers).tobytes()
 
     def state(self, key: bytes) -> State:
         """The state of a key."""
-        numbers = array("H", key)
-        attempts = tuple(self._attempts.things[number] for number in numbers[len(ELECTORS) :])
-        return State(tuple(numbers[: len(ELECTORS)]), attempts)
+        numbers, many = array("I", key), len(ELECTORS)
+        live = tuple(self._lives.things[n - 1] if n else None for n in numbers[2 * many + 1 : 2 * many + 3])
+        left = tuple(self._sets.things[number] for number in numbers[many : 2 * many])
+        attempts = tuple(self._attempts.things[number] for number in numbers[2 * many + 3 :])
+        return State(tuple(numbers[:many]), left, self._sets.things[numbers[2 * many]], live, attempts)
 
     def first(self) -> State:
         """Nothing has happened."""
-        return State((self._processes.of(_empty_disk(0)),) * len(ELECTORS), ())
+        many = len(ELECTORS)
+        return State((self._processes.of(_empty_disk(0)),) * many, ((),) * many, (), (None,) * len(COORDINATORS), ())
 
-    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+    def steps(self, state: State) -> Iterator[Step]:
         """Every state that can come next, with the step that leads there."""
         yield from self._begin(state)
         yield from self._propose(state)
-        for place, name in enumerate(ELECTORS):
+        for place in range(len(ELECTORS)):
             yield from self._crash(state, place)
             yield from self._lose_disk(state, place)
+            yield from self._leave(state, place)
+            yield from self._open_term(state, place)
             for attempt in state.attempts:
-                yield from self._prepare(state, attempt, place, name)
-                yield from self._accept(state, attempt, place, name)
-            yield from self._learn(state, place, name)
+                yield from self._prepare(state, attempt, place)
+                yield from self._accept(state, attempt, place)
+            yield from self._learn(state, place)
 
     # Coordinators ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, state: State) -> Iterator[tuple[str, State]]:
-        """On any decided head, the newest or one that others have left behind."""
-        parents = [n for n in (0, *self.certified(state)) if self._heads.things[n].round + 1 < self.bounds.rounds]
+    def _begin(self, state: State) -> Iterator[Step]:
+        """On any certified head, the newest or one that others have left behind, with any of the farewells."""
+        parents = [n for n in (0, *sorted(self.certified(state))) if self._heads.things[n].round + 1 < self.bounds.rounds]
         for coordinator, most in zip(COORDINATORS, self.bounds.ballots, strict=True):
             index = sum(attempt.coordinator == coordinator for attempt in state.attempts)
             if index == most:
                 continue
-            others = [_given_up(a) if a.coordinator == coordinator else a for a in state.attempts]
             for parent, number in itertools.product(parents, range(1, self.bounds.numbers + 1)):
-                nobody = (NONE,) * len(ELECTORS)
-                made = Attempt(coordinator, index, number, parent, True, nobody, None, (False,) * len(ELECTORS))
-                yield f"{coordinator} begins ballot {number} after head {parent}", _with_attempts(state, [*others, made])
+                if coordinator in self._heads.things[parent].electorate:
+                    for heard in itertools.product(*({False, parent in left} for left in state.left)):
+                        live = self._begun(coordinator, index, number, parent, heard)
+                        made = Attempt(coordinator, index, number, parent, None, (False,) * len(ELECTORS))
+                        after = _with_live(state, coordinator, live)._replace(attempts=_ordered([*state.attempts, made]))
+                        yield f"{coordinator} begins ballot {number} after head {parent}", after
 
-    def _propose(self, state: State) -> Iterator[tuple[str, State]]:
-        """A coordinator stops waiting for promises and goes on with some of those that came."""
-        for attempt in state.attempts:
-            if not attempt.running or attempt.proposal is not None:
-                continue
-            came = [answer for answer in attempt.answers if answer != NONE]
-            parent: Head = self._heads.things[attempt.parent]
-            for count in range(1, len(came) + 1):
-                for chosen in itertools.combinations(came, count):
-                    answers = [self._answers.things[answer] for answer in chosen]
-                    weighed = self.rules.weigh(answers, parent.electorate)
-                    if not weighed.won:
-                        continue
-                    for head in [weighed.bound] if weighed.bound is not None else self._own_heads(state, attempt, parent):
-                        proposed = attempt._replace(answers=(), proposal=self._heads.of(head))
-                        yield f"{attempt.coordinator} proposes head {proposed.proposal}", _replaced(state, attempt, proposed)
+    def _begun(self, coordinator: str, index: int, number: int, parent: int, heard: tuple[bool, ...]) -> Live:
+        key = "begin", coordinator, index, number, parent, heard
+        if key not in self._known:
+            proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator), number - 1)
+            proposer.prepare(self._farewells(parent, heard))
+            self._known[key] = self._remembered(proposer, index, heard)
+        live: Live = self._known[key]
+        return live
+
+    def _propose(self, state: State) -> Iterator[Step]:
+        """A coordinator with its promises proposes: what binds it, or a head of its own."""
+        for coordinator, live in zip(COORDINATORS, state.live, strict=True):
+            if live is not None and not live.answers:
+                yield from self._proposed(state, coordinator, live)
+
+    def _proposed(self, state: State, coordinator: str, live: Live) -> Iterator[Step]:
+        attempt = next(a for a in state.attempts if (a.coordinator, a.place) == (coordinator, live.attempt))
+        proposer = self._proposer(coordinator, live, attempt.parent)
+        if proposer.bound is not None:
+            self.reached.add("a bound head is proposed again")
+        heads = [proposer.bound] if proposer.bound is not None else self._own_heads(state, attempt, proposer.parent)
+        for head in heads:
+            (accept, *_) = self._proposer(coordinator, live, attempt.parent).propose(head, ())
+            assert isinstance(accept.request, Accept)
+            proposed = attempt._replace(proposal=self._heads.of(accept.request.head))
+            after = _replaced(_with_live(state, coordinator, None), attempt, proposed)
+            yield f"{coordinator} proposes head {proposed.proposal}", after
 
     def _own_heads(self, state: State, attempt: Attempt, parent: Head) -> Iterator[Head]:
         """What a coordinator that is not bound may propose: another head in each attempt, as its plan would be another.
 
-        It lists electors' disks as they are or, where it did not hear of a loss, as they were.
+        It lists electors' incarnations as they are or, where it did not hear of a loss, as they were.
         """
-        tokens = 10 * COORDINATORS.index(attempt.coordinator) + attempt.index + 1
-        now = tuple(_disk(self._processes.things[process].losses) for process in state.electors)
-        known = [{old, new} for old, new in zip(parent.disks, now, strict=True)]
-        for disks in itertools.product(*known) if parent.round + 2 < self.bounds.rounds else [parent.disks]:
+        tokens = 10 * COORDINATORS.index(attempt.coordinator) + attempt.place + 1
+        now = [_incarnation(self._processes.things[process].losses) for process in state.electors]
+        listed = dict(zip(parent.electorate, parent.disks, strict=True))
+        known = [sorted({listed.get(name, new), new}) for name, new in zip(ELECTORS, now, strict=True)]
+        for disks in itertools.product(*known) if parent.round + 2 < self.bounds.rounds else [tuple(now)]:
             yield dataclasses.replace(
-                parent, round=parent.round + 1, parent=parent.id, plan="p", tokens=tokens, disks=tuple(disks)
+                parent, round=parent.round + 1, parent=parent.id, plan="p", tokens=tokens, electorate=ELECTORS, disks=disks
             )
+
+    def _proposer(self, coordinator: str, live: Live, parent: int) -> Proposer:
+        proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator))
+        proposer.hear(self._farewells(parent, live.heard))
+        answers = zip(ELECTORS, live.answers, strict=False)
+        vars(proposer).update(self._memories.things[live.memory])
+        vars(proposer)["_answers"] = {name: self._answers.things[answer] for name, answer in answers if answer != NONE}
+        return proposer
+
+    def _remembered(self, proposer: Proposer, index: int, heard: tuple[bool, ...]) -> Live:
+        memory = {name: value for name, value in vars(proposer).items() if name not in (*PER_ELECTOR, "_log", "_identity")}
+        came = vars(proposer)["_answers"] if proposer.phase is Phase.PREPARING else {}
+        answers = tuple(self._answers.of(came[name]) if name in came else NONE for name in ELECTORS)
+        memory_number = self._memories.of(tuple(sorted(memory.items(), key=lambda pair: pair[0])))
+        return Live(index, memory_number, answers, heard) if proposer.phase is Phase.PREPARING else (
+            Live(index, memory_number, (), (False,) * len(ELECTORS))
+        )
+
+    def _log_to(self, head: int) -> CommitLog:
+        """A log that ends with this head."""
+        chain: list[Head] = []
+        while head:
+            chain.append(self._heads.things[head])
+            head = next(n for n, known in enumerate(self._heads.things) if known.id == chain[-1].parent)
+        log = CommitLog(SimulatedIdentity("reader"), self.genesis)
+        for known in reversed(chain):
+            log.put(_uncertified(known))
+        return log
+
+    def _farewells(self, parent: int, heard: tuple[bool, ...]) -> list[Farewell]:
+        said = self._heads.things[parent].id
+        return [signed_farewell(SimulatedIdentity(name), said) for name, known in zip(ELECTORS, heard, strict=True) if known]
 
     # Electors ----------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, state: State, attempt: Attempt, place: int, name: str) -> Iterator[tuple[str, State]]:
-        for after, promise in self._deliver("prepare", name, state.electors[place], attempt.ballot, attempt.parent):
-            heard = attempt
-            awaited = attempt.running and attempt.proposal is None and attempt.answers[place] == NONE
-            if awaited and promise is not None and promise.granted:
-                heard = attempt._replace(answers=_put(attempt.answers, place, self._answers.of(promise)))
-            if heard is not attempt or after != state.electors[place]:
-                what = f"the prepare of {attempt.coordinator}/{attempt.number}"
-                step = f"an elector {'answers' if promise else 'crashes over'} {what}"
-                yield step, _replaced(_with_elector(state, place, after), attempt, heard)
+    def _prepare(self, state: State, attempt: Attempt, place: int) -> Iterator[Step]:
+        parent: Head = self._heads.things[attempt.parent]
+        request = Prepare(parent.round + 1, parent.id, attempt.ballot)
+        key = "prepare", attempt.number, attempt.coordinator, attempt.parent
+        ends = self._handle(state, place, key, lambda elector: elector.acceptor.prepare(attempt.coordinator, request))
+        what = f"the prepare of {attempt.coordinator}/{attempt.number}"
+        for after, promise in ends:
+            changed = _with_elector(state, place, after)
+            if changed != state:
+                yield f"{ELECTORS[place]} takes {what}, its answer is lost", changed
+            if promise is not None:
+                for then in self._hear(changed, attempt, request, place, promise):
+                    yield f"{ELECTORS[place]} answers {what}", then
 
-    def _accept(self, state: State, attempt: Attempt, place: int, name: str) -> Iterator[tuple[str, State]]:
+    def _hear(self, state: State, attempt: Attempt, request: Prepare, place: int, promise: Promise) -> Iterator[State]:
+        """The answer reaches whatever proposer its coordinator runs now, also when it belongs to an earlier ballot."""
+        live = state.live[COORDINATORS.index(attempt.coordinator)]
+        if live is None or not live.answers or promise.round < request.round - 1:
+            return
+        answer = self._answers.of(promise)
+        key = "hear", attempt.coordinator, live, attempt.number, attempt.parent, place, answer
+        if key not in self._known:
+            self._known[key] = self._heard(state, attempt.coordinator, live, request, place, promise)
+        heard = self._known[key]
+        if heard is None:
+            return
+        then, ballot = heard
+        index = sum(a.coordinator == attempt.coordinator for a in state.attempts)
+        if ballot is None and not then.answers and self._at_once:
+            yield from (after for _, after in self._proposed(state, attempt.coordinator, then))
+        elif ballot is None:
+            yield _with_live(state, attempt.coordinator, then)
+        elif ballot <= self.bounds.numbers and index < self.bounds.ballots[COORDINATORS.index(attempt.coordinator)]:
+            self.reached.add("an outbid proposer goes on with a higher ballot")
+            parent = next(a.parent for a in state.attempts if (a.coordinator, a.place) == (attempt.coordinator, live.attempt))
+            made = Attempt(attempt.coordinator, index, ballot, parent, None, (False,) * len(ELECTORS))
+            after = _with_live(state, attempt.coordinator, then._replace(attempt=index))
+            yield after._replace(attempts=_ordered([*state.attempts, made]))
+
+    def _heard(
+        self, state: State, coordinator: str, live: Live, request: Prepare, place: int, promise: Promise
+    ) -> tuple[Live, int | None] | None:
+        """The proposer after the answer, and the number of its new ballot if it began one; None when nothing came of it."""
+        begun = next(a for a in state.attempts if (a.coordinator, a.place) == (coordinator, live.attempt))
+        proposer = self._proposer(coordinator, live, begun.parent)
+        before = proposer.ballot
+        proposer.receive(ELECTORS[place], request, promise)
+        if proposer.phase is Phase.FAILED:
+            return None
+        after = self._remembered(proposer, live.attempt, live.heard)
+        if proposer.ballot != before:
+            return after, proposer.ballot.number
+        return (after, None) if after != live else None
+
+    def _accept(self, state: State, attempt: Attempt, place: int) -> Iterator[Step]:
         if attempt.proposal is None:
             return
-        for after, vote in self._deliver("accept", name, state.electors[place], attempt.ballot, attempt.proposal):
-            heard = attempt if vote is None else attempt._replace(votes=_put(attempt.votes, place, True))
-            if heard != attempt or after != state.electors[place]:
+        request = Accept(attempt.ballot, self._heads.things[attempt.proposal])
+        key = "accept", attempt.number, attempt.coordinator, attempt.proposal
+        ends = self._handle(state, place, key, lambda elector: elector.acceptor.accept(attempt.coordinator, request))
+        for after, vote in ends:
+            voted = attempt if vote is None else attempt._replace(votes=_put(attempt.votes, place, True))
+            if voted != attempt or after != state.electors[place]:
                 what = f"head {attempt.proposal} of {attempt.coordinator}/{attempt.number}"
-                step = f"an elector {'votes for' if vote else 'crashes over'} {what}"
-                yield step, _replaced(_with_elector(state, place, after), attempt, heard)
+                step = f"{ELECTORS[place]} {'votes for' if vote else 'crashes over'} {what}"
+                yield step, _replaced(_with_elector(state, place, after), attempt, voted)
 
-    def _learn(self, state: State, place: int, name: str) -> Iterator[tuple[str, State]]:
-        """Somebody sends the votes of one ballot as a certificate, enough of them or not."""
+    def _learn(self, state: State, place: int) -> Iterator[Step]:
+        """Somebody sends votes of one ballot as a certificate, enough of them or not, with farewells, true or forged."""
         for (ballot, head), voters in _votes(state).items():
-            for after, _ in self._deliver("learn", name, state.electors[place], ballot, head, voters):
-                yield f"an elector learns head {head}", _with_elector(state, place, after)
+            parent = self._parent(head)
+            left = tuple(name for name, after in zip(ELECTORS, state.left, strict=True) if parent in after)
+            claimed = tuple(name for name in ELECTORS if name not in voters)
+            for farewells in {left, claimed} if self.bounds.farewells else {left}:
+                certificate = ballot, head, voters, left, farewells
+                for after, _ in self._handle(state, place, ("learn", certificate), partial(self._taught, certificate)):
+                    yield f"{ELECTORS[place]} learns head {head}", _with_elector(state, place, after)
+        for head in state.reforms:
+            reform: Decided = self._known["reform", head]
+            for after, _ in self._handle(state, place, ("reform", head), partial(Participant.learn, decided=reform)):
+                yield f"{ELECTORS[place]} learns the reform {head}", _with_elector(state, place, after)
 
-    def _crash(self, state: State, place: int) -> Iterator[tuple[str, State]]:
+    def _taught(self, certificate: Certificate, elector: Participant) -> Output[bool]:
+        """The elector gets these votes; of the farewells only those of electors that left carry their signature."""
+        ballot, head, voters, left, farewells = certificate
+        decided: Head = self._heads.things[head]
+        message = vote_message(ballot, decided.id)
+        votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in voters)
+        said = [signed_farewell(SimulatedIdentity(name), decided.parent) for name in farewells]
+        told = [true if true.elector in left else dataclasses.replace(true, signature=b"forged") for true in said]
+        return elector.learn(Decided(decided, ballot, votes, tuple(told)))
+
+    def _leave(self, state: State, place: int) -> Iterator[Step]:
+        if sum(map(len, state.left)) == self.bounds.farewells:
+            return
         process: Process = self._processes.things[state.electors[place]]
-        if process.memory:
-            yield "an elector crashes", _with_elector(state, place, self._processes.of(process._replace(memory=())))
+        if len(process.log) == self.bounds.rounds:
+            return
+        for after, farewell in self._handle(state, place, ("leave",), lambda elector: elector.acceptor.leave()):
+            changed = _with_elector(state, place, after)
+            if farewell is not None:
+                parent = process.log[-1] if process.log else 0
+                said = tuple(sorted({*state.left[place], parent}))
+                changed = changed._replace(left=_put(state.left, place, said))
+            yield f"{ELECTORS[place]} leaves", changed
 
-    def _lose_disk(self, state: State, place: int) -> Iterator[tuple[str, State]]:
+    def _open_term(self, state: State, place: int) -> Iterator[Step]:
+        """After any round of the log. What is in the log may be told at any time, so it counts as told."""
+        if len(state.reforms) >= self.bounds.reforms:
+            return
+        process: Process = self._processes.things[state.electors[place]]
+        for number in range(-1, min(len(process.log), self.bounds.rounds - 1)):
+            ends = self._handle(state, place, ("open", number), partial(Participant.open_term, round_number=number))
+            opened: Decided | None = next((decided for _, decided in ends if decided is not None), None)
+            if opened is None:
+                continue
+            head = self._heads.of(opened.head)
+            self._known["reform", head] = opened
+            reforms = tuple(sorted({*state.reforms, head}))
+            for after, _ in ends:
+                opens = f"{ELECTORS[place]} opens a term with head {head}"
+                yield opens, _with_elector(state, place, after)._replace(reforms=reforms)
+
+    def _crash(self, state: State, place: int) -> Iterator[Step]:
+        process: Process = self._processes.things[state.electors[place]]
+        if process.memory is not None:
+            yield f"{ELECTORS[place]} crashes", _with_elector(state, place, self._processes.of(process._replace(memory=None)))
+
+    def _lose_disk(self, state: State, place: int) -> Iterator[Step]:
         processes: list[Process] = [self._processes.things[process] for process in state.electors]
-        if sum(process.losses for process in processes) < self.bounds.losses:
+        spared = self.bounds.reforms and ELECTORS[place] == OWNER and not self.bounds.owner_loses
+        if sum(process.losses for process in processes) < self.bounds.losses and not spared:
             empty = _empty_disk(processes[place].losses + 1)
-            yield "an elector loses its disk", _with_elector(state, place, self._processes.of(empty))
+            yield f"{ELECTORS[place]} loses its disk", _with_elector(state, place, self._processes.of(empty))
 
-    def _deliver(
-        self, what: str, name: str, process: int, ballot: Ballot, head: int, voters: tuple[str, ...] = ()
+    def _handle(
+        self, state: State, place: int, what: tuple[Any, ...], handle: Callable[[Participant], Output[Any]]
     ) -> list[tuple[int, Any]]:
-        """All ends of one delivery: the elector's next state, and its reply or None where there is none."""
-        key = what, name, process, ballot.number, ballot.coordinator, head, voters
+        """All ends of one request: the elector's next state, and its reply or None where it crashed after one of its writes."""
+        process, name = state.electors[place], ELECTORS[place]
+        key = what, name, process
         if key not in self._known:
-            request = self._request(what, ballot, self._heads.things[head], voters)
-            passed: list[str] = []
-            ends = [self._run(name, process, request, passed.append)]
-            ends += [self._run(name, process, request, _die_at(point)) for point in passed]
+            before: Process = self._processes.things[process]
+            elector = self._participant(name, before)
+            try:
+                output = handle(elector)
+            except Refused:
+                output = Output(None)
+            disk, ends = before._replace(memory=None), []
+            for write in output.writes:
+                elector.apply(write)
+                if write.file == VOTES:
+                    disk = disk._replace(votes=write.record)
+                elif write.file == LOG:
+                    disk = disk._replace(log=tuple(self._heads.of(decided.head) for decided in elector.log.since(-1)))
+                ends.append((self._processes.of(self._settled(disk)), None))
+            memory = None if pack(elector.acceptor.votes) == disk.votes else elector.acceptor.votes
+            ends.append((self._processes.of(self._settled(disk._replace(memory=memory))), output.reply))
             self._known[key] = [end for i, end in enumerate(ends) if end != (process, None) and end not in ends[:i]]
-        return self._known[key]
+        found: list[tuple[int, Any]] = self._known[key]
+        return found
 
-    def _request(self, what: str, ballot: Ballot, head: Head, voters: tuple[str, ...]) -> Prepare | Accept | Decided:
-        if what == "prepare":
-            return Prepare(head.round + 1, head.id, ballot)
-        if what == "accept":
-            return Accept(ballot, head)
-        message = vote_message(ballot, head.id)
-        return Decided(head, ballot, tuple(Vote(voter, SimulatedIdentity(voter).sign(message)) for voter in voters))
+    def _participant(self, name: str, process: Process) -> Participant:
+        """The elector as it recovers, with what it has in memory."""
+        records = [pack(_uncertified(self._heads.things[head])) for head in process.log]
+        files = Files(process.votes, records, None)
+        elector = Participant(SimulatedIdentity(name), self.genesis, files, random.Random(process.losses))
+        assert not elector.recovery
+        if process.memory is not None:
+            elector.acceptor.votes = process.memory
+        return elector
 
-    def _run(
-        self, name: str, process: int, request: Prepare | Accept | Decided, at: Callable[[str], None]
-    ) -> tuple[int, Promise | Vote | None]:
-        """The real code; `at` is told the points of the store's writes that it passes, and ends the process when it raises."""
-        before: Process = self._processes.things[process]
-        store = _disk_of(before)
-        identity = SimulatedIdentity(name)
-        log = self.rules.log(store, identity, self.genesis)
-        elector = self.rules.elector(log, store, identity, random.Random(before.losses))
-        usual = set(vars(elector))
-        vars(elector).update(before.memory)
-
-        store.fault = lambda point, _: at(point)
-        reply: Promise | Vote | None = None
-        memory: dict[str, Any] = {}
-        try:
-            if isinstance(request, Decided):
-                log.append(request)
-            else:
-                reply = elector.prepare(request) if isinstance(request, Prepare) else elector.accept(request)
-            memory = {name: value for name, value in vars(elector).items() if name not in usual}
-        except Refused:
-            memory = {name: value for name, value in vars(elector).items() if name not in usual}
-        except Crash:
-            memory = {}
-        return self._processes.of(self._after(before.losses, store, memory)), reply
-
-    def _after(self, losses: int, store: MemoryStore, memory: dict[str, Any]) -> Process:
-        """A process as a value.
-
-        Certificates of one head prove the same, so that the log is kept without votes; behind the last round of the search
-        nobody asks for votes any more, so that they are kept as for the next round.
-        """
-        store.fault = None
-        disk = store.reopen()
-        log = HeadLog(disk, SimulatedIdentity("reader"), self.genesis)
-        records = tuple(pack(Decided(decided.head, Ballot(0, ""), ())) for decided in log.since(-1))
-        if log.round + 1 == self.bounds.rounds:
-            unused = VoteState(_disk(losses), 0, log.round + 1, log.head.id, None, None, None)
-            disk.write(VOTES, [frame_record(pack(unused))])
-        return Process(losses, bytes(disk.read(VOTES) or b""), records, tuple(sorted(memory.items())))
+    def _settled(self, process: Process) -> Process:
+        """After the last round of the search nobody asks for votes any more: they are kept as for the next round."""
+        if len(process.log) < self.bounds.rounds:
+            return process
+        head: Head = self._heads.things[process.log[-1]]
+        unused = VoteState(_incarnation(process.losses), head.epoch, head.round + 1, head.id, None, None, None)
+        return process._replace(votes=pack(unused), memory=None)
 
     # What must hold ----------------------------------------------------------------------------------------------------
 
-    def _learned(self, process: int) -> frozenset[int]:
-        """The heads in an elector's log."""
-        if process not in self._logs:
-            log = HeadLog(_disk_of(self._processes.things[process]), SimulatedIdentity("reader"), self.genesis)
-            self._logs[process] = frozenset(self._heads.of(decided.head) for decided in log.since(-1))
-        return self._logs[process]
+    def _parent(self, head: int) -> int:
+        if ("parent", head) not in self._known:
+            parent = self._heads.things[head].parent
+            self._known["parent", head] = next(n for n, known in enumerate(self._heads.things) if known.id == parent)
+        found: int = self._known["parent", head]
+        return found
 
     def certified(self, state: State) -> set[int]:
-        """The heads for which a majority has signed in one ballot, whoever knows it."""
-        return {
-            number
-            for (_, number), voters in _votes(state).items()
-            if len(voters) >= quorum(ELECTORS)
-        }
+        """The heads that are decided, whoever knows it: by votes in one ballot of a majority of those that did not leave, or by
+        the owner. Counted here once more, without the code under test."""
+        found = set(state.reforms)
+        for (_, head), voters in _votes(state).items():
+            parent = self._parent(head)
+            electorate = set(self._heads.things[parent].electorate)
+            left = [name for name, after in zip(ELECTORS, state.left, strict=True) if parent in after]
+            for count in range(len(left) + 1):
+                for gone in itertools.combinations(left, count):
+                    seats = electorate - set(gone) or electorate
+                    if 2 * len(seats & set(voters)) > len(seats):
+                        found.add(head)
+                        if 2 * len(electorate & set(voters)) < len(electorate):
+                            self.reached.add("a minority decides, as the others left")
+        return found
 
     def violation(self, state: State) -> str | None:
         """What is wrong with this state, in words; None for nothing."""
         certified = self.certified(state)
-        rounds = [self._heads.things[number].round for number in certified]
-        if len(set(rounds)) < len(rounds):
-            return f"heads {sorted(certified)} are certified for one round"
-        for name, process in zip(ELECTORS, state.electors, strict=True):
-            if not self._learned(process) <= certified:
+        heads: list[Head] = [self._heads.things[number] for number in certified]
+        self._note(heads)
+        if len({(head.epoch, head.round) for head in heads}) < len(heads):
+            return f"heads {sorted(certified)}: two are certified for one round of one term"
+        reforms = [head.epoch for head in heads if is_reform(head)]
+        if len(set(reforms)) < len(reforms):
+            return f"heads {sorted(certified)}: one term is opened twice"
+        logs = [self._processes.things[process].log for process in state.electors]
+        for name, log in zip(ELECTORS, logs, strict=True):
+            if not certified.issuperset(log):
                 return f"{name} learned a head that is not certified"
+        for one, other in itertools.combinations(logs, 2):
+            fork = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), None)
+            if fork is not None and self._heads.things[fork[0]].epoch == self._heads.things[fork[1]].epoch:
+                return f"heads {fork}: a fork that no higher term heals"
         return None
 
-    def owners(self, state: State) -> set[str]:
-        """Coordinators whose own head is decided in this state."""
-        return {COORDINATORS[self._heads.things[number].tokens // 10] for number in self.certified(state)}
+    def _note(self, heads: list[Head]) -> None:
+        for head in heads:
+            if is_reform(head):
+                self.reached.add("a term is opened")
+            else:
+                self.reached.add(f"{COORDINATORS[head.tokens // 10]} decides")
+                self.reached.add(f"round {head.round} is decided in term {head.epoch}")
+        if len({head.round for head in heads}) < len(heads):
+            self.reached.add("two terms fork")
 
 
-def search(rules: Rules, bounds: Bounds) -> Outcome:
+def search(bounds: Bounds) -> Outcome:
     """Breadth first over every reachable state, up to the first violation or to the end."""
-    model = Model(rules, bounds)
+    model = Model(bounds)
     first = model.key(model.first())
     came_from: dict[bytes, bytes] = {first: first}
     queue = deque([first])
-    decided: set[str] = set()
     while queue:
         key = queue.popleft()
         state = model.state(key)
         violation = model.violation(state)
         if violation is not None:
-            return Outcome(len(came_from), frozenset(decided), violation, _trace(model, came_from, key))
-        decided |= model.owners(state)
+            return Outcome(len(came_from), frozenset(model.reached), violation, _trace(model, came_from, key))
         for _, after in model.steps(state):
             next_key = model.key(after)
             if next_key not in came_from:
                 came_from[next_key] = key
                 queue.append(next_key)
-    return Outcome(len(came_from), frozenset(decided), None, ())
+    return Outcome(len(came_from), frozenset(model.reached))
 
 
 def _trace(model: Model, came_from: dict[bytes, bytes], key: bytes) -> tuple[str, ...]:
@@ -417,48 +594,35 @@ def _votes(state: State) -> dict[tuple[Ballot, int], tuple[str, ...]]:
     return votes
 
 
-def _die_at(where: str) -> Callable[[str], None]:
-    def die(point: str) -> None:
-        if point == where:
-            raise Crash
-
-    return die
-
-
-def _given_up(attempt: Attempt) -> Attempt:
-    return attempt._replace(running=False, answers=())
-
-
 def _with_elector(state: State, place: int, process: int) -> State:
     return state._replace(electors=_put(state.electors, place, process))
 
 
-def _with_attempts(state: State, attempts: list[Attempt]) -> State:
-    return state._replace(attempts=tuple(sorted(attempts, key=lambda attempt: attempt[:2])))
+def _with_live(state: State, coordinator: str, live: Live | None) -> State:
+    return state._replace(live=_put(state.live, COORDINATORS.index(coordinator), live))
 
 
 def _replaced(state: State, attempt: Attempt, by: Attempt) -> State:
-    return state if by is attempt else _with_attempts(state, [by if a is attempt else a for a in state.attempts])
+    return state._replace(attempts=tuple(by if a is attempt else a for a in state.attempts))
+
+
+def _ordered(attempts: list[Attempt]) -> tuple[Attempt, ...]:
+    return tuple(sorted(attempts, key=lambda attempt: attempt[:2]))
 
 
 def _put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
+def _uncertified(head: Head) -> Decided:
+    """Certificates of one head prove the same, so logs are kept without votes."""
+    return Decided(head, Ballot(0, ""), ())
+
+
 def _empty_disk(losses: int) -> Process:
-    """A process on a new disk, after so many were lost. Its id does not depend on the elector's name."""
-    store = MemoryStore()
-    open_votes(store, random.Random(losses))
-    return Process(losses, bytes(store.read(VOTES) or b""), (), ())
+    """A process on a new disk, after so many were lost. Its incarnation does not depend on the elector's name."""
+    return Process(losses, pack(fresh_votes(random.Random(losses))), (), None)
 
 
-def _disk(losses: int) -> str:
-    return open_votes(MemoryStore(), random.Random(losses)).disk
-
-
-def _disk_of(process: Process) -> MemoryStore:
-    store = MemoryStore()
-    store.write(VOTES, [process.votes])
-    for record in process.log:
-        store.append(LOG, record)
-    return store
+def _incarnation(losses: int) -> str:
+    return fresh_votes(random.Random(losses)).incarnation

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from spes_p2p.config import CodecConfig
-from spes_p2p.data.slices import Cursor
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.consensus import Ballot, Head
+from spes_p2p.messages.methods import PULL, PUSH
+from spes_p2p.messages.rounds import Member, Plan, PullRequest, PushHeader, Staged
+from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.swarm.records import Ballot, Head, Member, Plan, Staged
 from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.swarm.wire import unpack
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.codecs import GroupCodecs, group_codecs
-from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader, serve_parts
+from spes_p2p.sync.exchange import Exchange
 from spes_p2p.sync.parts import Part, weight
 from spes_p2p.sync.plan import make_head, staged_report
 from spes_p2p.sync.results import Results
@@ -142,11 +144,7 @@ async def _serve(board: Switchboard, exchange: Exchange) -> None:
         await exchange.on_push(talk)
 
     async def on_pull(talk: Talk) -> None:
-        request = unpack(PullRequest, await talk.message())
-        if request.parts:
-            await serve_parts(talk, exchange.results, request.parts)
-        else:
-            await exchange.on_pull(talk, request)
+        await exchange.on_pull(talk, unpack(PullRequest, await talk.message()))
 
     await board.serve(PUSH, on_push)
     await board.serve(PULL, on_pull)

@@ -16,8 +16,8 @@ from spes_p2p.swarm.libp2p import start_libp2p
 
 
 async def echo(channel: Channel) -> None:
-    while (frame := await channel.receive()) is not None:
-        await channel.send(frame)
+    while (message := await channel.receive()) is not None:
+        await channel.send(bytes(message.body), kind=message.kind)
     await channel.finish()
 
 

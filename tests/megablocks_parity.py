@@ -1,6 +1,8 @@
 """Compares the megablocks backend with grouped_mm, through Triton's interpreter; run by test_backends.py. Exits with 1 on a
 difference."""
 
+from functools import partial
+
 import torch
 
 from spes_p2p.model.backends import GroupedMM, choose_backend
@@ -18,7 +20,7 @@ def main() -> None:
             "outputs": (x, weights, where), "input_gradient": (g, weights, where), "weight_gradients": (g, x, where),
         }.items():
             actual, expected = (getattr(b, name)(*arguments) for b in (backend, reference))
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3, msg=lambda m, n=name, e=ends: f"{n} {e}: {m}")
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3, msg=partial("{} {}: {}".format, name, ends))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,9 @@ from spes_p2p.swarm import die_with_parent
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_TIMEOUT_S = 90.0
-CHILDREN_END_WITHIN_S = 5.0
+CHILDREN_END_WITHIN_S = 30.0
+BUSY_FACTOR = 4.0
+"""A machine that does something else too takes this many times as long."""
 ADDRESS = re.compile(r"/ip4/[\d.]+/tcp/\d+/p2p/\w+")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
 
@@ -54,7 +57,7 @@ class Ended:
 
 def call(*arguments: str) -> Ended:
     """Run a command in this process: the same entry point, without seconds of imports."""
-    importlib.import_module("spes_p2p.session")  # what libraries print while they load is not the command's
+    importlib.import_module("spes_p2p.peer.session")  # what libraries print while they load is not the command's
     root = logging.getLogger()
     handlers, level, argv = root.handlers[:], root.level, sys.argv
     out, err = io.StringIO(), io.StringIO()
@@ -73,13 +76,24 @@ def call(*arguments: str) -> Ended:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str, look_at: Iterable[LocalPeer] = ()) -> None:
-    """Look again until the condition holds; an AssertionError that shows the peers' logs when it does not in time."""
+    """Look again until the condition holds; an AssertionError that shows the peers' logs when it does not in time.
+
+    `timeout_s` is what two cores need at most that do nothing else.
+    """
+    timeout_s *= BUSY_FACTOR
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             logs = "".join(f"\n--- {peer.name}: {peer.process.poll()}\n{peer.log[-3000:]}" for peer in look_at)
             raise AssertionError(f"not within {timeout_s:g} s: {what}{logs}")
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A port on loopback that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -144,6 +158,8 @@ class LocalPeers:
     folder: Path
     niceness: int = 0
     """Above 0: these peers let others have the cores first."""
+    data_dir: Path | None = None
+    """Where trainers find token files: the campaign's folder, as soon as its bootstrap peer was started."""
     peers: dict[str, LocalPeer] = field(default_factory=dict)
 
     def __enter__(self) -> LocalPeers:
@@ -162,6 +178,7 @@ class LocalPeers:
 
     def bootstrap(self, config: Path, listen: str = LOOPBACK, *options: str) -> LocalPeer:
         """Start the bootstrap peer and wait until it says its address."""
+        self.data_dir = self.data_dir or config.parent
         peer = self.run("bootstrap", ["bootstrap", "--config", str(config), "--listen", listen, *options])
         self.wait(lambda: peer.address or not peer.is_running, START_TIMEOUT_S, "the bootstrap says its address")
         assert peer.address, peer.log
@@ -169,6 +186,8 @@ class LocalPeers:
 
     def join(self, name: str, address: str, *options: str, cwd: Path = ROOT) -> LocalPeer:
         """Start a trainer; does not wait for it."""
+        if self.data_dir is not None and "--data-dir" not in options:
+            options = ("--data-dir", str(self.data_dir), *options)
         return self.run(name, ["join", address, "--listen", LOOPBACK, *options], cwd)
 
     def run(

@@ -6,8 +6,8 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from spes_p2p.observe.rounds import NOTHING, Contribution, RoundRecord, Totals
-from spes_p2p.observe.status import PeerStatus
+from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
+from spes_p2p.observe.rounds import Totals, totals_of
 
 PHASES = ("train", "announce", "exchange", "commit", "apply")
 
@@ -30,17 +30,18 @@ def synthetic_swarm(peers: int, experts: int, rounds: int, total_rounds: int = 4
     helper = "Qm" + "h" * 44
     owners = tuple((ids[expert * peers // experts] if peers <= experts else ids[expert],) for expert in range(experts))
     speeds = {peer: rng.uniform(9_000, 15_000) * (0.6 if peer == ids[-1] else 1.0) for peer in ids}
-    records = [_record(number, ids[0], now, rounds, peers, total_rounds, rng) for number in range(rounds + 1)]
+    records = [
+        replace(_record(number, ids[0], now, rounds, peers, total_rounds, rng), contributions=tuple(
+            Contribution(peer, 163_840 if number else 0, 20 * max(1, experts // peers)) for peer in ids
+        ))
+        for number in range(rounds + 1)
+    ]
     by_peer = {peer: tuple(_as_told_by(peer, record, speeds[peer], rng) for record in records[-9:]) for peer in ids}
-    totals = NOTHING
-    for record in records:
-        each = tuple(Contribution(peer, record.tokens // peers, 20 * max(1, experts // peers)) for peer in ids)
-        totals = totals.plus(record.round, each)
     statuses = [_status(peer, by_peer[peer][-1], owners, speeds[peer], total_rounds, rng, (helper, *ids[:6])) for peer in ids]
     server = replace(statuses[0], peer_id=helper, role="helper", phase="waiting", base_digest="", members=(), owned=(),
                      round_seconds={}, round_sent_bytes=0, round_received_bytes=0, tokens_per_second=0.0,
                      local_loss=math.nan, uptime_s=80_000.0)
-    return Synthetic([*statuses, server], records, by_peer, totals, now)
+    return Synthetic([*statuses, server], records, by_peer, totals_of(records), now)
 
 
 def _record(

@@ -8,7 +8,7 @@ from exchange_round import LAYOUT, codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_p2p.swarm.records import Member
+from spes_p2p.messages.rounds import Member
 from spes_p2p.sync.accounting import Ledger, Work
 from spes_p2p.sync.codecs import CODECS
 from spes_p2p.sync.parts import Part, part_ranges, part_table
@@ -117,7 +117,7 @@ EVENTS = ["round", "round", "partial", "dropped", "aborted", "not in it", "own",
 OWNED = st.sets(st.integers(0, LAYOUT.num_experts - 1)).map(lambda experts: tuple(sorted(experts)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), seed=st.integers(0, 1000), codec=st.sampled_from(sorted(CODECS)))
 def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
     data: st.DataObject, seed: int, codec: str
@@ -155,7 +155,7 @@ def test_a_late_commit_of_an_aborted_looking_round_subtracts_what_was_sent_then(
     assert np.abs(account.pending()).max() > 1e-4
 
 
-@pytest.mark.parametrize(("codec", "largest"), [("fp16", 5e-6), ("bf16", 4e-5), ("int8", 1e-4), ("int4", 2e-3)])
+@pytest.mark.parametrize(("codec", "largest"), [("fp16", 5e-6), ("int8", 1e-4), ("int4", 2e-3)])
 def test_what_the_codec_drops_stays_pending(codec: str, largest: float) -> None:
     account = Account(3, (0,), codec)
     account.train(1)
@@ -224,6 +224,7 @@ def test_what_was_trained_since_a_restart_is_not_taken_for_a_push_of_before() ->
     for name in ("shared", "expert.0"):
         group = LAYOUT.group(name)
         sent = account.ledger.may_be_sent(account.trainer, account.base, group)
+        assert sent is not None
         np.testing.assert_allclose(sent, before[group.start : group.stop], atol=1e-6)
     assert account.ledger.may_be_sent(account.trainer, account.base, LAYOUT.expert(1)) is None
 
@@ -274,7 +275,7 @@ def test_a_part_that_was_never_pushed_keeps_a_lost_expert_pending() -> None:
     assert np.abs(account.given_up).max() < 1e-5
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2**20 - 1)), min_size=1, max_size=6), st.booleans())
 def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
     rounds: list[tuple[int, int]], trains_meanwhile: bool

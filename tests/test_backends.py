@@ -77,7 +77,7 @@ def test_a_model_computes_the_same_with_either_backend() -> None:
     tokens = torch.randint(config.vocab_size, (3, 16), generator=torch.Generator().manual_seed(0))
     gradients = []
     for backend in ("grouped_mm", "eager"):
-        model = build_model(config, base, (0, 3), backend=backend)  # type: ignore[arg-type]
+        model = build_model(config, base, (0, 3), backend=backend)
         model(input_ids=tokens, labels=tokens).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
@@ -119,7 +119,7 @@ def test_a_pass_on_cuda_agrees_with_the_cpu(backend: BackendName, stored: Stored
             model.zero_grad()
             with torch.autocast(device, torch.bfloat16, enabled=on_cuda):
                 losses = forward_losses(model, blocks, tokens.to(device), tiny_training(sequence_length=32))
-            losses.total.backward()  # type: ignore[no-untyped-call]
+            losses.total.backward()
         passes.append((float(losses.total), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}))
     (expected_loss, expected), (loss, gradients) = passes
     assert loss == pytest.approx(expected_loss, rel=1e-2)

@@ -87,11 +87,14 @@ def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(bench: Modul
     assert bench.ratio({"a": [1, 2, 30], "b": [2, 4, 10]}, "a", "b") == 0.5
 
 
-def test_too_few_rounds_are_refused() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "bench"), "experts", "--rounds", "3"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "--rounds 3: a median of fewer than 5 says little" in run.stderr
+def test_too_few_rounds_are_refused(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "experts", "--rounds", "3"])
+    with pytest.raises(SystemExit) as refused:
+        bench.main()
+    assert refused.value.code == 2
+    assert "--rounds 3: a median of fewer than 5 says little" in capsys.readouterr().err
 
 
 def test_a_campaigns_step_runs_under_a_cap_in_the_planned_setup(bench: ModuleType) -> None:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_swarm import LOOPBACK, LocalPeer, LocalPeers, call, write_variant
-from sample_text import write_test_campaign
-from test_swarm_network import free_port
+from network_swarm import LOOPBACK, LocalPeer, LocalPeers, call, free_port, write_variant
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -17,8 +15,7 @@ TRAINING, MERGE = {"total_steps": 400_000, "sync_steps": 20}, {"merge_interval":
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
+def config(campaign: Path) -> Path:
     return write_variant(campaign, "endless.yaml", training=TRAINING, merge=MERGE)
 
 

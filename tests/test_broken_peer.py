@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.events import PhaseTrained
-from spes_p2p.simulate import swarm as virtual_swarm
 from spes_p2p.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
@@ -55,17 +54,16 @@ class Breaking(TorchTrainer):
         return replace(report, seconds=float(report.steps))  # virtual, as the rest of the swarm's time
 
 
-def swarm_of(monkeypatch: pytest.MonkeyPatch, sync_steps: int) -> VirtualSwarm:
+def swarm_of(sync_steps: int) -> VirtualSwarm:
     """Peers with the real trainer; B breaks."""
     training = {"sync_steps": sync_steps, "warmup_steps": 0}
     merge = {"merge_interval": 2 * sync_steps}
     the_campaign = campaign(6 * sync_steps, training=training, merge=merge, experts={"redundancy": 2})
-    monkeypatch.setattr(virtual_swarm, "LAYOUT", layout_of(the_campaign.config.model))
-    monkeypatch.setattr(
-        virtual_swarm, "RecordingTrainer",
-        lambda layout, base, owned, *speed: Breaking(the_campaign.config, base, owned, Text(), Text()),
+    config = the_campaign.config
+    return VirtualSwarm(
+        the_campaign, layout=layout_of(config.model),
+        make_trainer=lambda base, owned: Breaking(config, base, owned, Text(), Text()),
     )
-    return VirtualSwarm(the_campaign)
 
 
 async def break_b(swarm: VirtualSwarm, after_steps: int) -> None:
@@ -93,9 +91,9 @@ def assert_others_go_on_with_finite_bases(swarm: VirtualSwarm) -> None:
         assert all(event.skipped_steps == 0 for event in swarm.recorders[name].told(PhaseTrained))
 
 
-def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> None:
     async def main() -> None:
-        swarm = swarm_of(monkeypatch, sync_steps=12)
+        swarm = swarm_of(sync_steps=12)
         await break_b(swarm, after_steps=0)
         reason = await reason_b_stopped(swarm)
         assert "not finite in 10 steps in a row" in reason
@@ -109,11 +107,12 @@ def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything(monkeyp
 
 
 @pytest.mark.parametrize("after_steps", [0, 3])
+@pytest.mark.sampled(1)
 def test_infinite_weights_of_a_peer_that_has_not_stopped_yet_reach_no_base(
-    monkeypatch: pytest.MonkeyPatch, after_steps: int
+    after_steps: int
 ) -> None:
     async def main() -> None:
-        swarm = swarm_of(monkeypatch, sync_steps=6)
+        swarm = swarm_of(sync_steps=6)
         await break_b(swarm, after_steps)
         assert "not finite" in await reason_b_stopped(swarm)
         phases = {event.round: event for event in swarm.recorders["B"].told(PhaseTrained)}

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from spes_p2p.swarm.byte_stream import AHEAD_BYTES, ByteStream
-from spes_p2p.swarm.libp2p import StreamChannel
+from spes_p2p.swarm.channels import StreamChannel
 
 Script = Callable[[ByteStream, ByteStream], Awaitable[None]]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from spes_p2p.config import CodecConfig
-from spes_p2p.data.slices import Interval
+from spes_p2p.messages.samples import Interval
 from spes_p2p.simulate.swarm import LAYOUT
-from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.swarm.memory_store import MemoryStore
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.codecs import group_codecs
 from spes_p2p.sync.parts import part_ranges

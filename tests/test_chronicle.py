@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from spes_p2p.observe.chronicle import ROUNDS_FILE, Chronicle
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.methods import HISTORY
+from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, RoundRecord
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
-from spes_p2p.observe.rounds import NOTHING, Contribution, Totals
+from spes_p2p.observe.history import HISTORY_FILE, History, read_history
+from spes_p2p.observe.rounds import Totals, totals_of
 from spes_p2p.simulate.swarm import Recorder, VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.remember import HISTORY, RECORDS_A_MESSAGE, HistoryPage, HistoryRequest, remember, serving
-from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.swarm.remember import CONTRIBUTIONS_A_MESSAGE, RECORDS_A_MESSAGE, pages, remember, serving
 
 FIRST = RoundCommitted(
     round=0, campaign_step=0, total_steps=50, tokens=0, total_tokens=0, loss=math.nan, members=("a", "b"),
@@ -31,18 +35,24 @@ def commit(number: int, tokens: int = 100) -> RoundCommitted:
     )
 
 
-def chronicle_after(folder: Path, *events: Event, peer_id: str = "a") -> Chronicle:
-    chronicle = Chronicle(peer_id, folder, wall_time=lambda: 1000.0)
+def history_after(folder: Path, *events: Event, peer_id: str = "a") -> History:
+    history = History(peer_id, folder, wall_time=lambda: 1000.0)
     for event in events:
-        chronicle.tell(event)
-    return chronicle
+        history.tell(event)
+    return history
+
+
+def damage(folder: Path, marked: bytes) -> None:
+    """Overwrite the first byte of the journal's lines that contain this."""
+    path = folder / HISTORY_FILE
+    path.write_bytes(b"".join(b"?" + line[1:] if marked in line else line for line in path.read_bytes().splitlines(True)))
 
 
 def test_a_record_says_what_the_round_was_and_what_it_cost_this_peer(tmp_path: Path) -> None:
     failed = RoundFailed(1, 0, "timeout", "")
     trained = PhaseTrained(1, 10, 70, 4.0, 0.1, 12.0, 0)
-    chronicle = chronicle_after(tmp_path, FIRST, trained, failed, commit(1), Evaluated(1, 4.5), commit(2))
-    first, second, third = chronicle.records
+    history = history_after(tmp_path, FIRST, trained, failed, commit(1), Evaluated(1, 4.5), commit(2))
+    first, second, third = history.rounds.records
     assert (first.round, math.isnan(first.loss), second.round, second.loss, second.validation_loss) == (0, True, 1, 4.0, 4.5)
     assert second.seconds == (("train", 12.0), ("exchange", 2.0), ("apply", 0.5))
     assert (second.failed_attempts, third.failed_attempts, second.members, second.teller) == (1, 0, 2, "a")
@@ -50,97 +60,99 @@ def test_a_record_says_what_the_round_was_and_what_it_cost_this_peer(tmp_path: P
 
 
 def test_a_record_says_what_the_owner_had_ordered(tmp_path: Path) -> None:
-    first, second = chronicle_after(tmp_path, FIRST, replace(commit(1), control="paused")).records
+    first, second = history_after(tmp_path, FIRST, replace(commit(1), control="paused")).rounds.records
     assert (first.control, second.control) == ("", "paused")
 
 
 def test_contributions_add_up_to_the_tokens_of_the_base(tmp_path: Path) -> None:
-    chronicle = chronicle_after(tmp_path, FIRST, commit(1), commit(2))
-    assert chronicle.totals == Totals(2, (Contribution("a", 140, 12), Contribution("b", 60, 8)))
-    assert chronicle.totals.tokens == commit(2).total_tokens
+    totals = totals_of(history_after(tmp_path, FIRST, commit(1), commit(2)).rounds.records)
+    assert totals == Totals(2, (Contribution("a", 140, 12), Contribution("b", 60, 8)))
+    assert totals.tokens == commit(2).total_tokens
 
 
-def test_contributions_stop_at_a_gap_until_somebody_knows_more(tmp_path: Path) -> None:
-    chronicle = chronicle_after(tmp_path, FIRST, commit(1), commit(3))
-    assert chronicle.totals.round == 1
-    chronicle.hear((), Totals(2, (Contribution("b", 200, 8),)))
-    chronicle.tell(commit(3))
-    assert chronicle.totals.tokens == 300
+def test_a_round_that_is_applied_again_counts_once(tmp_path: Path) -> None:
+    history = history_after(tmp_path, FIRST, commit(1), Evaluated(1, 4.5), commit(1))
+    assert totals_of(history.rounds.records).tokens == 100
+    assert history.rounds.records[1].validation_loss == 4.5
 
 
 def test_a_restarted_peer_knows_what_it_knew_and_a_torn_line_costs_one_record(tmp_path: Path) -> None:
-    before = chronicle_after(tmp_path, FIRST, commit(1), Evaluated(1, 4.5))
+    before = history_after(tmp_path, FIRST, commit(1), Evaluated(1, 4.5), PhaseTrained(2, 10, 70, 4.0, 0.1, 12.0, 0))
+    before.hear([replace(before.rounds.records[1], round=5, teller="b")])
     before.close()
-    again = Chronicle("a", tmp_path)
-    assert pack(again.records) == pack(before.records)
-    assert again.totals == before.totals
-    with (tmp_path / ROUNDS_FILE).open("a") as file:
+    again = History("a", tmp_path)
+    assert pack(again.rounds.records) == pack(before.rounds.records)
+    with (tmp_path / HISTORY_FILE).open("a") as file:
         file.write('{"round":2,"campaign_st')
-    torn = chronicle_after(tmp_path, commit(2))
-    assert [record.round for record in Chronicle("a", tmp_path).records] == [0, 1, 2]
-    assert torn.totals.round == 2
+    torn = history_after(tmp_path, commit(2))
+    assert [record.round for record in History("a", tmp_path).rounds.records] == [0, 1, 2, 5]
+    assert torn.rounds.records[2].seconds[0] == ("train", 12.0)
 
 
 def test_what_is_heard_completes_what_is_known_and_never_replaces_it(tmp_path: Path) -> None:
-    one = chronicle_after(tmp_path, FIRST, commit(2))
-    (other_folder := tmp_path / "other").mkdir()
-    other = chronicle_after(other_folder, FIRST, commit(1), commit(2), Evaluated(2, 7.5), peer_id="b")
-    assert one.missing(range(3)) == [1]
-    one.hear(other.records, other.totals)
-    assert [(record.round, record.teller) for record in one.records] == [(0, "a"), (1, "b"), (2, "a")]
-    assert one.records[2].validation_loss == 7.5
-    assert one.totals == other.totals
+    one = history_after(tmp_path, FIRST, commit(2))
+    other = history_after(tmp_path / "other", FIRST, commit(1), commit(2), Evaluated(2, 7.5), peer_id="b")
+    assert one.rounds.missing(range(3)) == [1]
+    one.hear(other.rounds.records)
+    assert [(record.round, record.teller) for record in one.rounds.records] == [(0, "a"), (1, "b"), (2, "a")]
+    assert one.rounds.records[2].validation_loss == 7.5
+    size = (tmp_path / HISTORY_FILE).stat().st_size
+    one.hear(other.rounds.records)
+    assert (tmp_path / HISTORY_FILE).stat().st_size == size
+
+
+def test_what_is_heard_is_no_event_of_this_peer_and_cannot_stop_it(tmp_path: Path) -> None:
+    history = history_after(tmp_path, FIRST)
+    [record] = history.rounds.records
+    history.hear([replace(record, round=1, time=math.inf, seconds=(("train", math.nan),))])
+    assert [entry.event.round for entry in read_history(tmp_path) if isinstance(entry.event, RoundCommitted)] == [0]
 
 
 def test_a_page_survives_the_wire(tmp_path: Path) -> None:
-    chronicle = chronicle_after(tmp_path, FIRST, commit(1))
-    page = HistoryPage(5.0, chronicle.records, chronicle.totals)
+    page = HistoryPage(5.0, history_after(tmp_path, FIRST, commit(1)).rounds.records)
     assert pack(unpack(HistoryPage, pack(page))) == pack(page)
 
 
 @pytest.mark.parametrize(
     "change", [{"teller": "\x1b[2J"}, {"round": -1}, {"seconds": (("train\n", 1.0),)}, {"base_digest": "x" * 999}]
 )
-def test_a_record_that_no_peer_would_write_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    [record] = chronicle_after(tmp_path, FIRST).records
+def test_a_record_that_no_peer_would_write_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    [record] = history_after(tmp_path, FIRST).rounds.records
     with pytest.raises(WireError):
-        unpack(HistoryPage, pack(HistoryPage(5.0, (replace(record, **change),), NOTHING)))
+        unpack(HistoryPage, pack(HistoryPage(5.0, (replace(record, **change),))))
 
 
 # In a swarm --------------------------------------------------------------------------------------------------------------
 
 
 class Remembering(Recorder):
-    """A recorder that keeps a chronicle too."""
+    """A recorder that keeps a history too."""
 
-    def __init__(self, chronicle: Chronicle):
+    def __init__(self, history: History):
         super().__init__()
-        self.chronicle = chronicle
+        self.history = history
 
     def tell(self, event: Event) -> None:
         super().tell(event)
-        self.chronicle.tell(event)
+        self.history.tell(event)
 
 
 class RememberingSwarm(VirtualSwarm):
-    """Peers that keep chronicles, as in a session."""
+    """Peers that keep histories, as in a session."""
 
     def __init__(self, folder: Path, total_steps: int = 60):
         super().__init__(campaign(total_steps))
         self.folder = folder
-        self.chronicles: dict[str, Chronicle] = {}
-        self.asking: dict[str, asyncio.Task[None]] = {}
+        self.histories: dict[str, History] = {}
 
     def prepare(self, name: str) -> None:
-        (self.folder / name).mkdir()
-        self.chronicles[name] = Chronicle(name, self.folder / name, lambda: asyncio.get_running_loop().time())
-        self.recorders[name] = Remembering(self.chronicles[name])
+        self.histories[name] = History(name, self.folder / name, lambda: asyncio.get_running_loop().time())
+        self.recorders[name] = Remembering(self.histories[name])
 
     async def attach(self, name: str) -> None:
-        node, chronicle = self.nodes[name], self.chronicles[name]
-        await node.board.serve(HISTORY, serving(chronicle, lambda: asyncio.get_running_loop().time()))
-        asking = remember(node, chronicle)
-        self.asking[name] = self.network.run_peer(name, asking)
+        node, history = self.nodes[name], self.histories[name]
+        await node.board.serve(HISTORY, serving(history.rounds, lambda: asyncio.get_running_loop().time()))
+        self.network.run_peer(name, remember(node, history))
 
     async def begin(self, names: str = "ABC") -> None:
         for name in ("W", *names):
@@ -154,8 +166,22 @@ class RememberingSwarm(VirtualSwarm):
         self.start(name)
         await self.attach(name)
 
-    def known(self, name: str) -> list[int]:
-        return [record.round for record in self.chronicles[name].records]
+    async def restart_damaged(self, name: str, marked: bytes) -> None:
+        """Restart it on a journal in which the lines that contain this are damaged."""
+        self.kill(name)
+        damage(self.folder / name, marked)
+        self.prepare(name)
+        self.start_again(name)
+        await self.attach(name)
+
+    def records(self, name: str) -> dict[int, RoundRecord]:
+        return {record.round: record for record in self.histories[name].rounds.records}
+
+    def credits_all(self, name: str, rounds: int) -> bool:
+        """Does this peer know rounds 0 to `rounds`, and credit all tokens of the base?"""
+        records = self.records(name)
+        totals = totals_of(records.values())
+        return records.keys() >= set(range(rounds + 1)) and totals.tokens == records[totals.round].total_tokens
 
 
 def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: Path) -> None:
@@ -165,17 +191,33 @@ def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: 
         await swarm.until_round(4)
         await swarm.join("D")
         await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 7)
-        await swarm.until(lambda: all(set(range(8)) <= set(swarm.known(name)) for name in "WAD"))
-        told = {name: {r.round: r for r in swarm.chronicles[name].records} for name in "WAD"}
+        await swarm.until(lambda: all(swarm.credits_all(name, 7) for name in "WAD"))
         for number in range(1, 8):
-            assert told["A"][number].loss == told["D"][number].loss == told["W"][number].loss
-        await swarm.until(lambda: swarm.chronicles["D"].totals.round >= 7)
-        log = swarm.nodes["D"].log
-        for name in "WAD":
-            totals = swarm.chronicles[name].totals
-            assert totals.tokens == log.head_at(totals.round).tokens
-        assert {each.peer for each in swarm.chronicles["D"].totals.contributions} == {"A", "B", "C", "D"}
-        assert all(each.expert_steps > 0 for each in swarm.chronicles["D"].totals.contributions)
+            a, d, w = (swarm.records(name)[number] for name in "ADW")
+            assert a.loss == d.loss == w.loss
+            assert a.contributions == d.contributions == w.contributions
+        totals = totals_of(swarm.records("D").values())
+        assert {each.peer for each in totals.contributions} == {"A", "B", "C", "D"}
+        assert all(each.expert_steps > 0 for each in totals.contributions)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("names", ["W", "WABC"])
+def test_damaged_journals_cost_later_joiners_neither_rounds_nor_credit(tmp_path: Path, names: str) -> None:
+    """Each peer loses another round: what one lacks, another has."""
+
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=400)
+        await swarm.begin()
+        await swarm.until_round(5)
+        for number, name in enumerate(names, start=1):
+            await swarm.restart_damaged(name, b'"event":"RoundCommitted","round":%d,' % number)
+            assert swarm.histories[name].rounds.missing(range(5)) == [number]
+            await swarm.until(functools.partial(swarm.credits_all, name, 5))
+        await swarm.join("D")
+        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 10)
+        await swarm.until(lambda: all(swarm.credits_all(name, 10) for name in "WABCD"))
 
     simulate(main)
 
@@ -185,11 +227,21 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
         swarm = RememberingSwarm(tmp_path)
         await swarm.begin()
         await swarm.until_round(1)
-        chronicle, node = swarm.chronicles["A"], swarm.nodes["W"]
-        [first, *_] = chronicle.records
-        chronicle.hear([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_A_MESSAGE)], NOTHING)
-        reply = await node.board.ask("A", HISTORY, pack(HistoryRequest(9, 10**6)))
-        page = unpack(HistoryPage, reply)
-        assert [record.round for record in page.records] == list(range(10, 10 + RECORDS_A_MESSAGE))
+        history, node = swarm.histories["A"], swarm.nodes["W"]
+        first = history.rounds.records[0]
+        many = tuple(Contribution(f"peer-{i}", i, i) for i in range(CONTRIBUTIONS_A_MESSAGE // 2))
+
+        async def asked(after: int) -> list[int]:
+            page = unpack(HistoryPage, await node.board.ask("A", HISTORY, pack(HistoryRequest(after, 10**6))))
+            return [record.round for record in page.records]
+
+        history.hear([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_A_MESSAGE)])
+        assert await asked(9) == list(range(10, 10 + RECORDS_A_MESSAGE))
+        history.hear([replace(first, round=number, contributions=many) for number in range(1000, 1004)])
+        history.hear([replace(first, round=2000, contributions=3 * many)])
+        assert await asked(999) == [1000, 1001]
+        assert await asked(1999) == [2000]
+        heard = [page.records[-1].round async for page in pages(node.board, "A", 999)]
+        assert heard == [1001, 1003, 2000]
 
     simulate(main)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import typer.main
 from network_swarm import ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
-from sample_text import TEXT, write_test_campaign
+from sample_text import TEXT
 
 from spes_p2p.cli import app
-from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.errors import Broken
+from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.swarm.identity import RSAIdentity
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -40,11 +40,6 @@ class Place:
     @property
     def output(self) -> str:
         return str(self.folder / "output")
-
-
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_test_campaign(tmp_path_factory.mktemp("campaign"))
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +220,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init tokenizer": (lambda p: init_with_text(p, "--tokenizer", "no.json"), ("no.json: cannot read the tokenizer",)),
     "init few ids": (lambda p: init_with_text(p, "--tokenizer", "10"), ("--tokenizer 10", "300")),
     "init tokenizer of nothing": (lambda p: init_with_text(p, "--tokenizer", "0"), ("--tokenizer 0",)),
-    "init source of another text": (
-        lambda p: init_with_text(p, "--source", str(TEXT / "train")), ("train/text.txt", "put the text there first")),
-    "init source nowhere": (lambda p: init_with_text(p, "--source", "elsewhere"), ("--source elsewhere", "hf://datasets/")),
+    "init url of a folder": (lambda p: init_with_text(p, "--url", "/tokens"), ("--url /tokens", "hf://", "--data-dir")),
+    "tokenize url of unknown kind": (lambda p: tokenize(p, "a.txt", "text", "--url", "ftp://host/x"), ("--url ftp://host/x", "https://")),
+    "describe url of this disk": (lambda p: describe(p, TOO_LARGE, "--url", "file:///x"), ("--url file:///x", "https://")),
     "init short text": (lambda p: init_with_text(p, "--tokenizer", "300"), ("holds a whole sample of 128 tokens",)),
     "malformed listen": (lambda p: bootstrap(p, "--listen", "127.0.0.1:9"), ("--listen = '127.0.0.1:9'", "multiaddress")),
     "malformed announce": (lambda p: bootstrap(p, "--announce", "example.org"), ("--announce", "example.org")),
@@ -363,6 +358,7 @@ NEEDS_LIBRARIES = re.compile(
 """Cases that are found out by asking the network, torch or hivemind."""
 
 
+@pytest.mark.network
 def test_a_typing_error_does_not_wait_for_torch(place: Place) -> None:
     found = [make(place) for case, (make, _) in BAD_COMMANDS.items() if not NEEDS_LIBRARIES.search(case)]
     quick = found[::3]
@@ -390,7 +386,7 @@ def test_what_is_nobodys_mistake_ends_with_a_code_by_which_a_supervisor_starts_a
     def broken(*arguments: object) -> None:
         raise Broken("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
 
-    monkeypatch.setattr("spes_p2p.session.run_bootstrap", broken)
+    monkeypatch.setattr("spes_p2p.peer.session.run_bootstrap", broken)
     assert (call(*bootstrap(place)).code, call(*bootstrap(place, "--listen", "x")).code) == (1, 2)
 
 
@@ -542,7 +538,7 @@ def test_a_swarm_without_a_trained_base_exports_nothing(swarm_place: Place, runn
 
 @pytest.mark.network
 def test_another_protocol_version_is_refused_with_the_reason_on_both_sides(swarm_place: Place, running: LocalPeers) -> None:
-    program = "import spes_p2p.config as c; c.PROTOCOL_VERSION = 99; from spes_p2p.cli import main; main()"
+    program = "import spes_p2p.messages.methods as m; m.PROTOCOL_VERSION = 99; from spes_p2p.cli import main; main()"
     command = [sys.executable, "-c", program, *join(swarm_place)]
     ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=90, check=False)
     assert ended.returncode == 2, ended

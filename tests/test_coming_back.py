@@ -30,6 +30,7 @@ async def assert_goes_on(swarm: VirtualSwarm) -> None:
 
 
 @pytest.mark.parametrize(("trainers", "leavers"), [("A", "A"), ("AB", "AB"), ("ABC", "ABC"), ("ABC", "AB"), ("ABC", "B")])
+@pytest.mark.sampled(2)
 def test_those_who_left_and_are_back_go_on_at_once(trainers: str, leavers: str) -> None:
     async def main() -> None:
         swarm = await left_in_round_3(trainers, leavers)
@@ -42,6 +43,7 @@ def test_those_who_left_and_are_back_go_on_at_once(trainers: str, leavers: str) 
 
 @pytest.mark.parametrize("helper_ends", ["is killed", "leaves"])
 @pytest.mark.parametrize("trainers", ["A", "AB", "ABC"])
+@pytest.mark.sampled(2)
 def test_a_swarm_that_was_shut_down_politely_goes_on_when_all_are_back(trainers: str, helper_ends: str) -> None:
     async def main() -> None:
         swarm = await left_in_round_3(trainers, trainers)

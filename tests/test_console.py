@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from observed_events import ROUNDS, Clock, assembly, commit, new_board, shown, status_after
 from rich.console import Console
-from test_observe import ROUNDS, Clock, assembly, commit, new_board, shown, status_after
+from synthetic_swarm import synthetic_swarm
 
+from spes_p2p.messages.presence import Contribution
 from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, RoundLog, farewell
 from spes_p2p.observe.events import (
     BaseRestored,
@@ -23,7 +26,6 @@ from spes_p2p.observe.events import (
     TrainingProgress,
 )
 from spes_p2p.observe.progress import ProgressLine
-from spes_p2p.observe.rounds import NOTHING, Contribution, Totals
 from spes_p2p.observe.status import gather
 
 ELECTORS = ("helper", "peer-aaaaaa", "peer-bbbbbb")
@@ -170,13 +172,14 @@ def test_without_a_terminal_there_is_no_live_line() -> None:
 
 
 def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> None:
-    totals = Totals(ROUNDS, (Contribution("peer-aaaaaa", 144_000, 240), Contribution("peer-bbbbbb", 9, 9)))
+    half = (Contribution("peer-aaaaaa", 72_000, 120), Contribution("peer-bbbbbb", 9, 9))
+    records = [replace(record, contributions=half) for record in synthetic_swarm(2, 4, 1).records]
     left, done = status_after(commit(2)), status_after(commit(ROUNDS))
     stopped = status_after(commit(4, total_rounds=4), Controlled(4, 1, "stopped", "stopped"))
     work = "144k tokens trained here are in the base"
     go_on = "with --run-dir runs/peer this peer goes on where it was"
-    assert farewell(left, totals, Path("runs/peer")) == f"left · {work} · {go_on}"
+    assert farewell(left, records, Path("runs/peer")) == f"left · {work} · {go_on}"
     take = f"{work} · take it: spes-p2p export --run-dir runs/peer --output checkpoint"
-    assert farewell(done, totals, Path("runs/peer")) == f"the campaign is done · {take}"
-    assert farewell(stopped, totals, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
-    assert "no round has work of this peer yet" in farewell(left, NOTHING, Path("runs/peer"))
+    assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
+    assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
+    assert "no round has work of this peer yet" in farewell(left, (), Path("runs/peer"))

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import Ballot, Change, Control, ControlRequest, Decided, Known, Vote
+from spes_p2p.messages.methods import CONTROL
 from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
-from spes_p2p.orders import Standing, parse_order
+from spes_p2p.orders import Standing, describe, parse_order
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.control import CONTROL, ControlRequest, Known, describe, number_of, owner_of, scheduled, signed
-from spes_p2p.swarm.electors import is_rollback, vote_message
-from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.memory import in_memory_world
-from spes_p2p.swarm.records import Ballot, Change, Control, Decided, Vote
 from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.swarm.wire import pack, unpack
+from spes_p2p.swarm.simulated_identity import SimulatedIdentity
 from spes_p2p.sync.archive import Archive, archived_rounds
+from spes_p2p.sync.schedule import scheduled
 
 OWNER = "W"
 
@@ -124,6 +126,7 @@ def test_a_pause_costs_no_work_and_changes_no_bit_of_what_follows() -> None:
 
 
 @pytest.mark.parametrize("victims", ["first in rank", "W", "WABC"])
+@pytest.mark.sampled(1)
 def test_a_pause_holds_when_those_who_wait_are_killed_and_come_back(victims: str) -> None:
     async def main() -> None:
         swarm = await paused()
@@ -286,6 +289,7 @@ def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled(1)
 def test_whatever_is_ordered_and_whoever_dies_an_order_holds_from_one_round_on(seed: int) -> None:
     """Random orders to random peers, kills and restarts, at random times; then everybody is back and the campaign ends."""
 
@@ -343,6 +347,7 @@ def rollback_of(swarm: VirtualSwarm, number: int) -> int:
 
 
 @pytest.mark.parametrize(("codec", "overlap"), [("fp16", False), ("int8", False), ("fp16", True)])
+@pytest.mark.sampled(1)
 def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(codec: str, overlap: bool) -> None:
     async def main() -> None:
         swarm = await archiving(sync={"codec": codec, "overlap": overlap}, outer={"shared_momentum": 0.9})
@@ -422,6 +427,7 @@ def test_a_paused_campaign_that_is_rolled_back_stays_paused() -> None:
 
 
 @pytest.mark.parametrize("victim", ["the coordinator", "W"])
+@pytest.mark.sampled(1)
 def test_who_is_killed_while_it_goes_back_goes_on_from_there(victim: str) -> None:
     async def main() -> None:
         swarm = await archiving(sync={"reform_after_s": 30.0})
@@ -460,7 +466,7 @@ def test_a_head_without_a_plan_is_no_head_unless_the_owners_record_leads_to_it()
             message = vote_message(ballot, head.id)
             votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in parent.electorate)
             with pytest.raises(Refused, match="does not hold"):
-                log.append(Decided(head, ballot, votes))
+                log.admits(Decided(head, ballot, votes))
 
     simulate(main)
 
@@ -509,6 +515,7 @@ def test_another_schedule_holds_for_all_from_its_round_on_for_joiners_and_after_
     ('{"learning_rate":-1}', [10, 20, 30, 40, 50, 60]),
     ("[[", [10, 20, 30, 40, 50, 60]),
 ])  # fmt: skip
+@pytest.mark.sampled(3)
 def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_out_by_all(fields: str, steps: list[int]) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=60))

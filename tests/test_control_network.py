@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from network_swarm import LOOPBACK, Ended, LocalPeers, call, write_variant
-from sample_text import write_test_campaign
 
 from spes_p2p.observe.events import BaseRestored, Controlled
 from spes_p2p.swarm.store import DirectoryStore
@@ -19,9 +19,8 @@ PATIENCE_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+def swarm(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
     """A bootstrap peer and two trainers in the middle of a long campaign."""
-    campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
     config = write_variant(campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10})
     with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:
         address = peers.bootstrap(config, LOOPBACK, "--archive-every", "2", "--archive-keep", "100000").address

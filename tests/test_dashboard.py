@@ -22,10 +22,9 @@ from spes_p2p.dashboard.server import content_policy, make_app, run_dashboard, s
 from spes_p2p.dashboard.view import MAX_POINTS, series, swarm_view, thinned
 from spes_p2p.dashboard.watch import Live, Memory
 from spes_p2p.errors import UserError
-from spes_p2p.observe.rounds import NOTHING
+from spes_p2p.messages.consensus import Change, Control
+from spes_p2p.messages.presence import HistoryPage
 from spes_p2p.observe.status import swarm_status
-from spes_p2p.swarm.records import Change, Control
-from spes_p2p.swarm.remember import HistoryPage
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -150,9 +149,9 @@ def test_a_thinned_curve_ends_where_the_whole_one_does(count: int) -> None:
 def test_records_are_put_on_our_clock() -> None:
     record = synthetic_swarm(1, 1, 1).records[1]
     memory = Memory()
-    [heard] = memory.hear(HistoryPage(record.time + 5.0, (record,), NOTHING), now=1000.0)
+    [heard] = memory.hear(HistoryPage(record.time + 5.0, (record,)), now=1000.0)
     assert heard.time == pytest.approx(995.0)
-    assert memory.records[1].time == heard.time
+    assert memory.rounds.records[0].time == heard.time
 
 
 # The server --------------------------------------------------------------------------------------------------------------

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
-from sample_text import write_test_campaign
 from synthetic_swarm import Synthetic, synthetic_swarm
 
 from spes_p2p.config import load_campaign_config
 from spes_p2p.dashboard.server import serving
 from spes_p2p.dashboard.view import series, swarm_view
 from spes_p2p.dashboard.watch import Live
-from spes_p2p.observe.status import PeerStatus
+from spes_p2p.messages.presence import PeerStatus
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")
 
@@ -214,9 +213,8 @@ def test_the_join_line_is_copied() -> None:
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+def swarm(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
     """Two trainers in a campaign whose rounds last longer than a look at them."""
-    campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
     training, merge = {"total_steps": 400_000, "sync_steps": 800}, {"merge_interval": 800}
     config = write_variant(campaign, "long.yaml", training=training, merge=merge)
     with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:

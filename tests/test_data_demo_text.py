@@ -9,7 +9,8 @@ import pytest
 from sample_text import CONFIGS, TEXT, write_test_campaign
 
 from spes_p2p.config import load_campaign_config
-from spes_p2p.data.manifest import check_vocabulary, open_corpus, read_manifest
+from spes_p2p.data.local_files import open_corpus
+from spes_p2p.data.manifest import check_vocabulary, read_manifest
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.tokenizers import check_tokenizer, train_tokenizer
 from spes_p2p.errors import UserError
@@ -46,7 +47,7 @@ def test_a_test_campaign_can_start(tmp_path: Path) -> None:
         manifest = read_manifest(tmp_path / str(name))
         check_vocabulary(manifest, tokenizer.sha256, config.model.vocab_size, str(name))
         corpus = open_corpus(manifest, [tmp_path])
-        reader = SampleReader(corpus, config.training.sequence_length, config.data.piece_samples, config.training.seed)
+        reader = SampleReader(corpus, config.training.sequence_length, config.training.seed)
         assert reader.num_samples >= config.evaluation.max_samples
 
 

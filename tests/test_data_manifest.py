@@ -5,30 +5,23 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
-from spes_p2p.data.manifest import (
-    Manifest,
-    TokenFile,
-    check_vocabulary,
-    find_local,
-    locate,
-    open_corpus,
-    read_manifest,
-    write_manifest,
-)
+from spes_p2p.data.local_files import check_local, find_local, locate_file, open_corpus
+from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, publish_at, read_manifest, write_manifest
 from spes_p2p.errors import UserError
 
 VOCAB = 100
 
 
-def write_tokens(path: Path, ids: np.ndarray, dtype: str = "uint16") -> TokenFile:
+def write_tokens(path: Path, ids: np.ndarray, dtype: Literal["uint16", "uint32"] = "uint16") -> TokenFile:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = ids.astype(f"<u{np.dtype(dtype).itemsize}").tobytes()
     path.write_bytes(content)
-    return TokenFile(path.name, hashlib.sha256(content).hexdigest(), len(ids), dtype)
+    return TokenFile(path.name, hashlib.sha256(content).hexdigest(), len(ids), dtype, "cd" * 32)
 
 
 def manifest_of(*files: TokenFile) -> Manifest:
@@ -56,24 +49,35 @@ def test_the_corpus_is_what_the_manifest_names(tmp_path: Path, manifest: Manifes
     assert np.array_equal(np.concatenate(open_corpus(manifest, [tmp_path])), ids)
 
 
-def test_a_file_that_peers_can_serve_may_be_absent_and_another_one_not(tmp_path: Path, manifest: Manifest) -> None:
+def test_a_file_may_be_absent_but_not_wrong(tmp_path: Path, manifest: Manifest) -> None:
     first, second = manifest.files
-    served = manifest_of(first, replace(second, pieces_sha256="cd" * 32))
-    assert find_local(served, [tmp_path]) == {first: tmp_path / "a.npy", served.files[1]: tmp_path / "b.npy"}
+    assert find_local(manifest, [tmp_path]) == {first: tmp_path / "a.npy", second: tmp_path / "b.npy"}
+    assert find_local(manifest, []) == {}
     (tmp_path / "b.npy").unlink()
-    assert find_local(served, [tmp_path]) == {first: tmp_path / "a.npy"}
-    with pytest.raises(UserError, match=r"b\.npy: this token file of the campaign is not in"):
-        find_local(manifest, [tmp_path])
+    assert find_local(manifest, [tmp_path]) == {first: tmp_path / "a.npy"}
     (tmp_path / "b.npy").write_bytes(b"\0" * 8)
     with pytest.raises(UserError, match="cut short"):
-        find_local(served, [tmp_path])
+        find_local(manifest, [tmp_path])
 
 
-def test_manifests_of_earlier_versions_are_read(tmp_path: Path, manifest: Manifest) -> None:
-    old = asdict(manifest)
-    for file in old["files"]:
-        del file["pieces_sha256"]
-    assert Manifest.from_json(json.dumps(old), "old.json") == manifest
+def test_a_file_that_is_published_need_not_lie_on_the_owners_machine(tmp_path: Path, manifest: Manifest) -> None:
+    published = manifest_of(*publish_at(manifest.files, "https://example.org/tokens"))
+    for made in (manifest, published):
+        check_local(made, [tmp_path])
+    (tmp_path / "b.npy").unlink()
+    check_local(published, [tmp_path])
+    with pytest.raises(UserError, match=r"b\.npy: this token file of the campaign is not in"):
+        check_local(manifest, [tmp_path])
+
+
+def test_a_url_is_below_the_prefix_and_part_of_the_manifest(tmp_path: Path, manifest: Manifest) -> None:
+    files = (replace(manifest.files[0], path="deep/a b.npy"),)
+    for prefix, url in (("https://host/x/", "https://host/x/deep/a%20b.npy"), ("s3://bucket", "s3://bucket/deep/a b.npy")):
+        published = manifest_of(*publish_at(files, prefix))
+        assert [file.url for file in published.files] == [url]
+        write_manifest(published, tmp_path / "m.json")
+        assert read_manifest(tmp_path / "m.json") == published
+    assert "url" not in manifest.to_json()
 
 
 def test_progress_ends_at_all_bytes(tmp_path: Path, manifest: Manifest) -> None:
@@ -92,7 +96,9 @@ def test_a_malformed_manifest_is_refused(manifest: Manifest, change: dict[str, o
         Manifest.from_json(json.dumps(asdict(manifest) | change), "m.json")
 
 
-@pytest.mark.parametrize("change", [{"surprise": 1}, {"tokens": "300"}, {"dtype": "int64"}, {"path": ""}, {"sha256": "short"}])
+@pytest.mark.parametrize("change", [{"surprise": 1}, {"tokens": "300"}, {"dtype": "int64"}, {"path": ""}, {"sha256": "short"},
+    {"path": "/etc/passwd"}, {"path": "../a.npy"}, {"path": "a/../../b.npy"}, {"pieces_sha256": None}, {"url": ""},
+    {"url": "file:///etc/passwd"}, {"url": "/etc/passwd"}, {"url": "local://a"}, {"url": "https://"}, {"url": "https://a\nb"}])
 def test_a_malformed_file_entry_is_refused(manifest: Manifest, change: dict[str, object]) -> None:
     raw = asdict(manifest)
     raw["files"] = [raw["files"][0] | change, raw["files"][1]]
@@ -109,22 +115,20 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
 
 def test_files_are_found_by_path_or_by_name_in_any_folder(tmp_path: Path, ids: np.ndarray) -> None:
     file = replace(write_tokens(tmp_path / "there" / "deep" / "a.npy", ids), path="deep/a.npy")
-    assert locate(manifest_of(file), [tmp_path, tmp_path / "there"]) == (tmp_path / "there" / "deep" / "a.npy",)
-    assert locate(manifest_of(file), [tmp_path / "there" / "deep"]) == (tmp_path / "there" / "deep" / "a.npy",)
-    absolute = replace(file, path=str(tmp_path / "there" / "deep" / "a.npy"))
-    assert locate(manifest_of(absolute), [tmp_path]) == (tmp_path / "there" / "deep" / "a.npy",)
+    assert locate_file(file, [tmp_path, tmp_path / "there"]) == tmp_path / "there" / "deep" / "a.npy"
+    assert locate_file(file, [tmp_path / "there" / "deep"]) == tmp_path / "there" / "deep" / "a.npy"
 
 
 def test_a_namesake_of_another_length_is_passed_over(tmp_path: Path, ids: np.ndarray) -> None:
     write_tokens(tmp_path / "held_out" / "a.npy", ids[:10])
     file = write_tokens(tmp_path / "train" / "a.npy", ids)
-    assert locate(manifest_of(file), [tmp_path / "held_out", tmp_path / "train"]) == (tmp_path / "train" / "a.npy",)
+    assert locate_file(file, [tmp_path / "held_out", tmp_path / "train"]) == tmp_path / "train" / "a.npy"
 
 
 def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path: Path, manifest: Manifest) -> None:
     (tmp_path / "b.npy").unlink()
     with pytest.raises(UserError, match=rf"b\.npy.*{tmp_path}"):
-        locate(manifest, [tmp_path])
+        locate_file(manifest.files[1], [tmp_path])
 
 
 def test_a_cut_file_is_refused(tmp_path: Path, manifest: Manifest) -> None:

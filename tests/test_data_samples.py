@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.data.samples import SampleReader, epoch_order
-from spes_p2p.data.slices import Cursor, Interval, take
+from spes_p2p.data.slices import take
 from spes_p2p.errors import UserError
+from spes_p2p.messages.samples import Cursor, Interval
 
 
 def reader_of_lengths(lengths: list[int], sequence_length: int = 4, piece_samples: int = 3, seed: int = 0) -> SampleReader:
     """Files whose ids tell where they are from: 1000 * file + place."""
     files = [np.arange(length, dtype=np.uint32) + 1000 * number for number, length in enumerate(lengths)]
-    return SampleReader(files, sequence_length, piece_samples, seed)
+    return SampleReader(files, sequence_length, seed, piece_samples=piece_samples)
 
 
 lengths_with_samples = st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(lambda lengths: max(lengths) >= 4)
@@ -43,6 +44,14 @@ def test_an_epoch_keeps_pieces_together(num_samples: int, piece: int) -> None:
     indices = reader.indices(Interval(0, 0, num_samples))
     jumps = indices[1:][np.diff(indices) != 1]
     assert not np.any(jumps % piece)
+
+
+@pytest.mark.parametrize(("num_samples", "piece"), [(5, 1), (8191, 1), (8192, 2), (65_536, 16), (100_000, 16)])
+def test_a_small_text_is_shuffled_sample_by_sample_and_a_large_one_in_pieces(num_samples: int, piece: int) -> None:
+    indices = SampleReader([np.zeros(num_samples, np.uint8)], 1, seed=0).indices(Interval(0, 0, num_samples))
+    run_starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
+    assert (indices[run_starts] % piece == 0).all()
+    assert len(run_starts) >= num_samples // piece - 10
 
 
 @given(counts=st.lists(st.integers(1, 30), max_size=10))

@@ -69,8 +69,8 @@ def test_a_real_npy_file_is_read_as_what_it_says(tmp_path: Path, ids: np.ndarray
     np.save(path, ids.astype("uint16"))
     assert detect_dtype(path, VOCAB) == "uint16"
     assert np.array_equal(open_tokens(path, "uint16"), ids)
-    root = hashlib.sha256(hashlib.sha256(ids.astype("<u2").tobytes()).digest()).hexdigest()
-    assert scan(path, "uint16", VOCAB) == Scan(hashlib.sha256(path.read_bytes()).hexdigest(), len(ids), int(ids.max()), root)
+    hashes = hashlib.sha256(ids.astype("<u2").tobytes()).digest()
+    assert scan(path, "uint16", VOCAB) == Scan(hashlib.sha256(path.read_bytes()).hexdigest(), len(ids), int(ids.max()), hashes)
     with pytest.raises(UserError, match=r"real\.npy.*uint16"):
         open_tokens(path, "uint32")
 

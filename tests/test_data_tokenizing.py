@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from spes_p2p.data.manifest import open_corpus, read_manifest
+from spes_p2p.data.local_files import find_hashes, open_corpus
+from spes_p2p.data.manifest import read_manifest
+from spes_p2p.data.pieces import root_of
 from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, load_tokenizer, train_tokenizer
 from spes_p2p.data.tokenizing import Progress, describe_token_files, tokenize
 from spes_p2p.errors import UserError
@@ -81,7 +83,6 @@ def test_documents_end_with_one_end_token_even_if_their_text_spells_it(tmp_path:
     assert text == "".join(document + END_OF_TEXT for document in DOCUMENTS)
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12), shard_tokens=st.integers(1, 50))
 def test_shards_hold_whole_documents_and_all_of_them(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_json: Path, sizes: list[int], shard_tokens: int
@@ -188,7 +189,7 @@ def test_token_files_are_replaced_only_when_asked(tmp_path: Path, tokenizer_json
     with pytest.raises(UserError, match="out: holds such token files already"):
         tokenize([source], tokenizer_json, out)
     tokenize([source], tokenizer_json, out, overwrite=True)
-    assert sorted(path.name for path in out.iterdir()) == ["000_000000.npy", "manifest.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["000_000000.npy", "000_000000.npy.hashes", "manifest.json"]
 
 
 def test_a_failed_replacement_leaves_the_old_corpus(tmp_path: Path, tokenizer_json: Path) -> None:
@@ -199,14 +200,14 @@ def test_a_failed_replacement_leaves_the_old_corpus(tmp_path: Path, tokenizer_js
     with pytest.raises(UserError, match="line 5"):
         tokenize([source], tokenizer_json, out, overwrite=True)
     assert ids_of(out) == expected_ids(tokenizer_json, DOCUMENTS)
-    assert sorted(path.name for path in out.iterdir()) == ["000_000000.npy", "manifest.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["000_000000.npy", "000_000000.npy.hashes", "manifest.json"]
 
 
 def test_two_corpora_share_a_folder_by_prefix(tmp_path: Path, tokenizer_json: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(DOCUMENTS))
     for prefix in ("train_", "held_out_"):
         tokenize([tmp_path / "a.jsonl"], tokenizer_json, tmp_path / "out", prefix=prefix)
-    names = {"000_000000.npy", "manifest.json"}
+    names = {"000_000000.npy", "000_000000.npy.hashes", "manifest.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {p + n for p in ("train_", "held_out_") for n in names}
 
 
@@ -268,4 +269,29 @@ def test_files_have_the_same_pieces_whether_they_are_written_or_described(tmp_pa
     assert len(made.files) > 1
     described = describe_token_files([tmp_path / file.path for file in made.files], tokenizer_json, tmp_path / "again.json")
     assert described.files == made.files
-    assert None not in {file.pieces_sha256 for file in made.files}
+    assert [root_of(find_hashes(file, [tmp_path]) or b"") for file in made.files] == [file.pieces_sha256 for file in made.files]
+
+
+def test_token_files_that_are_published_get_their_url_and_a_list_of_hashes(tmp_path: Path, tokenizer_json: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(DOCUMENTS))
+    made = tokenize([tmp_path / "a.jsonl"], tokenizer_json, tmp_path / "tokens", url="s3://bucket/x")
+    assert [file.url for file in made.files] == ["s3://bucket/x/000_000000.npy"]
+    (tmp_path / "tokens/000_000000.npy.hashes").unlink()
+    files = [tmp_path / "tokens/000_000000.npy"]
+    described = describe_token_files(files, tokenizer_json, tmp_path / "again.json", url="https://host/x/")
+    assert [file.url for file in described.files] == ["https://host/x/tokens/000_000000.npy"]
+    assert [root_of(find_hashes(file, [tmp_path]) or b"") for file in described.files] == [made.files[0].pieces_sha256]
+
+
+def test_a_manifest_names_no_path_of_the_owners_machine(
+    tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    np.arange(100, dtype="<u2").tofile(tmp_path / "there/a.npy")
+    with pytest.raises(UserError, match=r"there/a\.npy: lies outside of the manifest's folder"):
+        describe_token_files([tmp_path / "there/a.npy"], tokenizer_json, tmp_path / "here/manifest.json")
+    (tmp_path / "here/b.npy").symlink_to(tmp_path / "there/a.npy")
+    monkeypatch.chdir(tmp_path / "here")
+    manifest = describe_token_files([tmp_path / "here/b.npy"], tokenizer_json, Path("manifest.json"))
+    assert [file.path for file in manifest.files] == ["b.npy"]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.errors import PeerUnreachable
+from spes_p2p.observe.outliers import DEVIATIONS
 from spes_p2p.swarm.detector import (
-    DEVIATIONS,
     ELSEWHERE_CEILINGS,
     ENOUGH_GAPS,
     FLOOR_HEARTBEATS,

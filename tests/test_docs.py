@@ -9,15 +9,17 @@ import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer.main
-from network_swarm import LOOPBACK, ROOT, LocalPeer, LocalPeers, call
+from network_swarm import LOOPBACK, ROOT, LocalPeer, LocalPeers, call, free_port
 from sample_text import TEXT
-from test_swarm_network import free_port
 
 from spes_p2p.addresses import EXAMPLE_ADDRESS
 from spes_p2p.cli import app
+from spes_p2p.messages import methods
+from spes_p2p.messages.content import ContentKind
 
 PAGES = sorted([ROOT / "README.md", ROOT / "bootstrap/README.md", *(ROOT / "docs").glob("*.md")])
 FENCED = re.compile(r"^```(?:sh|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -43,9 +45,12 @@ def inline_commands(page: Path) -> list[list[str]]:
     return [shlex.split(re.sub(r"[\[\]]", "", text)) for text in INLINE.findall(prose)]
 
 
+def commands(page: Path) -> list[list[str]]:
+    return [*fenced_commands(page), *inline_commands(page)]
+
+
 COMMANDS = [
-    pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)}")
-    for page in PAGES for words in (*fenced_commands(page), *inline_commands(page))
+    pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)}") for page in PAGES for words in commands(page)
 ]
 
 
@@ -59,7 +64,8 @@ def test_the_program_takes_every_command_of_the_docs(words: list[str]) -> None:
 
 
 def test_commands_are_found() -> None:
-    assert {words.values[0][1] for words in COMMANDS} >= {"init", "bootstrap", "join", "doctor", "status", "export", "plan"}
+    found = {words[1] for page in PAGES for words in commands(page)}
+    assert found >= {"init", "bootstrap", "join", "doctor", "status", "export", "plan"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -73,13 +79,9 @@ def test_the_protocol_page_is_what_the_code_says() -> None:
 
 
 def test_the_protocol_page_has_every_method_that_a_peer_serves() -> None:
-    tool = runpy.run_path(str(ROOT / "tools/protocol_reference"))
     sources = "\n".join(path.read_text() for path in (ROOT / "spes_p2p").rglob("*.py"))
     names = set(re.findall(r"\.serve\(([A-Z_]+),", sources)) | set(re.findall(r"([A-Z_]+)[:,] self\.[\w.]*on_", sources))
-    values = {}
-    for left, right in re.findall(r'^([A-Z_, ]+) = ("[^=\n]+")$', sources, re.MULTILINE):
-        values.update(zip(left.split(", "), [word.strip('"') for word in right.split(", ")], strict=False))
-    assert {values[name] for name in names} == set(tool["METHODS"])
+    assert {getattr(methods, name) for name in names} | set(get_args(ContentKind)) == set(methods.METHODS)
 
 
 # Walking through ------------------------------------------------------------------------------------------------------

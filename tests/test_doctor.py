@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from network_swarm import LOOPBACK, LocalPeer, LocalPeers, call
-from sample_text import write_test_campaign
 
-from spes_p2p.config import PROTOCOL_VERSION
-from spes_p2p.swarm.checkup import Clock, DialBack, Skew
+from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.messages.presence import Clock, DialBack
+from spes_p2p.swarm.checkup import Skew
 from spes_p2p.verdicts import (
     Check,
     judge_bandwidth,
@@ -120,11 +120,6 @@ def test_advice_stands_below_its_finding_and_markup_is_not_obeyed() -> None:
 
 
 # The whole of it --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_test_campaign(tmp_path_factory.mktemp("campaign"))
 
 
 @pytest.fixture(scope="module")

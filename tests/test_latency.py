@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from spes_p2p.errors import UserError
+from spes_p2p.messages.framing import Message
 from spes_p2p.swarm.interfaces import Channel
-from spes_p2p.swarm.latency import LATENCY_VARIABLE, delayed, latency_of_environment
+from spes_p2p.swarm.latency import delayed
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
 
 LATENCY_S, FRAMES = 0.5, 100
 
 
 async def echo(channel: Channel) -> None:
-    while (frame := await channel.receive()) is not None:
-        await channel.send(frame)
+    while (message := await channel.receive()) is not None:
+        await channel.send(bytes(message.body), kind=message.kind)
     await channel.finish()
 
 
@@ -27,7 +27,7 @@ async def connected() -> Channel:
 
 
 def test_a_hundred_frames_take_one_round_trip() -> None:
-    async def main() -> tuple[list[bytes | None], float]:
+    async def main() -> tuple[list[Message | None], float]:
         channel, loop = await connected(), asyncio.get_running_loop()
         began = loop.time()
         for number in range(FRAMES):
@@ -37,23 +37,16 @@ def test_a_hundred_frames_take_one_round_trip() -> None:
         return received, loop.time() - began
 
     received, seconds = run_virtual(main())
-    assert received == [*(bytes([number]) for number in range(FRAMES)), None]
+    assert received == [*(Message(bytes([number])) for number in range(FRAMES)), None]
     assert seconds == pytest.approx(2 * LATENCY_S)
 
 
 def test_a_receive_that_is_cancelled_loses_no_frame() -> None:
-    async def main() -> bytes | None:
+    async def main() -> Message | None:
         channel = await connected()
         await channel.send(b"frame")
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(channel.receive(), 1.5 * LATENCY_S)
         return await channel.receive()
 
-    assert run_virtual(main()) == b"frame"
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan", ""])
-def test_what_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LATENCY_VARIABLE, text)
-    with pytest.raises(UserError, match=LATENCY_VARIABLE):
-        latency_of_environment()
+    assert run_virtual(main()) == Message(b"frame")

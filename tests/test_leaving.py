@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from test_lost_base import bootstrap_that_knows_more_than_it_has
+from lost_base import bootstrap_that_knows_more_than_it_has
 
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
@@ -26,6 +26,7 @@ def assert_each_sample_is_in_one_round(swarm: VirtualSwarm, leaver: str, overlap
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("moment", ["exchanging", "committing"])
+@pytest.mark.sampled(2)
 def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
     moment: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,14 +35,14 @@ def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
         swarm.start_all()
         await swarm.until_round(3)
         leaver = swarm.peers.pop("B")
-        enter = leaver._enter
+        set_state = leaver.phases.set_state_unless_training
 
-        def leave_at(phase: str) -> None:
-            enter(phase)
-            if phase == moment:
+        def leave_at(state: str) -> None:
+            set_state(state)
+            if state == moment:
                 leaver.leave()
 
-        monkeypatch.setattr(leaver, "_enter", leave_at)
+        monkeypatch.setattr(leaver.phases, "set_state_unless_training", leave_at)
         await swarm.until(swarm.tasks["B"].done)
         swarm.network.kill("B")
         await swarm.until_finished()
@@ -52,13 +53,14 @@ def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("leaver", "ABC")
+@pytest.mark.sampled(3)
 def test_who_leaves_and_takes_long_to_end_coordinates_no_round_meanwhile(
     leaver: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the three coordinates the next round. A process that goes still answers for seconds."""
 
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=300, sync={"overlap": overlap}))
+        swarm = VirtualSwarm(campaign(total_steps=150, sync={"overlap": overlap}))
         swarm.start_all()
         await swarm.until_round(3)
         node, close = swarm.nodes[leaver], swarm.nodes[leaver].close

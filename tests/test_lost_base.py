@@ -6,34 +6,22 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from lost_base import bootstrap_that_knows_more_than_it_has
 
+from spes_p2p.consensus.control import signed
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Control, ReformRequest
+from spes_p2p.messages.methods import REFORM
 from spes_p2p.observe.events import BaseRestored
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.swarm.control import signed
-from spes_p2p.swarm.identity import SimulatedIdentity
 from spes_p2p.swarm.memory import in_memory_world, run_virtual
-from spes_p2p.swarm.records import Control
-from spes_p2p.swarm.reform import REFORM
 from spes_p2p.swarm.rpc import Switchboard
-
-
-async def bootstrap_that_knows_more_than_it_has(overlap: bool = False) -> VirtualSwarm:
-    """A trained alone while the bootstrap was cut off. It has learnt of those rounds since; A is killed before it has more."""
-    sync = {"min_peers": 1, "reform_after_s": 30.0, "overlap": overlap}
-    swarm = VirtualSwarm(campaign(total_steps=200, sync=sync))
-    swarm.start_bootstrap()
-    swarm.start("A")
-    await swarm.until(lambda: swarm.round_of("A") >= 3 and swarm.helper.replica.base.round >= 3)
-    swarm.network.partition(["W"], ["A"])
-    await swarm.until(lambda: swarm.round_of("A") >= swarm.helper.replica.base.round + 7)
-    swarm.network.heal()
-    await swarm.until(lambda: swarm.nodes["W"].log.round > swarm.helper.replica.base.round + 2)
-    swarm.kill("A")
-    return swarm
+from spes_p2p.swarm.simulated_identity import SimulatedIdentity
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(1)
 def test_who_joins_goes_on_from_the_base_that_the_bootstrap_has(overlap: bool) -> None:
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has(overlap)
@@ -100,7 +88,7 @@ def test_who_had_the_base_and_is_back_at_the_moment_of_asking_loses_nothing(ahea
         swarm.network.heal()
         asker = Switchboard(in_memory_world(swarm.network, "asker").transport, 5.0)
         with pytest.raises(Refused, match="goes on" if ahead else "a majority of the electors is there"):
-            await asker.ask("W", REFORM, node.log.head.id.encode(), 10.0)
+            await asker.ask("W", REFORM, pack(ReformRequest(node.log.head.id)), 10.0)
         await swarm.until(lambda: swarm.helper.replica.base.round >= known + ahead)
         assert node.log.head.epoch == 0
 
@@ -131,7 +119,7 @@ def test_an_order_that_was_applied_in_rounds_that_are_given_up_holds_again() -> 
         swarm.network.partition(["W"], ["A"])
         order = signed(Control(swarm.campaign.hash, 1, "stopped", (), -1, b""), SimulatedIdentity("W"))
         await swarm.until(lambda: swarm.round_of("A") >= swarm.helper.replica.base.round + 6)
-        assert swarm.nodes["A"].controls.take(order)
+        assert swarm.nodes["A"].take_control(order)
         await swarm.until(lambda: swarm.nodes["A"].log.head.control == order)
         swarm.network.heal()
         await swarm.until(lambda: swarm.nodes["W"].log.head.control == order)
@@ -192,9 +180,26 @@ def test_a_base_is_there_for_others_before_the_phase_ends_that_its_round_overlap
         await swarm.until(lambda: log.round == 3 and replica.base.round == 2)
         await asyncio.sleep(5.0)
         assert replica.base.round == 2
-        assert log.head.id in {info.head for info in replica.snapshots.infos}
+        assert log.head.id in {info.head for info in replica.store.snapshots.infos}
 
     run_virtual(main())
+
+
+async def lose_a_base(swarm: VirtualSwarm, last: str, name: str) -> None:
+    """The last peer that trains is killed with the base that only it has; another one joins, and the swarm reforms."""
+    swarm.network.partition(["W"], [last])
+    had, epoch = swarm.helper.replica.base.round, swarm.nodes["W"].log.head.epoch
+    await swarm.until(lambda: swarm.round_of(last) >= had + 7)
+    swarm.network.heal()
+    await swarm.until(lambda: swarm.nodes["W"].log.round > swarm.helper.replica.base.round + 2)
+    swarm.kill(last)
+    swarm.restart("W")
+    swarm.start(name)
+    await swarm.until(lambda: swarm.nodes["W"].log.head.epoch == epoch + 1)
+    reformed = swarm.nodes["W"].log.round
+    swarm.restart("W")
+    await swarm.until(lambda: swarm.round_of(name) >= reformed + 2)
+    await swarm.until(lambda: swarm.helper.replica.base.round >= reformed + 2)
 
 
 @pytest.mark.slow
@@ -206,19 +211,7 @@ def test_three_bases_are_lost_in_a_row_while_the_bootstrap_restarts_and_then_eve
         swarm.start_all("A")
         await swarm.until(lambda: swarm.round_of("A") >= 3 and swarm.helper.replica.base.round >= 3)
         for last, name in ("AB", "BC", "CD"):
-            swarm.network.partition(["W"], [last])
-            had, epoch = swarm.helper.replica.base.round, swarm.nodes["W"].log.head.epoch
-            await swarm.until(lambda had=had, last=last: swarm.round_of(last) >= had + 7)
-            swarm.network.heal()
-            await swarm.until(lambda: swarm.nodes["W"].log.round > swarm.helper.replica.base.round + 2)
-            swarm.kill(last)
-            swarm.restart("W")
-            swarm.start(name)
-            await swarm.until(lambda epoch=epoch: swarm.nodes["W"].log.head.epoch == epoch + 1)
-            reformed = swarm.nodes["W"].log.round
-            swarm.restart("W")
-            await swarm.until(lambda name=name, reformed=reformed: swarm.round_of(name) >= reformed + 2)
-            await swarm.until(lambda reformed=reformed: swarm.helper.replica.base.round >= reformed + 2)
+            await lose_a_base(swarm, last, name)
         for name in "ABC":
             swarm.start_again(name)
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in "ABCD"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from spes_p2p.consensus.electorate import disks_of
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.electors import disks_of
 
 
 @pytest.mark.parametrize("lost", ["B", "W"])

@@ -8,8 +8,8 @@ import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 
 from spes_p2p.config import ModelConfig, parse_campaign_config
-from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.flops import training_flops_per_token
 from spes_p2p.model.low_rank import LowRank, directions

@@ -8,63 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from observed_events import COMMIT, EVENTS
 from prometheus_client import generate_latest
 
-from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.errors import UserError
+from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
     BaseRestored,
-    BytesMoved,
-    DigestMismatch,
-    Drift,
-    Evaluated,
     Event,
-    PeersSeen,
-    PhaseTrained,
-    RoundCommitted,
-    RoundFailed,
-    RoundMeasured,
-    TrainingProgress,
-    WorkDropped,
 )
 from spes_p2p.observe.metrics import Metrics, metrics_document
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
-
-COMMIT = RoundCommitted(
-    round=7,
-    campaign_step=70,
-    total_steps=600,
-    tokens=1000,
-    total_tokens=8000,
-    loss=4.5,
-    members=("me", "you"),
-    owners=(("me",), ("you", "me"), ()),
-    base_digest="d",
-    parts=10,
-    dropped_parts=2,
-    sent_bytes=100,
-    received_bytes=200,
-    seconds={"train": 12.0, "announce": 0.5, "exchange": 2.0},
-    merge_alpha=0.05,
-    learning_rate=3e-4,
-)
-EVENTS: tuple[Event, ...] = (
-    TrainingProgress(7, 1, 10, 1234.5),
-    PhaseTrained(7, 10, 500, 4.6, 0.1, 12.0, 3, 2e12, 0.25, (0.5, 1.5), 0.75),
-    COMMIT,
-    RoundMeasured(7, {"shared": Drift(4.0, 3.0, 0.6)}, (40, 0)),
-    BytesMoved("push", 30, 40),
-    BytesMoved("push", 5, 6),
-    RoundFailed(8, 1, "timeout", "no plan"),
-    RoundFailed(8, 2, "timeout", "no plan"),
-    WorkDropped(8, 77, "old"),
-    DigestMismatch(7, "a", "b"),
-    Evaluated(7, 4.25),
-    PeersSeen(5, 2),
-)
-
 
 @pytest.fixture
 def told() -> Metrics:

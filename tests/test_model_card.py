@@ -19,8 +19,8 @@ from synthetic_swarm import synthetic_swarm
 from spes_p2p.config import Campaign, load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.exporting import push_to_hub
+from spes_p2p.messages.presence import Contribution
 from spes_p2p.model_card import CARD_FILE, FACTS_FILE, Origin, card_files, origin_of
-from spes_p2p.observe.rounds import NOTHING, Contribution, Totals
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 CAMPAIGN = Campaign(config=CONFIG, manifest_sha256="a" * 64, validation_manifest_sha256=None, tokenizer_sha256="b" * 64)
@@ -28,7 +28,7 @@ CAMPAIGN = Campaign(config=CONFIG, manifest_sha256="a" * 64, validation_manifest
 
 def origin(rounds: int = 12) -> Origin:
     swarm = synthetic_swarm(3, 4, rounds)
-    return origin_of(CAMPAIGN, rounds, "d" * 64, {record.round: record for record in swarm.records}, swarm.totals)
+    return origin_of(CAMPAIGN, rounds, "d" * 64, swarm.records)
 
 
 def test_the_card_and_the_facts_say_the_same() -> None:
@@ -47,8 +47,8 @@ def test_the_card_and_the_facts_say_the_same() -> None:
 def test_the_card_names_what_the_owner_ordered_up_to_its_round() -> None:
     ordered = {5: "paused", 6: "", 8: "rolled back to round 4", 9: "rolled back to round 4", 11: "stopped"}
     swarm = synthetic_swarm(3, 4, 12)
-    records = {record.round: replace(record, control=ordered.get(record.round, "")) for record in swarm.records}
-    files = card_files(origin_of(CAMPAIGN, 9, "d" * 64, records, swarm.totals))
+    records = [replace(record, control=ordered.get(record.round, "")) for record in swarm.records]
+    files = card_files(origin_of(CAMPAIGN, 9, "d" * 64, records))
     orders = [(each["from_round"], each["order"]) for each in json.loads(files[FACTS_FILE])["orders"]]
     assert orders == [(5, "paused"), (6, ""), (8, "rolled back to round 4")]
     for line in ("- round 5: paused", "- round 6: as planned", "- round 8: rolled back to round 4", "| round | 9 |"):
@@ -61,9 +61,13 @@ def test_the_front_matter_is_what_the_hub_reads() -> None:
     assert yaml.safe_load(front)["library_name"] == "transformers"
 
 
-def test_later_evaluations_are_not_this_bases_and_who_did_most_stands_first() -> None:
-    totals = Totals(7, (Contribution("a", 10, 1), Contribution("b", 30, 2), Contribution("c", 20, 3)))
-    made = origin_of(CAMPAIGN, 7, "d" * 64, {record.round: record for record in synthetic_swarm(3, 4, 12).records}, totals)
+def test_later_rounds_are_not_this_bases_and_who_did_most_stands_first() -> None:
+    half = (Contribution("a", 5, 1), Contribution("b", 15, 2), Contribution("c", 10, 3))
+    records = [
+        replace(record, contributions=half if record.round in (3, 7) else half[:1] * (record.round > 7))
+        for record in synthetic_swarm(3, 4, 12).records
+    ]
+    made = origin_of(CAMPAIGN, 7, "d" * 64, records)
     assert made.held_out is not None
     assert made.held_out[0] == 5
     card = card_files(made)[CARD_FILE]
@@ -71,7 +75,7 @@ def test_later_evaluations_are_not_this_bases_and_who_did_most_stands_first() ->
 
 
 def test_what_nobody_remembers_is_said_to_be_unknown() -> None:
-    files = card_files(origin_of(CAMPAIGN, 3, "d" * 64, {}, NOTHING))
+    files = card_files(origin_of(CAMPAIGN, 3, "d" * 64, []))
     assert json.loads(files[FACTS_FILE])["tokens"] is None
     assert "| tokens | not known |" in files[CARD_FILE]
     assert "Nobody who was asked remembers the contributions." in files[CARD_FILE]

@@ -67,7 +67,7 @@ def shrunk(block: Any) -> nn.Module:
     block.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * FFN, HIDDEN, generator=generator) / 4)
     block.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, FFN, generator=generator) / 4)
     block.config._experts_implementation = "eager"
-    return block  # type: ignore[no-any-return]
+    return block
 
 
 def test_there_are_mixture_of_experts_classes() -> None:

@@ -10,32 +10,16 @@ import shutil
 import subprocess
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
 import yaml
+from monitoring_files import BOOTSTRAP, DASHBOARD, ROOT, alert_rules, dashboard_queries
 
 from spes_p2p.cli import app
 from spes_p2p.observe.metrics import Metrics
 
-ROOT = Path(__file__).parents[1]
-BOOTSTRAP = ROOT / "bootstrap"
-DASHBOARD = BOOTSTRAP / "grafana/spes_p2p.json"
-ALERTS = BOOTSTRAP / "alerts.yml"
 BY_HISTOGRAMS = ("_bucket", "_sum", "_count")
-
-
-def dashboard_queries() -> dict[str, str]:
-    """PromQL of every panel by its title, as Grafana wrote it."""
-    dashboard = json.loads(DASHBOARD.read_text())
-    return {
-        f"{panel['title']} {target['refId']}": target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
-    }
-
-
-def alert_rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian package prometheus)")

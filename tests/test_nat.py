@@ -10,11 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from network_swarm import ENVIRONMENT, LocalPeer, LocalPeers, write_variant
-from sample_text import write_test_campaign
 
 from spes_p2p.observe.events import WorkDropped
 from spes_p2p.simulate.namespaces import Namespaces, why_unavailable
@@ -54,9 +54,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A bootstrap peer, a trainer that can be dialled, and two that cannot."""
-    campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
     config = write_variant(campaign, "endless.yaml", training={"total_steps": 400_000}, merge={"merge_interval": 20})
     machines = Namespaces()
     try:
@@ -89,10 +88,12 @@ def test_the_routers_let_no_connection_in(world: World) -> None:
 
 def test_work_of_peers_that_cannot_be_dialled_is_in_every_round(world: World) -> None:
     everybody = {peer.peer_id for peer in trainers(world).values()}
-    assembled = 1 + next(
-        number for number in range(100)
-        if world.peers.wait_for_round(number, 180) is None and everybody <= set(world.peers.commit(number).members)
-    )
+    number = 0
+    world.peers.wait_for_round(number, 180)
+    while not everybody <= set(world.peers.commit(number).members):
+        number += 1
+        world.peers.wait_for_round(number, 180)
+    assembled = number + 1
     world.peers.wait_for_round(assembled + 6, 180)
     for number in range(assembled, assembled + 6):
         commit = world.peers.commit(number)

@@ -93,13 +93,13 @@ def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tm
     assert call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", "512").code == 0
 
 
-def test_volunteers_can_read_the_text_where_it_lies(tmp_path: Path) -> None:
-    folder, there = tmp_path / "c", str(TEXT / "train")
-    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", "512", "--source", there)
+def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Path) -> None:
+    folder, there = tmp_path / "c", "https://example.org/tokens"
+    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", "512", "--url", there)
     assert ended.code == 0, ended.stderr
     config = yaml.safe_load((folder / "campaign.yaml").read_text())
-    training, held_out = (read_manifest(folder / config["data"][name]) for name in ("manifest", "validation_manifest"))
-    assert [file.source and file.source.url for file in training.files] == [WORDNET]
-    assert [file.source for file in held_out.files] == [None], "held-out text is small, and served"
-    assert f"volunteers read it at {there}" in (folder / "campaign.yaml").read_text()
-    assert (folder / "tokens" / f"{training.files[0].path}.hashes").is_file()
+    manifests = [read_manifest(folder / config["data"][name]) for name in ("manifest", "validation_manifest")]
+    files = [file for manifest in manifests for file in manifest.files]
+    assert [file.url for file in files] == [f"{there}/train_000_000000.npy", f"{there}/held_out_000_000000.npy"]
+    assert f"publish this folder at {there}" in (folder / "campaign.yaml").read_text()
+    assert all((folder / "tokens" / f"{file.path}.hashes").is_file() for file in files)

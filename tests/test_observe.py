@@ -5,17 +5,17 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from observed_events import FIRST_COMMIT, OWNERS, ROUNDS, Clock, assembly, commit, new_board, shown, status_after
 from rich.console import Console
 
 from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.observe.console import HEARTBEAT_S, RoundLog
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
@@ -29,7 +29,6 @@ from spes_p2p.observe.events import (
     PeersSeen,
     PhaseEntered,
     PhaseTrained,
-    RoundCommitted,
     RoundFailed,
     TrainingProgress,
     WorkDropped,
@@ -37,69 +36,9 @@ from spes_p2p.observe.events import (
 from spes_p2p.observe.history import HISTORY_FILE, Entry, History, read_history
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.observe.plot import collect_curves, plot_loss
-from spes_p2p.observe.status import PeerStatus, StatusBoard, gather, swarm_status
-from spes_p2p.observe.table import SwarmView, render_status, round_line
+from spes_p2p.observe.status import StatusBoard, gather, swarm_status
+from spes_p2p.observe.table import SwarmView, round_line
 from spes_p2p.observe.units import human_bytes, human_count, human_indices, human_seconds
-
-OWNERS = (("peer-aaaaaa",), ("peer-bbbbbb",), ("peer-aaaaaa", "peer-bbbbbb"))
-ROUNDS = 10
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-FIRST_COMMIT = RoundCommitted(
-    round=1,
-    campaign_step=10,
-    total_steps=10 * ROUNDS,
-    tokens=1000,
-    total_tokens=1000,
-    loss=4.5,
-    members=("peer-aaaaaa", "peer-bbbbbb"),
-    owners=OWNERS,
-    base_digest="digest0",
-    parts=10,
-    dropped_parts=0,
-    sent_bytes=1_500_000,
-    received_bytes=2_000_000,
-    seconds={"announce": 0.5, "exchange": 1.5},
-)
-
-
-def commit(number: int, loss: float = 4.5, **changes: Any) -> RoundCommitted:
-    steps, tokens = 10 * number, 1000 * number
-    nth = replace(FIRST_COMMIT, round=number, campaign_step=steps, total_tokens=tokens, base_digest=f"digest{number}")
-    return replace(nth, loss=loss, **changes)
-
-
-def assembly(**changes: Any) -> RoundCommitted:
-    """Round 0."""
-    return commit(0, math.nan, **{"tokens": 0, "parts": 0, **changes})
-
-
-def new_board(clock: Clock, peer_id: str = "peer-aaaaaa", role: str = "trainer") -> StatusBoard:
-    return StatusBoard(PeerStatus(peer_id, role, "demo", "c" * 64, ROUNDS), clock)
-
-
-def status_after(*events: Event, peer_id: str = "peer-aaaaaa", role: str = "trainer") -> PeerStatus:
-    board = new_board(Clock(), peer_id, role)
-    for event in events:
-        board.tell(event)
-    return board.status
-
-
-def shown(statuses: list[PeerStatus], *notes: str, width: int = 100) -> str:
-    output = io.StringIO()
-    Console(file=output, width=width).print(render_status(statuses, notes))
-    return output.getvalue()
-
 
 KEPT: tuple[Event, ...] = (
     BaseRestored(BEFORE_TRAINING, 0, 100, 0, "d", "disk", OWNERS),
@@ -113,7 +52,7 @@ KEPT: tuple[Event, ...] = (
 
 
 def test_history_gives_back_what_was_kept_in_order(tmp_path: Path) -> None:
-    history = History(tmp_path / "run", wall_time=lambda: 12.5)
+    history = History("a", tmp_path / "run", wall_time=lambda: 12.5)
     for event in (PhaseEntered("training"), TrainingProgress(0, 1, 2, 3.0), BytesMoved("push", 1, 2), PeersSeen(1, 1), *KEPT):
         history.tell(event)
     entries = read_history(tmp_path / "run")
@@ -132,7 +71,7 @@ def test_history_cut_anywhere_loses_at_most_the_torn_line_and_goes_on(
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
     file = run_dir / HISTORY_FILE
-    history = History(run_dir)
+    history = History("a", run_dir)
     for number in range(total):
         history.tell(Evaluated(number, 1.0))
     history.close()
@@ -141,12 +80,12 @@ def test_history_cut_anywhere_loses_at_most_the_torn_line_and_goes_on(
     file.write_bytes(kept)
     whole = kept.count(b"\n")
     assert len(read_history(file)) == whole
-    History(run_dir).tell(Evaluated(99, 2.0))
+    History("a", run_dir).tell(Evaluated(99, 2.0))
     assert [entry.event for entry in read_history(file)] == [*(Evaluated(n, 1.0) for n in range(whole)), Evaluated(99, 2.0)]
 
 
 def test_every_line_is_on_disk_as_soon_as_it_was_told(tmp_path: Path) -> None:
-    history = History(tmp_path)
+    history = History("a", tmp_path)
     history.tell(Evaluated(0, 1.0))
     assert len(read_history(tmp_path)) == 1
 
@@ -157,11 +96,14 @@ def test_event_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
     assert read_history(tmp_path) == [Entry(1.0, Evaluated(1, 2.0))]
 
 
-@pytest.mark.parametrize("line", ["no json", "[]", "{}", '{"time":1,"event":"Evaluated"}'])
-def test_damaged_line_is_named(tmp_path: Path, line: str) -> None:
-    (tmp_path / HISTORY_FILE).write_text(f'{{"time":1,"event":"Evaluated","round":1,"validation_loss":2.0}}\n{line}\n')
-    with pytest.raises(UserError, match=r"history\.jsonl, line 2: not a line of a history"):
-        read_history(tmp_path)
+@pytest.mark.parametrize("line", [b"no json", b"[]", b"{}", b"\xff\x00", b"", b'{"time":1,"event":"Evaluated"}'])
+def test_a_damaged_line_is_named_and_costs_only_itself(
+    tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = b'{"time":1,"event":"Evaluated","round":1,"validation_loss":2.0}'
+    (tmp_path / HISTORY_FILE).write_bytes(b"\n".join([good, line, good, b""]))
+    assert read_history(tmp_path) == 2 * [Entry(1.0, Evaluated(1, 2.0))]
+    assert "history.jsonl, line 2: damaged" in caplog.text
 
 
 def test_missing_history_is_named(tmp_path: Path) -> None:
@@ -172,7 +114,7 @@ def test_missing_history_is_named(tmp_path: Path) -> None:
 def test_run_dir_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="choose another --run-dir"):
-        History(tmp_path / "run")
+        History("a", tmp_path / "run")
 
 
 def test_status_survives_the_wire() -> None:

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Training:
     def assign(self, owned: tuple[int, ...]) -> None:
         for name, block in self.model.named_modules():
             if isinstance(block, PartitionedExperts):
-                block.assign(owned, lambda e, m, n=name: exact_expert(BASE, LAYOUT, n, e, m))
+                block.assign(owned, partial(exact_expert, BASE, LAYOUT, name))
         self.optimizer.regroup(self.model)
 
     def values(self) -> dict[str, np.ndarray]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from spes_p2p.config import OuterConfig
+from spes_p2p.messages.rounds import Member, Merge
 from spes_p2p.model.layout import Group
 from spes_p2p.simulate.swarm import LAYOUT, VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.records import Member, Merge
 from spes_p2p.sync.apply import next_base
 from spes_p2p.sync.codecs import CODECS, GroupCodecs
 from spes_p2p.sync.outer import base_size, first_base, momentum_offsets, outer_settings

@@ -12,14 +12,16 @@ from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, memb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.config import ExpertsConfig
-from spes_p2p.data.slices import Cursor, Interval
+from spes_p2p.config import SLOWEST_LINE_BITS, SyncConfig
 from spes_p2p.errors import Refused
 from spes_p2p.genesis import make_genesis
+from spes_p2p.messages.codec import WireError
+from spes_p2p.messages.consensus import Ballot, Head
+from spes_p2p.messages.rounds import Announcement, Member
+from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
-from spes_p2p.swarm.records import Announcement, Ballot, Head, Member
-from spes_p2p.swarm.wire import WireError
+from spes_p2p.sync import parts as part_rules
 from spes_p2p.sync.codecs import CODECS
 from spes_p2p.sync.parts import (
     WORTH_HANDING_ON,
@@ -91,11 +93,15 @@ def test_on_equal_lines_owners_serve_their_experts_and_reducing_is_shared_evenly
     assert max(reduced) == min(reduced)
 
 
+def test_on_the_slowest_line_a_part_takes_less_than_half_the_longest_silence_of_a_living_peer() -> None:
+    assert SyncConfig().silence_s / 2 > 8 * part_rules.PART_BYTES / SLOWEST_LINE_BITS
+
+
 @pytest.mark.parametrize("values", [2**21, 2**24])
 def test_reducers_alike_get_alike_shares_of_a_small_model_too(values: int) -> None:
     layout = Layout([TensorSpec("embed", (values // 64, 64), "shared")])
     members = tuple(member(f"{i:02d}", 5, ()) for i in range(16))
-    parts = part_table(layout, members, codecs("int8"), 2**19)
+    parts = part_table(layout, members, codecs("int8"))
     reduced = [sum(part.encoded_bytes for part in parts if part.reducer == i) for i in range(16)]
     assert max(reduced) <= 1.1 * min(reduced)
     assert all(2**13 < part.encoded_bytes <= 2**19 for part in parts)
@@ -225,28 +231,6 @@ def test_after_the_last_step_nobody_has_anything_to_do() -> None:
     plan = make_plan(head, Ballot(1, "A"), {"A": announce(tokens=10, tokens_per_second=5.0)}, (), "d", None, RULES)
     assert plan.step == 60
     assert [duty.steps for duty in plan.duties] == [0]
-
-
-def owners_after(head: Head, **experts: int) -> list[set[str]]:
-    """Who trains each expert after the round that follows `head`, with three trainers."""
-    config = CAMPAIGN.config.model_copy(update={"experts": ExpertsConfig(**experts)})
-    announcements = {peer: announce(tokens=10) for peer in "ABC"}
-    plan = make_plan(head, Ballot(1, "A"), announcements, (), "d", None, Rules(config, CAMPAIGN.hash, NUM_SAMPLES))
-    return [{plan.members[duty.member].peer for duty in plan.duties if expert in duty.owned} for expert in range(EXPERTS)]
-
-
-def test_in_the_dense_warm_up_everybody_trains_everything_and_then_owners_are_as_without_it() -> None:
-    sync_steps = CAMPAIGN.config.training.sync_steps
-    assert owners_after(head_with(step=0), dense_steps=2 * sync_steps) == [set("ABC")] * EXPERTS
-    assert all(len(owners) == 1 for owners in owners_after(head_with(step=sync_steps), dense_steps=2 * sync_steps))
-
-
-def test_rotation_hands_each_expert_to_the_owners_of_the_next_when_it_is_due_and_only_then() -> None:
-    head = head_with(round=4, members=("A", "B", "C"), owners=((0,), (0,), (1,), (2,)))
-    stay = [{"A"}, {"A"}, {"B"}, {"C"}]
-    assert owners_after(head) == stay
-    assert owners_after(head, rotate_rounds=3) == stay
-    assert owners_after(head, rotate_rounds=5) == [{"A"}, {"B"}, {"C"}, {"A"}]
 
 
 def test_what_leavers_gave_back_is_handed_out_first() -> None:

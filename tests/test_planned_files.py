@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 
 from spes_p2p.config import CampaignConfig
-from spes_p2p.data.slices import Interval
+from spes_p2p.consensus.output import VOTES
+from spes_p2p.content.bases import PINNED_S
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import Setup, device_bytes
 from spes_p2p.planner import Choice, DiskBytes, bootstrap_disk_bytes, disk_bytes
-from spes_p2p.simulate import swarm as virtual_swarm
 from spes_p2p.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.electors import VOTES
 from spes_p2p.swarm.store import SMALLEST_SPARE_BYTES, DirectoryStore
 from spes_p2p.sync.archive import NO_ARCHIVE, Archive
-from spes_p2p.sync.snapshot import PINNED_S
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -64,15 +63,10 @@ class Lives:
         **sections: dict[str, Any],
     ):
         training = {"sync_steps": 2, "warmup_steps": 0, "total_steps": 14, **sections.pop("training", {})}
-        sync = {"min_peers": 2, "part_bytes": 2**16, **sections.pop("sync", {})}
+        sync = {"min_peers": 2, **sections.pop("sync", {})}
         self.campaign = campaign(24, "int8", model=MODEL, training=training, sync=sync, **sections)
-        layout = layout_of(self.config.model)
-        assert 4 * layout.size > SMALLEST_SPARE_BYTES
-        monkeypatch.setattr(virtual_swarm, "LAYOUT", layout)
-        monkeypatch.setattr(
-            virtual_swarm, "RecordingTrainer",
-            lambda layout, base, owned, *speed: Trainer(self.config, base, owned, Text(), Text()),
-        )
+        self.layout = layout_of(self.config.model)
+        assert 4 * self.layout.size > SMALLEST_SPARE_BYTES
         self.run_dirs = {name: folder / name for name in "WA"}
         self.on_disk = dict.fromkeys("WA", 0)
         self._flush = os.fsync
@@ -84,7 +78,10 @@ class Lives:
         return self.campaign.config
 
     async def go(self) -> None:
-        self.swarm = VirtualSwarm(self.campaign, seconds_per_step=PINNED_S, archive=self._archive)
+        self.swarm = VirtualSwarm(
+            self.campaign, seconds_per_step=PINNED_S, archive=self._archive, layout=self.layout,
+            make_trainer=lambda base, owned: Trainer(self.config, base, owned, Text(), Text()),
+        )
         disk, votes = DirectoryStore(self.run_dirs["W"]), self.swarm.stores["W"].read(VOTES)
         assert votes is not None
         # Or the bootstrap would be an elector that lost its disk, and the swarm would begin with a reform.
@@ -124,7 +121,7 @@ def planned(config: CampaignConfig) -> DiskBytes:
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"sync": {"overlap": True}},
-    "outer momentum": {"outer": {"shared_momentum": 0.9, "experts_momentum": 0.9, "mean": "magnitude"}},
+    "outer momentum": {"outer": {"shared_momentum": 0.9, "experts_momentum": 0.9}},
     "muon": {"training": {"optimizer": "muon", "embedding_lr_ratio": 0.5}},
 }
 

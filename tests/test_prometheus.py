@@ -17,10 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
-from network_swarm import LocalPeers, wait_until, write_variant
-from sample_text import write_test_campaign
-from test_monitoring import ALERTS, BOOTSTRAP, alert_rules, dashboard_queries
-from test_swarm_network import free_port
+from monitoring_files import ALERTS, BOOTSTRAP, alert_rules, dashboard_queries
+from network_swarm import LocalPeers, free_port, wait_until, write_variant
 
 from spes_p2p.swarm import die_with_parent
 
@@ -62,9 +60,8 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
+def swarm(campaign: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeers]:
     """A bootstrap and two trainers that serve their metrics; the campaign lasts longer than these tests."""
-    campaign = write_test_campaign(tmp_path_factory.mktemp("campaign"))
     training, merge = {"total_steps": 400_000, "sync_steps": 20}, {"merge_interval": 20}
     config = write_variant(campaign, "endless.yaml", training=training, merge=merge)
     with LocalPeers(tmp_path_factory.mktemp("swarm")) as peers:

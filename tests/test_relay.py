@@ -8,39 +8,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.framing import Kind, Message
+from spes_p2p.messages.rounds import Passed
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
-from spes_p2p.swarm.relay import FANOUT, PASSED, RELAY, Relay
-from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.swarm.relay import FANOUT, Relay
+from spes_p2p.swarm.rpc import Switchboard
 
-RECORD = b"plan" + bytes(range(256))
+RECORD = Message(bytes(range(256)), Kind.PLAN)
 
 
 def members_of(count: int) -> list[str]:
     return [f"{i:03d}" for i in range(count)]
 
 
-async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str, bytes], int]:
+def relay_of(network: MemoryNetwork, name: str) -> Relay:
+    board = Switchboard(network.transport(name), 5.0)
+    return Relay(board, Fetcher(board))
+
+
+async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str, Message], int]:
     """What each living member got of a coordinator "C", and the bytes that C sent."""
     network, members = MemoryNetwork(latency_s=0.05), members_of(count)
     boards = {name: Switchboard(network.transport(name), 5.0) for name in ["C", *members]}
-    relays = {name: Relay(board) for name, board in boards.items()}
+    relays = {name: Relay(board, Fetcher(board)) for name, board in boards.items()}
 
-    async def lie(talk: Talk) -> None:
-        await talk.message()
-        await talk.send(b"plan" + b"another")
+    async def lie(name: str, index: int) -> bytes:
+        return b"another"
 
     for name, relay in relays.items():
+        server = ContentServer(boards[name])
         if name == "C" or int(name) not in liars:
-            await relay.start()
+            await relay.serve(server)
         else:
-            await boards[name].serve(RELAY, lie)
+            await server.serve("record", lie)
     living = [i for i in range(count) if i not in gone]
     for i in gone:
         network.kill(members[i])
     sent = {i: relays["C"].addressed(RECORD, i, members) for i in living}
     got = await asyncio.gather(*(network.run_peer(members[i], relays[members[i]].received(sent[i])) for i in living))
-    return dict(zip([members[i] for i in living], got, strict=True)), sum(map(len, sent.values())) + boards["C"].sent[RELAY]
+    told_bytes = sum(len(message.body) for message in sent.values())
+    return dict(zip([members[i] for i in living], got, strict=True)), told_bytes + boards["C"].sent["record"]
 
 
 @given(st.integers(1, 150), st.data())
@@ -54,22 +65,23 @@ def test_every_living_member_gets_the_record(count: int, data: st.DataObject) ->
 
 def test_the_coordinator_sends_the_record_to_a_few_only() -> None:
     _, sent = run_virtual(spread(150, set(), set()))
-    assert sent < FANOUT * len(RECORD) + 150 * 160
+    assert sent < FANOUT * len(RECORD.body) + 150 * 160
 
 
 def test_nobody_passes_on_to_more_than_a_few() -> None:
     members = members_of(300)
-    relay = Relay(Switchboard(MemoryNetwork().transport("C"), 5.0))
-    parents = [bytes(relay.addressed(RECORD, i, members)).split(b"\xa3")[1][:3] for i in range(FANOUT, 300)]
-    assert all(relay.addressed(RECORD, i, members)[:4] == PASSED for i in range(FANOUT, 300))
+    relay = relay_of(MemoryNetwork(), "C")
+    told = [relay.addressed(RECORD, i, members) for i in range(FANOUT, 300)]
+    assert all(message.kind == Kind.PASSED for message in told)
+    parents = [unpack(Passed, message.body).holders[0] for message in told]
     assert max(parents.count(parent) for parent in set(parents)) <= FANOUT
 
 
 def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.05)
-        member = Relay(Switchboard(network.transport("009"), 5.0))
-        message = Relay(Switchboard(network.transport("C"), 5.0)).addressed(RECORD, 9, members_of(10))
+        member = relay_of(network, "009")
+        message = relay_of(network, "C").addressed(RECORD, 9, members_of(10))
         with pytest.raises(PeerUnreachable):
             await network.run_peer("009", member.received(message))
         assert asyncio.get_running_loop().time() < 30

@@ -10,14 +10,14 @@ from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack
+from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.methods import PROTOCOL_VERSION, ROUND
+from spes_p2p.messages.rounds import Announcement, Manifest
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.coordinator import ROUND
-from spes_p2p.swarm.records import Announcement, Head, Manifest
+from spes_p2p.swarm.memory_store import MemoryStore
 from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.swarm.store import MemoryStore
-from spes_p2p.swarm.wire import WireError, pack
 from spes_p2p.sync.codecs import CODECS, GroupCodecs
 from spes_p2p.sync.parts import to_mask
 from spes_p2p.sync.results import Results, bodies_name, load_results, results_name, save_results
@@ -109,7 +109,7 @@ def kill_in_exchange(swarm: VirtualSwarm, method: str, count: int) -> list[str]:
 
 def victims(swarm: VirtualSwarm, member: str, count: int) -> list[str]:
     """Of the plan that this member follows: the trainers but the coordinator that reduce the parts with most contributors."""
-    results = max(swarm.peers[member].replica._exchanges.values(), key=lambda exchange: exchange.plan.round).results
+    results = max(swarm.peers[member].replica.exchanges.by_plan.values(), key=lambda exchange: exchange.plan.round).results
     plan, contributors = results.plan, Counter[str]()
     for part in results.parts:
         reducer = plan.members[part.reducer]
@@ -125,6 +125,7 @@ def head_that_lost(swarm: VirtualSwarm) -> Head:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("method", ["push", "pull"])
+@pytest.mark.sampled(2)
 def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(method: str, count: int) -> None:
     async def main() -> None:
         swarm = swarm_of("ABCDEF", silence_s=5.0)
@@ -158,7 +159,8 @@ def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: 
         def hook(peer: str, its_method: str, index: int) -> None:
             if killed or (its_method, index) != (method, 1) or peer not in swarm.peers:
                 return
-            results = max(swarm.peers[peer].replica._exchanges.values(), key=lambda exchange: exchange.plan.round).results
+            exchanges = swarm.peers[peer].replica.exchanges.by_plan.values()
+            results = max(exchanges, key=lambda exchange: exchange.plan.round).results
             names = [member.peer for member in results.plan.members]
             handed_on = any(
                 names[part.reducer] == peer and [names[i] for i in part.contributors] == ["A"] for part in results.parts

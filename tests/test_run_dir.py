@@ -13,7 +13,8 @@ from spes_p2p.campaign import CampaignFiles, keep_campaign, read_run_dir, sha256
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import BaseRestored
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.store import DirectoryStore, MemoryStore
+from spes_p2p.swarm.memory_store import MemoryStore
+from spes_p2p.swarm.store import DirectoryStore
 
 POINTS = [
     ("append", "heads.log"), ("append:done", "heads.log"),
@@ -42,6 +43,7 @@ def until_reached(swarm: VirtualSwarm, name: str, point: tuple[str, str], act: C
 
 
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
+@pytest.mark.sampled(5)
 def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
@@ -75,6 +77,7 @@ STOPPING = [(at, name) for at, name in POINTS if not at.endswith("done") and nam
 
 
 @pytest.mark.parametrize("point", STOPPING, ids=" ".join)
+@pytest.mark.sampled(2)
 def test_a_peer_with_a_full_disk_stops_with_the_reason_and_goes_on_when_there_is_room(point: tuple[str, str]) -> None:
     def full() -> None:
         raise UserError(f"{point[1]}: cannot be written (No space left on device); make room")
@@ -168,6 +171,7 @@ async def starts_again(swarm: VirtualSwarm, run_dir: Path) -> str | None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", [*HARMS, "deleted", "an older one"])
+@pytest.mark.sampled(12)
 def test_a_harmed_file_of_a_run_dir_is_recovered_or_refused_with_the_reason(tmp_path: Path, name: str, harm: str) -> None:
     run_dir, earlier = tmp_path / "run", tmp_path / "earlier"
 

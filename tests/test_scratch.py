@@ -13,10 +13,10 @@ import pytest
 from exchange_round import Round, codecs, make_plan_of, member, random_updates
 from model_shapes import tiny_campaign, tiny_model
 
-from spes_p2p.data.slices import Interval
+from spes_p2p.messages.rounds import Member
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.records import Member
 from spes_p2p.swarm.store import DirectoryStore
 from spes_p2p.sync.accounting import Ledger
 from spes_p2p.sync.carried import Carried

@@ -6,20 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.output import LOG
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.consensus import Decided, Head
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, RoundCommitted
 from spes_p2p.simulate.audit import Audit
 from spes_p2p.simulate.decisions import Held, compare
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.electors import LOG
-from spes_p2p.swarm.records import Decided, Head
-from spes_p2p.swarm.wire import unpack
 
 Run = tuple[dict[str, list[Head]], list[Held]]
 
 
 def run_with_a_reform() -> Run:
     """Logs and bases of four peers, of which three go on without the other one and the bootstrap until they meet again."""
-    held, logs = [], {}
+    held: list[Held] = []
+    logs: dict[str, list[Head]] = {}
 
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=300, sync={"min_peers": 4, "reform_after_s": 30.0}))

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spes_p2p.data.slices import Cursor, Interval, give_back, take
+from spes_p2p.data.slices import give_back, take
+from spes_p2p.messages.samples import Cursor, Interval
 
 
 def positions(intervals: tuple[Interval, ...]) -> list[tuple[int, int]]:

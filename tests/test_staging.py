@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from exchange_round import codecs, head_before, make_plan_of, member
 
 from spes_p2p.config import OuterConfig
+from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.rounds import Manifest, Merge
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.swarm.memory import MemoryStore
-from spes_p2p.swarm.records import Head, Manifest, Merge
-from spes_p2p.sync import staging as staging_module
+from spes_p2p.swarm.memory_store import MemoryStore
+from spes_p2p.sync import staging
 from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.base import BASE, load_base
+from spes_p2p.sync.base import BASE, load_base, write_piece
 from spes_p2p.sync.digest import PIECE_ELEMENTS, content_digest, state_digest
 from spes_p2p.sync.outer import base_size
 from spes_p2p.sync.parts import to_mask
@@ -148,8 +150,12 @@ def test_a_result_that_changes_while_a_piece_is_made_of_it_is_not_trusted() -> N
 
 def test_most_pieces_are_there_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     case, written = Case(), list[int]()
-    write = staging_module.write_piece
-    monkeypatch.setattr(staging_module, "write_piece", lambda draft, n, piece: written.append(n) or write(draft, n, piece))
+
+    def counted(draft: Any, n: int, piece: Any) -> Any:
+        written.append(n)
+        return write_piece(draft, n, piece)
+
+    monkeypatch.setattr(staging, "write_piece", counted)
 
     async def arrive(case: Case) -> None:
         case.put(*case.encoded)

@@ -17,7 +17,8 @@ import pytest
 
 from spes_p2p.errors import UserError
 from spes_p2p.swarm.interfaces import Store
-from spes_p2p.swarm.store import DirectoryStore, MemoryStore
+from spes_p2p.swarm.memory_store import MemoryStore
+from spes_p2p.swarm.store import DirectoryStore
 
 Reopen = Callable[[], Store]
 

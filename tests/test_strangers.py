@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.data.slices import Interval
 from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Accept, Ballot, Leave, Prepare
+from spes_p2p.messages.methods import ACCEPT, LEAVE, PREPARE
+from spes_p2p.messages.samples import Interval
 from spes_p2p.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.swarm.coordinator import ACCEPT, PREPARE
-from spes_p2p.swarm.electors import Accept, Prepare
 from spes_p2p.swarm.memory import run_virtual
-from spes_p2p.swarm.node import LEAVE, Leave
-from spes_p2p.swarm.records import Ballot
 from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.swarm.wire import pack
 
 
 @pytest.mark.parametrize("name", ["X", "A"])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_swarm import LocalPeer, LocalPeers, call, write_variant
-from sample_text import write_test_campaign
+from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
 
 from spes_p2p.observe.events import BaseRestored, RoundCommitted
 
@@ -21,11 +19,6 @@ pytestmark = pytest.mark.network
 START_S = 90.0
 """Longest time from starting peers to their first common round, on two busy cores."""
 TRAINERS = ("peer-0", "peer-1", "peer-2", "peer-3")
-
-
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_test_campaign(tmp_path_factory.mktemp("campaign"))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +94,7 @@ def test_its_checkpoint_gives_the_same_logits_in_plain_transformers(completed: L
     from transformers import AutoModelForCausalLM
 
     from spes_p2p.model.build import plain_model
-    from spes_p2p.session import load_run_dir_base
+    from spes_p2p.peer.run_dir import load_run_dir_base
 
     output = tmp_path / "checkpoint"
     result = call("export", "--run-dir", str(completed["peer-1"].run_dir), "--output", str(output))
@@ -142,10 +135,13 @@ def test_a_swarm_killed_as_a_whole_continues_from_its_last_round(campaign: Path,
         assert peers[0].commits[12].campaign_step == 120
         assert_equal_digests(swarm)
         for peer in peers:
-            found = [event for event in peer.events(BaseRestored) if event.source == "disk"]
-            assert found[-1].round in (before[peer.name], before[peer.name] + 1)
+            last_told = before[peer.name]
+            restored = [event.round for event in peer.events(BaseRestored) if event.source == "disk"][-1]
+            # A base is written while the next phase trains: a round that was told may have to be applied again.
+            assert last_told - 1 <= restored <= last_told + 1
             rounds = [event.round for event in peer.events(RoundCommitted)]
-            assert rounds == sorted(set(rounds))
+            assert rounds == sorted(rounds)
+            assert {number for number in rounds if rounds.count(number) > 1} <= set(range(restored + 1, last_told + 1))
 
 
 # Looking at a running swarm ---------------------------------------------------------------------------------------------
@@ -292,9 +288,3 @@ def test_sigterm_leaves_politely(endless: LocalPeers) -> None:
     assert leaver_id not in commit.members
     assert_owned(commit)
     assert_equal_digests(endless)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from file_server import file_server
 from network_swarm import LocalPeers
-from sample_text import TEXT, write_test_campaign
-from text_server import text_server
+from sample_text import write_test_campaign
 
 from spes_p2p.campaign import read_campaign
-from spes_p2p.data.tokenizing import tokenize
+from spes_p2p.data.manifest import publish_at, read_manifest, write_manifest
 
 pytestmark = pytest.mark.network
 
@@ -41,27 +42,25 @@ def test_trainers_without_token_files_complete_a_campaign(tmp_path: Path) -> Non
     assert list(nowhere.iterdir()) == []
 
 
-def test_trainers_complete_a_campaign_whose_text_lies_on_a_web_server(tmp_path: Path) -> None:
+def test_trainers_complete_a_campaign_whose_token_files_lie_on_a_web_server(tmp_path: Path) -> None:
     (tmp_path / "campaign").mkdir()
     config = write_test_campaign(tmp_path / "campaign")
-    parts = ("train", "held_out")
-    with text_server({f"/{part}/wordnet.jsonl": (TEXT / part / "wordnet.jsonl").read_bytes() for part in parts}) as server:
-        for part in parts:
-            tokenize([TEXT / part / "wordnet.jsonl"], config.with_name("tokenizer.json"), config.parent, prefix=f"{part}_",
-                     overwrite=True, source_prefix=f"{server.url}/{part}")
+    token_files = {f"/tokens/{path.name}": path.read_bytes() for path in config.parent.glob("*.npy")}
+    with file_server(token_files) as server:
+        for path in config.parent.glob("*_manifest.json"):
+            manifest = read_manifest(path)
+            write_manifest(replace(manifest, files=publish_at(manifest.files, f"{server.url}/tokens")), path)
         for path in config.parent.glob("*.npy"):
             path.unlink()
-        server.asked.clear()
         with LocalPeers(tmp_path) as swarm:
             bootstrap = swarm.bootstrap(config)
             for name in ("peer-0", "peer-1"):
-                swarm.join(name, bootstrap.address, "--data-dir", str(tmp_path))
+                swarm.join(name, bootstrap.address)
             swarm.wait(lambda: not swarm.trainers, 150, "the campaign completes")
             peers = [swarm[name] for name in ("peer-0", "peer-1")]
             assert [peer.process.returncode for peer in peers] == [0, 0], peers[0].log
             losses = swarm.held_out_losses()
             assert losses[-1] < losses[0] - 1.0
-            assert "volunteers stream it from http://127.0.0.1" in bootstrap.log
-            assert "streaming it from http://127.0.0.1" in peers[0].log + peers[1].log
-        assert {path for path, _, _ in server.asked} == {f"/{part}/wordnet.jsonl" for part in parts}
+            assert "volunteers read it from http://127.0.0.1" in bootstrap.log
+        assert {path for path, _, _ in server.asked} == set(token_files)
     assert list(config.parent.glob("*.npy")) == []

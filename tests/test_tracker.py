@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 import pytest
-from test_metrics import COMMIT, EVENTS
+from observed_events import COMMIT, EVENTS
 
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import Evaluated, RoundFailed

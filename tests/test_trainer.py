@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_shapes import tiny_campaign, tiny_model, tiny_training
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.flops import training_flops_per_token
 from spes_p2p.model.partitioned import PartitionedExperts
@@ -30,6 +31,10 @@ from spes_p2p.training.trainer import TorchTrainer
 MODEL = tiny_model()
 LAYOUT = layout_of(MODEL)
 BASE = initial_state(MODEL)
+UNSCALED: dict[str, Any] = {
+    "moe_loss_weight": 0.0, "eps": 10.0, "learning_rate": 10.0, "weight_decay": 0.0, "max_grad_norm": 1e9,
+}
+"""With an epsilon this large, AdamW's update is proportional to the gradient."""
 
 
 class CountingText:
@@ -37,15 +42,15 @@ class CountingText:
 
     num_samples = 1000
 
-    def __init__(self, repeated: Callable[[int], bool] = lambda position: False):
-        self.repeated = repeated
+    def __init__(self, repeated: Callable[[int], bool] = lambda position: False, length: int = 16):
+        self.repeated, self.length = repeated, length
         self.threads: set[int] = set()
 
     def read(self, interval: Interval) -> np.ndarray:
         self.threads.add(threading.get_ident())
         positions = np.arange(interval.start, interval.stop)
-        samples = (positions[:, None] + np.arange(16)) % 60
-        samples[[self.repeated(p) for p in positions]] = 7
+        samples = (positions[:, None] + np.arange(self.length)) % 60
+        samples[[self.repeated(int(p)) for p in positions]] = 7
         return samples
 
     def read_spread(self, count: int) -> np.ndarray:
@@ -182,9 +187,7 @@ def test_stopping_reports_the_samples_that_were_not_trained() -> None:
 
 
 def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
-    # A large epsilon makes AdamW's update proportional to the gradient.
-    settings = {"moe_loss_weight": 0.0, "eps": 10.0, "learning_rate": 10.0, "weight_decay": 0.0, "max_grad_norm": 1e9}
-    whole, parts = trainer_of(**settings), trainer_of(micro_batch_size=1, **settings)
+    whole, parts = trainer_of(**UNSCALED), trainer_of(micro_batch_size=1, **UNSCALED)
     reports = [train(trainer, phase_of(2)) for trainer in (whole, parts)]
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-5)
     assert reports[0].routed == reports[1].routed
@@ -251,11 +254,15 @@ def test_a_peers_own_micro_batch_is_what_passes_through_the_model_and_gives_the_
     from spes_p2p.training import trainer as module
 
     sizes: list[int] = []
-    monkeypatch.setattr(module, "forward_losses", lambda m, b, ids, c: sizes.append(len(ids)) or forward_losses(m, b, ids, c))
-    settings = {"moe_loss_weight": 0.0, "eps": 10.0, "learning_rate": 10.0, "weight_decay": 0.0, "max_grad_norm": 1e9}
+
+    def counted(model: Any, blocks: Any, ids: Tensor, config: Any) -> Any:
+        sizes.append(len(ids))
+        return forward_losses(model, blocks, ids, config)
+
+    monkeypatch.setattr(module, "forward_losses", counted)
     updates = []
     for options in (TrainingOptions(), TrainingOptions(micro_batch_size=3)):
-        trainer = trainer_of(options=options, **settings)
+        trainer = trainer_of(options=options, **UNSCALED)
         train(trainer, phase_of(1))
         group = LAYOUT.group("shared")
         updates.append(trainer.read(group) - BASE[group.start : group.stop])
@@ -303,11 +310,11 @@ def test_options_that_this_machine_cannot_do_are_refused_before_anything_is_buil
 
 
 def test_repetitive_samples_are_left_out_of_the_step() -> None:
-    settings = {"instance_filter": True, "instance_filter_repetition_min_count": 16}
-    report = train(trainer_of(text=CountingText(lambda position: position % 4 == 0), **settings), phase_of(3))
-    assert report.tokens == 3 * 3 * 16
+    quarter = CountingText(lambda position: position % 4 == 0, length=32)
+    report = train(trainer_of(text=quarter, instance_filter=True), phase_of(3))
+    assert report.tokens == 3 * 3 * 32
     assert report.untrained == ()
-    none_left = train(trainer_of(text=CountingText(lambda position: True), **settings), phase_of(2))
+    none_left = train(trainer_of(text=CountingText(lambda position: True, length=32), instance_filter=True), phase_of(2))
     assert (none_left.steps, none_left.tokens, none_left.skipped_steps) == (2, 0, 0)
 
 
@@ -315,7 +322,12 @@ def test_local_steps_spread_over_the_phases_campaign_steps(monkeypatch: pytest.M
     from spes_p2p.training import trainer as module
 
     asked: list[float] = []
-    monkeypatch.setattr(module, "learning_rate", lambda step, config: asked.append(step) or 1e-3)
+
+    def rate(step: float, config: object) -> float:
+        asked.append(step)
+        return 1e-3
+
+    monkeypatch.setattr(module, "learning_rate", rate)
     train(trainer_of(), Phase(3, 30, 10, 4, (Interval(0, 0, 16),)))
     assert asked == [30, 32.5, 35, 37.5]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.observe.events import PhaseEntered
 from spes_p2p.simulate.trial import Orders, Trial
 from spes_p2p.swarm.interfaces import Channel
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
-from spes_p2p.swarm.rpc import HEARTBEAT, MESSAGE
 
-SENT = MESSAGE + b"an update of eight bytes and more"
+HEARTBEAT, SENT = Message(b"", Kind.HEARTBEAT), Message(b"an update of eight bytes and more", Kind.PART)
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def stops(child: int) -> bool:
     return os.WIFSTOPPED(status)
 
 
-def sent_by(trial: Trial, *frames: bytes) -> list[bytes | bytearray | None]:
+def sent_by(trial: Trial, *frames: Message) -> list[Message]:
     """What comes out of a channel of method `push` that a watched peer opens."""
 
-    async def main() -> list[bytes | bytearray | None]:
-        network, received = MemoryNetwork(), list[bytes | bytearray | None]()
+    async def main() -> list[Message]:
+        network, received = MemoryNetwork(), list[Message]()
 
         async def receive(channel: Channel) -> None:
             while (frame := await channel.receive()) is not None:
@@ -51,12 +51,18 @@ def sent_by(trial: Trial, *frames: bytes) -> list[bytes | bytearray | None]:
         await network.transport("b").serve("push", receive)
         channel = await trial.around(in_memory_world(network, "a")).transport.open("b", "push")
         for frame in frames:
-            await channel.send(frame[:1], frame[1:])
+            body = bytes(frame.body)
+            await channel.send(body[:1], body[1:], kind=frame.kind)
         await channel.finish()
         assert await channel.receive() is None
         return received
 
     return run_virtual(main())
+
+
+def reach_all(trial: Trial, *points: str) -> None:
+    for point in points:
+        trial.reached(point)
 
 
 def writes_a_vote(trial: Trial) -> None:
@@ -69,7 +75,7 @@ def test_a_peer_stops_when_it_has_come_to_the_point_so_often(
 ) -> None:
     orders, trial = Orders(folder), Trial(folder, "a")
     number = orders.stop_at("push", peer, skip)
-    child = child_of(lambda: [trial.reached(point) for point in ("vote", "push", "push")])
+    child = child_of(lambda: reach_all(trial, "vote", "push", "push"))
     assert stops(child) == is_for_it
     assert orders.taken() == ([(number, "a")] if is_for_it else [])
     if is_for_it:
@@ -98,7 +104,7 @@ def test_points_are_frames_writes_and_events(folder: Path, point: str, reach: Ca
 def test_an_order_that_is_withdrawn_stops_nobody(folder: Path) -> None:
     orders, trial = Orders(folder), Trial(folder, "a")
     orders.withdraw([orders.stop_at("push", None, 1)])
-    assert not stops(child_of(lambda: [trial.reached("push") for _ in range(3)]))
+    assert not stops(child_of(lambda: reach_all(trial, "push", "push", "push")))
 
 
 def test_a_peer_sends_wrong_bytes_until_it_is_cured(folder: Path) -> None:
@@ -108,7 +114,8 @@ def test_a_peer_sends_wrong_bytes_until_it_is_cured(folder: Path) -> None:
     heartbeat, cut = sent_by(trial, HEARTBEAT, SENT)
     assert heartbeat == HEARTBEAT
     assert cut != SENT
-    assert SENT.startswith(bytes(cut or b"x"))
+    assert cut.kind == SENT.kind
+    assert SENT.body.startswith(bytes(cut.body))
     orders.corrupt("a", "garbage")
     assert sent_by(trial, SENT) not in ([SENT], [cut])
     orders.cure("a")

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from spes_p2p.config import CampaignConfig, load_campaign_config, parse_campaign_config
-from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
 from spes_p2p.free_memory import measured
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.flops import peak_flops, training_flops_per_token

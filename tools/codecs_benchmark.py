@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.config import SyncConfig
 from spes_p2p.sync.codecs import CODECS
+from spes_p2p.sync.parts import PART_BYTES
 
 VALUES = 2**25
 """128 MB of float32: more than a processor's caches hold."""
@@ -55,10 +55,9 @@ def main() -> int:
 
 def _works(values: np.ndarray) -> dict[str, Callable[[], None]]:
     """What is timed, by name: all values, part by part."""
-    part_bytes = SyncConfig.model_fields["part_bytes"].default
     works: dict[str, Callable[[], None]] = {"copy": partial(np.copyto, np.empty_like(values), values)}
     for name, codec in CODECS.items():
-        size = codec.elements(part_bytes)
+        size = codec.elements(PART_BYTES)
         parts = [values[start : start + size] for start in range(0, values.size, size)]
         codes = [(codec.encode(part), part.size) for part in parts]
         works |= {f"encode {name}": partial(_each, codec.encode, [(part,) for part in parts])}

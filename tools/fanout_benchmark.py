@@ -18,14 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.config import CodecConfig
-from spes_p2p.data.slices import Cursor
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.consensus import Ballot
+from spes_p2p.messages.methods import PULL, PUSH
+from spes_p2p.messages.rounds import Member, Plan, PullRequest, PushHeader
+from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
-from spes_p2p.swarm.records import Ballot, Member, Plan
 from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.swarm.wire import unpack
 from spes_p2p.sync.codecs import group_codecs
-from spes_p2p.sync.exchange import PULL, PUSH, Exchange, PullRequest, PushHeader
+from spes_p2p.sync.exchange import Exchange
 from spes_p2p.sync.parts import Part, part_table, weight
 from spes_p2p.sync.results import Results
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 import psutil
 from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
 
-CODECS = ("none", "bf16", "fp16", "int8", "int4")
+CODECS = ("none", "fp16", "int8", "int4")
 CONTENDERS = (*CODECS, "dense", "server")
 BASELINES = ("dense", "server")
 WARM_UP, OUR_WARM_UP = dict.fromkeys(BASELINES, 1), 5

@@ -124,15 +124,16 @@ def our_member(spec: Spec) -> None:
 
 async def _our_life(spec: Spec) -> None:
     from spes_p2p.genesis import make_genesis, save_base_0
+    from spes_p2p.messages.codec import pack, unpack
+    from spes_p2p.messages.consensus import Head
     from spes_p2p.observe.events import Event, RoundCommitted
-    from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
-    from spes_p2p.swarm.electors import open_votes
+    from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+    from spes_p2p.peer.life import Peer
+    from spes_p2p.swarm.durable import voter_incarnation
     from spes_p2p.swarm.interfaces import World
     from spes_p2p.swarm.libp2p import start_libp2p
     from spes_p2p.swarm.node import Node
-    from spes_p2p.swarm.records import Head
     from spes_p2p.swarm.store import DirectoryStore
-    from spes_p2p.swarm.wire import pack, unpack
     from spes_p2p.sync.plan import Rules
     from spes_p2p.training.interface import Phase, PhaseReport
     from spes_p2p.training.synthetic import SyntheticTrainer
@@ -165,7 +166,7 @@ async def _our_life(spec: Spec) -> None:
     net = await start_libp2p(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"], (), spec.get("addresses", ()))
     store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
     genesis = unpack(Head, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
-        make_genesis(campaign, net.identity.peer_id, base0, open_votes(store, random.Random()).disk))
+        make_genesis(campaign, net.identity.peer_id, base0, voter_incarnation(store, random.Random())))
     save_base_0(store, genesis, base0)
     del base0
     world = World(net.transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)

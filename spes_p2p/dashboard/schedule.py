@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.config import CampaignConfig, TrainingConfig
-from spes_p2p.observe.rounds import RoundRecord
-from spes_p2p.swarm.control import scheduled
-from spes_p2p.swarm.records import Control
+from spes_p2p.messages.consensus import Control
+from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.sync.merge import merge_alpha
+from spes_p2p.sync.schedule import scheduled
 from spes_p2p.training.optimizer import learning_rate
 
 SCHEDULE_POINTS = 120

@@ -10,11 +10,12 @@ from typing import Any
 
 from spes_p2p.config import CampaignConfig
 from spes_p2p.dashboard.schedule import schedule
+from spes_p2p.messages.consensus import Control
+from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.plain import plain
-from spes_p2p.observe.rounds import RoundRecord, Totals
-from spes_p2p.observe.status import PeerStatus, gather
+from spes_p2p.observe.rounds import Totals
+from spes_p2p.observe.status import gather
 from spes_p2p.observe.table import troubles
-from spes_p2p.swarm.records import Control
 
 MAX_POINTS = 600
 """A curve has at most so many points: more cannot be seen."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from spes_p2p.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
 from spes_p2p.errors import UserError
+from spes_p2p.messages.consensus import Control
+from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.plain import plain
-from spes_p2p.observe.rounds import NOTHING, RoundRecord, Totals, merged
-from spes_p2p.observe.status import PeerStatus, swarm_status
-from spes_p2p.swarm.records import Control
-from spes_p2p.swarm.remember import HistoryPage
+from spes_p2p.observe.rounds import Rounds, totals_of
+from spes_p2p.observe.status import swarm_status
 from spes_p2p.visit import Visit, visiting
 
 logger = logging.getLogger(__name__)
@@ -78,30 +76,23 @@ class Live:
 class Memory:
     """What was told of the rounds so far."""
 
-    records: dict[int, RoundRecord] = field(default_factory=dict)
+    rounds: Rounds = field(default_factory=lambda: Rounds(""))
     """Times in them are by our clock."""
     traffic: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     by_peer: dict[str, tuple[RoundRecord, ...]] = field(default_factory=dict)
     """The last rounds of each peer, as it told them itself."""
-    totals: Totals = NOTHING
     control: Control | None = None
     """The newest of the owner's orders that anybody shows."""
     asked_at: dict[str, int] = field(default_factory=dict)
     """For each peer, the round in its status when it was last asked."""
-
-    def by_round(self) -> list[RoundRecord]:
-        """All records."""
-        return [self.records[number] for number in sorted(self.records)]
 
     def hear(self, page: HistoryPage, now: float) -> tuple[RoundRecord, ...]:
         """Add what a peer told at `now` (unix time); returns its records by our clock."""
         ahead_s = page.now - now
         records = tuple(replace(record, time=record.time - ahead_s) for record in page.records)
         for record in records:
-            self.records[record.round] = merged(self.records.get(record.round), record)
+            self.rounds.hear(record)
             self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
-        if page.totals.round > self.totals.round:
-            self.totals = page.totals
         return records
 
 
@@ -111,10 +102,9 @@ async def watch(addresses: Sequence[str], live: Live) -> None:
     memory = Memory()
     while True:
         try:
-            with tempfile.TemporaryDirectory(prefix="spes-dashboard-") as folder:
-                async with visiting(addresses, Path(folder) / "identity.key") as visit:
-                    tries = 0
-                    await _look(visit, addresses, memory, live)
+            async with visiting(addresses) as visit:
+                tries = 0
+                await _look(visit, addresses, memory, live)
         except UserError as error:
             tries += 1
             live.be("silent" if live.view else "searching", f"{error}; tried {tries} times, trying again")
@@ -140,9 +130,10 @@ async def _look(visit: Visit, addresses: Sequence[str], memory: Memory, live: Li
 
 def _publish(statuses: Sequence[PeerStatus], visit: Visit, memory: Memory, live: Live) -> None:
     now = time.time()
-    live.view = swarm_view(statuses, memory.by_peer, memory.totals, now)
+    records = memory.rounds.records
+    live.view = swarm_view(statuses, memory.by_peer, totals_of(records), now)
     live.status = swarm_status(statuses)
-    curves = series(memory.by_round(), memory.traffic, visit.files.campaign.config, memory.control)
+    curves = series(records, memory.traffic, visit.files.campaign.config, memory.control)
     if curves != live.curves:
         live.curves = curves
         live.curves_version += 1
@@ -158,7 +149,7 @@ async def _join_line(visit: Visit, addresses: Sequence[str]) -> str:
 
 async def _learn_rounds(visit: Visit, statuses: Sequence[PeerStatus], memory: Memory) -> None:
     """Ask those that have committed since; the first to know of the beginning is asked for all of it."""
-    if not memory.records:
+    if not memory.rounds.records:
         await _learn_past(visit, statuses, memory)
     news = [status for status in statuses if memory.asked_at.get(status.peer_id) != status.round]
     await asyncio.gather(*(_learn_newest(visit, status, memory) for status in news))
@@ -166,16 +157,14 @@ async def _learn_rounds(visit: Visit, statuses: Sequence[PeerStatus], memory: Me
 
 async def _learn_past(visit: Visit, statuses: Sequence[PeerStatus], memory: Memory) -> None:
     for status in sorted(statuses, key=lambda status: -status.uptime_s):
-        after = -1
-        while (page := await visit.history(status.peer_id, after)) is not None and page.records:
+        async for page in visit.history(status.peer_id, -1):
             memory.hear(page, time.time())
-            after = page.records[-1].round
-        if 0 in memory.records:
+        if not memory.rounds.missing([0]):
             return
 
 
 async def _learn_newest(visit: Visit, status: PeerStatus, memory: Memory) -> None:
-    page = await visit.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1))
+    page = await anext(visit.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
     if page is None:
         return
     memory.asked_at[status.peer_id] = status.round

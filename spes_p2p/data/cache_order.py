@@ -1,4 +1,4 @@
-"""Which pieces a cache of limited size keeps: those used longest ago go first, never those that somebody is reading."""
+"""Eviction order of a cache of limited size: least recently used first, never a piece that a reader holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 Piece = tuple[str, int]
-"""(root of a token file, number of the piece)."""
+"""(root of a token file, index of the piece)."""
 
 
 class CacheOrder:
@@ -26,19 +26,17 @@ class CacheOrder:
         """Of all pieces in the cache."""
         return self._total_bytes
 
-    def has_room(self, size: int) -> bool:
-        """Would so many bytes more stay within the limit?"""
-        return self._limit_bytes is None or self._total_bytes + size <= self._limit_bytes
-
     def hold(self, holder: str, pieces: Iterable[Piece]) -> None:
-        """These are used now, and stay until the next call of the same holder, whatever the limit."""
+        """Mark these as used now, in this order, and keep them until the holder's next call, whatever the limit."""
+        ordered = tuple(pieces)
         with self._lock:
-            self._held[holder] = frozenset(pieces)
-            for piece in self._held[holder] & self._sizes.keys():
-                self._sizes.move_to_end(piece)
+            self._held[holder] = frozenset(ordered)
+            for piece in ordered:
+                if piece in self._sizes:
+                    self._sizes.move_to_end(piece)
 
     def add(self, piece: Piece, size: int) -> list[Piece]:
-        """A piece was put into the cache, as the one used last; returns those that must leave it now."""
+        """Count a piece that was put into the cache as used last; returns the pieces to evict."""
         with self._lock:
             self._total_bytes += size - self._sizes.pop(piece, 0)
             self._sizes[piece] = size

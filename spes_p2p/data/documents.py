@@ -26,19 +26,12 @@ def read_documents(path: Path, text_field: str = "text") -> Documents:
 
     Raises UserError naming file (and line or row): missing, unknown format, cut short, not UTF-8, not JSON, no text there.
     """
-    reader_of(str(path))
+    reader = reader_of(str(path))
     try:
         with path.open("rb") as file:
-            yield from documents_in(file, str(path), text_field)
+            yield from ((text, done) for text, done in reader(file, str(path), text_field) if text)
     except OSError as error:
         raise UserError(f"{path}: cannot read it ({error.strerror or error}); check the file and its permissions") from None
-
-
-def documents_in(file: BinaryIO, name: str, text_field: str = "text") -> Documents:
-    """As `read_documents`, of an open file of this name. Raises UserError as it does, and what reading the file raises."""
-    for text, done in reader_of(name)(file, name, text_field):
-        if text:
-            yield text, done
 
 
 def reader_of(name: str) -> Callable[[BinaryIO, str, str], Documents]:

@@ -1,7 +1,6 @@
-"""Token files in pieces that prove themselves: a manifest names each file's root, the root proves the list of piece hashes, the
-list proves each piece. So a peer can take any piece from anybody.
+"""Verifiable pieces of token files: the manifest's root verifies a file's list of piece hashes, the list verifies each piece.
 
-Pieces are of the ids alone, as raw little-endian bytes; a numpy header in front of them does not count.
+A peer can therefore take any piece from any donor. Pieces cover the raw little-endian ids alone, without a numpy header.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE_BYTES = 2**18
-"""A multiple of every item size."""
+"""Piece size; a multiple of every item size."""
 HASH_BYTES = 32
 
 
@@ -36,28 +35,28 @@ class PieceHasher:
                 self._current, self._size = hashlib.sha256(), 0
 
     def hashes(self) -> bytes:
-        """HASH_BYTES for each piece so far, the last one as short as it is."""
+        """HASH_BYTES for each piece so far; the last one may be short."""
         last = [self._current.digest()] if self._size else []
         return b"".join([*self._whole, *last])
 
 
 def root_of(hashes: bytes) -> str:
-    """What a manifest says of a file's list of piece hashes."""
+    """Hex digest of a list of piece hashes, as a manifest gives it."""
     return hashlib.sha256(hashes).hexdigest()
 
 
 def piece_count(num_bytes: int) -> int:
-    """Pieces of a file of so many bytes of ids."""
+    """Number of pieces in `num_bytes` bytes of ids."""
     return -(-num_bytes // PIECE_BYTES)
 
 
 def is_piece(content: bytes | memoryview, hashes: bytes, index: int) -> bool:
-    """Is this the piece of that number?"""
+    """Whether `content` is piece `index`."""
     return hashlib.sha256(content).digest() == hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]
 
 
 def pieces_of_samples(samples: npt.NDArray[np.int64], sample_bytes: int) -> list[int]:
-    """Numbers of the pieces that these samples, counted along a file, lie in; ascending."""
+    """Indices of the pieces that hold these samples (indices within a file), ascending."""
     touched: set[int] = set()
     for start in (samples * sample_bytes).tolist():
         touched.update(range(start // PIECE_BYTES, piece_count(start + sample_bytes)))

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from spes_p2p.data.slices import Interval
 from spes_p2p.data.token_files import TokenArray
 from spes_p2p.errors import UserError
+from spes_p2p.messages.samples import Interval
 
 Samples = npt.NDArray[np.int64]
 
 Fetch = Callable[[int, npt.NDArray[np.int64]], None]
-"""(number of a file, samples counted along it): have their tokens there. May block, and raise UserError."""
+"""Makes the tokens of samples available: (index of a file, sample indices within it). May block, and raise UserError."""
 
+LONGEST_PIECE, EPOCH_PIECES = 16, 4096
+"""An epoch shuffles pieces of 16 contiguous samples, so that text is read and fetched in runs; shorter ones where it would have
+fewer than 4096 pieces, so that each batch of a small text mixes all of it."""
 KEYS_A_BLOCK = 2**20
-"""Drawn from one hash stream; bounds what it holds at once."""
+"""Keys drawn from one hash stream; bounds its memory."""
 CACHED_EPOCHS = 2
-"""An epoch and the one before it, whose returned samples are trained late."""
+"""The current epoch and the one before it, whose returned samples are still to be trained."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,20 @@ class SampleReader:
     """
 
     def __init__(
-        self, files: Sequence[TokenArray], sequence_length: int, piece_samples: int, seed: int, fetch: Fetch | None = None
+        self,
+        files: Sequence[TokenArray],
+        sequence_length: int,
+        seed: int,
+        fetch: Fetch | None = None,
+        piece_samples: int | None = None,
     ):
-        """`fetch` is called before samples are read from a file."""
+        """`fetch` is called before samples are read from a file. `piece_samples`: by default, by its size."""
         self._fetch = fetch
         whole = [tokens[: len(tokens) // sequence_length * sequence_length] for tokens in files]
         self._files = [tokens.reshape(-1, sequence_length) for tokens in whole]
         self._stops = np.cumsum([len(chunks) for chunks in self._files], dtype=np.int64)
-        self._sequence_length, self._piece_samples, self._seed = sequence_length, piece_samples, seed
+        self._sequence_length, self._seed = sequence_length, seed
+        self._piece_samples = piece_samples or min(LONGEST_PIECE, max(1, self.num_samples // EPOCH_PIECES))
         self._orders: dict[int, EpochOrder] = {}
         if self.num_samples == 0:
             longest = max((len(tokens) for tokens in files), default=0)

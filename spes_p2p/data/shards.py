@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from spes_p2p.data.manifest import HASHES, Source, TokenFile
+from spes_p2p.data.manifest import HASHES, TokenFile
 from spes_p2p.data.pieces import PieceHasher, root_of
 from spes_p2p.data.token_files import Dtype
 from spes_p2p.errors import UserError
@@ -21,7 +21,7 @@ PARTIAL = ".partial"
 
 
 class ShardWriter:
-    """Writes `{prefix}000_{shard:06d}.npy` into a folder, as raw ids, hashing on the way.
+    """Writes `{prefix}000_{shard:06d}.npy` into a folder, as raw ids, each with the list of its piece hashes.
 
     A context: what was not published by `publish` when it ends is removed, and so is the folder if it was made for this.
     A shard ends before the document that would make it longer than `shard_tokens`; no document is cut.
@@ -72,23 +72,17 @@ class ShardWriter:
         self._close_shard()
         for file in self.files:
             (self._folder / (file.path + PARTIAL)).replace(self._folder / file.path)
-            if file.source is not None:
-                (self._folder / (file.path + HASHES + PARTIAL)).replace(self._folder / (file.path + HASHES))
+            (self._folder / (file.path + HASHES + PARTIAL)).replace(self._folder / (file.path + HASHES))
 
-    def end_source(self, source: Source) -> None:
-        """The documents since the last shard are all of this source's: they are a shard, with the list of its piece hashes."""
-        if self._file is not None:
-            (self._folder / (self._name() + HASHES + PARTIAL)).write_bytes(self._pieces.hashes())
-            self._close_shard(source)
-
-    def _close_shard(self, source: Source | None = None) -> None:
+    def _close_shard(self) -> None:
         if self._file is None:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        root = root_of(self._pieces.hashes())
-        self.files.append(TokenFile(self._name(), self._digest.hexdigest(), self._shard_size, self._dtype, root, source))
+        hashes = self._pieces.hashes()
+        (self._folder / (self._name() + HASHES + PARTIAL)).write_bytes(hashes)
+        self.files.append(TokenFile(self._name(), self._digest.hexdigest(), self._shard_size, self._dtype, root_of(hashes)))
         self._file, self._digest, self._pieces, self._shard_size = None, hashlib.sha256(), PieceHasher(), 0
 
     def _name(self) -> str:

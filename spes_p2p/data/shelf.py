@@ -1,8 +1,7 @@
-"""What a machine has of a campaign's token files: whole files that lie there, and pieces of others in a cache of its own.
+"""What a machine has of a campaign's token files: whole files in its folders, and a cache with pieces of the others.
 
-Nothing is remembered of which pieces the cache holds: a piece is there when its bytes have its hash, which is looked at once in
-each life of a peer. So a crash in the middle of a write costs one piece, never wrong tokens. A piece that leaves the cache
-becomes a hole in its file.
+There is no index of the cache: a piece is present when its bytes have its hash, which is checked once per process. A crash
+in the middle of a write thus costs one piece and never gives wrong tokens. An evicted piece becomes a hole in its sparse file.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import numpy as np
 from spes_p2p.data.cache_order import CacheOrder
 from spes_p2p.data.manifest import TokenFile, write_whole
 from spes_p2p.data.pieces import HASH_BYTES, PIECE_BYTES, PieceHasher, is_piece, piece_count, root_of
-from spes_p2p.data.token_files import TokenArray, open_tokens
+from spes_p2p.data.token_files import SCAN_BYTES, TokenArray, open_tokens
 from spes_p2p.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SCAN_BYTES = 2**24
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 """Flags of Linux's fallocate."""
 
@@ -40,7 +38,7 @@ class TokenShelf:
         limit_bytes: int | None = None,
     ):
         """`folder`: the cache, of `limit_bytes` at most. `local`: files that lie whole on this machine, and where."""
-        self._files = {file.pieces_sha256: file for file in files if file.pieces_sha256 is not None}
+        self._files = {file.pieces_sha256: file for file in files}
         self._folder, self._local = folder, dict(local)
         self._hashes: dict[str, bytes] = {}
         self._verified: set[tuple[str, int]] = set()
@@ -49,7 +47,7 @@ class TokenShelf:
         self._can_punch = True
 
     def is_local(self, file: TokenFile) -> bool:
-        """Does the whole file lie on this machine?"""
+        """Whether the whole file lies on this machine."""
         return file in self._local
 
     def array(self, file: TokenFile) -> TokenArray:
@@ -67,7 +65,7 @@ class TokenShelf:
         self._order.hold(holder, ((root, index) for index in pieces))
 
     def hashes(self, root: str) -> bytes | None:
-        """The piece hashes of a file, HASH_BYTES each: known, kept from an earlier start, or made from the local file."""
+        """The piece hashes of a file, HASH_BYTES each: known, kept by an earlier process, or computed from the local file."""
         if root not in self._hashes and root in self._files:
             found = self._kept_hashes(root) or self._made_hashes(self._files[root])
             if found is not None:
@@ -77,17 +75,13 @@ class TokenShelf:
     def learn_hashes(self, root: str, hashes: bytes) -> bool:
         """Take a list of piece hashes that the root proves; False when it does not."""
         file = self._files.get(root)
-        if file is None or len(hashes) != HASH_BYTES * piece_count(num_bytes(file)) or root_of(hashes) != root:
+        if file is None or len(hashes) != HASH_BYTES * piece_count(file.num_bytes) or root_of(hashes) != root:
             return False
         self._hashes[root] = hashes
         return True
 
-    def knows_hashes(self, root: str) -> bool:
-        """Is the list of a file's piece hashes here, without a look at the disk?"""
-        return root in self._hashes
-
     def keep_hashes(self, root: str) -> None:
-        """Write a list that was learnt to disk, for the next start."""
+        """Write a list that was learnt to disk, for the next process."""
         write_whole(self._folder / f"{root}.hashes", self._hashes[root])
 
     def piece(self, root: str, index: int) -> bytes | None:
@@ -109,19 +103,10 @@ class TokenShelf:
         """Those of these pieces that are not here."""
         return [index for index in pieces if (root, index) not in self._verified and self.piece(root, index) is None]
 
-    def is_right(self, root: str, index: int, content: bytes) -> bool:
-        """Is this the piece that the hashes say? False while they are unknown."""
-        hashes = self.hashes(root)
-        return hashes is not None and is_piece(content, hashes, index)
-
-    def has_room(self, size: int) -> bool:
-        """Would so many bytes more drive nothing out of the cache?"""
-        return self._order.has_room(size)
-
     def put(self, root: str, index: int, content: bytes) -> bool:
         """Keep a piece; False when it is not what the hashes say."""
-        file = self._files[root]
-        if not self.is_right(root, index, content):
+        file, hashes = self._files[root], self.hashes(root)
+        if hashes is None or not is_piece(content, hashes, index):
             return False
         self.array(file)
         with self._cache_path(file).open("r+b") as cache:
@@ -132,13 +117,13 @@ class TokenShelf:
         return True
 
     def _add(self, root: str, index: int, size: int) -> None:
-        """Count a piece of the cache, and let go what is too much then."""
+        """Count a piece of the cache, and evict what exceeds the limit."""
         for old_root, old_index in self._order.add((root, index), size):
             self._verified.discard((old_root, old_index))
             self._punch(self._cache_path(self._files[old_root]), old_index)
 
     def _punch(self, path: Path, index: int) -> None:
-        """Give the piece's place on the disk back."""
+        """Free the piece's disk space."""
         if not self._can_punch:
             return
         with path.open("r+b") as cache:
@@ -155,17 +140,17 @@ class TokenShelf:
         return self._folder / f"{file.pieces_sha256}.tokens"
 
     def _map_cache(self, file: TokenFile) -> TokenArray:
-        """A sparse file of the whole length, so that the cache is as large as what was put there."""
+        """A sparse file of full length, so that the cache takes as much disk as was put there."""
         path = self._cache_path(file)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as cache:
-                os.truncate(cache.fileno(), num_bytes(file))
+                os.truncate(cache.fileno(), file.num_bytes)
         except OSError as error:
             raise UserError(f"{path}: cannot keep token pieces there ({error.strerror}); choose another --run-dir") from None
         with self._changing:
             for index in list(_pieces_on_disk(path)):
-                self._add(str(file.pieces_sha256), index, PIECE_BYTES)
+                self._add(file.pieces_sha256, index, PIECE_BYTES)
         return np.memmap(path, np.dtype(file.dtype).newbyteorder("<"), "r")
 
     def _kept_hashes(self, root: str) -> bytes | None:
@@ -183,7 +168,7 @@ class TokenShelf:
 
 
 def _pieces_on_disk(path: Path) -> Iterator[int]:
-    """Numbers of the pieces for which a sparse file has something."""
+    """Indices of the pieces for which a sparse file has data."""
     end, size = 0, path.stat().st_size
     with path.open("rb") as cache:
         while end < size:
@@ -193,8 +178,3 @@ def _pieces_on_disk(path: Path) -> Iterator[int]:
                 return
             end = os.lseek(cache.fileno(), start, os.SEEK_HOLE)
             yield from range(start // PIECE_BYTES, piece_count(end))
-
-
-def num_bytes(file: TokenFile) -> int:
-    """Of the ids, without a header."""
-    return file.tokens * np.dtype(file.dtype).itemsize

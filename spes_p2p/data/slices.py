@@ -1,38 +1,15 @@
 """Which samples a peer trains on: intervals of a shuffled epoch, handed out by the plan.
 
-A corpus of `num_samples` samples (sequence-length chunks of its token files) is cut into contiguous pieces of `piece_samples`.
-Each epoch visits the pieces in an order shuffled by a hash of (seed, epoch); position p of the epoch is the p-th sample in that
-order (`samples.py`). The cursor moves on as plans hand out intervals of positions; what a peer declares untrained comes back.
+A corpus of `num_samples` samples (sequence-length chunks of its token files) is cut into contiguous pieces. Each epoch visits
+the pieces in an order shuffled by a hash of (seed, epoch); position p of the epoch is the p-th sample in that order
+(`samples.py`). The cursor moves on as plans hand out intervals of positions; what a peer declares untrained comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, order=True)
-class Interval:
-    """Positions `[start, stop)` of one epoch."""
-
-    epoch: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return max(0, self.stop - self.start)
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """What of the data has been handed out: everything before (epoch, position), less what was returned.
-
-    `returned` is sorted, disjoint and without touching neighbours, so equal sets are equal cursors.
-    """
-
-    epoch: int = 0
-    position: int = 0
-    returned: tuple[Interval, ...] = ()
+from spes_p2p.messages.samples import Cursor, Interval
 
 
 def take(cursor: Cursor, count: int, num_samples: int) -> tuple[tuple[Interval, ...], Cursor]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from spes_p2p.data.pieces import PieceHasher, root_of
+from spes_p2p.data.pieces import PieceHasher
 from spes_p2p.errors import UserError
 
 Dtype = Literal["uint16", "uint32"]
@@ -24,9 +24,9 @@ TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
 NPY_MAGIC = b"\x93NUMPY"
 SCAN_BYTES = 2**24
-"""Bytes that a pass over a file reads at once; a multiple of every item size."""
+"""Read block of a pass over a file; a multiple of every item size."""
 EVIDENCE_IDS = 64
-"""So many ids with a 0 in every second place are no coincidence (the end token may be id 0)."""
+"""From this many ids on, a 0 in every second place means uint32 ids (fewer may be coincidence: the end token may be id 0)."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Scan:
     sha256: str
     tokens: int
     max_id: int
-    pieces_sha256: str
-    """Root of its pieces (`pieces.py`)."""
+    piece_hashes: bytes
+    """Of its pieces (`pieces.py`)."""
 
 
 def smallest_dtype(vocab_size: int) -> Dtype:
@@ -105,7 +105,7 @@ def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], No
     if max_id >= vocab_size:
         raise UserError(f"{path}: has id {max_id}, the vocabulary ends at {vocab_size - 1}; "
                         f"it was made with another tokenizer, or is not {dtype}")
-    return Scan(digest.hexdigest(), len(tokens), max_id, root_of(pieces.hashes()))
+    return Scan(digest.hexdigest(), len(tokens), max_id, pieces.hashes())
 
 
 def has_numpy_header(path: Path) -> bool:

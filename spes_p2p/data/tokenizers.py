@@ -34,15 +34,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}); name a tokenizer.json") from None
-    return parse_tokenizer(content, str(path))
-
-
-def parse_tokenizer(content: bytes, where: str) -> Tokenizer:
-    """As `load_tokenizer`, of the bytes of a tokenizer.json. Raises UserError."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exceptions
-        raise UserError(f"{where}: not a tokenizer.json of the `tokenizers` library ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path}: not a tokenizer.json of the `tokenizers` library ({str(error).splitlines()[0]})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -65,7 +60,7 @@ def check_tokenizer(path: Path, eos_token: str, vocab_size: int | None = None) -
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` ids (where the text has so many merges); id 0 is `<|endoftext|>`."""
+    """A byte-level BPE of `vocab_size` ids (fewer where the text has fewer merges); id 0 is `<|endoftext|>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -7,23 +7,35 @@ and the new one comes last, so that no manifest ever names files that are not it
 from __future__ import annotations
 
 import glob
-import sys
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
 
-from spes_p2p.data.documents import read_documents, reader_of
-from spes_p2p.data.encoding import Encoder
-from spes_p2p.data.manifest import HASHES, MANIFEST_NAME, Manifest, Source, TokenFile, read_manifest, write_manifest
+from spes_p2p.data.documents import Documents, read_documents, reader_of
+from spes_p2p.data.manifest import (
+    HASHES,
+    MANIFEST_NAME,
+    Manifest,
+    TokenFile,
+    check_url,
+    publish_at,
+    read_manifest,
+    write_manifest,
+    write_whole,
+)
+from spes_p2p.data.pieces import root_of
 from spes_p2p.data.shards import ShardWriter
-from spes_p2p.data.sources import check_sources
 from spes_p2p.data.token_files import Dtype, detect_dtype, scan, smallest_dtype
 from spes_p2p.data.tokenizers import END_OF_TEXT, TokenizerIdentity, check_tokenizer, load_tokenizer
 from spes_p2p.errors import UserError
 
 BATCH_CHARACTERS = 2**20
+"""Encoded at once, in several threads. Bounds memory, does not change the tokens."""
 DEFAULT_SHARD_TOKENS = 2**28
 
 
@@ -40,13 +52,13 @@ class Progress:
 
 def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, eos_token: str = END_OF_TEXT,
              text_field: str = "text", prefix: str = "", shard_tokens: int = DEFAULT_SHARD_TOKENS, dtype: Dtype | None = None,
-             overwrite: bool = False, source_prefix: str | None = None,
+             overwrite: bool = False, url: str | None = None,
              on_progress: Callable[[Progress], None] = lambda progress: None) -> Manifest:
-    """Tokenize text files into `output_dir`: `{prefix}000_{shard:06d}.npy` and `{prefix}manifest.json`.
+    """Tokenize text files into `output_dir`: `{prefix}000_{shard:06d}.npy`, each with the list of its piece hashes beside it
+    (`.npy.hashes`), and `{prefix}manifest.json`.
 
     A shard ends before the document that would make it longer than `shard_tokens`. `dtype` None: the narrowest that fits.
-    `source_prefix`: where the inputs lie for everybody, so that volunteers can make the tokens themselves. Then each input is
-    one shard, however long, and the list of its piece hashes lies beside it (`.npy.hashes`).
+    `url`: where the folder will be published, for the manifest to say.
     Raises UserError (bad input, no documents, output already there without `overwrite`); then nothing is left half-written.
     """
     identity = check_tokenizer(tokenizer_json, eos_token)
@@ -54,16 +66,16 @@ def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, 
     if identity.vocab_size - 1 > np.iinfo(chosen).max:
         raise UserError(f"{tokenizer_json}: has {identity.vocab_size} ids, too many for {chosen}; use uint32")
     _check_inputs(inputs)
-    sources = () if source_prefix is None else check_sources(inputs, source_prefix, text_field)
+    if url is not None:
+        check_url(url)
     old = _old_files(output_dir, prefix, overwrite)
     try:
-        with ShardWriter(output_dir, prefix, sys.maxsize if sources else shard_tokens, chosen) as writer:
-            encoder = Encoder(load_tokenizer(tokenizer_json), identity.eos_token_id, BATCH_CHARACTERS)
-            _write_tokens(inputs, text_field, encoder, writer, sources, on_progress)
+        with ShardWriter(output_dir, prefix, shard_tokens, chosen) as writer:
+            _write_tokens(inputs, text_field, load_tokenizer(tokenizer_json), identity.eos_token_id, writer, on_progress)
             for path in old:
                 path.unlink(missing_ok=True)
             writer.publish()
-            manifest = _manifest(identity, writer.files)
+            manifest = _manifest(identity, writer.files, url)
             write_manifest(manifest, output_dir / f"{prefix}{MANIFEST_NAME}")
             return manifest
     except OSError as error:
@@ -72,16 +84,21 @@ def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, 
 
 
 def describe_token_files(paths: Sequence[Path], tokenizer_json: Path, manifest_path: Path, *, eos_token: str = END_OF_TEXT,
-                         dtype: Dtype | None = None,
+                         dtype: Dtype | None = None, url: str | None = None,
                          on_progress: Callable[[int, int], None] = lambda done, total: None) -> Manifest:
     """Write a manifest for token files that exist already (SPES, OLMo), which stay as they are. `dtype` None: detected.
 
-    `on_progress(bytes_done, bytes_total)`. Raises UserError as `detect_dtype` and `scan` do, and for files without tokens.
+    The files lie below the manifest's folder. `url`: where that folder is published; then each file gets the list of its piece
+    hashes beside it. `on_progress(bytes_done, bytes_total)`. Raises UserError as `detect_dtype` and `scan` do, and for files
+    without tokens or elsewhere.
     """
     identity = check_tokenizer(tokenizer_json, eos_token)
     if not paths:
         raise UserError("no token files were given; name at least one .npy file")
-    folder, files, done = manifest_path.resolve().parent, [], 0
+    if url is not None:
+        check_url(url)
+    names = [_below(path, manifest_path.parent) for path in paths]
+    files, done = [], 0
     dtypes = [dtype or detect_dtype(path, identity.vocab_size) for path in paths]
     total = sum(path.stat().st_size for path in paths)
 
@@ -90,33 +107,56 @@ def describe_token_files(paths: Sequence[Path], tokenizer_json: Path, manifest_p
         done += count
         on_progress(done, total)
 
-    for path, found in zip(paths, dtypes, strict=True):
+    for path, name, found in zip(paths, names, dtypes, strict=True):
         scanned = scan(path, found, identity.vocab_size, advance)
-        files.append(TokenFile(_relative(path.resolve(), folder), scanned.sha256, scanned.tokens, found, scanned.pieces_sha256))
-    manifest = _manifest(identity, files)
+        files.append(TokenFile(name, scanned.sha256, scanned.tokens, found, root_of(scanned.piece_hashes)))
+        if url is not None:
+            write_whole(path.with_name(path.name + HASHES), scanned.piece_hashes)
+    manifest = _manifest(identity, files, url)
     write_manifest(manifest, manifest_path)
     return manifest
 
 
-def _write_tokens(inputs: Sequence[Path], text_field: str, encoder: Encoder, writer: ShardWriter, sources: Sequence[Source],
+def _encode(
+    tokenizer: Tokenizer, eos_token_id: int, documents: Documents
+) -> Iterator[tuple[list[npt.NDArray[np.uint32]], int]]:
+    """(ids of each document of a batch, its end token among them; bytes of the text file read so far)."""
+    for texts, done in _batches(documents):
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        yield [np.asarray([*encoding.ids, eos_token_id], np.uint32) for encoding in encodings], done
+
+
+def _batches(documents: Documents) -> Iterator[tuple[list[str], int]]:
+    texts: list[str] = []
+    characters = done = 0
+    for text, done in documents:
+        texts.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield texts, done
+            texts, characters = [], 0
+    if texts:
+        yield texts, done
+
+
+def _write_tokens(inputs: Sequence[Path], text_field: str, tokenizer: Tokenizer, eos_token_id: int, writer: ShardWriter,
                   on_progress: Callable[[Progress], None]) -> None:
     sizes = [path.stat().st_size for path in inputs]
     for number, path in enumerate(inputs):
         before = sum(sizes[:number])
-        for documents, done in encoder.encode(read_documents(path, text_field)):
+        for documents, done in _encode(tokenizer, eos_token_id, read_documents(path, text_field)):
             for ids in documents:
                 writer.add(ids)
             on_progress(Progress(writer.documents, writer.tokens, before + min(done, sizes[number]), sum(sizes)))
-        if sources:
-            writer.end_source(sources[number])
     if writer.documents == 0:
         raise UserError(f"{', '.join(map(str, inputs))}: no documents with text; give files that hold some")
     on_progress(Progress(writer.documents, writer.tokens, sum(sizes), sum(sizes)))
 
 
-def _manifest(identity: TokenizerIdentity, files: Sequence[TokenFile]) -> Manifest:
+def _manifest(identity: TokenizerIdentity, files: Sequence[TokenFile], url: str | None) -> Manifest:
     tokens = sum(file.tokens for file in files)
-    return Manifest(identity.sha256, identity.vocab_size, identity.eos_token_id, tokens, tuple(files))
+    listed = tuple(files) if url is None else publish_at(files, url)
+    return Manifest(identity.sha256, identity.vocab_size, identity.eos_token_id, tokens, listed)
 
 
 def _check_inputs(inputs: Sequence[Path]) -> None:
@@ -142,5 +182,10 @@ def _old_files(output_dir: Path, prefix: str, overwrite: bool) -> list[Path]:
     return [manifest_path, *inside, *(path.with_name(path.name + HASHES) for path in inside)]
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
+def _below(path: Path, folder: Path) -> str:
+    """Links are not followed: an owner may link files into the folder."""
+    name = os.path.relpath(path, folder)
+    if name.startswith(".."):
+        raise UserError(f"{path}: lies outside of the manifest's folder, and volunteers are told no path of this machine; "
+                        f"write the manifest at or above the token files, or link them there")
+    return Path(name).as_posix()

@@ -21,14 +21,9 @@ Learning experiments: arms x learning rates x seeds from one YAML file, in one p
 ./tools/experiments report FILE       tables and plots of what is done
 ./tools/experiments evaluate FILE --tasks A,B [--include-path FOLDER] [--arm NAME]...
                                       lm-eval on the checkpoint of each arm's end, where the run was done on this machine
-./tools/experiments refit FILE [--arm NAME]...
-                                      what a short fit of the routers alone brings at each arm's end, on unseen text
 
 Results are results.jsonl beside the files. A running one looks at the files again before each run.
 """
-
-HELD_OUT_SAMPLES = 128
-"""Of each domain, for `refit`."""
 
 
 def main() -> int:
@@ -51,12 +46,6 @@ def main() -> int:
     evaluation.add_argument("--include-path", type=Path, help="folder of task files")
     evaluation.add_argument("--limit", type=int, help="examples of each task")
     evaluation.add_argument("--arm", action="append", help="only this one; may be given several times")
-    refit = commands.add_parser("refit")
-    refit.add_argument("file", type=Path)
-    refit.add_argument("--arm", action="append", help="only this one; may be given several times")
-    refit.add_argument("--steps", type=int, default=30)
-    refit.add_argument("--batch", type=int, default=32, help="samples a step")
-    refit.add_argument("--rate", type=float, action="append", help="of the routers; may be given several times")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("spes_p2p").setLevel(logging.WARNING)
@@ -137,27 +126,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     print(evaluation_table(tasks, scores))
 
 
-def _refit(arguments: argparse.Namespace) -> None:
-    import numpy as np
-
-    from spes_p2p.experiments.refit import DEFAULT_RATES, refit_routers, refit_table, unseen_samples
-    from spes_p2p.experiments.spec import load_experiment
-    from spes_p2p.experiments.text import open_text
-
-    kept = _kept_ends(arguments.file, arguments.arm)
-    experiment = load_experiment(arguments.file)
-    text = open_text((arguments.file.parent / experiment.text).resolve())
-    length = experiment.campaign["training"]["sequence_length"]
-    unseen = unseen_samples(text.reader(length, 0), arguments.steps * arguments.batch)
-    held_out = np.concatenate([reader.read_spread(HELD_OUT_SAMPLES) for reader in text.held_out_readers(length).values()])
-    rates = arguments.rate or DEFAULT_RATES
-    losses = {
-        arm: {rate: refit_routers(path, unseen, held_out, arguments.steps, rate) for rate in rates}
-        for arm, path in kept.items()
-    }
-    print(refit_table(losses, rates))
-
-
 def _kept_ends(file: Path, arms: list[str] | None) -> dict[str, Path]:
     """Checkpoints of the arms' ends, first seed at the best rate. Raises UserError when this machine has none."""
     from spes_p2p.experiments.queue import read_results
@@ -175,4 +143,4 @@ def _kept_ends(file: Path, arms: list[str] | None) -> dict[str, Path]:
     return kept
 
 
-_COMMANDS = {"prepare": _prepare, "run": _run, "report": _report, "evaluate": _evaluate, "refit": _refit}
+_COMMANDS = {"prepare": _prepare, "run": _run, "report": _report, "evaluate": _evaluate}

@@ -84,9 +84,9 @@ def gap_in_spreads(outcome: Outcome, centralised: Outcome) -> float | None:
 
 
 def report(experiment: Experiment, found: Sequence[Outcome]) -> str:
-    """Markdown: results, learning-rate sweeps, losses by domain, diagnostics."""
+    """Markdown: results, learning-rate sweeps, losses by domain, diagnostics, and the file's note."""
     tables = results_table(experiment, found), sweep_table(found), domains_table(found), diagnostics_table(found)
-    return "\n\n".join(tables) + "\n"
+    return "\n\n".join([*tables, experiment.note]).rstrip() + "\n"
 
 
 def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from spes_p2p.config import CampaignConfig, Section, parse_campaign_config
-from spes_p2p.config_problems import broken_rule, first_problem
+from spes_p2p.config_problems import broken_rule, validated
 from spes_p2p.config_types import Count, Positive, PositiveNumber, Text
 from spes_p2p.errors import UserError
 from spes_p2p.yaml_file import read_yaml_mapping
@@ -54,10 +54,6 @@ class Arm(Section):
     seeds: Positive = 1
     domains: Literal["mixed", "one a peer"] = "mixed"
     """What text a peer trains on: all domains, or one, peer after peer; no peer then sees what another one has."""
-    balance: Literal["own", "all"] = "own"
-    """What the load-balance loss counts: a pass's own assignments, or those of all peers in their last phase."""
-    owner_rows: PositiveNumber = 1.0
-    """What an owner's update of its experts' rows in the routers weighs in the mean, for another peer's 1."""
     campaign: Overrides = Field(default_factory=dict)
     """Sections of the campaign file that differ: `outer: {shared_momentum: 0.9}`."""
     first: First | None = None
@@ -87,6 +83,8 @@ class Experiment(Section):
     """Rounds for which the diagnostics are taken."""
     pictured: tuple[Text, ...] = ()
     """Arms that the pictures show; none named: all. The tables have all of them."""
+    note: str = ""
+    """What the report says below its tables."""
     arms: tuple[Arm, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -121,10 +119,9 @@ class Run:
 
     @property
     def experts_per_peer(self) -> int:
-        """Most experts that one peer trains, at any time of the run."""
+        """Most experts that one peer trains."""
         experts = self.config.model.moe_num_experts
-        everything = self.arm.mode != "spes" or self.config.experts.dense_steps > 0
-        return experts if everything else -(-experts * min(self.arm.owners, self.members) // self.members)
+        return experts if self.arm.mode != "spes" else -(-experts * min(self.arm.owners, self.members) // self.members)
 
     @property
     def stages(self) -> tuple[tuple[Run, int], ...]:
@@ -132,8 +129,6 @@ class Run:
         first, total = self.arm.first, self.config.training.total_steps
         if first is None:
             return ((self, 0),)
-        if self.config.experts.dense_steps:
-            raise UserError(f"arm {self.arm.name}: a dense warm-up would come twice; leave out first or experts.dense_steps")
         few = self._changed({"model": first.model, "training": {"total_steps": first.steps}})
         return (few, 0), (self._changed({"training": {"total_steps": total - first.steps}}), first.steps)
 
@@ -153,10 +148,6 @@ class Run:
         unusual: list[Any] = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
         if self.arm.first is not None:
             unusual.append(self.arm.first.model_dump(mode="json"))
-        if self.arm.balance != "own":
-            unusual.append({"balance": self.arm.balance})
-        if self.arm.owner_rows != 1:
-            unusual.append({"owner_rows": self.arm.owner_rows})
         content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *unusual], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -164,18 +155,11 @@ class Run:
 def load_experiment(path: Path) -> Experiment:
     """Read an experiment file. Raises UserError: one line with file, field and what would be right."""
     file = read_yaml_mapping(path, "experiment file")
-    try:
-        experiment = Experiment.model_validate(file.values)
-    except ValidationError as error:
-        problem = first_problem(error, Experiment)
-        raise UserError(f"{file.where(problem.location)}: {problem.message}") from None
+    experiment = validated(Experiment, file.values, file.where)
     for arm in experiment.arms:
         try:
             for stage, _ in Run(experiment, arm, arm.learning_rates[0], 0).stages:
-                router = stage.config.sync.codec.router
-                if arm.owner_rows != 1 and router != "none":
-                    raise UserError(f"arm {arm.name}: owner_rows = {arm.owner_rows:g} stretches rounding too; "
-                                    "leave the routers as they are (campaign: {sync: {codec: {router: none}}})")
+                parse_campaign_config(_campaign(stage), f"arm {arm.name}")
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     return experiment

@@ -18,19 +18,19 @@ import numpy as np
 
 from spes_p2p.config import Campaign, CampaignConfig, TrainingConfig
 from spes_p2p.data.samples import SampleReader, Samples
-from spes_p2p.data.slices import Interval
 from spes_p2p.experiments import probe
-from spes_p2p.experiments.routers import Counts, JointlyBalanced, weigh_router_rows
 from spes_p2p.experiments.series import RoundSeries
 from spes_p2p.experiments.spec import Run
 from spes_p2p.experiments.text import Text
 from spes_p2p.experiments.upcycle import split_experts
 from spes_p2p.genesis import make_genesis, save_base_0
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, initial_state, layout_of
-from spes_p2p.model.layout import Group, Layout
+from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, RoundMeasured, WorkDropped
-from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
-from spes_p2p.swarm.electors import open_votes
+from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.life import Peer
+from spes_p2p.swarm.durable import voter_incarnation
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.swarm.node import Node
 from spes_p2p.sync.outer import first_base
@@ -59,54 +59,17 @@ class Work:
     routing: probe.Routing
 
 
-class Watched:
-    """A TorchTrainer whose phases take equal time, and that shows its work where a round is measured."""
+class WatchedTrainer(TorchTrainer):
+    """A trainer whose phases take equal time, and that shows its work where a round is measured."""
 
-    def __init__(self, inner: TorchTrainer, watch: Watch):
-        self._inner, self._watch = inner, watch
-        watch.trainers.append(inner)
-
-    @property
-    def layout(self) -> Layout:
-        """The model's layout."""
-        return self._inner.layout
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        """Experts that are trained here."""
-        return self._inner.owned
-
-    def load_base(self, base: State) -> None:
-        """Set all local weights to the base."""
-        self._inner.load_base(base)
-
-    def assign(self, owned: tuple[int, ...], base: State) -> None:
-        """Train these experts from now on."""
-        self._inner.assign(owned, base)
+    watch: Watch
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """Do the phase's steps, at their place in the whole run's schedule."""
-        place = replace(phase, first_step=phase.first_step + self._watch.first_step, training=self._watch.schedule)
-        report = self._inner.train(place, should_stop, on_step)
-        self._watch.trained(self._inner, phase, report)
-        self._watch.weigh(self._inner)
+        place = replace(phase, first_step=phase.first_step + self.watch.first_step, training=self.watch.schedule)
+        report = super().train(place, should_stop, on_step)
+        self.watch.trained(self, phase, report)
         return replace(report, seconds=float(report.steps))
-
-    def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
-        """A copy of the local weights of a group."""
-        return self._inner.read(group, start, stop)
-
-    def add(self, group: Group, delta: State, start: int = 0) -> None:
-        """local += delta."""
-        self._inner.add(group, delta, start)
-
-    def refresh(self, group: Group, values: State) -> None:
-        """Set a foreign expert."""
-        self._inner.refresh(group, values)
-
-    def validation_loss(self) -> float:
-        """Held-out loss of the local weights."""
-        return self._inner.validation_loss()
 
     def optimizer_state(self) -> dict[str, Source]:
         """None: nothing is restarted here, and saving moments every round would cost time."""
@@ -131,7 +94,6 @@ class Watch:
     curve: list[Record] = field(default_factory=list)
     rounds: list[Record] = field(default_factory=list)
     work: dict[int, list[Work]] = field(default_factory=dict)
-    trainers: list[TorchTrainer] = field(default_factory=list)
     sent_bytes: int = 0
     """By all peers."""
     failed: int = 0
@@ -141,7 +103,6 @@ class Watch:
     memory_bytes: int = 0
     series: RoundSeries = field(default_factory=RoundSeries)
     last_round: int = 0
-    counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         self.layout = layout_of(self.config.model)
@@ -150,7 +111,6 @@ class Watch:
         """A phase ended: keep what the round's diagnostics need."""
         self.memory_bytes = max(self.memory_bytes, trainer.state_bytes())
         self.series.trained(phase.round, report, trainer.owned)
-        self.counts.trained(phase.round, report, self.run.members)
         if phase.round not in spread(self.config.total_rounds, self.run.experiment.measured_rounds):
             return
         groups = [g for g in trainer.layout.groups if g.expert is None or g.expert in trainer.owned]
@@ -160,11 +120,6 @@ class Watch:
         self.work.setdefault(phase.round, []).append(
             Work(report.routed, report.tokens, trainer.owned, updates, loss, routing)
         )
-
-    def weigh(self, trainer: TorchTrainer) -> None:
-        """The last thing before the round: its mean weighs an owner's update of the routers as the arm says."""
-        if self.run.arm.owner_rows != 1:
-            weigh_router_rows(trainer, self.base, self.run.arm.owner_rows, [each.owned for each in self.trainers])
 
     def tell(self, peer: Peer, event: Event) -> None:
         """What a peer told."""
@@ -334,7 +289,7 @@ async def _live(
     campaign = Campaign(config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="0" * 64)
     network = MemoryNetwork(run.seed)
     world = in_memory_world(network, BOOTSTRAP)
-    genesis = make_genesis(campaign, BOOTSTRAP, base0, open_votes(world.store, world.rng).disk)
+    genesis = make_genesis(campaign, BOOTSTRAP, base0, voter_incarnation(world.store, world.rng))
     rules = Rules(config, campaign.hash, min(reader.num_samples for reader in readers))
 
     save_base_0(world.store, genesis, base0)
@@ -355,11 +310,10 @@ async def _live(
 def _trainer(
     run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State, owned: tuple[int, ...]
 ) -> Trainer:
-    make = TorchTrainer if run.arm.balance == "own" else JointlyBalanced
-    trainer = make(config, base, owned, reader, device=run.experiment.device, options=TrainingOptions(stored="fp32"))
-    if isinstance(trainer, JointlyBalanced):
-        trainer.counts = watch.counts
-    return Watched(trainer, watch)
+    options = TrainingOptions(stored="fp32")
+    trainer = WatchedTrainer(config, base, owned, reader, device=run.experiment.device, options=options)
+    trainer.watch = watch
+    return trainer
 
 
 class _Silent:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.data.documents import read_documents
-from spes_p2p.data.manifest import MANIFEST_NAME, Manifest, open_corpus, read_manifest
+from spes_p2p.data.local_files import open_corpus
+from spes_p2p.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.token_files import TokenArray
 from spes_p2p.data.tokenizers import END_OF_TEXT, train_tokenizer
@@ -44,11 +45,11 @@ class Text:
     def reader(self, sequence_length: int, seed: int, domains: Sequence[str] = ()) -> SampleReader:
         """Training samples of these domains (default: all) in a shuffled order, one sample a piece."""
         files = [file for domain in domains or self.domains for file in self.train[domain]]
-        return SampleReader(files, sequence_length, 1, seed)
+        return SampleReader(files, sequence_length, seed, piece_samples=1)
 
     def held_out_readers(self, sequence_length: int) -> dict[str, SampleReader]:
         """Held-out samples by domain."""
-        return {domain: SampleReader(self.held_out[domain], sequence_length, 1, 0) for domain in self.domains}
+        return {domain: SampleReader(self.held_out[domain], sequence_length, 0) for domain in self.domains}
 
 
 def prepare(source: Path, output: Path, vocab_size: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.events import (
     BEFORE_TRAINING,
     BaseRestored,
@@ -23,9 +24,9 @@ from spes_p2p.observe.events import (
     WorkDropped,
 )
 from spes_p2p.observe.log import EVENT
-from spes_p2p.observe.rounds import Totals
-from spes_p2p.observe.status import PeerStatus, StatusBoard, gather, sync_seconds
+from spes_p2p.observe.status import StatusBoard, gather, sync_seconds
 from spes_p2p.observe.units import (
+    counted,
     human_bytes,
     human_count,
     human_indices,
@@ -48,9 +49,9 @@ _SOURCES = {"disk": "base {} is in the run-dir", "download": "downloaded base {}
             "reform": "no majority was left: the swarm was reformed on base {}"}
 
 
-def farewell(status: PeerStatus, totals: Totals, run_dir: Path) -> str:
-    """The last line of a trainer: what came of it, and how to go on. `totals` are those that the peer knows of."""
-    own = sum(each.tokens for each in totals.contributions if each.peer == status.peer_id)
+def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) -> str:
+    """The last line of a trainer: what came of it, and how to go on. `records` are those that the peer knows of."""
+    own = sum(each.tokens for record in records for each in record.contributions if each.peer == status.peer_id)
     work = f"{human_count(own)} tokens trained here are in the base" if own else "no round has work of this peer yet"
     if gather([status]).done:
         ended = "was stopped by its owner" if status.state == "stopped" else "is done"
@@ -124,7 +125,7 @@ class RoundLog:
             return None
         came = [f"{short_peer(peer)} is here" for peer in sorted(living - before)]
         went = [f"{short_peer(peer)} is gone" for peer in sorted(before - living)]
-        return f"{', '.join(came + went)} · {_trainers(event.trainers)}"
+        return f"{', '.join(came + went)} · {counted(event.trainers, 'trainer')}"
 
     def _still_waiting(self, event: PeersSeen) -> str | None:
         """When a wait is long, what for, and which electors the registry does not show."""
@@ -153,7 +154,7 @@ class RoundLog:
         owned = [(peer, [expert for expert, owners in enumerate(event.owners) if peer in owners]) for peer in others]
         parts = [
             self._nth(event.round),
-            f"swarm assembled: {_trainers(len(event.members))}",
+            f"swarm assembled: {counted(len(event.members), 'trainer')}",
             f"I train experts {human_indices(status.owned)}" if status.role == "trainer" else "",
             ", ".join(f"{short_peer(peer)} {human_indices(experts)}" for peer, experts in owned),
         ]
@@ -169,7 +170,7 @@ class RoundLog:
             f"loss {human_loss(event.loss)}",
             human_rate(status.tokens_per_second) if trains else f"{human_count(event.tokens)} tokens",
             f"experts {human_indices(status.owned)}" if trains else "",
-            _trainers(len(event.members)),
+            counted(len(event.members), "trainer"),
             (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
@@ -189,7 +190,3 @@ _LEVELS: dict[type, int] = {
     WorkDropped: logging.WARNING,
     DigestMismatch: logging.ERROR,
 }
-
-
-def _trainers(count: int) -> str:
-    return f"{count} {'trainer' if count == 1 else 'trainers'}"

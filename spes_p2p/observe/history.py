@@ -1,4 +1,8 @@
-"""What happened, one JSON line an event, in `history.jsonl` of the run-dir. Plots and the dashboard are drawn from it."""
+"""A peer's journal, `history.jsonl` in its run-dir: a JSON line for each event worth keeping, and for each round that another
+peer told it of. Plots, summaries and the records of all rounds are read from it.
+
+A torn or damaged line costs what it says and nothing else: other peers are asked for a round that is missing.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import (
     BaseRestored,
     Controlled,
@@ -27,18 +34,19 @@ from spes_p2p.observe.events import (
     WorkDropped,
 )
 from spes_p2p.observe.plain import plain
+from spes_p2p.observe.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
 
 KEPT = (BaseRestored, PhaseTrained, RoundCommitted, Controlled, Evaluated, RoundFailed, WorkDropped, DigestMismatch)
-_KEPT_BY_NAME = {kind.__name__: kind for kind in KEPT}
+_KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*KEPT, RoundRecord)}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the history."""
+    """An event of the peer itself."""
 
     time: float
     """Unix time of the peer that wrote it."""
@@ -48,25 +56,37 @@ class Entry:
 class History:
     """Observer that appends the events worth keeping; after a restart it goes on where the file ends."""
 
-    def __init__(self, run_dir: Path, wall_time: Callable[[], float] = time.time):
+    def __init__(self, peer_id: str, run_dir: Path, wall_time: Callable[[], float] = time.time):
         """Raises UserError when the file cannot be written."""
         path = run_dir / HISTORY_FILE
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            cut_torn_line(path)
+            _cut_torn_line(path)
+            self.rounds = read_rounds(run_dir, peer_id)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from None
         self._wall_time = wall_time
 
     def tell(self, event: Event) -> None:
-        """Append the event, if it is one of KEPT, and hand the line to the operating system.
+        """Append the event, if it is one of KEPT."""
+        if isinstance(event, KEPT):
+            now = round(self._wall_time(), 3)
+            self._append({"time": now, "event": type(event).__name__, **plain(event)})
+            self.rounds.tell(event, now)
 
-        A line that finds no room is left out whole: for the history alone no peer stops.
-        """
-        if not isinstance(event, KEPT):
-            return
-        line = {"time": round(self._wall_time(), 3), "event": type(event).__name__, **plain(event)}
+    def hear(self, records: Iterable[RoundRecord]) -> None:
+        """Append what another peer tells of rounds, as far as it is news."""
+        for record in records:
+            if self.rounds.hear(record):
+                self._append({"event": RoundRecord.__name__, **plain(record)})
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        self._file.close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Hand the line to the operating system. A line that finds no room is left out whole: no peer stops for it."""
         text = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         before = os.fstat(self._file.fileno()).st_size
         try:
@@ -77,48 +97,40 @@ class History:
                 self._file.truncate(before)
             logger.warning("%s: an event is not kept (%s)", self._file.name, error.strerror)
 
-    def close(self) -> None:
-        """Close the file. Safe to call twice."""
-        self._file.close()
-
 
 def read_history(path: Path) -> list[Entry]:
-    """All entries of a history file, or of the one in a run-dir, oldest first.
-
-    A torn last line (the writer was killed) is left out, as are events that this version does not know.
-    Raises UserError when there is no such file or an earlier line is damaged.
-    """
+    """The events in a history file, or in the one in a run-dir, oldest first. Raises UserError when there is no such file."""
     file = path / HISTORY_FILE if path.is_dir() else path
     try:
-        lines = file.read_bytes().split(b"\n")
+        return [Entry(at, what) for at, what in _lines(file) if not isinstance(what, RoundRecord)]
     except OSError as error:
         raise UserError(f"{file}: cannot read the history ({error.strerror}); give the --run-dir of a peer") from None
-    entries = (_parse(line, f"{file}, line {number}") for number, line in enumerate(lines[:-1], start=1))
-    return [entry for entry in entries if entry is not None]
 
 
-def _parse(line: bytes, where: str) -> Entry | None:
-    try:
-        record: dict[str, Any] = json.loads(line)
-        kind = _KEPT_BY_NAME.get(record["event"])
-        if kind is None:
-            return None
-        known = {field.name: field.type for field in fields(kind)}
-        values = {name: _restored(value, known[name]) for name, value in record.items() if name in known}
-        return Entry(float(record["time"]), kind(**values))
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{where}: not a line of a history; remove the line") from None
+def read_rounds(run_dir: Path, peer_id: str = "") -> Rounds:
+    """What the peer of this run-dir knows of the rounds; nothing where there is no file. Raises OSError."""
+    rounds = Rounds(peer_id)
+    with suppress(FileNotFoundError):
+        for at, what in _lines(run_dir / HISTORY_FILE):
+            if isinstance(what, RoundRecord):
+                rounds.hear(what)
+            else:
+                rounds.tell(what, at)
+    return rounds
 
 
-def _restored(value: Any, annotation: Any) -> Any:
-    if value is None and annotation == "float":
-        return math.nan
-    if isinstance(value, list):
-        return tuple(_restored(item, None) for item in value)
-    return value
+def _lines(file: Path) -> Iterator[tuple[float, Event | RoundRecord]]:
+    """Left out are a torn last line (the writer was killed), damaged lines, and kinds that this version does not know."""
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            found = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+            if found["event"] in _KINDS:
+                yield float(found["time"]), _KINDS[found["event"]].validate_python(found)
+        except (ValueError, KeyError, TypeError, AttributeError, ValidationError):
+            logger.warning("%s, line %d: damaged, left out", file, number)
 
 
-def cut_torn_line(path: Path) -> None:
+def _cut_torn_line(path: Path) -> None:
     """Drop what follows the last newline: a line that the writer did not finish."""
     if not path.exists():
         return

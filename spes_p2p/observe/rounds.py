@@ -1,58 +1,14 @@
-"""What is told of a committed round long after it: one record a round, so that a curve can begin at round 0."""
+"""What a peer knows of committed rounds: one record a round, its own or another peer's, so that curves begin at round 0."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from spes_p2p.observe.status import Count, Word
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """Work of one peer that is in the base."""
-
-    peer: Word
-    tokens: Count
-    """Trained and included."""
-    expert_steps: Count
-    """Local steps times experts trained in them."""
-
-    def __add__(self, other: Contribution) -> Contribution:
-        """Both together; of the same peer."""
-        return Contribution(self.peer, self.tokens + other.tokens, self.expert_steps + other.expert_steps)
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """One committed round. Everything but what is marked as the teller's own is the same on every peer."""
-
-    round: Count
-    campaign_step: Count
-    tokens: Count
-    """Of this round, all members."""
-    total_tokens: Count
-    loss: float
-    """Training loss of all members, nats a token; NaN when nobody trained or nobody remembers."""
-    validation_loss: float
-    """Held-out loss of the base after this round, nats a token; NaN when it was not evaluated."""
-    learning_rate: float
-    merge_alpha: float
-    members: Count
-    base_digest: Word
-    dropped_parts: Count
-    teller: Word
-    """The peer that wrote this record; what follows is its own."""
-    time: float
-    """Unix time at which it had the new base."""
-    seconds: tuple[tuple[Word, float], ...]
-    """By phase, in the order of the round: train, announce, exchange, commit, apply."""
-    sent_bytes: Count
-    received_bytes: Count
-    failed_attempts: Count
-    """Attempts of this peer at this round that did not commit."""
-    control: Word = ""
-    """What the campaign's owner had ordered by then, in words; empty for nothing. The same on every peer."""
+from spes_p2p.messages.fields import LONGEST_WORD
+from spes_p2p.messages.presence import Contribution, RoundRecord
+from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed, sync_phases
 
 
 @dataclass(frozen=True)
@@ -69,16 +25,19 @@ class Totals:
         """Of all peers."""
         return sum(each.tokens for each in self.contributions)
 
-    def plus(self, round_number: int, contributions: tuple[Contribution, ...]) -> Totals:
-        """With one more round."""
-        by_peer = {each.peer: each for each in self.contributions}
-        for each in contributions:
-            known = by_peer.get(each.peer)
-            by_peer[each.peer] = each if known is None else known + each
-        return Totals(round_number, tuple(by_peer[peer] for peer in sorted(by_peer)))
-
 
 NOTHING = Totals(-1, ())
+
+
+def totals_of(records: Iterable[RoundRecord]) -> Totals:
+    """The sum of what these rounds took in."""
+    newest, sums = -1, dict[str, tuple[int, int]]()
+    for record in records:
+        newest = max(newest, record.round)
+        for each in record.contributions:
+            tokens, steps = sums.get(each.peer, (0, 0))
+            sums[each.peer] = tokens + each.tokens, steps + each.expert_steps
+    return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums)))
 
 
 def merged(known: RoundRecord | None, heard: RoundRecord) -> RoundRecord:
@@ -87,6 +46,79 @@ def merged(known: RoundRecord | None, heard: RoundRecord) -> RoundRecord:
         return heard
     if math.isnan(known.loss) and not math.isnan(heard.loss):
         known, heard = heard, known
-    if math.isnan(known.validation_loss):
+    if math.isnan(known.validation_loss) and not math.isnan(heard.validation_loss):
         return replace(known, validation_loss=heard.validation_loss)
     return known
+
+
+class Rounds:
+    """The records of a peer: those of its own events, and those that others told it."""
+
+    def __init__(self, peer_id: str):
+        self._peer_id = peer_id
+        self._records: dict[int, RoundRecord] = {}
+        self._train_seconds = 0.0
+        self._failed_attempts = 0
+
+    @property
+    def records(self) -> tuple[RoundRecord, ...]:
+        """All that are known, by round."""
+        return tuple(self._records[number] for number in sorted(self._records))
+
+    @property
+    def newest(self) -> int:
+        """Last round that is known; -1 before there is one."""
+        return max(self._records, default=-1)
+
+    def missing(self, rounds: Iterable[int]) -> list[int]:
+        """Of these rounds, those of which nothing is known."""
+        return [number for number in rounds if number not in self._records]
+
+    def after(self, round_number: int, at_most: int) -> tuple[RoundRecord, ...]:
+        """The first records after that round."""
+        later = sorted(number for number in self._records if number > round_number)
+        return tuple(self._records[number] for number in later[:at_most])
+
+    def tell(self, event: Event, time: float) -> None:
+        """Take note of an event of this peer; `time`: unix time at which it happened."""
+        match event:
+            case PhaseTrained():
+                self._train_seconds = event.seconds
+            case RoundFailed():
+                self._failed_attempts += 1
+            case RoundCommitted():
+                self._committed(event, time)
+            case Evaluated() if event.round in self._records:
+                self._records[event.round] = replace(self._records[event.round], validation_loss=event.validation_loss)
+
+    def hear(self, record: RoundRecord) -> bool:
+        """Take what another peer tells; returns whether it says more than was known."""
+        known = self._records.get(record.round)
+        self._records[record.round] = merged(known, record)
+        return self._records[record.round] is not known
+
+    def _committed(self, event: RoundCommitted, time: float) -> None:
+        known = self._records.get(event.round)
+        trained = (("train", self._train_seconds),) if self._train_seconds else ()
+        self._records[event.round] = RoundRecord(
+            round=event.round,
+            campaign_step=event.campaign_step,
+            tokens=event.tokens,
+            total_tokens=event.total_tokens,
+            loss=event.loss,
+            validation_loss=known.validation_loss if known is not None else math.nan,
+            learning_rate=event.learning_rate,
+            merge_alpha=event.merge_alpha,
+            members=len(event.members),
+            base_digest=event.base_digest,
+            dropped_parts=event.dropped_parts,
+            teller=self._peer_id,
+            time=time,
+            seconds=trained + tuple(sync_phases(event.seconds).items()),
+            sent_bytes=event.sent_bytes,
+            received_bytes=event.received_bytes,
+            failed_attempts=self._failed_attempts,
+            control=event.control[:LONGEST_WORD],
+            contributions=tuple(Contribution(*each) for each in event.contributions),
+        )
+        self._train_seconds, self._failed_attempts = 0.0, 0

@@ -6,14 +6,11 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-import msgpack
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
-
-from spes_p2p.config import PROTOCOL_VERSION
+from spes_p2p.messages.fields import LONGEST_WORD
+from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.observe.events import (
     BaseRestored,
     Controlled,
@@ -35,112 +32,6 @@ KEPT_PHASES = 12
 """Of the round under way; a stalled one may have many."""
 PACE_ROUNDS = 8
 """Time left is estimated from the median of so many rounds."""
-
-
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("not printable")
-    return text
-
-
-LONGEST_WORD = 200
-Word = Annotated[str, Field(max_length=LONGEST_WORD), AfterValidator(_printable)]
-"""Text from another peer: short, and without the control characters that could rewrite a terminal."""
-
-Count = Annotated[int, Field(ge=0)]
-
-
-@checked_dataclass(frozen=True, config=ConfigDict(extra="ignore"))
-class PeerStatus:
-    """One peer, as it says of itself. Fields that a version does not know are ignored, missing ones keep their default."""
-
-    peer_id: Word
-    role: Word
-    """trainer, helper."""
-    campaign: Word
-    campaign_hash: Word
-    total_rounds: Count
-    """Rounds of the campaign that move weights: 1 to total_rounds."""
-    protocol: Count = PROTOCOL_VERSION
-    phase: Word = "joining"
-    """See events.PhaseEntered."""
-    phase_seconds: float = 0.0
-    """For so long it has been in this phase."""
-    phases: tuple[tuple[Word, float], ...] = ()
-    """Since the last commit: each phase, and how many seconds ago it began; the present one is the last."""
-    round: Count = 0
-    """The last round in its base, 0 also before any. Round 0 only assembles the swarm: so many rounds have moved weights."""
-    campaign_step: Count = 0
-    total_steps: Count = 0
-    total_tokens: Count = 0
-    """Trained by anybody and in the base."""
-    steps_done: Count = 0
-    """Local steps of the phase under way."""
-    steps_planned: Count = 0
-    tokens_per_second: float = 0.0
-    """Training speed of this peer."""
-    loss: float = math.nan
-    """Training loss of the last committed round, all members, nats a token."""
-    validation_loss: float = math.nan
-    """Held-out loss of the last evaluated base, nats a token."""
-    validation_round: Count = 0
-    """The last round in that base."""
-    local_loss: float = math.nan
-    """Training loss of this peer alone in the last phase that it finished."""
-    learning_rate: float = math.nan
-    merge_alpha: float = 0.0
-    owned: tuple[Count, ...] = ()
-    """Experts that this peer trains."""
-    owners: tuple[tuple[Word, ...], ...] = ()
-    """For each expert, the ids of the peers that train it."""
-    members: tuple[Word, ...] = ()
-    """Of the last committed round."""
-    base_digest: Word = ""
-    round_tokens: Count = 0
-    """Of the last committed round, all members."""
-    round_sent_bytes: Count = 0
-    """By this peer in the last committed round."""
-    round_received_bytes: Count = 0
-    round_seconds: dict[Word, float] = field(default_factory=dict)
-    """Of the last committed round, by phase: train, announce, exchange, commit, apply."""
-    sent_bytes: Count = 0
-    """By this peer in all rounds since it started."""
-    received_bytes: Count = 0
-    trainers_alive: Count = 0
-    helpers_alive: Count = 0
-    electorate: tuple[Word, ...] = ()
-    """Peers whose majority decides the next round."""
-    dropped_tokens: Count = 0
-    """Work of this peer that was given up since it started."""
-    failures: dict[Word, Count] = field(default_factory=dict)
-    """Attempts that did not commit since this peer started, by reason."""
-    digest_mismatches: Count = 0
-    seconds_left: float = math.nan
-    """Until the last round of the campaign, from the pace of the last rounds; NaN before there is one, and in a pause."""
-    uptime_s: float = 0.0
-    state: Word = "running"
-    """Of the campaign, as its owner wants it: running, paused, stopped."""
-    control: Word = ""
-    """What the owner has ordered, in words; empty for nothing."""
-
-    def to_bytes(self) -> bytes:
-        """The msgpack that `from_bytes` reads."""
-        packed: bytes = msgpack.packb(_STATUS.dump_python(self))
-        return packed
-
-    @staticmethod
-    def from_bytes(data: bytes) -> PeerStatus:
-        """Read what another peer sent. Raises ValueError (one line) for anything that is no status."""
-        try:
-            return _STATUS.validate_python(msgpack.unpackb(data))
-        except ValidationError as error:
-            where = ".".join(str(part) for part in error.errors()[0]["loc"])
-            raise ValueError(f"not a peer's status: {where or 'it is no mapping'}") from None
-        except (ValueError, TypeError, msgpack.UnpackException):
-            raise ValueError("not a peer's status: no msgpack") from None
-
-
-_STATUS = TypeAdapter(PeerStatus)
 
 
 class StatusBoard:
@@ -328,6 +219,11 @@ class SwarmStatus:
         return self.assembled and self.round >= self.total_rounds
 
 
+_OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
+                "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control")
+"""Fields of SwarmStatus that the leading peer's status has under the same names."""
+
+
 def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
     """Put the peers' answers together. Raises ValueError when there is none."""
     if not statuses:
@@ -341,37 +237,22 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
     lefts = (status.seconds_left for status in (best, *leading, *peers))
     judged = max([best, *peers], key=lambda status: (math.isfinite(status.validation_loss), status.validation_round))
     return SwarmStatus(
-        campaign=best.campaign,
-        campaign_hash=best.campaign_hash,
-        protocol=best.protocol,
+        **{name: getattr(best, name) for name in _OF_ONE_PEER},
         round=newest,
-        total_rounds=best.total_rounds,
-        campaign_step=best.campaign_step,
-        total_steps=best.total_steps,
-        total_tokens=best.total_tokens,
-        loss=best.loss,
         validation_loss=judged.validation_loss,
         validation_round=judged.validation_round,
-        learning_rate=best.learning_rate,
-        merge_alpha=best.merge_alpha,
         tokens_per_second=sum(status.tokens_per_second for status in peers if status.role == "trainer"),
         seconds_left=next((left for left in lefts if math.isfinite(left)), math.nan),
-        base_digest=best.base_digest,
         digests_equal=len({status.base_digest for status in leading if status.base_digest}) <= 1,
-        round_tokens=best.round_tokens,
         round_sent_bytes=sum(status.round_sent_bytes for status in leading),
         round_received_bytes=sum(status.round_received_bytes for status in leading),
         round_seconds=_largest([status.round_seconds for status in leading]),
-        owners=best.owners,
         ownerless=tuple(expert for expert, owners in enumerate(best.owners) if not owners) if any(best.owners) else (),
-        electorate=best.electorate,
         electors_missing=tuple(sorted(set(best.electorate) - {status.peer_id for status in peers})),
         failures={reason: int(count) for reason, count in _largest([status.failures for status in peers]).items()},
         digest_mismatches=sum(status.digest_mismatches for status in peers),
         dropped_tokens=sum(status.dropped_tokens for status in peers),
         peers=peers,
-        state=best.state,
-        control=best.control,
     )
 
 

@@ -12,9 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spes_p2p.observe.status import PeerStatus, SwarmStatus, gather, sync_seconds
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.observe.status import SwarmStatus, gather, sync_seconds
 from spes_p2p.observe.units import (
     UNKNOWN,
+    counted,
     human_bytes,
     human_count,
     human_indices,
@@ -89,8 +91,7 @@ def _held_out(swarm: SwarmStatus) -> str:
 
 
 def _trainers(swarm: SwarmStatus) -> str:
-    count = sum(status.role == "trainer" for status in swarm.peers)
-    return "1 trainer" if count == 1 else f"{count} trainers"
+    return counted(sum(status.role == "trainer" for status in swarm.peers), "trainer")
 
 
 class SwarmView:

@@ -18,6 +18,11 @@ def human_count(number: float) -> str:
     return _three_digits(number) if number % 1 else f"{number:.0f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """(1, 'peer') -> '1 peer', (2, 'peer') -> '2 peers'."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def human_rate(tokens_per_second: float) -> str:
     """1234.5 -> '1.23k tokens/s'."""
     return f"{human_count(tokens_per_second)} tokens/s"

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+from spes_p2p.messages.framing import Kind
 from spes_p2p.swarm.memory import Frame
-from spes_p2p.swarm.rpc import MESSAGE
 
-_CORRUPTIBLE = {"parts": "pull", "pieces": "pieces", "push": "push"}
-"""Method whose frames a corruption changes."""
+_CORRUPTIBLE = {
+    "parts": (("pull", Kind.PART), ("parts", Kind.CONTENT)), "pieces": (("base", Kind.CONTENT),), "push": (("push", Kind.PART),)
+}
+"""Methods and kinds of the frames that a corruption changes."""
 
 
-def corrupted(frame: Frame, what: str, rng: random.Random) -> bytes:
-    """The frame's bytes as a peer with this corruption (`faults.CORRUPTIONS`, not its base) sends them."""
+def corrupted(frame: Frame, what: str, rng: random.Random) -> Frame:
+    """The frame as a peer with this corruption (`faults.CORRUPTIONS`, not its base) sends them."""
     body = frame.body
     if what == "garbage":
-        return rng.randbytes(len(body))
-    if body[:1] != MESSAGE or frame.method != _CORRUPTIBLE[what] or len(body) < 8:
-        return body
+        return replace(frame, kind=rng.randrange(256), body=rng.randbytes(len(body)))
+    if (frame.method, frame.kind) not in _CORRUPTIBLE[what] or len(body) < 8:
+        return frame
     if what == "push":
-        return body[: rng.randrange(1, len(body))]
-    place, bit = rng.randrange(1, len(body)), 1 << rng.randrange(8)
-    return body[:place] + bytes([body[place] ^ bit]) + body[place + 1 :]
+        return replace(frame, body=body[: rng.randrange(len(body))])
+    place, bit = rng.randrange(len(body)), 1 << rng.randrange(8)
+    return replace(frame, body=body[:place] + bytes([body[place] ^ bit]) + body[place + 1 :])

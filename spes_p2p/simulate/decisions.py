@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from spes_p2p.consensus.output import LOG
+from spes_p2p.consensus.reform import is_reform
+from spes_p2p.messages.codec import unpack
+from spes_p2p.messages.consensus import Decided, Head
 from spes_p2p.simulate.audit import Audit
-from spes_p2p.swarm.electors import LOG, is_reform
-from spes_p2p.swarm.records import Decided, Head
 from spes_p2p.swarm.store import parse_records
-from spes_p2p.swarm.wire import unpack
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def random_fault(rng: random.Random, kinds: Sequence[str], points: Sequence[str]
     trainers = standing.trainers
     possible = list(kinds)
     if len(trainers) < 3:
-        possible = [kind for kind in kinds if kind in ("join", *HARMLESS)]
+        possible = [kind for kind in kinds if kind == "join" or (kind in HARMLESS and trainers)]
     if len(trainers) >= standing.wanted + 2:
         possible = [kind for kind in possible if kind != "join"]
     if len(trainers) < standing.wanted:

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from spes_p2p.consensus.electorate import quorum
 from spes_p2p.simulate.audit import Audit
 from spes_p2p.simulate.corruption import corrupted
 from spes_p2p.simulate.faults import HARMLESS, Fault, Standing, random_fault, random_points
 from spes_p2p.simulate.points import AT_ONCE, point_of_frame
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import VirtualSwarm
-from spes_p2p.swarm.electors import quorum
 from spes_p2p.swarm.memory import Frame
 
 
@@ -79,14 +79,14 @@ class Injector:
                 else:
                     self._soon(fault, peer)
 
-    def on_frame(self, frame: Frame) -> bytes:
+    def on_frame(self, frame: Frame) -> Frame:
         """Sees every frame: it may be a point, and a corrupt peer's are changed."""
         if self._armed:
             point = point_of_frame(frame)
             if point is not None:
                 self.reached(frame.sender, point)
         what = self._corrupt.get(frame.sender)
-        return frame.body if what is None else corrupted(frame, what, self._rng)
+        return frame if what is None else corrupted(frame, what, self._rng)
 
     def leaves_majority(self, electorate: Sequence[str]) -> bool:
         """Is a majority of these peers there, on one side of a partition, and does it speak no garbage?"""
@@ -260,13 +260,13 @@ class Injector:
 def flip_base_bit(swarm: VirtualSwarm, name: str, rng: random.Random) -> bool:
     """Memory goes bad: one bit of the peer's base changes, and nobody notices yet. False when it has no base."""
     replica = swarm.peers[name].replica
-    if not hasattr(replica, "base"):
+    if not replica.has_base:
         return False
     values = replica.base.values.copy()
     place = rng.randrange(values.size)
     values[place : place + 1].view(np.uint32)[0] ^= np.uint32(1 << rng.randrange(20))
     values.flags.writeable = False
-    replica.base = replace(replica.base, values=values)
+    replica.store.replace(replace(replica.base, values=values))
     return True
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 
+from spes_p2p.messages.framing import Kind
 from spes_p2p.observe.events import Event, PhaseEntered
 from spes_p2p.swarm.memory import Frame
-from spes_p2p.swarm.rpc import MESSAGE
 
 AT_ONCE = "start"
 """No point: as soon as the round before is committed."""
@@ -42,9 +42,10 @@ POINTS = {
 
 _REQUESTS = {
     "prepare": "prepare", "accept": "accept", "push": "push", "pull": "pull", "decide": "decide", "leave": "leave",
-    "pieces": "download", "snapshot": "download",
+    "base": "download", "base_hashes": "download", "snapshot": "download",
 }
-_ANSWERS = {"prepare": "promise", "accept": "vote", "pull": "reduce", "pieces": "donate", "results": "replay"}
+_ANSWERS = {"prepare": "promise", "accept": "vote", "pull": "reduce", "base": "donate", "plan": "replay"}
+_ROUND_ANSWERS: dict[int, str] = {Kind.PLAN: "plan", Kind.DECIDED: "decided"}
 _WRITES = {"results": "stage", "votes": "remember", "heads": "log", "base": "save", "checkpoint": "checkpoint"}
 """By the first word of the blob's name."""
 _PHASES = {"training": "training", "applying": "apply", "downloading": "download"}
@@ -52,13 +53,13 @@ _PHASES = {"training": "training", "applying": "apply", "downloading": "download
 
 def point_of_frame(frame: Frame) -> str | None:
     """The point that a frame's sender has reached; None for heartbeats, refusals and talks that are no part of a round."""
-    if frame.body[:1] != MESSAGE:
+    if frame.kind in (Kind.HEARTBEAT, Kind.REFUSAL):
         return None
     if frame.method != "round":
         return (_ANSWERS if frame.is_answer else _REQUESTS).get(frame.method)
     if not frame.is_answer:
         return "announce" if frame.index == 0 else "staged"
-    return {b"plan": "plan", b"head": "decided"}.get(frame.body[1:5])
+    return _ROUND_ANSWERS.get(frame.kind)
 
 
 def point_of_write(blob: str) -> str | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from spes_p2p.campaign import read_campaign
 from spes_p2p.errors import UserError
 from spes_p2p.local_swarm import ADDRESS_FILE, BOOTSTRAP, START_TIMEOUT_S, last_line, start_peer
 from spes_p2p.observe.events import Evaluated, RoundCommitted
@@ -33,9 +34,9 @@ from spes_p2p.simulate.points import AT_ONCE
 from spes_p2p.simulate.report import RunReport
 from spes_p2p.simulate.scenario import Scenario
 from spes_p2p.simulate.slowing import Slowing
-from spes_p2p.simulate.trial import FOLDER_VARIABLE, Orders
+from spes_p2p.simulate.trial import Orders
+from spes_p2p.simulate.trial_peer import trial_program
 from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.latency import LATENCY_VARIABLE
 
 VIRTUAL_ONLY, NOT_CORRUPTIBLE = "disconnect", "base"
 """A real process's connections and memory are out of reach."""
@@ -137,6 +138,7 @@ class _Run:
     ):
         self._scenario, self._kinds, self._config, self._run_dir = scenario, kinds, config, run_dir
         self._seed, self._machines, self._on_round = seed, machines, on_round
+        self._folders = read_campaign(config).folders
         self._rng = random.Random(f"processes/{seed}")
         self._audit = Audit(0, overlap=scenario.overlap)
         self._peers: dict[str, _Process] = {}
@@ -224,6 +226,7 @@ class _Run:
             return
         experts = self._scenario.machine(name).experts
         options = ["--experts", str(experts)] if experts is not None else []
+        options += [part for folder in self._folders for part in ("--data-dir", str(folder))]
         self._spawn(name, ["join", self._address, *options], 0)
 
     def _spawn(self, name: str, arguments: list[str], port: int) -> _Process:
@@ -239,8 +242,8 @@ class _Run:
         peer_id = RSAIdentity(folder / "identity.key").peer_id
         machine = self._scenario.machine(name)
         latency_s = self._scenario.latency_s if machine.latency_s is None else machine.latency_s
-        variables = {LATENCY_VARIABLE: str(latency_s), FOLDER_VARIABLE: str(self._run_dir.resolve() / ORDERS_FOLDER)}
-        process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, variables)
+        program = trial_program(self._run_dir.resolve() / ORDERS_FOLDER, latency_s)
+        process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, program)
         if known is not None:
             known.process, known.is_wanted = process, True
             return known

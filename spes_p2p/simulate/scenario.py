@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from spes_p2p.config import Section
-from spes_p2p.config_problems import broken_rule, first_problem
-from spes_p2p.config_types import Count, Fraction, NonNegative, Positive, PositiveNumber, Text
+from spes_p2p.config_problems import broken_rule, validated
+from spes_p2p.config_types import Count, Fraction, NonNegative, Positive, PositiveNumber, Text, checked
 from spes_p2p.errors import UserError
 from spes_p2p.quantities import parse_bits_per_second
 from spes_p2p.simulate.faults import KINDS, Corruption, Fault, Kind
@@ -38,15 +38,14 @@ def _point(name: str) -> str:
         raise broken_rule(str(error)) from None
 
 
-def _bandwidth(text: str) -> str:
+def _is_bandwidth(text: str) -> bool:
     try:
-        parse_bits_per_second(text, "bandwidth")
+        return parse_bits_per_second(text, "bandwidth") > 0
     except UserError:
-        raise broken_rule("must be a bandwidth such as 100mbit or 1gbit") from None
-    return text
+        return False
 
 
-Bandwidth = Annotated[str, AfterValidator(_bandwidth)]
+Bandwidth = Annotated[str, checked("must be a bandwidth such as 100mbit or 1gbit", _is_bandwidth)]
 Point = Annotated[str, AfterValidator(_point)]
 
 
@@ -175,19 +174,15 @@ def load_scenario(path: Path | None, options: Mapping[str, Any]) -> Scenario:
     file = read_yaml_mapping(path, "scenario file") if path is not None else None
     given = {name: value for name, value in options.items() if value is not None}
     values = {**(file.values if file is not None else {"fault_rate": DEFAULT_FAULT_RATE}), **given}
-    try:
-        return _scenario(ScenarioSettings.model_validate(values))
-    except ValidationError as error:
-        problem = first_problem(error, ScenarioSettings)
-        raise UserError(_where(file, problem.location, given) + problem.message) from None
+    return _scenario(validated(ScenarioSettings, values, lambda location: _where(file, location, given)))
 
 
 def _where(file: YamlFile | None, location: tuple[str | int, ...], options: Mapping[str, Any]) -> str:
-    """Where a wrong value was given: `file, line: ` or the option."""
+    """Where a wrong value was given: file and line, or the option."""
     name = str(location[0]) if location else ""
     if name in options:
-        return f"--{OPTIONS.get(name, name).replace('_', '-')}: "
-    return f"{file.where(location)}: " if file is not None else ""
+        return f"--{OPTIONS.get(name, name).replace('_', '-')}"
+    return file.where(location) if file is not None else ""
 
 
 def _scenario(settings: ScenarioSettings) -> Scenario:

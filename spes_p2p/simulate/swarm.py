@@ -9,23 +9,24 @@ import asyncio
 import dataclasses
 import random
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from spes_p2p.config import Campaign, parse_campaign_config
-from spes_p2p.data.slices import Interval
 from spes_p2p.genesis import make_genesis, save_base_0
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
-from spes_p2p.peer import NOTHING_TO_TRAIN, Capacity, Peer
-from spes_p2p.swarm.electors import open_votes
+from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.life import Peer
+from spes_p2p.swarm.durable import voter_incarnation
 from spes_p2p.swarm.interfaces import Store, World
 from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.swarm.memory_store import MemoryStore
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.store import MemoryStore
 from spes_p2p.sync.archive import NO_ARCHIVE, Archive
 from spes_p2p.sync.base import BASE
 from spes_p2p.sync.outer import first_base
@@ -59,7 +60,7 @@ def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, A
             "sequence_length": 16, "batch_size": 2, "total_steps": total_steps, "sync_steps": 10, "learning_rate": 1e-3,
         },
         "merge": {"merge_interval": 20, "merge_alpha_start": 0.1, "merge_decay_steps": 100},
-        "sync": {"codec": codec, "part_bytes": 1024, "min_peers": 3, "silence_s": 5.0, "exchange_timeout_s": 60.0},
+        "sync": {"codec": codec, "min_peers": 3, "silence_s": 5.0, "exchange_timeout_s": 60.0},
         "data": {"manifest": "m", "tokenizer": "t"},
     }
     for section, values in sections.items():
@@ -141,15 +142,19 @@ class VirtualSwarm:
         bootstrap: str = "W",
         make_observer: MakeObserver = lambda name, recorder: recorder,
         archive: Archive = NO_ARCHIVE,
+        make_trainer: Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
+        layout: Layout = LAYOUT,
     ):
+        """`make_trainer`: real trainers, for a base and owned experts, in place of synthetic ones; `layout`: their model's."""
         self.campaign = the_campaign
+        self.layout = layout
         self.bootstrap = bootstrap
         self.network = MemoryNetwork(seed, latency_s=0.05) if network is None else network
         self.rules = Rules(the_campaign.config, the_campaign.hash, NUM_SAMPLES)
-        weights = np.random.default_rng(seed).standard_normal(LAYOUT.size, np.float32)
-        self.base0 = first_base(weights, LAYOUT, the_campaign.config.outer)
+        weights = np.random.default_rng(seed).standard_normal(layout.size, np.float32)
+        self.base0 = first_base(weights, layout, the_campaign.config.outer)
         self.stores: dict[str, MemoryStore] = {bootstrap: MemoryStore()}
-        disk = open_votes(self.stores[bootstrap], random.Random(seed)).disk
+        disk = voter_incarnation(self.stores[bootstrap], random.Random(seed))
         self.genesis = make_genesis(the_campaign, bootstrap, self.base0, disk)
         self.nodes: dict[str, Node] = {}
         self.peers: dict[str, Peer] = {}
@@ -162,10 +167,13 @@ class VirtualSwarm:
         self.phases: dict[str, dict[int, Phase]] = {}
         """The phase that each peer was given for each round."""
         self.machines: dict[str, Machine] = {}
+        self.evaluation_s = 0.01
+        """Seconds that one evaluation takes."""
         self._slowness: dict[str, float] = {}
         self._seconds_per_step = seconds_per_step
         self._make_observer = make_observer
         self._archive = archive
+        self._make_trainer = make_trainer
 
     def start_bootstrap(self) -> None:
         """Start the bootstrap peer on its store."""
@@ -176,7 +184,7 @@ class VirtualSwarm:
         node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "helper", {}, observer)
         if not world.store.read(BASE):
             save_base_0(world.store, self.genesis, self.base0)
-        self.helper = Peer(node, LAYOUT, None, NOTHING_TO_TRAIN, observer, lambda: b"", name, self._archive)
+        self.helper = Peer(node, self.layout, None, NOTHING_TO_TRAIN, observer, lambda: b"", name, self._archive)
         self.tasks[name] = self.network.run_peer(name, _life(self.helper))
 
     def start(
@@ -192,7 +200,7 @@ class VirtualSwarm:
         """Start a trainer on its store, or on `store`; `where` names that in messages."""
         machine = self.machines[name] = Machine(speed, experts, bandwidth, base_in_memory)
         store = self.stores.setdefault(name, MemoryStore()) if store is None else store
-        world = in_memory_world(self.network, name, store=store, seconds=lambda f, args: 0.01)
+        world = in_memory_world(self.network, name, store=store, seconds=self._blocking_s)
         world = _at_training_speed(world, lambda: self.step_s(name))
         observer = self._make_observer(name, self.recorders.setdefault(name, Recorder()))
         node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "trainer", {}, observer)
@@ -201,15 +209,20 @@ class VirtualSwarm:
 
         def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> SyntheticTrainer:
             seed = zlib.crc32(f"{self.network.seed}/{name}".encode())
-            trainer = RecordingTrainer(LAYOUT, base, owned, tokens_per_step, self.step_s(name), seed)
-            trainer.changes, trainer.tokens = np.zeros(LAYOUT.size), 0
+            trainer: RecordingTrainer = (
+                self._make_trainer(base, owned) if self._make_trainer is not None
+                else RecordingTrainer(self.layout, base, owned, tokens_per_step, self.step_s(name), seed)
+            )
+            trainer.changes, trainer.tokens = np.zeros(self.layout.size), 0
             trainer.samples_by_round = self.samples.setdefault(name, {})
             trainer.phases_by_round = self.phases.setdefault(name, {})
             self.trainers[name] = trainer
             return trainer
 
         capacity = Capacity(machine.experts, machine.bandwidth)
-        peer = Peer(node, LAYOUT, make_trainer, capacity, observer, lambda: b"", where or name, base_in_memory=base_in_memory)
+        peer = Peer(
+            node, self.layout, make_trainer, capacity, observer, lambda: b"", where or name, base_in_memory=base_in_memory
+        )
         self.peers[name] = peer
         self.tasks[name] = self.network.run_peer(name, _life(peer))
 
@@ -218,6 +231,10 @@ class VirtualSwarm:
         self.start_bootstrap()
         for name in names:
             self.start(name)
+
+    def _blocking_s(self, function: Callable[..., Any], args: Sequence[Any]) -> float:
+        """Seconds that blocking work takes, training aside."""
+        return self.evaluation_s if getattr(function, "__name__", "") == "validation_loss" else 0.01
 
     def step_s(self, name: str) -> float:
         """Seconds that one local step of this peer takes now."""
@@ -280,7 +297,7 @@ class VirtualSwarm:
     def round_of(self, name: str) -> int:
         """The round of its base; -2 without one."""
         replica = self.peers[name].replica
-        return replica.base.round if hasattr(replica, "base") else -2
+        return replica.base.round if replica.has_base else -2
 
     def rounds(self) -> dict[str, int]:
         """The round of each trainer's base."""

@@ -1,8 +1,7 @@
 """What a simulation cannot do to a process from outside: meet it at a named point of a round, and make it send wrong bytes.
 
 The simulation and its peers share a folder. An order to stop at a point is a file there; the peer that comes to the point takes
-the order (a rename: only one can) and stops itself, as SIGSTOP would. Where the environment names no such folder, nothing is
-watched.
+the order (a rename: only one can) and stops itself, as SIGSTOP would. `trial_peer.py` is the program of such a peer.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.observe.events import Event
 from spes_p2p.simulate.corruption import corrupted
 from spes_p2p.simulate.points import point_of_event, point_of_frame, point_of_write
@@ -26,18 +26,6 @@ from spes_p2p.swarm.memory import Frame
 from spes_p2p.swarm.wrapped import WrappedTransport
 
 ANYBODY, TAKEN, CORRUPT = "anybody", "taken", "corrupt"
-BEGIN_BYTES = 8
-"""Of a frame, enough to tell its point."""
-
-
-FOLDER_VARIABLE = "SPES_TRIAL"
-"""Environment variable: the folder of orders, which makes a peer's process part of a simulation."""
-
-
-def trial_of_environment(name: str) -> Trial | None:
-    """What a simulation asks of this process; None outside of one. `name`: the peer's, for the simulation."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    return Trial(Path(folder), name) if folder else None
 
 
 class Orders:
@@ -100,12 +88,13 @@ class Trial:
             if len(words) == 4 and words[2] == point and words[3] in (self._name, ANYBODY):
                 self._take(order, *words)
 
-    def sent(self, frame: Frame, pieces: tuple[bytes | memoryview, ...]) -> tuple[bytes | memoryview, ...]:
-        """What leaves instead of these pieces of a frame."""
+    def sent(self, frame: Frame, pieces: tuple[bytes | memoryview, ...]) -> tuple[int, tuple[bytes | memoryview, ...]]:
+        """Kind and pieces of what leaves instead of this frame with these pieces."""
         with suppress(FileNotFoundError):
-            what = (self._folder / f"{CORRUPT}.{self._name}").read_text()
-            return (corrupted(replace(frame, body=b"".join(pieces)), what, self._rng),) if what else pieces
-        return pieces
+            if what := (self._folder / f"{CORRUPT}.{self._name}").read_text():
+                frame = corrupted(replace(frame, body=b"".join(pieces)), what, self._rng)
+                return frame.kind, (frame.body,)
+        return frame.kind, pieces
 
     def _take(self, order: str, number: str, skip: str, point: str, peer: str) -> None:
         after = f"{number}.{int(skip) - 1}.{point}.{peer}" if int(skip) else f"{TAKEN}.{number}.{self._name}"
@@ -139,14 +128,14 @@ class _WatchedChannel:
     def watch(self, heard: Callable[[], None]) -> None:
         self._inner.watch(heard)
 
-    async def send(self, *pieces: bytes | memoryview) -> None:
-        begin = b"".join(bytes(piece[:BEGIN_BYTES]) for piece in pieces)
-        self._trial.reached(point_of_frame(replace(self._frame, body=begin)))
-        changed = self._trial.sent(self._frame, pieces)
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        frame = replace(self._frame, kind=kind)
+        self._trial.reached(point_of_frame(frame))
+        kind, pieces = self._trial.sent(frame, pieces)
         self._frame = replace(self._frame, index=self._frame.index + 1)
-        await self._inner.send(*changed)
+        await self._inner.send(*pieces, kind=kind)
 
-    async def receive(self) -> bytes | bytearray | None:
+    async def receive(self) -> Message | None:
         return await self._inner.receive()
 
     async def finish(self) -> None:

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spes_p2p.config import Campaign
+from spes_p2p.consensus.reform import is_reform
 from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress, WorkDropped
+from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.simulate.audit import Audit, Figures, Violation
 from spes_p2p.simulate.injector import Injector, now
 from spes_p2p.simulate.points import point_of_event, point_of_write
 from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.simulate.work import ROUNDING, Work
-from spes_p2p.swarm.electors import is_reform
 from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
-from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.swarm.memory_store import MemoryStore
 from spes_p2p.sync.digest import state_digest
-from spes_p2p.telling import BYTES_BY_KIND
 
 SYNC_STEPS = 4
 SILENCE_S, REFORM_AFTER_S = 5.0, 30.0

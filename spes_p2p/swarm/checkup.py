@@ -12,12 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from spes_p2p import __version__
-from spes_p2p.config import PROTOCOL_VERSION
 from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import CLOCK, DIAL_BACK, PROTOCOL_VERSION, SPEED
+from spes_p2p.messages.presence import Clock, DialBack, DialBackRequest, Moved, SpeedRequest
+from spes_p2p.messages.refusals import Code
 from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.swarm.wire import pack, unpack
 
-CLOCK, DIAL_BACK, SPEED = "clock", "dial_back", "speed"
 CLOCK_SAMPLES = 5
 MAX_PORTS = 4
 DIAL_TIMEOUT_S = 4.0
@@ -29,58 +31,12 @@ SPEED_CHUNK_BYTES = 2**18
 
 
 @dataclass(frozen=True)
-class Clock:
-    """A peer's wall clock, and what program it is."""
-
-    wall_time: float
-    version: str
-    protocol: int
-
-
-@dataclass(frozen=True)
 class Skew:
     """How far another clock is ahead of mine, as far as the travel time of messages lets one know."""
 
     ahead_s: float
     uncertainty_s: float
     clock: Clock
-
-
-@dataclass(frozen=True)
-class DialBackRequest:
-    """Try to connect to these TCP ports of the address that you see me at."""
-
-    ports: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DialBack:
-    """What came of it."""
-
-    seen_at: tuple[str, ...]
-    """Multiaddrs of my connections to the peer that answers, as it sees them."""
-    reached: tuple[int, ...]
-    """Ports where a libp2p peer answered."""
-
-
-@dataclass(frozen=True)
-class SpeedRequest:
-    """Measure the link: you send to me, or (`up`) I send to you."""
-
-    up: bool
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Payload that arrived."""
-
-    num_bytes: int
-    seconds: float
-
-    @property
-    def bits_per_second(self) -> float:
-        """Speed of the link."""
-        return 8 * self.num_bytes / max(self.seconds, 1e-9)
 
 
 class Checkup:
@@ -115,7 +71,7 @@ class Checkup:
 
     async def _on_speed(self, talk: Talk) -> None:
         if self._measuring.locked():
-            raise Refused("busy: another peer measures its link just now")
+            raise Refused(Code.BUSY, "another peer measures its link just now")
         async with self._measuring:
             if unpack(SpeedRequest, await talk.message()).up:
                 await talk.send(pack(await _receive(talk)))
@@ -185,18 +141,18 @@ async def _send(talk: Talk) -> None:
     clock, chunk, sent = asyncio.get_running_loop().time, os.urandom(SPEED_CHUNK_BYTES), 0
     started = clock()
     while sent < SPEED_BYTES and clock() - started < SPEED_SECONDS:
-        await talk.send(chunk)
+        await talk.send(chunk, kind=Kind.CONTENT)
         sent += len(chunk)
-    await talk.send(b"")
+    await talk.send(kind=Kind.END)
 
 
 async def _receive(talk: Talk) -> Moved:
     """Count until the sender says that it is done; the first chunk only starts the clock."""
     clock = asyncio.get_running_loop().time
-    await talk.message()
+    await talk.message_view(Kind.CONTENT)
     started, received = clock(), 0
-    while chunk := await talk.message():
+    while (chunk := await talk.receive_view(Kind.CONTENT)) is not None:
         received += len(chunk)
         if received > SPEED_BYTES:
-            raise Refused("more than was agreed")
+            raise Refused(Code.MALFORMED, "more than was agreed")
     return Moved(received, clock() - started)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
-from spes_p2p.swarm.detector import DEVIATIONS, NORMAL_DEVIATION
+from spes_p2p.observe.outliers import outlier_bound
 
 ENOUGH_ARRIVALS, KEPT_ARRIVALS = 8, 64
 MIN_PATIENCE, MAX_PATIENCE = 0.1, 0.5
@@ -26,7 +25,5 @@ def patience(history: Sequence[float], quorum_s: float) -> float:
     members' lateness in earlier rounds (`history`), times `quorum_s`, within bounds."""
     share = MAX_PATIENCE
     if len(history) >= ENOUGH_ARRIVALS:
-        median = statistics.median(history)
-        deviation = statistics.median(abs(late - median) for late in history)
-        share = min(max(median + DEVIATIONS * NORMAL_DEVIATION * deviation, MIN_PATIENCE), MAX_PATIENCE)
+        share = min(max(outlier_bound(history), MIN_PATIENCE), MAX_PATIENCE)
     return max(MIN_PATIENCE_S, share * quorum_s)

@@ -12,17 +12,15 @@ frame, therefore shows that it lives.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Sequence
+
+from spes_p2p.observe.outliers import outlier_bound
 
 HEARTBEAT_S = 1.0
 """Seconds between heartbeats; a quarter of the ceiling where that is less."""
 FLOOR_HEARTBEATS = 5.0
 """Heartbeats that may be missing however regular they were."""
-DEVIATIONS = 6.0
-"""K."""
-NORMAL_DEVIATION = 1.4826
 CLOCK_ERROR_S = 1e-3
 """A timer may ring so much too early."""
 KEPT_GAPS, ENOUGH_GAPS = 64, 16
@@ -35,9 +33,7 @@ def silence_bound(gaps: Sequence[float], floor_s: float, ceiling_s: float) -> fl
     """Seconds of silence that mean death, from heartbeat gaps in seconds; the ceiling while there are too few of them."""
     if len(gaps) < ENOUGH_GAPS:
         return ceiling_s
-    median = statistics.median(gaps)
-    deviation = statistics.median(abs(gap - median) for gap in gaps)
-    return min(max(median + DEVIATIONS * NORMAL_DEVIATION * deviation, floor_s), ceiling_s)
+    return min(max(outlier_bound(gaps), floor_s), ceiling_s)
 
 
 class SilenceDetector:

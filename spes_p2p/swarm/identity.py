@@ -7,7 +7,6 @@ key: a peer id is the base58 multihash of the public key, and a signature carrie
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
 import tempfile
 from functools import lru_cache
@@ -64,33 +63,9 @@ class RSAIdentity:
         return True
 
 
-class SimulatedIdentity:
-    """Named peers of a swarm inside one process: the id is the name. Signatures detect mistakes, not malice."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    @property
-    def peer_id(self) -> str:
-        """The name."""
-        return self._name
-
-    def sign(self, message: bytes) -> bytes:
-        """A keyed hash of the message; anybody could compute it."""
-        return _mark(self._name, message)
-
-    def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
-        """Did `peer_id` (or somebody who lies) sign exactly this message?"""
-        return hmac.compare_digest(_mark(peer_id, message), signature)
-
-
 def peer_id_of_public_key(key: rsa.RSAPublicKey) -> str:
     """Base58 sha2-256 multihash of the protobuf-encoded key (libp2p specification, "Peer IDs and keys")."""
     return _peer_id_of_der(_public_der(key))
-
-
-def _mark(name: str, message: bytes) -> bytes:
-    return hashlib.blake2b(message, key=hashlib.sha256(name.encode()).digest(), digest_size=16).digest()
 
 
 def _public_der(key: rsa.RSAPublicKey) -> bytes:

@@ -15,12 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.swarm.limits import UNLIMITED, Line
 
 T = TypeVar("T")
-
-MAX_FRAME_BYTES = 8 * 2**20
-"""A frame longer than this is refused before it is read into memory."""
 
 MAX_RECORD_BYTES = 1024
 """The largest value that may be put into the registry."""
@@ -36,13 +34,13 @@ class Channel(Protocol):
     def watch(self, heard: Callable[[], None]) -> None:
         """Call this whenever something comes from the other end, be it a part of a frame."""
 
-    async def send(self, *pieces: bytes | memoryview) -> None:
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one frame, these bytes one after the other; waits while the other end is slow. They must not change any more.
 
         Raises PeerUnreachable when the stream is gone.
         """
 
-    async def receive(self) -> bytes | bytearray | None:
+    async def receive(self) -> Message | None:
         """The next frame; None after the other end called `finish`. Raises PeerUnreachable when the stream broke."""
 
     async def finish(self) -> None:

@@ -4,30 +4,14 @@ kernel can delay packets itself (netem)."""
 from __future__ import annotations
 
 import asyncio
-import math
-import os
 from collections.abc import Callable
 
-from spes_p2p.errors import UserError
+from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.swarm.interfaces import Channel, Handler, Transport
 from spes_p2p.swarm.wrapped import WrappedTransport
 
-LATENCY_VARIABLE = "SPES_LATENCY_S"
-"""Environment variable: seconds by which whatever a peer receives is late."""
 WAITING_FRAMES = 256
-"""On their way on one channel; then its sender has to wait."""
-
-
-def latency_of_environment() -> float:
-    """Seconds. Raises UserError for what is no time."""
-    text = os.environ.get(LATENCY_VARIABLE, "0")
-    try:
-        latency_s = float(text)
-    except ValueError:
-        latency_s = math.nan
-    if not 0 <= latency_s < math.inf:
-        raise UserError(f"{LATENCY_VARIABLE}={text}: not a time in seconds; unset it, or give one such as 0.05")
-    return latency_s
+"""Frames under way on one channel before its sender has to wait."""
 
 
 def delayed(transport: Transport, latency_s: float) -> Transport:
@@ -61,17 +45,17 @@ class _DelayedChannel:
     def __init__(self, inner: Channel, latency_s: float):
         self.remote = inner.remote
         self._inner, self._latency_s = inner, latency_s
-        self._waiting: asyncio.Queue[tuple[float, bytes | bytearray | Exception | None]] = asyncio.Queue(WAITING_FRAMES)
-        self._next: tuple[float, bytes | bytearray | Exception | None] | None = None
+        self._waiting: asyncio.Queue[tuple[float, Message | Exception | None]] = asyncio.Queue(WAITING_FRAMES)
+        self._next: tuple[float, Message | Exception | None] | None = None
         self._reading = asyncio.ensure_future(self._read())
 
     def watch(self, heard: Callable[[], None]) -> None:
         self._inner.watch(heard)
 
-    async def send(self, *pieces: bytes | memoryview) -> None:
-        await self._inner.send(*pieces)
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        await self._inner.send(*pieces, kind=kind)
 
-    async def receive(self) -> bytes | bytearray | None:
+    async def receive(self) -> Message | None:
         if self._next is None:
             self._next = await self._waiting.get()
         due_at, received = self._next
@@ -93,7 +77,7 @@ class _DelayedChannel:
         self._reading.cancel()
 
     async def _read(self) -> None:
-        received: bytes | bytearray | Exception | None = b""
+        received: Message | Exception | None = Message(b"")
         while received is not None and not isinstance(received, Exception):
             try:
                 received = await self._inner.receive()

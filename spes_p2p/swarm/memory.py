@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.swarm.identity import SimulatedIdentity
-from spes_p2p.swarm.interfaces import MAX_FRAME_BYTES, MAX_RECORD_BYTES, Handler, Identity, Store, World
-from spes_p2p.swarm.store import MemoryStore
+from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
+from spes_p2p.messages.refusals import Code
+from spes_p2p.swarm.interfaces import MAX_RECORD_BYTES, Handler, Identity, Store, World
+from spes_p2p.swarm.memory_store import MemoryStore
+from spes_p2p.swarm.simulated_identity import SimulatedIdentity
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -136,10 +138,11 @@ class Frame:
     index: int
     """Of the frame at the sender's end of the channel."""
     body: bytes
+    kind: int = Kind.MESSAGE
 
 
-FrameTap = Callable[[Frame], bytes]
-"""Sees a frame before it is sent; what it returns is sent."""
+FrameTap = Callable[[Frame], Frame]
+"""Sees a frame before it is sent; kind and body of what it returns are sent."""
 
 
 class MemoryNetwork:
@@ -335,7 +338,7 @@ class MemoryTransport:
         if unit is None or not unit.alive:
             raise PeerUnreachable(f"{peer} refused the connection")
         if method not in unit.handlers:
-            raise Refused(f"{peer} does not serve {method}")
+            raise Refused(Code.UNKNOWN_METHOD, f"{peer} does not serve {method}")
         there, back = _Pipe(network, me, peer), _Pipe(network, peer, me)
         handler, context = unit.handlers[method]
         context.copy().run(unit.start, _serve(handler, MemoryChannel(network, unit, method, back, there, is_answer=True)))
@@ -368,7 +371,7 @@ class MemoryChannel:
         """Call this whenever a frame is received."""
         self._heard = heard
 
-    async def send(self, *pieces: bytes | memoryview) -> None:
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one frame; waits for the uplink, and while UNREAD_FRAMES are unread. Raises PeerUnreachable."""
         body = b"".join(pieces)
         if len(body) > MAX_FRAME_BYTES:
@@ -378,13 +381,13 @@ class MemoryChannel:
             self._network.hook(self._unit.peer, self._method, self._sent)
         self._sent += 1
         if self._network.tap is not None:
-            body = self._network.tap(
-                Frame(self._unit.peer, self.remote, self._method, self._is_answer, self._sent - 1, body)
-            )
-        await self._out.put(body, self._check_open)
+            frame = Frame(self._unit.peer, self.remote, self._method, self._is_answer, self._sent - 1, body, kind)
+            changed = self._network.tap(frame)
+            body, kind = changed.body, changed.kind
+        await self._out.put(Message(body, kind), self._check_open)
 
-    async def receive(self) -> bytes | None:
-        """The next frame, None after the other end's `finish`. Raises PeerUnreachable (broken) or Refused (with its reason)."""
+    async def receive(self) -> Message | None:
+        """The next frame, None after the other end's `finish`. Raises PeerUnreachable."""
         frame = await self._in.get(self._check_open)
         self._heard()
         if frame is None:
@@ -396,10 +399,6 @@ class MemoryChannel:
         self._check_open()
         self._out.end(_FINISHED)
         self._forget_when_done()
-
-    def refuse(self, reason: str) -> None:
-        """End this direction with a reason, which the other end's `receive` raises as Refused."""
-        self._out.end(Refused(reason))
 
     def abort(self) -> None:
         """Drop the stream; what was sent before a `finish` still arrives."""
@@ -528,7 +527,7 @@ class _Record:
     expires_at: float
 
 
-_Content = bytes | None | Exception
+_Content = Message | None | Exception
 """What travels through a pipe: frames, then one end: None (finished) or the exception that `receive` raises."""
 
 _FINISHED = None
@@ -557,7 +556,7 @@ class _Pipe:
         self._readable = asyncio.Event()
         self._room = asyncio.Event()
 
-    async def put(self, frame: bytes, check_open: Callable[[], None]) -> None:
+    async def put(self, frame: Message, check_open: Callable[[], None]) -> None:
         while True:
             check_open()
             if self.is_ended:
@@ -569,16 +568,16 @@ class _Pipe:
             self._room.clear()
             await self._room.wait()
         self._unread += 1
-        pair = (self.source, self.target)
-        self._network.sent_bytes[pair] = self._network.sent_bytes.get(pair, 0) + len(frame)
+        pair, size = (self.source, self.target), len(frame.body)
+        self._network.sent_bytes[pair] = self._network.sent_bytes.get(pair, 0) + size
         now = asyncio.get_running_loop().time()
-        departs = self._network._link(self.source).reserve_up(now, len(frame))
+        departs = self._network._link(self.source).reserve_up(now, size)
         self._dispatch(frame, departs)
         if departs > now:
             await asyncio.sleep(departs - now)
         check_open()
 
-    async def get(self, check_open: Callable[[], None]) -> bytes | None:
+    async def get(self, check_open: Callable[[], None]) -> Message | None:
         while True:
             check_open()
             if self._inbox:
@@ -586,7 +585,7 @@ class _Pipe:
             self._readable.clear()
             await self._readable.wait()
         content = self._inbox[0]
-        if isinstance(content, bytes):
+        if isinstance(content, Message):
             self._inbox.popleft()
             self._unread -= 1
             self._room.set()
@@ -626,7 +625,7 @@ class _Pipe:
         loop = asyncio.get_running_loop()
         while self._in_flight and self._in_flight[0].arrived:
             content = self._in_flight.popleft().content
-            size = len(content) if isinstance(content, bytes) else 0
+            size = len(content.body) if isinstance(content, Message) else 0
             ready_at = self._network._link(self.target).reserve_down(loop.time(), size)
             self._landing.append(content)
             if ready_at <= loop.time() and len(self._landing) == 1:
@@ -657,8 +656,6 @@ async def _serve(handler: Handler, channel: MemoryChannel) -> None:
     """A handler's failure ends its channel and nothing else."""
     try:
         await handler(channel)
-    except Refused as reason:
-        channel.refuse(str(reason))
     except Exception:
         log.debug("the handler for a channel of %s failed", channel.remote, exc_info=True)
     finally:

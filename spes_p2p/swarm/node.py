@@ -9,82 +9,72 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from spes_p2p.config import PROTOCOL_VERSION, Campaign, TrainingConfig
-from spes_p2p.data.slices import Interval
+from spes_p2p.config import Campaign, TrainingConfig
+from spes_p2p.consensus.control import number_of, owner_of
+from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.consensus.output import Output
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.observe.events import Observer, PeersSeen
-from spes_p2p.swarm.control import CONTROL, ControlRequest, Controls, Known
-from spes_p2p.swarm.coordinator import (
-    ACCEPT,
-    DECIDE,
-    PING,
-    PREPARE,
-    ROUND,
-    Coordination,
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import (
+    Accept,
+    Control,
+    ControlRequest,
     Decide,
-    Ping,
-    coordinator_order,
-)
-from spes_p2p.swarm.deadline import KEPT_ARRIVALS
-from spes_p2p.swarm.electors import Accept, Elector, HeadLog, Prepare
-from spes_p2p.swarm.interfaces import World
-from spes_p2p.swarm.records import (
-    Announcement,
-    Ballot,
-    CampaignRecord,
-    CampaignRequest,
-    Contact,
     Decided,
     Farewell,
     Head,
-    Plan,
-    Pong,
+    HeadsRequest,
+    Known,
+    Leave,
+    Prepare,
+    ReformRequest,
 )
-from spes_p2p.swarm.reform import REFORM, Reformer
+from spes_p2p.messages.methods import (
+    ACCEPT,
+    CONTROL,
+    DECIDE,
+    HEADS,
+    LEAVE,
+    PING,
+    PREPARE,
+    PROTOCOL_VERSION,
+    REFORM,
+    ROUND,
+    STATUS,
+)
+from spes_p2p.messages.presence import Contact
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Announcement, Ping, Plan, Pong
+from spes_p2p.messages.samples import Interval
+from spes_p2p.observe.events import Observer, PeersSeen
+from spes_p2p.swarm.campaign_service import CampaignService
+from spes_p2p.swarm.contacts import find_contacts, registry_key
+from spes_p2p.swarm.coordinator import Coordination
+from spes_p2p.swarm.deadline import KEPT_ARRIVALS
+from spes_p2p.swarm.departures import Departures
+from spes_p2p.swarm.durable import open_participant, perform
+from spes_p2p.swarm.interfaces import World
+from spes_p2p.swarm.reforming import ReformService
 from spes_p2p.swarm.relay import Relay
+from spes_p2p.swarm.round_context import RoundContext
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.tasks import end_tasks
-from spes_p2p.swarm.wire import WireError, pack, unpack
+from spes_p2p.sync.archive import archived_rounds
 from spes_p2p.sync.merge import Donors
 from spes_p2p.sync.plan import Rules, check_handed_out
 from spes_p2p.sync.results import Results
 
 logger = logging.getLogger(__name__)
 
-CAMPAIGN, BLOB, HEADS, LEAVE, STATUS = "campaign", "blob", "heads", "leave", "status"
-MAX_BALLOT_NUMBER = 2**62
+T = TypeVar("T")
+
 CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
 HEADS_A_MESSAGE = 200
-BLOB_CHUNK_BYTES = 2**18
 MAX_CONTACT_ADDRESSES = 4
-
-
-@dataclass(frozen=True)
-class HeadsRequest:
-    """All certificates after this round."""
-
-    after: int
-
-
-@dataclass(frozen=True)
-class BlobRequest:
-    """A file by its sha256."""
-
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Leave:
-    """I leave. What the plan gave me and I did not train comes back."""
-
-    round: int
-    untrained: tuple[Interval, ...]
-    farewell: Farewell | None = None
-    """When I was an elector, and nobody had my vote yet."""
-    back: bool = False
-    """I am here again, and train what the plan gave me; my seat stays given up."""
 
 
 async def nowhere(peers: Sequence[str]) -> int | None:
@@ -104,15 +94,12 @@ class Hooks:
     stop_phase: Callable[[int], None] = lambda after_round: None
     phase: Callable[[], str] = lambda: "idle"
     status: Callable[[], bytes] = lambda: b""
+    validation_loss: Callable[[], float | None] = lambda: None
+    """Held-out loss of the base of the last head, when this peer evaluated it."""
     base_lost_since: Callable[[], float | None] = lambda: None
     """Loop time since when nobody who is there has the base of the last head, nor I; None when somebody has."""
     newest_base: Callable[[Sequence[str]], Awaitable[int | None]] = nowhere
     """Last round of my log whose base I have, or one of these peers; None when there is none."""
-
-
-def registry_key(campaign_hash: str) -> str:
-    """Where the contacts of a campaign are."""
-    return f"spes.{campaign_hash[:32]}.peers"
 
 
 class Node:
@@ -127,26 +114,26 @@ class Node:
         role: str,
         blobs: Mapping[str, bytes],
         observer: Observer,
-        folders: tuple[str, ...] = (),
     ):
-        """`blobs`: the campaign's files by sha256. `folders`: where its token files lie on this machine."""
+        """`blobs`: the campaign's files by sha256."""
         self.world = world
         self.campaign = campaign
         self.campaign_hash = campaign.hash
         self.rules = rules
         self.role = role
         self.board = Switchboard(world.transport, campaign.config.sync.silence_s, world.line)
-        self.log = HeadLog(world.store, world.identity, genesis)
-        self.controls = Controls(self.log, world.store, world.identity)
+        self._participant = open_participant(world.store, world.identity, genesis, world.rng)
+        self.log = self._participant.log
+        self.controls = self._participant.controls
         self.contacts: dict[str, Contact] = {}
-        self.relay = Relay(self.board)
+        self.content, self.fetcher = ContentServer(self.board), Fetcher(self.board)
+        self.relay = Relay(self.board, self.fetcher)
         self.lateness: deque[float] = deque(maxlen=KEPT_ARRIVALS)
         """Of members in the last rounds; see Plan."""
         self.hooks: Hooks
-        self._blobs = blobs
-        self._folders = folders
+        self._campaign_service = CampaignService(campaign, genesis, blobs)
         self._observer = observer
-        self._elector = Elector(self.log, world.store, world.identity, world.rng)
+        self._acceptor = self._participant.acceptor
         self._coordination: Coordination | None = None
         self._coordinating: asyncio.Task[None]
         """What runs it."""
@@ -157,12 +144,10 @@ class Node:
         self._failed_to_coordinate = -1
         self._leaves = False
         """Have I told the others that I go?"""
-        self._returned: dict[str, Leave] = {}
-        self._came_back: set[str] = set()
-        """Of those, who is here again."""
+        self._departures = Departures()
         self._too_late: set[str] = set()
         """Who came too late for a round that I coordinated, and was in none since."""
-        self._reformer = Reformer(self)
+        self._reformer = ReformService(self)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -173,21 +158,22 @@ class Node:
     @property
     def disk(self) -> str:
         """Id of the disk that I vote with."""
-        return self._elector.disk
+        return self._acceptor.incarnation
 
     async def start(self, hooks: Hooks) -> None:
         """Serve, and appear in the registry."""
         self.hooks = hooks
         self._phase_began = asyncio.get_running_loop().time()
         handlers = {
-            PING: self._on_ping, STATUS: self._on_status, CAMPAIGN: self._on_campaign, BLOB: self._on_blob,
+            PING: self._on_ping, STATUS: self._on_status,
             HEADS: self._on_heads, PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide,
             LEAVE: self._on_leave, REFORM: self._reformer.on_reform, ROUND: self._on_round,
             CONTROL: self._on_control,
         }
         for method, handler in handlers.items():
             await self.board.serve(method, handler)
-        await self.relay.start()
+        await self._campaign_service.start(self.board, self.content)
+        await self.relay.serve(self.content)
         await self.meet()
         self.spawn(self._keep_meeting())
 
@@ -203,11 +189,12 @@ class Node:
         contact = Contact(
             self.campaign_hash, PROTOCOL_VERSION, self.role, self.log.round, self.log.head.id,
             self.world.transport.addresses[:MAX_CONTACT_ADDRESSES], self.controls.number,
+            self.hooks.validation_loss(),
         )
         key = registry_key(self.campaign_hash)
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
-            self.contacts = await find_contacts(self.world, self.campaign_hash)
+            self.contacts = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
         self._observer.tell(PeersSeen(trainers, helpers, living, self.log.head.electorate))
@@ -236,7 +223,7 @@ class Node:
         for peer in sorted(newer, key=lambda peer: -self.contacts[peer].control):
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 reply = await self.board.ask(peer, CONTROL, pack(ControlRequest(None)), self.board.silence_s)
-                if self.controls.take(unpack(Known, reply).newest):
+                if self.take_control(unpack(Known, reply).newest):
                     return
 
     def others(self, role: str | None = None) -> list[str]:
@@ -283,12 +270,12 @@ class Node:
         await asyncio.gather(*map(learn_from, self.others() if peers is None else peers))
 
     async def ask_for_reform(self) -> None:
-        """Rounds find no majority, or no base: ask the helpers to open a new epoch. They do when that has lasted for long."""
-        for helper in self.log.head.helpers:
-            with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                reply = await self.board.ask(helper, REFORM, self.log.head.id.encode(), 2 * self.board.silence_s)
-                for decided in unpack(Decide, reply).decided:
-                    self.learn(decided)
+        """Rounds find no majority, or no base: ask the owner to open a new term, which it does when that has lasted."""
+        owner = owner_of(self.log.head)
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            reply = await self.board.ask(owner, REFORM, pack(ReformRequest(self.log.head.id)), 2 * self.board.silence_s)
+            for decided in unpack(Decide, reply).decided:
+                self.learn(decided)
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
         """Tell the electors that I go, so that my experts and samples find others at once. I coordinate no new round."""
@@ -296,12 +283,12 @@ class Node:
         if self._coordination is not None and not self._coordination.is_planned:
             self._coordination.give_up()
             await end_tasks([self._coordinating])
-        await self._tell_electors(Leave(self.log.round + 1, untrained, self._elector.leave()))
+        await self._tell_electors(Leave(self.log.round + 1, untrained, self._perform(self._acceptor.leave())))
 
     async def tell_back(self) -> None:
         """I am here again: who was told that I left expects my work once more. If I gave up my seat, that holds until the next
         round; who was restarted meanwhile has forgotten it."""
-        await self._tell_electors(Leave(self.log.round + 1, (), self._elector.farewell(), back=True))
+        await self._tell_electors(Leave(self.log.round + 1, (), self._acceptor.farewell(), back=True))
 
     async def _tell_electors(self, leave: Leave) -> None:
         request, others = pack(leave), sorted(set(self.log.head.electorate) - {self.peer_id})
@@ -314,26 +301,10 @@ class Node:
         if ping.stop_after == self.log.round and talk.remote in self.log.head.electorate:
             self.hooks.stop_phase(ping.stop_after)
         cannot = self.log.round + 1 if self._leaves and not self._is_coordinating() else self._failed_to_coordinate
-        await talk.send(pack(Pong(self.log.round, self.hooks.phase(), cannot, self._elector.may_vote)))
+        await talk.send(pack(Pong(self.log.round, self.hooks.phase(), cannot, self._acceptor.may_vote)))
 
     async def _on_status(self, talk: Talk) -> None:
         await talk.send(self.hooks.status())
-
-    async def _on_campaign(self, talk: Talk) -> None:
-        theirs = unpack(CampaignRequest, await talk.message()).protocol
-        if theirs != PROTOCOL_VERSION:
-            logger.warning("%s speaks protocol %d, this peer %d: refused", talk.remote[-6:], theirs, PROTOCOL_VERSION)
-            raise Refused(f"version: you speak protocol {theirs}, this swarm {PROTOCOL_VERSION}")
-        blobs = tuple((sha, len(body)) for sha, body in self._blobs.items())
-        await talk.send(pack(CampaignRecord(self.campaign.canonical_json(), self.log.genesis, blobs, self._folders)))
-
-    async def _on_blob(self, talk: Talk) -> None:
-        wanted = unpack(BlobRequest, await talk.message()).sha256
-        if wanted not in self._blobs:
-            raise Refused("no such file here")
-        body = memoryview(self._blobs[wanted])
-        for a in range(0, len(body), BLOB_CHUNK_BYTES):
-            await talk.send(bytes(body[a : a + BLOB_CHUNK_BYTES]))
 
     async def _on_heads(self, talk: Talk) -> None:
         after = unpack(HeadsRequest, await talk.message()).after
@@ -341,20 +312,11 @@ class Node:
 
     async def _on_prepare(self, talk: Talk) -> None:
         request = unpack(Prepare, await talk.message())
-        self._require_coordinator(talk.remote, request.ballot)
-        await talk.send(pack(self._elector.prepare(request)))
+        await talk.send(pack(self._perform(self._acceptor.prepare(talk.remote, request))))
 
     async def _on_accept(self, talk: Talk) -> None:
         request = unpack(Accept, await talk.message())
-        self._require_coordinator(talk.remote, request.ballot)
-        await talk.send(pack(self._elector.accept(request)))
-
-    def _require_coordinator(self, sender: str, ballot: Ballot) -> None:
-        """Ballots are taken from their own coordinator only, within a range that can always be exceeded."""
-        if sender != ballot.coordinator:
-            raise Refused("a ballot of somebody else")
-        if not 0 < ballot.number < MAX_BALLOT_NUMBER:
-            raise Refused("a ballot number out of range")
+        await talk.send(pack(self._perform(self._acceptor.accept(talk.remote, request))))
 
     async def _on_decide(self, talk: Talk) -> None:
         for decided in unpack(Decide, await talk.message()).decided:
@@ -366,39 +328,34 @@ class Node:
         head = self.log.head
         if talk.remote in {*head.members, *head.electorate} and leave.round == head.round + 1:
             check_handed_out(leave.untrained, head, self.rules)
-            if leave.back:
-                self._returned.setdefault(talk.remote, leave)
-                self._came_back.add(talk.remote)
-            else:
-                self._returned[talk.remote] = leave
-                self._came_back.discard(talk.remote)
+            self._departures.hear(talk.remote, leave)
         await talk.send(b"")
 
     async def _on_control(self, talk: Talk) -> None:
         """Somebody asks for the newest record, or brings one."""
-        self.controls.take(unpack(ControlRequest, await talk.message()).brought)
-        await talk.send(pack(self.controls.known()))
+        self.take_control(unpack(ControlRequest, await talk.message()).brought)
+        head, archived = self.log.head, tuple(archived_rounds(self.world.store))
+        await talk.send(pack(Known(self.controls.newest, number_of(head.control), head.round, head.step, archived)))
 
     async def _on_round(self, talk: Talk) -> None:
         announcement = unpack(Announcement, await talk.message())
         self._check_same_campaign(announcement)
         if announcement.round <= self.log.round:
             self._too_late.add(talk.remote)
-            raise Refused(f"behind: round {announcement.round} is decided")
+            raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=self.log.round)
         if announcement.round > self.log.round + 1:
             self.spawn(self._catch_up_from(talk.remote))
-            raise Refused("the coordinator is behind; try again")
+            raise Refused(Code.COORDINATOR_BEHIND, "the coordinator is behind; try again", round=self.log.round)
         order = self.coordinators()
         rank = announcement.attempt % len(order)
         if order[rank] != self.peer_id:
-            raise Refused("not the coordinator of this attempt")
+            raise Refused(Code.NOT_COORDINATOR, "not the coordinator of this attempt")
         if self._leaves and not self._is_coordinating():
-            raise Refused("I leave")
-        if talk.remote in self._returned:
-            self._came_back.add(talk.remote)
+            raise Refused(Code.LEAVING, "I leave")
+        self._departures.see(talk.remote)
         await self._only_if_others_cannot(order[:rank])
         if announcement.head != self.log.head.id:
-            raise Refused(f"behind: round {announcement.round} is decided")
+            raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=self.log.round)
         await self._current_coordination().serve(talk, announcement)
 
     # Rounds ------------------------------------------------------------------------------------------------------------
@@ -406,9 +363,11 @@ class Node:
     def _check_same_campaign(self, announcement: Announcement) -> None:
         if announcement.protocol != PROTOCOL_VERSION:
             theirs = announcement.protocol
-            raise Refused(f"version: you speak protocol {theirs}, this swarm {PROTOCOL_VERSION}; update spes-p2p")
+            detail = f"you speak protocol {theirs}, this swarm {PROTOCOL_VERSION}; update spes-p2p"
+            raise Refused(Code.VERSION, detail, protocol=PROTOCOL_VERSION)
         if announcement.campaign != self.campaign_hash:
-            raise Refused(f"campaign: you train {announcement.campaign[:12]}, this swarm {self.campaign_hash[:12]}")
+            detail = f"you train {announcement.campaign[:12]}, this swarm {self.campaign_hash[:12]}"
+            raise Refused(Code.CAMPAIGN, detail, campaign=self.campaign_hash)
 
     async def _only_if_others_cannot(self, ranked_before: tuple[str, ...]) -> None:
         """Take over only from coordinators that are gone or have failed, else one bad link could abort everybody's round.
@@ -429,7 +388,7 @@ class Node:
             await end_tasks([asked, began])
         for peer, answer in zip(ranked_before, answers, strict=True):
             if answer is not None and not _has_failed(answer, self.log.round + 1):
-                raise Refused(f"alive: {peer[-6:]} is there to coordinate this round")
+                raise Refused(Code.ALIVE, f"{peer[-6:]} is there to coordinate this round", peer=peer)
 
     def _is_coordinating(self) -> bool:
         """Is an attempt at the next round open here?"""
@@ -454,15 +413,25 @@ class Node:
         if self._coordination is not None and self._is_coordinating():
             return self._coordination
 
-        def returned() -> dict[str, tuple[Interval, ...]]:
-            gone = {peer: leave for peer, leave in self._returned.items() if peer not in self._came_back}
-            return {peer: leave.untrained for peer, leave in gone.items() if leave.round == head.round + 1}
-
-        made = Coordination(
-            self.board, self.log, self.rules, self.hooks.results_of, self.hooks.donors,
-            self._duties(), self.lateness, returned, self.learn, self._phase_began, self.world.identity, self.farewells,
-            self.relay, lambda: self.controls.newest, self._too_late,
+        context = RoundContext(
+            head=head,
+            board=self.board,
+            log=self.log,
+            identity=self.world.identity,
+            rules=self.rules,
+            relay=self.relay,
+            phase_began=self._phase_began,
+            duties=self._duties(),
+            lateness=self.lateness,
+            too_late=self._too_late,
+            returned=lambda: self._departures.returned(head.round + 1),
+            farewells=self.farewells,
+            newest_control=lambda: self.controls.newest,
+            results_of=self.hooks.results_of,
+            donors=self.hooks.donors,
+            learn=self.learn,
         )
+        made = Coordination(context)
         self._coordination = made
         self._began.set()
         self._began = asyncio.Event()
@@ -471,8 +440,8 @@ class Node:
 
     def farewells(self) -> tuple[Farewell, ...]:
         """Of electors that left the next round, come back or not."""
-        told = (leave.farewell for leave in self._returned.values())
-        return tuple(farewell for farewell in (self._elector.farewell(), *told) if farewell is not None)
+        own = self._acceptor.farewell()
+        return (*(() if own is None else (own,)), *self._departures.farewells)
 
     def _duties(self) -> Mapping[str, int]:
         """Steps by peer in this phase. A coordinator that does not hold the last plan expects the same of every trainer."""
@@ -492,15 +461,28 @@ class Node:
         self._phase_during = round_number, asyncio.get_running_loop().time()
 
     def learn(self, decided: Decided) -> None:
-        """Take up a decided head, if it is news. Raises Refused when it does not follow mine or is not proven."""
-        if decided.head.epoch > self.log.head.epoch:
-            self.controls.hold()
-        if self.log.append(decided):
-            during, began = self._phase_during
-            self._phase_began = began if during == decided.head.round else asyncio.get_running_loop().time()
-            self._returned = {p: leave for p, leave in self._returned.items() if leave.round > decided.head.round}
-            self._came_back &= self._returned.keys()
-            self.hooks.decided(decided)
+        """Take up a certified head, if it is news. Raises Refused when it does not follow the log's or is not proven."""
+        if self._perform(self._participant.learn(decided)):
+            self._take_up(decided)
+
+    def open_term(self, round_number: int) -> Decided:
+        """Open a term after this round of the log. Raises Refused when this peer is not the campaign's owner."""
+        decided = self._perform(self._participant.open_term(round_number))
+        self._take_up(decided)
+        return decided
+
+    def take_control(self, control: Control | None) -> bool:
+        """Keep an order of the owner; False when it is no news. Raises Refused when the owner did not sign it."""
+        return self._perform(self.controls.take(control))
+
+    def _perform(self, output: Output[T]) -> T:
+        return perform(self.world.store, self._participant, output)
+
+    def _take_up(self, decided: Decided) -> None:
+        during, began = self._phase_during
+        self._phase_began = began if during == decided.head.round else asyncio.get_running_loop().time()
+        self._departures.forget(decided.head.round)
+        self.hooks.decided(decided)
 
     async def _catch_up_from(self, peer: str) -> None:
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
@@ -528,19 +510,3 @@ def _has_failed(pong: bytes, round_number: int) -> bool:
         return unpack(Pong, pong).failed_to_coordinate == round_number
     except WireError:
         return True
-
-
-async def find_contacts(world: World, campaign_hash: str) -> dict[str, Contact]:
-    """The living peers of a campaign; what is malformed or of another campaign is left out.
-
-    Their addresses are taught to the transport.
-    """
-    found = {}
-    for peer, value in (await world.registry.get(registry_key(campaign_hash))).items():
-        with contextlib.suppress(WireError):
-            contact = unpack(Contact, value)
-            if contact.campaign == campaign_hash and contact.role in ("trainer", "helper"):
-                found[peer] = contact
-                if peer != world.transport.peer_id:
-                    world.transport.learn_addresses(peer, contact.addresses)
-    return found

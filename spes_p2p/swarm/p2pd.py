@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
+from spes_p2p.messages.refusals import Code
 from spes_p2p.swarm import die_with_parent
 from spes_p2p.swarm.byte_stream import ByteStream
 
@@ -155,6 +156,35 @@ class Daemon(P2P):  # type: ignore[misc]
                 Path(str(vars(self)[name]).removeprefix("/unix")).unlink(missing_ok=True)
 
 
+def relayed_by(relays: Sequence[str]) -> dict[str, Any]:
+    """Options of `start_daemon`: a daemon that cannot be dialled asks these peers to be its relays."""
+    return {"use_auto_relay": bool(relays), "trusted_relays": list(relays) or None}
+
+
+async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:
+    """A running p2pd. Raises UserError when no initial peer can be dialled or the addresses cannot be listened on."""
+    remove_stale_sockets()
+    try:
+        daemon: Daemon = await Daemon.create(
+            initial_peers=list(initial_peers) or None, startup_timeout=timeout_s, check_if_identity_free=False, **options
+        )
+        return daemon
+    except P2PDaemonError as error:
+        remove_stale_sockets()
+        message = " ".join(str(error).split())
+        if initial_peers and ("bootstrap peers" in message or "failed to start in" in message):
+            raise nobody_answers(initial_peers) from None
+        raise UserError(f"the peer daemon did not start: {message}") from None
+
+
+def nobody_answers(initial_peers: Sequence[str]) -> NobodyAnswers:
+    """The error for a person when no initial peer can be reached."""
+    return NobodyAnswers(
+        f"no peer answers at {', '.join(initial_peers)}; check the address (with another run-dir a peer has another "
+        "id after /p2p/), that the bootstrap peer runs, and that a firewall does not block its port"
+    )
+
+
 def remove_stale_sockets() -> None:
     """Remove the sockets in /tmp that processes of ours, now dead, and daemons that failed to start left behind."""
     for path in SOCKET_DIRECTORY.glob("spes-p2p-*.sock"):
@@ -193,7 +223,7 @@ def _whole_seconds(timeout_s: float) -> int:
 
 def _explain(whom: str, message: str) -> Exception:
     if "protocols not supported" in message:
-        return Refused(f"{whom} does not serve this: {message}")
+        return Refused(Code.UNKNOWN_METHOD, f"{whom} does not serve this: {message}")
     return PeerUnreachable(f"{whom}: {' '.join(message.split())}")
 
 

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from spes_p2p.addresses import is_loopback, peer_of
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.swarm.checkup import DialBack, ask_dial_back, direct_host
+from spes_p2p.messages.codec import WireError
+from spes_p2p.messages.presence import DialBack
+from spes_p2p.swarm.checkup import ask_dial_back, direct_host
 from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.libp2p import Libp2pTransport, start_daemon
+from spes_p2p.swarm.p2pd import start_daemon
 from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.swarm.wire import WireError
+from spes_p2p.swarm.transport import Libp2pTransport
 
 logger = logging.getLogger(__name__)
 

@@ -8,41 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.swarm.wire import pack, unpack
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.pieces import Body, from_hex, single
+from spes_p2p.content.transfer import ContentServer
+from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Passed
+from spes_p2p.swarm.rpc import Switchboard
 
-logger = logging.getLogger(__name__)
-
-RELAY, PASSED = "relay", b"from"
 FANOUT = 8
 KEPT_RECORDS = 8
-
-
-@dataclass(frozen=True)
-class Passed:
-    """In place of a record: its hex sha256, and who has it, to be asked in this order."""
-
-    sha256: str
-    holders: tuple[str, ...]
 
 
 class Relay:
     """The last records of this peer, for those that it passes them on to."""
 
-    def __init__(self, board: Switchboard):
-        self._board = board
+    def __init__(self, board: Switchboard, fetcher: Fetcher):
+        self._board, self._fetcher = board, fetcher
         self._records: OrderedDict[str, bytes] = OrderedDict()
         self._news = asyncio.Event()
 
-    async def start(self) -> None:
-        """Serve records."""
-        await self._board.serve(RELAY, self._on_relay)
+    async def serve(self, server: ContentServer) -> None:
+        """Serve records, to every member at once: a record is small, and each of them passes it on to few."""
+        await server.serve("record", self._record)
 
     def keep(self, record: bytes) -> None:
         """Have a record ready for others."""
@@ -51,41 +44,36 @@ class Relay:
             self._records.popitem(last=False)
         self._news.set()
 
-    def addressed(self, record: bytes, index: int, members: Sequence[str]) -> bytes:
-        """What the coordinator sends to the member of this index: the record, or where it is."""
+    def addressed(self, message: Message, index: int, members: Sequence[str]) -> Message:
+        """What the coordinator sends to the member of this index: the plan or decided head, or where it is."""
         if index < FANOUT:
-            return record
-        self.keep(record)
+            return message
+        self.keep(bytes(message.body))
         holders = (members[index // FANOUT - 1], self._board.peer_id)
-        return PASSED + pack(Passed(hashlib.sha256(record).hexdigest(), holders))
+        return Message(pack(Passed(message.kind, hashlib.sha256(message.body).hexdigest(), holders)), Kind.PASSED)
 
-    async def received(self, message: bytes) -> bytes:
-        """The record that a coordinator's message is or names. Raises PeerUnreachable, WireError."""
-        if message[:4] == PASSED:
-            message = await self._fetch(unpack(Passed, message[4:]))
-        self.keep(message)
+    async def received(self, message: Message) -> Message:
+        """The plan or decided head that a coordinator's message is or names. Raises PeerUnreachable, WireError."""
+        if message.kind == Kind.PASSED:
+            passed = unpack(Passed, message.body)
+            message = Message(await self._fetch(passed), passed.kind)
+        if message.kind not in (Kind.PLAN, Kind.DECIDED):
+            raise WireError(f"a frame of kind {message.kind} where a plan or a head belongs")
+        self.keep(bytes(message.body))
         return message
 
     async def _fetch(self, passed: Passed) -> bytes:
-        for holder in passed.holders:
-            try:
-                record = await self._board.ask(holder, RELAY, passed.sha256.encode(), 2 * self._board.silence_s)
-            except (PeerUnreachable, Refused) as error:
-                logger.debug("%s passes nothing on: %s", holder[-6:], error)
-                continue
-            if hashlib.sha256(record).hexdigest() == passed.sha256:
-                return record
-            logger.warning("%s passes on another record than it was asked for", holder[-6:])
-        raise PeerUnreachable("nobody passes the record on")
+        """Ask one holder after the other: each of them waits for the record itself, so that only a lost one is passed over."""
+        content = single("record", passed.sha256, from_hex(passed.sha256), MAX_FRAME_BYTES)
+        return bytes(await self._fetcher.fetch_single(content, [self._fetcher.peers([holder]) for holder in passed.holders]))
 
-    async def _on_relay(self, talk: Talk) -> None:
-        """Serve a record; one that is on its way to me is waited for."""
-        wanted = (await talk.message()).decode(errors="replace")
+    async def _record(self, sha256: str, index: int) -> Body | None:
+        """A record as it is served; one that is on its way here is waited for."""
         deadline = asyncio.get_running_loop().time() + self._board.silence_s
-        while wanted not in self._records:
+        while sha256 not in self._records:
             self._news.clear()
             try:
                 await asyncio.wait_for(self._news.wait(), deadline - asyncio.get_running_loop().time())
             except asyncio.TimeoutError:
-                raise Refused("that record is not here") from None
-        await talk.send(self._records[wanted])
+                raise Refused(Code.NOT_HERE, "that record is not here") from None
+        return self._records[sha256] if index == 0 else None

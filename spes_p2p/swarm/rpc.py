@@ -1,4 +1,6 @@
-"""Talks between peers: framed messages with refusals and heartbeats, on top of the transport's channels.
+"""Talks between peers: typed messages with refusals and heartbeats, on top of the transport's channels.
+
+What each kind of frame means, and what is done with a kind that is not known here: `messages/framing.py`.
 
 While a talk is open both ends send heartbeats from their event loop. Silence beyond the bound (`detector.py`) in all talks with
 a peer therefore means that it is dead, paused or cut off, never that it is busy; a broken connection counts at once.
@@ -14,24 +16,29 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import WireError, pack
+from spes_p2p.messages.framing import IGNORABLE, MAX_FRAME_BYTES, Kind, Message
+from spes_p2p.messages.methods import METHODS
+from spes_p2p.messages.refusals import Code
 from spes_p2p.swarm.detector import CLOCK_ERROR_S, SilenceDetector
 from spes_p2p.swarm.interfaces import Channel, Transport
 from spes_p2p.swarm.limits import UNLIMITED, Line
 from spes_p2p.swarm.tasks import end_tasks
 from spes_p2p.swarm.throughput import Throughput
-from spes_p2p.swarm.wire import WireError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HEARTBEAT, MESSAGE, REFUSAL = b"\x00", b"\x01", b"\x02"
 STALLED_SILENCES = 2.0
 """A talk in which nothing moves, though it should, is given up after so many times the longest silence."""
 QUEUED_FRAMES = 8
 """Received frames that wait to be read; beyond that the sender is slowed down."""
 
 
+SEQUENCES = (Kind.CONTENT, Kind.PART, Kind.MANIFEST)
+"""Kinds of which several follow each other until END."""
+TAKEN_KINDS = frozenset(int(kind) for kind in Kind) - {Kind.FINISHED}
 Count = Callable[[int, int, float], None]
 """Of one message: bytes sent, bytes received, and when that began."""
 
@@ -40,48 +47,66 @@ class Talk:
     """One open conversation with one peer."""
 
     def __init__(
-        self, channel: Channel, detector: SilenceDetector, count: Count, line: Line = UNLIMITED
+        self,
+        channel: Channel,
+        detector: SilenceDetector,
+        count: Count,
+        line: Line = UNLIMITED,
+        longest: int = MAX_FRAME_BYTES,
     ):
-        """`count` is told what was sent or received."""
+        """`count` is told what was sent or received. `longest`: bytes of a message; a longer one is refused."""
         self.remote = channel.remote
         self._channel = channel
         self._detector = detector
         self._count = count
         self._line = line
-        self._incoming: asyncio.Queue[memoryview | None] = asyncio.Queue(QUEUED_FRAMES)
+        self._longest = longest
+        self._incoming: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
         self._news = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sending = asyncio.Lock()
         self._ended = False
+        self._has_refused = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         self._loop = asyncio.get_running_loop()
         self._heard_at, self._reading = self._loop.time(), True
         channel.watch(self._hear)
         self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
 
-    async def send(self, *pieces: bytes | memoryview) -> None:
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one message, these bytes one after the other. Raises PeerUnreachable when the talk is broken."""
         size = sum(map(len, pieces))
         if self._line.up is not None:
             await self._line.up.let_pass(size)
         began = self._loop.time()
-        await self._send(MESSAGE, *pieces)
+        await self._send(*pieces, kind=kind)
         self._count(size, 0, began)
 
-    async def refuse(self, reason: str) -> None:
-        """Tell the other end why not; its `receive` raises Refused with this text."""
-        await self._send(REFUSAL + reason.encode()[:500])
+    async def refuse(self, refused: Refused) -> None:
+        """Tell the other end why not; its `receive` raises the same."""
+        if not self._has_refused:
+            self._has_refused = True
+            await self._send(pack(refused.refusal), kind=Kind.REFUSAL)
 
-    async def receive(self) -> bytes | None:
-        """The next message, None when the other end has finished. Raises PeerUnreachable or Refused.
+    async def receive(self, kind: Kind = Kind.MESSAGE) -> bytes | None:
+        """The next message; None when the other end has finished or ended the sequence.
 
-        What came before the talk broke is still delivered.
+        Raises PeerUnreachable, Refused, WireError (a message of another kind). What came before the talk broke is delivered.
         """
-        received = await self.receive_view()
+        received = await self.receive_view(kind)
         return None if received is None else bytes(received)
 
-    async def receive_view(self) -> memoryview | None:
+    async def receive_view(self, kind: Kind = Kind.MESSAGE) -> memoryview | None:
         """As `receive`, for large messages: not copied."""
+        received = await self.receive_any()
+        if received is None or (received.kind == Kind.END and kind in SEQUENCES):
+            return None
+        if received.kind != kind:
+            raise WireError(f"a frame of kind {received.kind} where {kind.name} belongs")
+        return memoryview(received.body)
+
+    async def receive_any(self) -> Message | None:
+        """The next message, of any kind; None when the other end has finished. Raises PeerUnreachable, Refused."""
         if self._ended:
             return None
         while self._incoming.empty():
@@ -93,22 +118,36 @@ class Talk:
         self._ended = received is None
         return received
 
-    async def message(self) -> bytes:
-        """The next message; a finished talk counts as broken."""
-        return bytes(await self.message_view())
+    async def message(self, kind: Kind = Kind.MESSAGE) -> bytes:
+        """As `receive`; a finished talk counts as broken."""
+        return bytes(await self.message_view(kind))
 
-    async def message_view(self) -> memoryview:
+    async def message_view(self, kind: Kind = Kind.MESSAGE) -> memoryview:
         """As `message`, for large ones: not copied."""
-        received = await self.receive_view()
+        received = await self.receive_view(kind)
         if received is None:
             raise PeerUnreachable(f"{self.remote[-6:]} ended the talk early")
         return received
 
-    async def prompt_message(self) -> memoryview:
+    async def any_message(self) -> Message:
+        """As `message`, of any kind."""
+        received = await self.receive_any()
+        if received is None:
+            raise PeerUnreachable(f"{self.remote[-6:]} ended the talk early")
+        return received
+
+    async def prompt_message(self, kind: Kind = Kind.MESSAGE) -> memoryview:
         """As `message_view`, of an end that has nothing to wait for: one that lives and sends nothing counts as unreachable."""
+        return await self._promptly(self.message_view(kind))
+
+    async def prompt_receive(self, kind: Kind) -> memoryview | None:
+        """As `receive_view`, of an end that has nothing to wait for."""
+        return await self._promptly(self.receive_view(kind))
+
+    async def _promptly(self, awaited: Coroutine[Any, Any, T]) -> T:
         stalled_s = STALLED_SILENCES * self._detector.ceiling_s
         try:
-            return await _within(self.message_view(), stalled_s)
+            return await _within(awaited, stalled_s)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"{self.remote[-6:]} lives, but nothing came for {stalled_s:g} s") from None
 
@@ -131,9 +170,9 @@ class Talk:
         async with self._sending:
             await self._channel.finish()
 
-    def break_off(self, reason: str) -> None:
-        """Whoever waits on this talk here gets Refused with this reason, and so does the other end when it is served here."""
-        self._break(Refused(reason))
+    def break_off(self, refused: Refused) -> None:
+        """Whoever waits on this talk here gets this refusal, and so does the other end when it is served here."""
+        self._break(refused)
 
     async def close(self) -> None:
         """Drop the talk. Safe to call at any time."""
@@ -143,9 +182,9 @@ class Talk:
         self._channel.abort()
         self._break(PeerUnreachable("the talk is closed"))
 
-    async def _send(self, *pieces: bytes | memoryview) -> None:
+    async def _send(self, *pieces: bytes | memoryview, kind: int) -> None:
         async with self._sending:
-            await self._channel.send(*pieces)
+            await self._channel.send(*pieces, kind=kind)
 
     def _hear(self) -> None:
         self._heard_at = self._loop.time()
@@ -155,31 +194,43 @@ class Talk:
         beats, frame_at = 0, self._loop.time()
         try:
             while True:
-                frame = await self._channel.receive()
-                beats = beats + 1 if frame == HEARTBEAT else 0
+                message = await self._channel.receive()
+                beats = beats + 1 if message is not None and message.kind == Kind.HEARTBEAT else 0
                 if beats > 1:
                     self._detector.saw_gap(self.remote, self._loop.time() - frame_at)
                 frame_at = self._loop.time()
-                if frame is None:
+                if message is None:
                     self._silence.cancel()
                     await self._put(None)
                     return
-                kind, body = frame[:1], memoryview(frame)[1:]
-                if kind == REFUSAL:
-                    raise Refused(bytes(body).decode(errors="replace"))
-                if kind == MESSAGE:
-                    self._count(0, len(body), self._loop.time())
-                    await self._put(body)
-                elif kind != HEARTBEAT:
-                    raise PeerUnreachable(f"{self.remote[-6:]} sent a frame of no known kind")
+                if message.kind == Kind.REFUSAL:
+                    raise Refused.read(message.body)
+                if message.kind == Kind.HEARTBEAT or message.kind >= IGNORABLE:
+                    continue
+                if (refused := self._objection(message)) is not None:
+                    with contextlib.suppress(PeerUnreachable, asyncio.TimeoutError):
+                        await asyncio.wait_for(self.refuse(refused), self._detector.ceiling_s)
+                    raise refused
+                self._count(0, len(message.body), self._loop.time())
+                await self._put(message)
         except (PeerUnreachable, Refused) as error:
             self._break(error)
+        except WireError as error:
+            self._break(PeerUnreachable(f"{self.remote[-6:]} does not keep to the protocol: {error}"))
 
-    async def _put(self, message: memoryview | None) -> None:
+    def _objection(self, message: Message) -> Refused | None:
+        """Why a frame cannot be taken, whatever it is about."""
+        if message.kind not in TAKEN_KINDS:
+            return Refused(Code.UNKNOWN_KIND, f"a frame of kind {message.kind}")
+        if len(message.body) > self._longest:
+            return Refused(Code.TOO_LARGE, f"{len(message.body)} bytes where at most {self._longest} are taken")
+        return None
+
+    async def _put(self, message: Message | None) -> None:
         """For `receive`. While nothing is read here, nobody there is silent."""
         self._reading = False
-        if self._line.down is not None and message:
-            await self._line.down.let_pass(len(message))
+        if self._line.down is not None and message is not None and message.body:
+            await self._line.down.let_pass(len(message.body))
         await self._incoming.put(message)
         self._reading = True
         self._heard_at = self._loop.time()
@@ -199,7 +250,7 @@ class Talk:
         with contextlib.suppress(PeerUnreachable):
             while True:
                 await asyncio.sleep(self._detector.heartbeat_s)
-                await self._send(HEARTBEAT)
+                await self._send(kind=Kind.HEARTBEAT)
 
     def _break(self, error: Exception) -> None:
         if not self._broken.done():
@@ -268,7 +319,8 @@ class Switchboard:
             channel = self._call_myself(method)
         else:
             channel = await self._open(peer, method)
-        talk = Talk(channel, self.detector, self._counter(method, peer), self._line_to(peer))
+        longest = METHODS[method].answer_bytes if method in METHODS else MAX_FRAME_BYTES
+        talk = Talk(channel, self.detector, self._counter(method, peer), self._line_to(peer), longest)
         try:
             yield talk
         finally:
@@ -295,14 +347,16 @@ class Switchboard:
             task.cancel()
 
     async def _answer(self, method: str, channel: Channel) -> None:
-        talk = Talk(channel, self.detector, self._counter(method, channel.remote), self._line_to(channel.remote))
+        remote, longest = channel.remote, METHODS[method].request_bytes if method in METHODS else MAX_FRAME_BYTES
+        talk = Talk(channel, self.detector, self._counter(method, remote), self._line_to(remote), longest)
         try:
             await self._handlers[method](talk)
             await talk.finish()
             await asyncio.wait_for(_until_finished(talk), self.silence_s)
         except (Refused, WireError) as error:
+            refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
             with contextlib.suppress(PeerUnreachable, Refused, asyncio.TimeoutError):
-                await talk.refuse(str(error))
+                await talk.refuse(refused)
                 await talk.finish()
                 await asyncio.wait_for(_until_finished(talk), self.silence_s)
         except (PeerUnreachable, asyncio.TimeoutError) as error:
@@ -323,7 +377,7 @@ class Switchboard:
 
     def _call_myself(self, method: str) -> Channel:
         if method not in self._handlers:
-            raise Refused(f"no such method: {method}")
+            raise Refused(Code.UNKNOWN_METHOD, f"no such method: {method}")
         near, far = _pipe(self.peer_id)
         task = asyncio.create_task(self._answer(method, far))
         self._own.add(task)
@@ -362,14 +416,14 @@ async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
 
 async def _until_finished(talk: Talk) -> None:
     """Let the other end read everything before the channel is dropped."""
-    while await talk.receive() is not None:
+    while await talk.receive_any() is not None:
         pass
 
 
 class _PipeEnd:
     """One end of a channel inside one process."""
 
-    def __init__(self, remote: str, outgoing: asyncio.Queue[bytes | None], incoming: asyncio.Queue[bytes | None]):
+    def __init__(self, remote: str, outgoing: asyncio.Queue[Message | None], incoming: asyncio.Queue[Message | None]):
         self.remote = remote
         self._outgoing, self._incoming = outgoing, incoming
         self._heard: Callable[[], None] = lambda: None
@@ -379,13 +433,13 @@ class _PipeEnd:
     def watch(self, heard: Callable[[], None]) -> None:
         self._heard = heard
 
-    async def send(self, *pieces: bytes | memoryview) -> None:
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         if self._aborted.is_set():
             raise PeerUnreachable("closed")
-        put = asyncio.ensure_future(self._outgoing.put(b"".join(pieces)))
+        put = asyncio.ensure_future(self._outgoing.put(Message(b"".join(pieces), kind)))
         await self._or_aborted(put)
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> Message | None:
         if self._incoming.empty() and self._aborted.is_set():
             raise PeerUnreachable("closed")
         frame = await self._or_aborted(asyncio.ensure_future(self._incoming.get()))
@@ -415,8 +469,8 @@ class _PipeEnd:
 
 
 def _pipe(peer: str) -> tuple[_PipeEnd, _PipeEnd]:
-    there: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
-    back: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
+    there: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
+    back: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
     near, far = _PipeEnd(peer, there, back), _PipeEnd(peer, back, there)
     near._peer, far._peer = far, near
     return near, far

@@ -1,9 +1,10 @@
-"""Ending tasks for certain."""
+"""Tasks that end for certain."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
 CANCEL_EVERY_S = 0.5
@@ -23,6 +24,16 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
             task.cancel()
         await asyncio.wait(running, timeout=CANCEL_EVERY_S)
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def beside(*works: Awaitable[None]) -> AsyncIterator[None]:
+    """Run work that has no end of its own as long as the block runs."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        yield
+    finally:
+        await end_tasks(tasks)
 
 
 def _drop(task: asyncio.Future[Any]) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from spes_p2p.config import OuterConfig
+from spes_p2p.messages.rounds import Merge
 from spes_p2p.model.layout import Layout
-from spes_p2p.swarm.records import Merge
 from spes_p2p.sync.digest import PIECE_ELEMENTS
 from spes_p2p.sync.merge import merge_range, merged_rows
 from spes_p2p.sync.outer import momentum_offsets, next_momentum, next_weights, outer_settings

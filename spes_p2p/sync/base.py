@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spes_p2p.errors import UserError
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.rounds import Duty, Plan
 from spes_p2p.swarm.interfaces import Draft, Store
-from spes_p2p.swarm.records import Duty, Plan
 from spes_p2p.swarm.store import frame_record, read_frame
-from spes_p2p.swarm.wire import pack, unpack
 from spes_p2p.sync.digest import PIECE_ELEMENTS, piece_digest, root_digest, state_digest
 
 BASE = "base"

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from spes_p2p.sync.exchange import Exchange
 from spes_p2p.sync.results import Results
 from spes_p2p.sync.scratch import Scratch, side_by_side
+
+
+class Reduction(Protocol):
+    """What this peer reduced in one revision of a round's part table."""
+
+    me: int
+    """Index of this peer among the members."""
+    revision: int
+    rounding: dict[int, np.ndarray]
+    """What encoding dropped of each part's mean, float32, by start of the part."""
 
 
 class Carried:
@@ -18,7 +28,7 @@ class Carried:
         self._scratch = scratch
         self.by_start: dict[int, np.ndarray] = {}
 
-    def settle(self, exchanges: Sequence[Exchange], results: Results, committed: set[int]) -> None:
+    def settle(self, exchanges: Sequence[Reduction], results: Results, committed: set[int]) -> None:
         """After a commit of these parts (their indices), which I reduced in these exchanges.
 
         A part that has another reducer now starts anew there.

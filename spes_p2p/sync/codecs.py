@@ -13,7 +13,6 @@ from spes_p2p.model.layout import Group, Layout
 from spes_p2p.sync.blockwise import Blockwise
 
 FP16_MAX = np.float32(65504.0)
-BF16_MAX_BITS = np.uint32(0x7F7F0000)
 
 
 class Codec(Protocol):
@@ -98,41 +97,6 @@ class HalfPrecision:
         return bool(np.isfinite(self.decode(data, elements)).all())
 
 
-class BFloat16:
-    """The upper half of a float32, rounded to nearest even; values beyond its range are clipped."""
-
-    name = "bf16"
-    is_lossy = True
-
-    def encoded_bytes(self, elements: int) -> int:
-        """Two bytes an element."""
-        return 2 * elements
-
-    def elements(self, encoded_bytes: int) -> int:
-        """Two bytes an element."""
-        return encoded_bytes // 2
-
-    def encode(self, values: np.ndarray) -> bytes:
-        """Round on the bits. Values must be finite."""
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        odd = (bits >> np.uint32(16)) & np.uint32(1)
-        rounded = bits + (odd + np.uint32(0x7FFF))
-        sign = bits & np.uint32(0x80000000)
-        np.minimum(rounded - sign, BF16_MAX_BITS, out=rounded)
-        halves: np.ndarray = ((rounded | sign) >> np.uint32(16)).astype("<u2")
-        return halves.tobytes()
-
-    def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """Exact: the lower half is zero."""
-        _check_length(self, data, elements)
-        bits = np.frombuffer(data, dtype="<u2").astype(np.uint32)
-        return np.left_shift(bits, np.uint32(16), out=bits).view(np.float32)
-
-    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
-        """Looks at all of them."""
-        return bool(np.isfinite(self.decode(data, elements)).all())
-
-
 def _as_tensor(values: np.ndarray) -> Any:
     """As torch's; the command line knows codecs by name, and does not wait for torch to be imported."""
     return import_module("torch").from_numpy(values)
@@ -140,7 +104,7 @@ def _as_tensor(values: np.ndarray) -> Any:
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
-    for codec in (Uncompressed(), BFloat16(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4))
+    for codec in (Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4))
 }
 """By the names that a campaign file uses."""
 

@@ -15,16 +15,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from spes_p2p.errors import PeerUnreachable, Refused
-from spes_p2p.swarm.records import Manifest
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import PULL, PUSH
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Manifest, PullRequest, PushHeader
 from spes_p2p.swarm.rpc import Switchboard, Talk
 from spes_p2p.swarm.tasks import end_tasks
-from spes_p2p.swarm.wire import WireError, pack, unpack
-from spes_p2p.sync.means import MeanKind, RunningMean
 from spes_p2p.sync.parts import Part, mask_bytes, pulls, to_mask, weight
 from spes_p2p.sync.plan import MAX_TOKENS
 from spes_p2p.sync.results import ABSENT, Results
@@ -32,7 +33,6 @@ from spes_p2p.sync.scratch import Scratch, memory_scratch, side_by_side
 
 logger = logging.getLogger(__name__)
 
-PUSH, PULL = "push", "pull"
 PUSH_SHARE = 0.5
 """Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
 PUSH_FIRST = 2.0
@@ -45,32 +45,10 @@ next ones waits behind what this peer sends, so that a thin line that pushes wou
 WINDOW_BYTES, UNDER_WAY_S = 2**18, 1.5
 """More than one talk with a reducer only where a line, by what it carries upwards, takes no longer than this for all that is
 under way then: whatever else is sent waits behind it."""
-INDEX_BYTES, WEIGHT_BYTES = 7, 8
-"""Of a part's index and of the tokens behind an update, little-endian. With the talk's byte of kind before them, values of
-four bytes lie where a processor wants them."""
+INDEX_BYTES, WEIGHT_BYTES = 8, 8
+"""Of a part's index and of the tokens behind an update, little-endian: as many as keep the values behind them aligned."""
 BREATHE_EVERY = 8
 """Parts that are encoded in a row before other tasks get their turn."""
-
-
-@dataclass(frozen=True)
-class PushHeader:
-    """First message of a push: for which plan."""
-
-    plan: str
-    revision: int = 0
-
-
-@dataclass(frozen=True)
-class PullRequest:
-    """Which parts of a plan's results are wanted; no parts: those that the asked member reduces and the asking one pulls, every
-    `lanes`-th of them from number `lane` on, and after those of lane 0 its manifest."""
-
-    plan: str
-    parts: tuple[int, ...]
-    revision: int = 0
-    lane: int = 0
-    lanes: int = 1
-    """At most 16 (PULL_TALKS). Neither counts where parts are named."""
 
 
 class Exchange:
@@ -85,7 +63,6 @@ class Exchange:
         timeout_s: float,
         behind: Callable[[Part], int],
         revision: int = 0,
-        mean: MeanKind = "tokens",
         scratch: Scratch = memory_scratch,
     ):
         """`pending`: my update by group name; it is overwritten with what was sent. `behind`: tokens behind a part of it.
@@ -110,10 +87,8 @@ class Exchange:
         self._carried = carried
         self._timeout_s = timeout_s
         self._behind = behind
-        self._mean: MeanKind = mean
         self._scratch = scratch
         self._names = [member.peer for member in self.plan.members]
-        self._means: dict[int, RunningMean] = {}
         self._weights: dict[int, int] = {}
         """Tokens behind what is summed, by part index."""
         self._arrived: dict[int, set[int]] = {}
@@ -123,9 +98,8 @@ class Exchange:
         self._pushing: set[int] = set()
         self._mine = {part.index: part for part in self._reduced_by(me)}
         several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
-        sums = side_by_side(scratch, "sums", {index: RunningMean.rows(mean) * part.size for index, part in several.items()})
-        self._sums = {index: values.reshape(-1, several[index].size) for index, values in sums.items()}
-        """By part index; when a part is closed, what its encoding dropped stands in the first row."""
+        self._sums = side_by_side(scratch, "sums", {index: part.size for index, part in several.items()})
+        """Sum of updates times tokens, of the planned tokens, by part index; of a closed part, what its encoding dropped."""
         self._closed: set[int] = set()
         self._order: list[int] = []
         """Of my parts, as they were closed."""
@@ -141,8 +115,7 @@ class Exchange:
     def beside(self, revision: int) -> Exchange:
         """An exchange of the same updates over the parts that this revision of the part table moved."""
         return Exchange(
-            self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._mean,
-            self._scratch,
+            self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._scratch,
         )
 
     async def run(self) -> None:
@@ -169,12 +142,12 @@ class Exchange:
         """A contributor's parts."""
         sender = self.plan.index(talk.remote)
         if sender is None or sender == self.me:
-            raise Refused("not a contributor of this plan")
+            raise Refused(Code.NOT_ALLOWED, "not a contributor of this plan")
         self._pushing.add(sender)
         try:
-            while message := await talk.receive_view():
+            while (message := await talk.receive_view(Kind.PART)) is not None:
                 self._take(sender, message)
-            await talk.send(b"done")
+            await talk.send()
         finally:
             self._lost.add(sender)
             self._someone_left.set()
@@ -183,12 +156,9 @@ class Exchange:
         """Serve results as they come: what is ready never waits for an update that is still on its way to me."""
         puller = self.plan.index(talk.remote)
         if puller is None:
-            raise Refused("not a member of this plan")
-        if request.parts:
-            await serve_parts(talk, self.results, request.parts)
-            return
+            raise Refused(Code.NOT_ALLOWED, "not a member of this plan")
         if not 0 <= request.lane < request.lanes <= PULL_TALKS:
-            raise Refused(f"no lane {request.lane} of {request.lanes}")
+            raise Refused(Code.MALFORMED, f"no lane {request.lane} of {request.lanes}")
         wanted = [index for index, part in self._mine.items() if pulls(part, puller)]
         in_lane = set(wanted[request.lane :: request.lanes])
         with contextlib.suppress(asyncio.TimeoutError):
@@ -201,35 +171,35 @@ class Exchange:
                 continue
             index = self._order[served]
             if index in in_lane:
-                await talk.send(_numbered(index), self.results.encoded.get(index, b""))
+                await talk.send(_numbered(index), self.results.encoded.get(index, b""), kind=Kind.PART)
             served += 1
         if request.lane == 0:
             await talk.alive(self._manifest_ready.wait())
             manifest = self.results.manifests.get((self.revision, self.me))
             if manifest is None:
-                raise Refused("I have no manifest in this exchange")
-            await talk.send(pack(manifest))
+                raise Refused(Code.NOT_HERE, "I have no manifest in this exchange")
+            await talk.send(pack(manifest), kind=Kind.MANIFEST)
 
     def _require_going_on(self) -> None:
         if self._is_over:
-            raise Refused("my part in this exchange is over")
+            raise Refused(Code.CLOSED, "my part in this exchange is over")
 
     def _take(self, sender: int, message: memoryview) -> None:
         index, tokens, body = _unframe_push(message)
         part = self._mine.get(index)
         if part is None or sender not in part.contributors:
-            raise Refused(f"part {index} is not for me from you")
+            raise Refused(Code.NOT_ALLOWED, f"part {index} is not for me from you")
         if len(self._closed) < len(self._mine):
             self._require_going_on()
         arrived = self._arrived.setdefault(index, set())
         if sender in arrived or index in self._closed:
             return
         if len(body) != part.encoded_bytes:
-            raise Refused(f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
+            raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
-            raise Refused(f"part {index} cannot have {tokens} tokens behind it")
+            raise Refused(Code.MALFORMED, f"part {index} cannot have {tokens} tokens behind it")
         if not part.codec.is_finite(body, part.size):
-            raise Refused(f"part {index} has values that are not finite")
+            raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
         if len(part.contributors) == 1:
             self._codes[index] = body
         else:
@@ -304,9 +274,10 @@ class Exchange:
             self.sent[part.index] = (part, update)
 
     def _add(self, part: Part, update: np.ndarray, tokens: int) -> None:
-        if part.index not in self._means:
-            self._means[part.index] = RunningMean(self._mean, self._sums[part.index])
-        self._means[part.index].add(update, tokens / self._planned_weight(part))
+        total = self._sums[part.index]
+        if part.index not in self._weights:
+            total[:] = 0
+        total += update * np.float32(tokens / self._planned_weight(part))
         self._weights[part.index] = self._weights.get(part.index, 0) + tokens
 
     def _planned_weight(self, part: Part) -> int:
@@ -314,13 +285,17 @@ class Exchange:
         return sum(weight(self.plan.members[i], part.group) for i in part.contributors)
 
     def _encode_mean(self, part: Part) -> bytes:
-        mean = self._means.pop(part.index).result(self._weights[part.index] / self._planned_weight(part))
+        """The mean by tokens of what arrived, and what earlier rounds' encoding dropped, encoded."""
+        mean = self._sums[part.index]
+        arrived = self._weights[part.index] / self._planned_weight(part)
+        if arrived != 1:
+            mean = mean * np.float32(1 / arrived)
         carried = self._carried.get(part.start)
         if carried is not None and carried.size == mean.size:
             mean = mean + carried
         codes = part.codec.encode(mean)
         if part.codec.is_lossy:
-            dropped = self.rounding[part.start] = self._sums[part.index][0]
+            dropped = self.rounding[part.start] = self._sums[part.index]
             np.subtract(mean, part.codec.decode(codes, part.size), out=dropped)
         return codes
 
@@ -366,7 +341,7 @@ class Exchange:
                     self._pushed[reducer].set()
                     self._has_sent(reducer)
                     await talk.message()
-            except (PeerUnreachable, Refused) as error:
+            except (PeerUnreachable, Refused, WireError) as error:
                 logger.info("push to %s: %s", self._names[reducer][-6:], error)
         self._has_sent(reducer)
 
@@ -377,8 +352,8 @@ class Exchange:
             codes = self._encode_own(part)
             if not pulls(part, self.me):
                 self._put(part, codes)
-            await talk.send(_numbered(part.index), tokens, codes)
-        await talk.send(b"")
+            await talk.send(_numbered(part.index), tokens, codes, kind=Kind.PART)
+        await talk.send(kind=Kind.END)
 
     def _has_sent(self, reducer: int) -> None:
         """This reducer has my updates, or will not get them."""
@@ -406,11 +381,11 @@ class Exchange:
     async def _pull(self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part]) -> None:
         try:
             async with self._board.talk(self._names[reducer], PULL) as talk:
-                await talk.send(pack(PullRequest(self.plan.id, (), self.revision, lane, lanes)))
+                await talk.send(pack(PullRequest(self.plan.id, self.revision, lane, lanes)))
                 for _ in range(len(wanted)):
-                    store_part(self.results, await talk.message_view(), wanted)
+                    _store_part(self.results, await talk.message_view(Kind.PART), wanted)
                 if lane == 0:
-                    self._take_manifest(reducer, await talk.message())
+                    self._take_manifest(reducer, await talk.message(Kind.MANIFEST))
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("pull from %s: %s", self._names[reducer][-6:], error)
 
@@ -421,7 +396,7 @@ class Exchange:
         self.results.add_manifest(manifest)
 
 
-def store_part(results: Results, message: memoryview, wanted: dict[int, Part]) -> None:
+def _store_part(results: Results, message: memoryview, wanted: dict[int, Part]) -> None:
     """Take one served part of those wanted (by index). Raises WireError when it is none of them, or of another size.
 
     One that a later revision moved comes from its backup instead.
@@ -437,24 +412,6 @@ def store_part(results: Results, message: memoryview, wanted: dict[int, Part]) -
             raise WireError(f"part {index} has values that are not finite")
         if results.parts[index].revision == part.revision:
             results.put(index, body)
-
-
-async def serve_parts(talk: Talk, results: Results, indices: tuple[int, ...]) -> None:
-    """Send the parts that were asked for; an empty body for one that is not here."""
-    if not all(0 <= index < len(results.parts) for index in indices):
-        raise Refused("no such part in that plan")
-    for index in indices:
-        await talk.send(_numbered(index), results.encoded.get(index, b""))
-
-
-async def fetch_parts(board: Switchboard, peer: str, results: Results, indices: list[int]) -> None:
-    """Ask one holder for parts; what it has and what matches the manifest is in `results` afterwards."""
-    wanted = {index: results.parts[index] for index in indices if index < len(results.parts)}
-    async with board.talk(peer, PULL) as talk:
-        await talk.send(pack(PullRequest(results.plan.id, tuple(indices))))
-        for _ in range(len(indices)):
-            store_part(results, await talk.prompt_message(), wanted)
-    results.discard_unverified()
 
 
 def _numbered(index: int) -> bytes:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from spes_p2p.messages.rounds import Member
 from spes_p2p.model.layout import Group, Layout
-from spes_p2p.swarm.records import Member
 from spes_p2p.sync.codecs import Codec, GroupCodecs
 
 WORTH_HANDING_ON = 1.5
 """Bandwidths are measured, and lines that are alike differ by less: their owners go on serving their own experts."""
+PART_BYTES = 2**19
+"""Most encoded bytes of one part. On the slowest line that a peer may have (1 Mbit/s) a part takes 4.2 s, less than the default
+silence_s of 10 s, within which the heartbeats behind it must arrive; smaller parts cost a round time in messages."""
 SPREAD, SMALL_BYTES = 64, 2**14
 
 
@@ -41,7 +44,9 @@ class Part:
         return self.codec.encoded_bytes(self.size)
 
 
-def part_ranges(layout: Layout, codecs: GroupCodecs, part_bytes: int) -> tuple[tuple[Group, int, int], ...]:
+def part_ranges(
+    layout: Layout, codecs: GroupCodecs, part_bytes: int = PART_BYTES
+) -> tuple[tuple[Group, int, int], ...]:
     """Group, start and stop of everything that can be a part, in order. The same in every round: who is in it plays no role.
 
     A group is cut into SPREAD parts at least, so that its reducers get alike shares of it, but not below SMALL_BYTES each
@@ -64,7 +69,9 @@ def weight(member: Member, group: Group) -> int:
     return member.tokens if group.expert is None else member.routed[group.expert]
 
 
-def part_table(layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int) -> tuple[Part, ...]:
+def part_table(
+    layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int = PART_BYTES
+) -> tuple[Part, ...]:
     """Every part of a round. Groups that nobody trained have none: they are not sent, and the base keeps its value.
 
     A part's only contributor reduces it. All other parts go, one by one, to the member whose line is then busy for the shortest

@@ -9,17 +9,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spes_p2p.config import CampaignConfig, ExpertsConfig, TrainingConfig
-from spes_p2p.data.slices import Cursor, Interval, give_back, take
+from spes_p2p.config import CampaignConfig, TrainingConfig
+from spes_p2p.consensus.acceptor import INCARNATION_BYTES
+from spes_p2p.consensus.control import runs
+from spes_p2p.consensus.electorate import choose_electorate, disks_of
+from spes_p2p.data.slices import give_back, take
 from spes_p2p.errors import Refused
-from spes_p2p.swarm.control import runs, scheduled
-from spes_p2p.swarm.electors import DISK_ID_BYTES, choose_electorate, disks_of
+from spes_p2p.messages.codec import WireError
+from spes_p2p.messages.consensus import Ballot, Control, Head
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Announcement, Duty, Member, Merge, Plan, Staged
+from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.swarm.ownership import assign_experts
-from spes_p2p.swarm.records import Announcement, Ballot, Control, Duty, Head, Member, Merge, Plan, Staged
-from spes_p2p.swarm.wire import WireError
 from spes_p2p.sync.merge import Donors, merge_alpha
 from spes_p2p.sync.parts import Part, mask_bytes
 from spes_p2p.sync.results import ABSENT, Results
+from spes_p2p.sync.schedule import scheduled
 
 MAX_TOKENS, MAX_RATE = 2**48, 1e15
 """More tokens, or a higher speed or loss, cannot be true."""
@@ -63,14 +68,14 @@ def check_announcement(announcement: Announcement, head: Head, rules: Rules) -> 
         announcement.validation_loss or 0.0,
     )
     if len(announcement.routed) != experts or min(announcement.routed) < 0 or announcement.tokens < 0:
-        raise Refused("malformed announcement: token counts")
+        raise Refused(Code.MALFORMED, "malformed announcement: token counts")
     if not all(math.isfinite(number) and 0 <= number <= MAX_RATE for number in numbers):
-        raise Refused("malformed announcement: speeds")
+        raise Refused(Code.MALFORMED, "malformed announcement: speeds")
     if not 0 <= announcement.capacity <= experts or max(announcement.tokens, *announcement.routed) > MAX_TOKENS:
-        raise Refused("malformed announcement: capacity or token counts")
+        raise Refused(Code.MALFORMED, "malformed announcement: capacity or token counts")
     works = announcement.capacity or announcement.tokens or any(announcement.routed) or announcement.in_flight
     if not announcement.trains and works:
-        raise Refused("malformed announcement: work of a peer that does not train")
+        raise Refused(Code.MALFORMED, "malformed announcement: work of a peer that does not train")
     check_handed_out(announcement.untrained, head, rules)
 
 
@@ -81,7 +86,7 @@ def check_handed_out(intervals: tuple[Interval, ...], head: Head, rules: Rules) 
         before_cursor = (interval.epoch, interval.stop) <= (head.cursor.epoch, head.cursor.position)
         handed_out = interval.epoch >= 0 and before_cursor
         if not inside or not handed_out:
-            raise Refused("malformed: untrained samples that were not handed out")
+            raise Refused(Code.MALFORMED, "malformed: untrained samples that were not handed out")
 
 
 def make_plan(
@@ -113,8 +118,8 @@ def make_plan(
     owners = assign_experts(
         config.model.moe_num_experts,
         {peer: a.capacity for peer, a in announcements.items() if a.trains},
-        last_owners(head, config.experts),
-        len(peers) if phase_step < config.experts.dense_steps else config.experts.redundancy,
+        [[head.members[i] for i in owners] for owners in head.owners],
+        config.experts.redundancy,
         rules.campaign_hash,
     )
     back = [interval for peer in peers for interval in announcements[peer].untrained]
@@ -140,13 +145,6 @@ def make_plan(
         phase_step=phase_step,
         control=control,
     )
-
-
-def last_owners(head: Head, experts: ExpertsConfig) -> list[list[str]]:
-    """Whose each expert was, for the plan of the round after `head`; where owners rotate now, the owners of the next expert."""
-    last = [[head.members[i] for i in owners] for owners in head.owners]
-    rotates = experts.rotate_rounds is not None and head.round >= 0 and (head.round + 1) % experts.rotate_rounds == 0
-    return [*last[1:], *last[:1]] if rotates else last
 
 
 def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float]) -> dict[str, int]:
@@ -191,9 +189,9 @@ def make_head(head: Head, plan: Plan, results: Results, staged: Mapping[int, Sta
     dropped = tuple(part.index for part in reduced if counts[part.index] < needed)
     included = [part for part in reduced if part.index not in set(dropped)]
     if results.parts and not included:
-        raise Refused("no part is held by enough members")
+        raise Refused(Code.FAILED, "no part is held by enough members")
     if len(staged) < needed:
-        raise Refused("the plan is held by too few members")
+        raise Refused(Code.FAILED, "the plan is held by too few members")
     peers = tuple(member.peer for member in plan.members)
     disks = {**disks_of(head), **{peers[i]: report.disk for i, report in staged.items()}}
     voting_helpers = tuple(helper for helper in helpers if helper in disks and helper in peers)
@@ -231,7 +229,7 @@ def check_staged(staged: Staged, member: int, results: Results) -> None:
         raise WireError("a report about another plan")
     if len(staged.roots) not in (0, places) or not set(staged.missing) <= set(range(places)):
         raise WireError("a report about other manifests")
-    if len(staged.disk) != 2 * DISK_ID_BYTES:
+    if len(staged.disk) != 2 * INCARNATION_BYTES:
         raise WireError("no id of a disk")
     if len(staged.parts) != mask_bytes(len(results.parts)):
         raise WireError("a report about other parts")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.rounds import Manifest, Plan
 from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.interfaces import Store
-from spes_p2p.swarm.records import Head, Manifest, Plan
 from spes_p2p.swarm.store import frame_record, read_frame
-from spes_p2p.swarm.wire import WireError, pack, unpack
 from spes_p2p.sync.codecs import GroupCodecs
 from spes_p2p.sync.digest import content_digest
-from spes_p2p.sync.parts import Part, from_mask, mask_bytes, moved_parts, part_table
+from spes_p2p.sync.parts import PART_BYTES, Part, from_mask, mask_bytes, moved_parts, part_table
 from spes_p2p.sync.spool import Spool, places_of
 
 ABSENT = bytes(32)
@@ -53,7 +54,7 @@ class Results:
         plan: Plan,
         layout: Layout,
         codecs: GroupCodecs,
-        part_bytes: int,
+        part_bytes: int = PART_BYTES,
         lost: tuple[tuple[int, ...], ...] = (),
     ) -> Results:
         """Nothing received yet. Raises WireError when `lost` names no members of the plan."""
@@ -215,7 +216,9 @@ def save_results(store: Store, results: Results) -> None:
     store.write(results_name(results.plan), [frame_record(pack(saved))])
 
 
-def load_results(store: Store, name: str, layout: Layout, codecs: GroupCodecs, part_bytes: int) -> Results | None:
+def load_results(
+    store: Store, name: str, layout: Layout, codecs: GroupCodecs, part_bytes: int = PART_BYTES
+) -> Results | None:
     """Results that were staged under this name (`results_name`); None when they are gone. Raises WireError when damaged.
 
     A part that does not match its manifest is not taken: it was damaged on the disk.

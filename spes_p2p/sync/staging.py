@@ -16,9 +16,9 @@ import numpy as np
 
 from spes_p2p.config import OuterConfig
 from spes_p2p.errors import UserError
+from spes_p2p.messages.consensus import Head
 from spes_p2p.model.layout import Layout
 from spes_p2p.swarm.interfaces import Store
-from spes_p2p.swarm.records import Head
 from spes_p2p.sync.apply import NextBase
 from spes_p2p.sync.base import BASE, StagedBase, close_base, write_piece
 from spes_p2p.sync.results import Results

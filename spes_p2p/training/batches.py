@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from spes_p2p.data.slices import Interval
+from spes_p2p.messages.samples import Interval
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -5,8 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+MAX_PERIOD, MIN_COUNT = 13, 32
+"""OLMo's published values: longest pattern, in tokens, and repetitions in a row that make a sample repetitive."""
 
-def is_repetitive(samples: npt.NDArray[np.int64], max_period: int, min_count: int) -> npt.NDArray[np.bool_]:
+
+def is_repetitive(
+    samples: npt.NDArray[np.int64], max_period: int = MAX_PERIOD, min_count: int = MIN_COUNT
+) -> npt.NDArray[np.bool_]:
     """For samples `[n, S]`: whether one holds `min_count` or more repetitions in a row of 1 to `max_period` tokens.
 
     A run of r tokens that each equal the one a period p before them makes (r + p) // p repetitions. As in OLMo, less than three

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from spes_p2p.config import TrainingConfig
-from spes_p2p.data.slices import Interval
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.training.tensor_file import Source
 

@@ -25,18 +25,14 @@ class Losses:
 
 
 def forward_losses(
-    model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig,
-    counts: Sequence[Tensor] | None = None,
+    model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig
 ) -> Losses:
-    """The losses of samples `[B, S]`. `blocks` are the model's experts blocks in order; their `routed` is set by this pass.
-
-    `counts`: assignments to each expert, layer by layer, that the balance loss goes by; this pass's own by default.
-    """
+    """The losses of samples `[B, S]`. `blocks` are the model's experts blocks in order; their `routed` is set by this pass."""
     # The inner model, because the outer one would compute transformers' own auxiliary loss too.
     outputs = model.base_model(input_ids=input_ids, use_cache=False, output_router_logits=True)
     head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight)
     routed = [block.routed for block in blocks if block.routed is not None]
-    auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, routed if counts is None else counts)
+    auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, routed)
     auxiliary = auxiliary + config.moe_zloss_weight * router_z_loss(outputs.router_logits)
     weighted_z_loss = config.lm_head_zloss_weight * head.z_loss if config.lm_head_zloss_weight > 0 else 0.0
     return Losses(head.total + auxiliary, head.cross_entropy, auxiliary.detach() + weighted_z_loss)

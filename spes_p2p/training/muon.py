@@ -15,14 +15,13 @@ MOMENTUM = "momentum_buffer"
 class Muon:
     """Momentum whose matrices are orthogonalised by five Newton-Schulz steps (torch.optim.Muon).
 
+    It is Nesterov's, of .95, as torch and Muon's author have it.
     Steps are scaled to the size of AdamW's (arXiv 2502.16982, 0.2 sqrt(largest dimension)), so that both share a learning rate.
     An expert's fused gate and up projection `[2F, H]` is orthogonalised as the one matrix that it is.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], momentum: float):
-        self.torch_optimizer: torch.optim.Optimizer = torch.optim.Muon(
-            groups, lr=0.0, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-        )
+    def __init__(self, groups: list[dict[str, Any]]):
+        self.torch_optimizer: torch.optim.Optimizer = torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw")
 
     def step(self, rates: list[float]) -> None:
         """Apply the gradients with one learning rate a parameter group."""

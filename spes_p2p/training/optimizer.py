@@ -66,7 +66,7 @@ class OwnedOptimizer:
         muons = [group for group in groups if self._is_muons(group["name"])]
         rest = [group for group in groups if not self._is_muons(group["name"])]
         self._adamw: AdamW | Muon = make_adamw(kind, rest, (config.beta1, config.beta2), config.eps)
-        self._muon = Muon(muons, config.muon_momentum) if muons else None
+        self._muon = Muon(muons) if muons else None
 
     def regroup(self, model: PreTrainedModel) -> None:
         """Follow a change of owners: forget what is no longer trained, take up what is new."""

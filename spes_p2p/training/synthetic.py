@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from spes_p2p.data.slices import Interval
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.tensor_file import Source

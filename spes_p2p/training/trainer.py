@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spes_p2p.config import CampaignConfig
-from spes_p2p.data.slices import Interval
 from spes_p2p.errors import UserError
+from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, build_model, exact_expert, layout_of
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.layout import Group, Layout
@@ -26,7 +26,7 @@ from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
-from spes_p2p.training.losses import Losses, forward_losses, next_token_loss
+from spes_p2p.training.losses import forward_losses, next_token_loss
 from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.tensor_file import Source
@@ -206,7 +206,7 @@ class TorchTrainer:
         step = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         for chunk in self._micro_batches(samples):
             with self._autocast():
-                losses = self._losses(chunk)
+                losses = forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training)
             (losses.total * (len(chunk) / len(samples))).backward()  # type: ignore[no-untyped-call]
             step.add_pass(chunk.numel(), losses.cross_entropy, losses.auxiliary, self._blocks.values())
         if len(samples) == 0:
@@ -217,9 +217,6 @@ class TorchTrainer:
         else:
             totals.skipped += 1
             self._skipped_in_a_row += 1
-
-    def _losses(self, chunk: Tensor) -> Losses:
-        return forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training)
 
     def _stop_if_broken(self) -> None:
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -245,10 +242,8 @@ class TorchTrainer:
 
     def _read_batch(self, slices: tuple[Interval, ...]) -> Samples:
         samples = np.concatenate([self._samples.read(interval) for interval in slices])
-        training = self._config.training
-        if training.instance_filter:
-            period, count = training.instance_filter_repetition_max_period, training.instance_filter_repetition_min_count
-            samples = samples[~is_repetitive(samples, period, count)]
+        if self._config.training.instance_filter:
+            samples = samples[~is_repetitive(samples)]
         return samples
 
     def _micro_batches(self, samples: Samples) -> Iterator[Tensor]:
@@ -259,8 +254,7 @@ class TorchTrainer:
             yield chunk.to(self._device, non_blocking=True)
 
     def _autocast(self) -> torch.autocast:
-        enabled = self._config.training.autocast_bf16 and self._device.type == "cuda"
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._device.type == "cuda")
 
     def _trained(self, group: Group, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
         """Local weights of the elements `[start, stop)` of a group: flat views, and where among these elements each stands."""

@@ -1,0 +1,194 @@
+"""The acceptor: what one elector promises and votes for. Every answer is durable before it is sent.
+
+An elector votes with an *incarnation*: the id of the disk content that its votes began with. A head lists the incarnation of
+each elector of the next round, so an elector that lost its votes does not vote until a head lists its new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass, replace
+
+from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import may_follow
+from spes_p2p.consensus.electorate import disks_of
+from spes_p2p.consensus.farewell import keeps_seat, signed_farewell
+from spes_p2p.consensus.output import VOTES, Identity, Output, Write
+from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import WireError, unpack
+from spes_p2p.messages.consensus import Accept, Ballot, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.messages.refusals import Code
+
+logger = logging.getLogger(__name__)
+
+BALLOT_STEP = 2**32
+"""A ballot may exceed the last promised one by this much, so that no coordinator uses up the numbers of a round."""
+MAX_BALLOT_NUMBER = 2**62
+INCARNATION_BYTES = 8
+
+
+@dataclass(frozen=True)
+class VoteState:
+    """What an elector must remember over a crash: of the last round only, since it never returns to an earlier one."""
+
+    incarnation: str
+    term: int
+    round: int
+    """The round that is voted on: one more than its parent's."""
+    parent: str
+    promised: Ballot | None
+    accepted_ballot: Ballot | None
+    accepted: Head | None
+    left: bool = False
+    """Has it said farewell? Then it casts no vote in this round any more."""
+
+
+def fresh_votes(rng: random.Random) -> VoteState:
+    """No votes, under a new incarnation."""
+    incarnation = f"{rng.getrandbits(8 * INCARNATION_BYTES):0{2 * INCARNATION_BYTES}x}"
+    return VoteState(incarnation, 0, -1, "", None, None, None)
+
+
+def read_votes(record: bytes | None) -> VoteState | None:
+    """The votes in the durable file; None when there are none or they are damaged."""
+    try:
+        return unpack(VoteState, record) if record is not None else None
+    except WireError:
+        logger.warning("the votes of this peer are damaged")
+        return None
+
+
+def recovered_votes(record: bytes | None, log: CommitLog, me: str, rng: random.Random) -> VoteState:
+    """The votes to go on with. Votes that are missing, damaged or older than the log begin a new incarnation."""
+    found = read_votes(record)
+    if found is None:
+        return fresh_votes(rng)
+    if (found.term, found.round) < _last_vote_in_log(log, me, found.incarnation):
+        logger.warning("the votes of this peer are older than its log")
+        return fresh_votes(rng)
+    return found
+
+
+def _last_vote_in_log(log: CommitLog, me: str, incarnation: str) -> tuple[int, int]:
+    """Term and round of the last certificate that holds a vote of this incarnation."""
+    for decided in reversed(log.since(-1)):
+        parent = log.head_at(decided.head.round - 1)
+        if decided.head.plan and disks_of(parent).get(me) == incarnation and any(vote.elector == me for vote in decided.votes):
+            return parent.epoch, decided.head.round
+    return 0, -1
+
+
+class Acceptor:
+    """The votes of one peer."""
+
+    def __init__(self, log: CommitLog, identity: Identity, votes: VoteState):
+        """`votes`: durable before the first request is handled."""
+        self._log = log
+        self._identity = identity
+        self.votes = votes
+
+    @property
+    def incarnation(self) -> str:
+        """Id of what this elector remembers."""
+        return self.votes.incarnation
+
+    @property
+    def may_vote(self) -> bool:
+        """Is this peer an elector of the next round, with the votes that it needs for it?"""
+        try:
+            self._require_elector()
+        except Refused:
+            return False
+        return True
+
+    def apply(self, votes: VoteState) -> None:
+        """Go on with votes that are durable now."""
+        self.votes = votes
+
+    def prepare(self, sender: str, request: Prepare) -> Output[Promise]:
+        """Promise not to accept lower ballots, and tell what was accepted. Raises Refused.
+
+        Each ballot is promised once: a coordinator that starts over, even after a crash, needs a new number, and no ballot
+        carries two heads.
+        """
+        _check_sender(sender, request.ballot)
+        head = self._log.head
+        if request.round != head.round + 1 or request.parent != head.id:
+            return Output(Promise(head.round, False, None, None, None))
+        self._require_elector()
+        votes = self._current()
+        _check_ballot(request.ballot, head, votes)
+        if votes.promised is not None and request.ballot <= votes.promised:
+            return Output(Promise(head.round, False, votes.promised, None, None))
+        promise = Promise(head.round, True, request.ballot, votes.accepted_ballot, votes.accepted)
+        return Output(promise, (Write(VOTES, replace(votes, promised=request.ballot)),))
+
+    def accept(self, sender: str, request: Accept) -> Output[Vote]:
+        """Vote for a head. Raises Refused when a higher ballot was promised or the head does not follow the log's."""
+        _check_sender(sender, request.ballot)
+        head, proposed = self._log.head, request.head
+        if proposed.round != head.round + 1 or proposed.parent != head.id:
+            raise Refused(Code.CANNOT_VOTE, f"my head is round {head.round}")
+        kept = (proposed.campaign, proposed.epoch, proposed.helpers) == (head.campaign, head.epoch, head.helpers)
+        if not kept or not self._log.leads_to(head, proposed) or len(proposed.disks) != len(proposed.electorate):
+            raise Refused(Code.NOT_PROVEN, "a head that no plan of this campaign leads to")
+        if not may_follow(proposed.control, head, self._identity):
+            raise Refused(Code.NOT_PROVEN, "a control record that the owner did not sign, or an old one")
+        self._require_elector()
+        votes = self._current()
+        _check_ballot(request.ballot, head, votes)
+        if votes.promised is not None and request.ballot < votes.promised:
+            raise Refused(Code.OUTBID, f"promised ballot {votes.promised.number}")
+        signature = self._identity.sign(vote_message(request.ballot, proposed.id))
+        accepted = replace(votes, promised=request.ballot, accepted_ballot=request.ballot, accepted=proposed)
+        return Output(Vote(self._identity.peer_id, signature), (Write(VOTES, accepted),))
+
+    def leave(self) -> Output[Farewell | None]:
+        """Give up the seat in the next round. None when there is none to give up, or a ballot was promised already."""
+        head, me = self._log.head, self._identity.peer_id
+        if (said := self.farewell()) is not None:
+            return Output(said)
+        if keeps_seat(me, head) or not self.may_vote or (votes := self._current()).promised is not None:
+            return Output(None)
+        return Output(signed_farewell(self._identity, head.id), (Write(VOTES, replace(votes, left=True)),))
+
+    def farewell(self) -> Farewell | None:
+        """The farewell that gave up the seat in the next round; None when the seat was kept."""
+        head = self._log.head
+        has_left = self.votes.parent == head.id and self.votes.left
+        return signed_farewell(self._identity, head.id) if has_left else None
+
+    def _require_elector(self) -> None:
+        head, me, votes = self._log.head, self._identity.peer_id, self.votes
+        if me not in head.electorate:
+            raise Refused(Code.CANNOT_VOTE, "not an elector of this round")
+        if disks_of(head)[me] != votes.incarnation:
+            raise Refused(Code.CANNOT_VOTE, "my votes were lost: I vote again when a commit has listed my new disk")
+        if (head.epoch, head.round + 1) < (votes.term, votes.round):
+            raise Refused(Code.CANNOT_VOTE, f"my log was cut: I voted on round {votes.round} already")
+        if votes.parent == head.id and votes.left:
+            raise Refused(Code.CANNOT_VOTE, "I left this round")
+
+    def _current(self) -> VoteState:
+        """The votes on the round after the log's head."""
+        head = self._log.head
+        if self.votes.parent == head.id:
+            return self.votes
+        return VoteState(self.votes.incarnation, head.epoch, head.round + 1, head.id, None, None, None)
+
+
+def _check_sender(sender: str, ballot: Ballot) -> None:
+    """Ballots are taken from their own coordinator only, within a range that can always be exceeded."""
+    if sender != ballot.coordinator:
+        raise Refused(Code.NOT_ALLOWED, "a ballot of somebody else")
+    if not 0 < ballot.number < MAX_BALLOT_NUMBER:
+        raise Refused(Code.MALFORMED, "a ballot number out of range")
+
+
+def _check_ballot(ballot: Ballot, head: Head, votes: VoteState) -> None:
+    if ballot.coordinator not in head.electorate:
+        raise Refused(Code.NOT_ALLOWED, "a ballot of a peer that is no elector of this round")
+    if ballot.number > (votes.promised.number if votes.promised is not None else 0) + BALLOT_STEP:
+        raise Refused(Code.MALFORMED, "a ballot far above all that I promised")

@@ -1,0 +1,149 @@
+"""Control records: what the campaign's owner orders, which record holds, and which ones a head may carry.
+
+The owner is the bootstrap peer that made base 0: its key signs. The newest record goes into the next plan and head, and holds
+for everybody from that head on. No head is appended whose record the owner did not sign, or that is older than its parent's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Protocol
+
+from spes_p2p.consensus.output import CONTROL, Identity, Output, Write
+from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Control, Head
+from spes_p2p.messages.refusals import Code
+
+logger = logging.getLogger(__name__)
+
+
+def owner_of(head: Head) -> str:
+    """The peer whose records count, and who alone opens terms: the first helper."""
+    return head.helpers[0]
+
+
+def number_of(control: Control | None) -> int:
+    """0 before the first record."""
+    return 0 if control is None else control.number
+
+
+def is_paused(control: Control | None) -> bool:
+    """Does the campaign wait for its owner?"""
+    return control is not None and control.state == "paused"
+
+
+def is_stopped(control: Control | None) -> bool:
+    """Is the campaign over before its last step?"""
+    return control is not None and control.state == "stopped"
+
+
+def runs(control: Control | None) -> bool:
+    """Is there a next phase to train?"""
+    return control is None or control.state == "running"
+
+
+def rolls_back(control: Control | None, parent: Head) -> bool:
+    """Can only a rollback apply this record after `parent`?"""
+    return control is not None and control != parent.control and control.rollback >= 0
+
+
+def is_news(control: Control, known: Control | None) -> bool:
+    """Does this record replace the known one? Nothing follows a stop."""
+    return control.number > number_of(known) and not is_stopped(known)
+
+
+def is_signed(control: Control, head: Head, identity: Identity) -> bool:
+    """Is this a record of the campaign's owner? `head`: any of the campaign."""
+    return control.campaign == head.campaign and identity.verify(owner_of(head), _message(control), control.signature)
+
+
+def may_follow(control: Control | None, parent: Head, identity: Identity) -> bool:
+    """May the head after `parent` carry this record: the same one again, or a newer one that the owner signed?"""
+    if control is None or control == parent.control:
+        return control == parent.control
+    return is_news(control, parent.control) and is_signed(control, parent, identity)
+
+
+def signed(control: Control, identity: Identity) -> Control:
+    """The record with the signature of this identity."""
+    return replace(control, signature=identity.sign(_message(control)))
+
+
+def rollback_head(parent: Head, control: Control, digest: str, step: int) -> Head:
+    """The head that returns to an earlier base: no work is exchanged, the same electors decide the next round.
+
+    `digest`, `step`: of that base. Tokens and data cursor go on: samples are not trained twice.
+    """
+    return replace(
+        parent,
+        round=parent.round + 1,
+        parent=parent.id,
+        plan="",
+        roots=(),
+        dropped=(),
+        base_digest=digest,
+        step=step,
+        lost=(),
+        control=control,
+    )
+
+
+def is_rollback(head: Head) -> bool:
+    """Does this head return to an earlier base? A reform, the other one without a plan, names no digest."""
+    return head.round >= 0 and not head.plan and head.base_digest != ""
+
+
+class _Log(Protocol):
+    @property
+    def head(self) -> Head:
+        """The last certified head."""
+
+
+class ControlRecords:
+    """The newest control record that this peer holds, applied by a head or not."""
+
+    def __init__(self, log: _Log, identity: Identity, record: bytes | None):
+        """`record`: what the durable file holds. A damaged record is dropped: other peers have it."""
+        self._log = log
+        self._identity = identity
+        self._held: Control | None = None
+        if record is not None:
+            try:
+                held = unpack(Control, record)
+            except WireError:
+                logger.warning("the control record of this peer is damaged; others have it")
+            else:
+                self._held = held if is_signed(held, log.head, identity) else None
+
+    @property
+    def newest(self) -> Control | None:
+        """The newest record, whether a head has applied it or not."""
+        applied = self._log.head.control
+        return self._held if self._held is not None and is_news(self._held, applied) else applied
+
+    @property
+    def number(self) -> int:
+        """Of the newest record; 0 when there is none."""
+        return number_of(self.newest)
+
+    def take(self, control: Control | None) -> Output[bool]:
+        """Keep a record; False when it is no news. Raises Refused when the owner of this campaign did not sign it."""
+        if control is None or control.number <= self.number or not is_news(control, self._log.head.control):
+            return Output(False)
+        if not is_signed(control, self._log.head, self._identity):
+            raise Refused(Code.NOT_PROVEN, "a control record that the owner of this campaign did not sign")
+        return Output(True, (Write(CONTROL, control),))
+
+    def before_new_term(self) -> tuple[Write, ...]:
+        """Keep the newest record even if a reform gives up the head that applied it: it is news again then."""
+        return (Write(CONTROL, self.newest),) if self.newest is not None and self.newest != self._held else ()
+
+    def apply(self, control: Control) -> None:
+        """Hold a record that is durable now."""
+        self._held = control
+
+
+def _message(control: Control) -> bytes:
+    return b"spes control\0" + pack(replace(control, signature=b""))

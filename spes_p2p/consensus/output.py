@@ -1,0 +1,48 @@
+"""What a state machine asks of whoever runs it: records to make durable, and then a reply to send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from spes_p2p.messages.codec import pack
+
+T = TypeVar("T")
+
+LOG, VOTES, CONTROL = "heads.log", "votes", "control"
+"""The durable files. A write to LOG appends a record, one to the others replaces the only record."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A record that must be durable, and applied, before the reply is sent."""
+
+    file: str
+    value: object
+
+    @property
+    def record(self) -> bytes:
+        """The bytes to store."""
+        return pack(self.value)
+
+
+@dataclass(frozen=True)
+class Output(Generic[T]):
+    """The result of handling one request. Nothing has changed before the writes are applied."""
+
+    reply: T
+    writes: tuple[Write, ...] = ()
+
+
+class Identity(Protocol):
+    """A peer's key pair. Its id is derived from the public key."""
+
+    @property
+    def peer_id(self) -> str:
+        """The id of this peer."""
+
+    def sign(self, message: bytes) -> bytes:
+        """Sign a message."""
+
+    def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
+        """Did `peer_id` sign exactly this message?"""

@@ -1,0 +1,70 @@
+"""One peer's part in the decisions: its commit log, its votes and the owner's orders, as they recover from disk together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spes_p2p.consensus.acceptor import Acceptor, VoteState, recovered_votes
+from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import ControlRecords, owner_of
+from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Write
+from spes_p2p.consensus.reform import reform_head
+from spes_p2p.errors import Refused
+from spes_p2p.messages.consensus import Ballot, Control, Decided, Head, Vote
+from spes_p2p.messages.refusals import Code
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a peer's durable files hold; None for a file that is missing or damaged."""
+
+    votes: bytes | None = None
+    log: Sequence[bytes] = ()
+    control: bytes | None = None
+
+
+class Participant:
+    """The durable state machine of one peer. Its state is what its writes made durable, and nothing else."""
+
+    def __init__(self, identity: Identity, genesis: Head, files: Files, rng: random.Random):
+        """`rng`: draws an incarnation where the votes are lost. `recovery` must be durable before anything is handled."""
+        self._identity = identity
+        self.log = CommitLog(identity, genesis, files.log)
+        self.controls = ControlRecords(self.log, identity, files.control)
+        self.acceptor = Acceptor(self.log, identity, recovered_votes(files.votes, self.log, identity.peer_id, rng))
+        votes = Write(VOTES, self.acceptor.votes)
+        self.recovery: tuple[Write, ...] = () if votes.record == files.votes else (votes,)
+
+    def apply(self, write: Write) -> None:
+        """Take up a write that is durable now."""
+        if write.file == LOG and isinstance(write.value, Decided):
+            self.log.put(write.value)
+        elif write.file == VOTES and isinstance(write.value, VoteState):
+            self.acceptor.apply(write.value)
+        elif write.file == CONTROL and isinstance(write.value, Control):
+            self.controls.apply(write.value)
+        else:
+            raise TypeError(f"no record of {write.file}: {write.value!r}")
+
+    def learn(self, decided: Decided) -> Output[bool]:
+        """Append a certified head; False when it is known. Raises Refused when it does not follow or is not proven."""
+        if not self.log.admits(decided):
+            return Output(False)
+        kept = self.controls.before_new_term() if decided.head.epoch > self.log.head.epoch else ()
+        return Output(True, (*kept, Write(LOG, decided)))
+
+    def open_term(self, round_number: int) -> Output[Decided]:
+        """Open a term after this round of the log: the owner alone decides the round after that. Raises Refused for others.
+
+        The term is above all that the owner has seen, and durable before anybody hears of it.
+        """
+        me = self._identity.peer_id
+        if me != owner_of(self.log.genesis):
+            raise Refused(Code.NOT_ALLOWED, "only the owner of the campaign opens a term")
+        head = reform_head(self.log.head_at(round_number), self.log.head.epoch + 1, me, self.acceptor.incarnation)
+        ballot = Ballot(0, me)
+        decided = Decided(head, ballot, (Vote(me, self._identity.sign(vote_message(ballot, head.id))),))
+        return Output(decided, (*self.controls.before_new_term(), Write(LOG, decided)))

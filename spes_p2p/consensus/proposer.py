@@ -1,0 +1,180 @@
+"""The proposer: the ballots by which a coordinator brings its attempt at one round to a decision.
+
+Promises from a majority let it propose: the head that was accepted in the highest ballot that they tell of, or its own when
+they tell of none. Votes from a majority make a certificate. It sends one head in a ballot, and an outbid proposer goes on with
+a higher ballot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from spes_p2p.consensus.acceptor import BALLOT_STEP
+from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.electorate import quorum
+from spes_p2p.consensus.farewell import counted, remaining
+from spes_p2p.consensus.output import Identity
+from spes_p2p.messages.consensus import Accept, Ballot, Decide, Decided, Farewell, Head, Prepare, Promise, Vote
+
+MAX_BALLOTS = 5
+"""Ballots that one attempt tries before it fails."""
+
+Request = Prepare | Accept | Decide
+Reply = Promise | Vote | bytes
+
+
+class Phase(Enum):
+    """What a proposer waits for."""
+
+    IDLE = "nothing: prepare() begins"
+    PREPARING = "promises"
+    PROMISED = "a head: propose() goes on"
+    PROPOSING = "votes"
+    DECIDED = "nothing: there is a certificate"
+    FAILED = "nothing: this attempt decides nothing"
+
+
+@dataclass(frozen=True)
+class Send:
+    """A request to an elector."""
+
+    to: str
+    request: Request
+
+
+def bound_head(granted: Iterable[Promise]) -> Head | None:
+    """The head that these promises bind a proposer to: the one accepted in the highest ballot; None leaves it free."""
+    bound = [(p.accepted_ballot, p.accepted) for p in granted if p.accepted_ballot is not None]
+    return max(bound, key=lambda pair: pair[0])[1] if bound else None
+
+
+def has_majority(granted: int, electorate: tuple[str, ...]) -> bool:
+    """Do this many promises let a proposer go on?"""
+    return granted >= quorum(electorate)
+
+
+def next_number(promises: Iterable[Promise]) -> int:
+    """The ballot number to exceed: the highest that an answer names, or as near to it as all who answered accept; 0: none."""
+    named = [promise.promised.number for promise in promises if promise.promised is not None]
+    return min(max(named), min(named) + BALLOT_STEP - 1) if named else 0
+
+
+def is_outbid(ballot: Ballot, promises: Iterable[Promise]) -> bool:
+    """Did an elector refuse this ballot because it promised a higher one? An even higher one may win."""
+    return any(not promise.granted and promise.promised is not None and promise.promised > ballot for promise in promises)
+
+
+class Proposer:
+    """One attempt at the round after the log's head. Remembers nothing over a crash: acceptors promise each ballot once."""
+
+    def __init__(self, log: CommitLog, identity: Identity, number: int = 0):
+        """`number`: the first ballot's is above it."""
+        self._log = log
+        self._identity = identity
+        self.parent = log.head
+        self.phase = Phase.IDLE
+        self.ballot = Ballot(number, identity.peer_id)
+        self.bound: Head | None = None
+        """What must be proposed, once promised; None leaves it free."""
+        self.proposal: Head | None = None
+        self.decided: Decided | None = None
+        self.failure = ""
+        self._ballots = 0
+        self.electorate: tuple[str, ...] = ()
+        """The electors whose majority decides, without those whose farewells were heard."""
+        self._farewells: tuple[Farewell, ...] = ()
+        self._answers: dict[str, Promise | Vote | None] = {}
+        """To the current request, by elector; None where none comes."""
+        self._caught_up: set[str] = set()
+        """Electors that were sent the heads they had missed."""
+
+    @property
+    def waits(self) -> bool:
+        """Does it wait for replies?"""
+        return self.phase in (Phase.PREPARING, Phase.PROPOSING)
+
+    def prepare(self, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
+        """Begin: ask for promises."""
+        assert self.phase is Phase.IDLE
+        self.hear(farewells)
+        self.phase = Phase.PREPARING
+        return self._next_ballot(self.ballot.number)
+
+    def propose(self, head: Head, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
+        """Ask for votes on a head: the bound one, where promises bind."""
+        assert self.phase is Phase.PROMISED
+        assert self.bound is None or head == self.bound
+        self.hear(farewells)
+        self.phase, self.proposal, self._answers = Phase.PROPOSING, head, {}
+        return self._to_all(Accept(self.ballot, head))
+
+    def receive(self, elector: str, request: Request, reply: Reply | None) -> tuple[Send, ...]:
+        """Take up an elector's reply to a request, None when it will not come. A reply to an earlier ballot is ignored."""
+        if elector not in self.electorate or elector in self._answers:
+            return ()
+        if self.phase is Phase.PREPARING:
+            if isinstance(request, Decide) and reply is not None:
+                return (Send(elector, self._prepare_request()),)
+            if isinstance(request, Decide) or request == self._prepare_request():
+                return self._on_promise(elector, reply if isinstance(reply, Promise) else None)
+        if self.phase is Phase.PROPOSING and isinstance(request, Accept) and request.ballot == self.ballot:
+            self._on_vote(elector, reply if isinstance(reply, Vote) else None)
+        return ()
+
+    def hear(self, farewells: Iterable[Farewell]) -> None:
+        """Count without the electors that said farewell."""
+        self._farewells = counted(farewells, self.parent, self._identity)
+        self.electorate = remaining(self.parent, self._farewells, self._identity)
+
+    def _on_promise(self, elector: str, promise: Promise | None) -> tuple[Send, ...]:
+        if promise is not None and promise.round < self.parent.round and elector not in self._caught_up:
+            self._caught_up.add(elector)
+            return (Send(elector, Decide(self._log.since(promise.round))),)
+        if promise is not None and promise.granted and (promise.round, promise.promised) != (self.parent.round, self.ballot):
+            promise = None
+        self._answers[elector] = promise
+        promises = [answer for answer in self._answers.values() if isinstance(answer, Promise)]
+        granted = [promise for promise in promises if promise.granted]
+        if has_majority(len(granted), self.electorate):
+            self.phase, self.bound = Phase.PROMISED, bound_head(granted)
+            return ()
+        outbid = len(promises) >= quorum(self.electorate) and is_outbid(self.ballot, promises)
+        if not outbid and len(self._answers) < len(self.electorate):
+            return ()
+        if any(promise.round > self.parent.round for promise in promises):
+            return self._fail("this round is decided already")
+        highest = next_number(promises)
+        if not highest or len(granted) == len(promises) or self._ballots == MAX_BALLOTS:
+            return self._fail(f"no quorum: {len(promises)} of {len(self.electorate)} electors answered")
+        return self._next_ballot(highest)
+
+    def _on_vote(self, elector: str, vote: Vote | None) -> None:
+        assert self.proposal is not None
+        message = vote_message(self.ballot, self.proposal.id)
+        valid = vote is not None and vote.elector == elector and self._identity.verify(elector, message, vote.signature)
+        self._answers[elector] = vote if valid else None
+        votes = tuple(answer for answer in self._answers.values() if isinstance(answer, Vote))
+        if len(votes) >= quorum(self.electorate):
+            self.phase, self.decided = Phase.DECIDED, Decided(self.proposal, self.ballot, votes, self._farewells)
+        elif len(self._answers) == len(self.electorate):
+            self._fail(f"no quorum: {len(votes)} of {len(self.electorate)} electors voted")
+
+    def _next_ballot(self, number: int) -> tuple[Send, ...]:
+        self.ballot = Ballot(number + 1, self.ballot.coordinator)
+        self._ballots += 1
+        self._answers = {}
+        self._caught_up = set()
+        return self._to_all(self._prepare_request())
+
+    def _prepare_request(self) -> Prepare:
+        return Prepare(self.parent.round + 1, self.parent.id, self.ballot)
+
+    def _to_all(self, request: Request) -> tuple[Send, ...]:
+        return tuple(Send(elector, request) for elector in self.electorate)
+
+    def _fail(self, reason: str) -> tuple[Send, ...]:
+        self.phase, self.failure = Phase.FAILED, reason
+        return ()

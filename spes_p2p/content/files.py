@@ -1,0 +1,38 @@
+"""The campaign's files as content: by sha256."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.pieces import Body, from_hex, single
+from spes_p2p.content.transfer import ContentServer
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import WireError
+from spes_p2p.messages.refusals import Code
+
+MAX_FILE_BYTES = 2**28
+UPLOADS_AT_ONCE = 8
+"""Peers that fetch files from this one at the same time."""
+
+
+async def serve_files(server: ContentServer, files: Mapping[str, bytes]) -> None:
+    """Serve these files, by sha256, from now on."""
+
+    async def source(sha256: str, index: int) -> Body | None:
+        if sha256 not in files:
+            raise Refused(Code.NOT_HERE, "no such file here")
+        return files[sha256] if index == 0 else None
+
+    await server.serve("file", source, UPLOADS_AT_ONCE)
+
+
+async def fetch_file(fetcher: Fetcher, sha256: str, size: int, peers: Sequence[str]) -> bytes:
+    """One of the campaign's files, from any of these peers. Raises UserError."""
+    if not 0 < size <= MAX_FILE_BYTES:
+        raise UserError(f"peer {peers[0]}: offers file {sha256[:12]} with {size} bytes; ask who runs the campaign")
+    try:
+        content = single("file", sha256, from_hex(sha256), size)
+        return bytes(await fetcher.fetch_single(content, [fetcher.peers(peers)]))
+    except (PeerUnreachable, WireError):
+        raise UserError(f"peer {peers[0]}: could not download file {sha256[:12]}; try again") from None

@@ -1,0 +1,155 @@
+"""Training text from peer to peer: pieces of token files, from whoever has them; only those that are trained on.
+
+Trainers are asked first, in random order, so that the bootstrap peer serves each piece few times. A piece that no peer gives is
+read from the URL of its token file, where the manifest names one: last, since a peer's bytes cost nobody's egress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.pieces import BadPiece, Body, Content, Delivery, Donor, from_hex, listed, single
+from spes_p2p.content.transfer import ContentServer
+from spes_p2p.data.manifest import TokenFile
+from spes_p2p.data.pieces import HASH_BYTES, PIECE_BYTES, piece_count
+from spes_p2p.data.shelf import TokenShelf
+from spes_p2p.data.url_donor import RANGE_S, UrlDonor, UrlFailed
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.refusals import Code
+
+logger = logging.getLogger(__name__)
+
+TRAINERS_ASKED = 3
+"""Trainers that are asked before the helpers are: a trainer has the text that it trained on."""
+PATIENCE_S, RETRY_S = 120.0, 2.0
+"""Give up on pieces that no donor gives after this long; interval between tries."""
+UPLOADS_AT_ONCE = 8
+"""Peers that fetch text from this one at the same time."""
+
+
+class TokenLibrary:
+    """A peer's end: serves what its shelf holds, and fetches what it lacks."""
+
+    def __init__(
+        self,
+        shelf: TokenShelf,
+        fetcher: Fetcher,
+        sources: Callable[[], tuple[Sequence[str], Sequence[str]]],
+        run_blocking: Callable[..., Awaitable[Any]],
+        rng: random.Random,
+        urls: UrlDonor | None = None,
+    ):
+        """`sources`: the trainers and the helpers that live now. `urls`: gives what none of them has."""
+        self._shelf, self._fetcher, self._sources = shelf, fetcher, sources
+        self._run, self._rng, self._urls = run_blocking, rng, urls or UrlDonor()
+
+    async def serve(self, server: ContentServer) -> None:
+        """Answer from now on."""
+        await server.serve("token_hashes", self._hashes, UPLOADS_AT_ONCE)
+        await server.serve("tokens", self._piece, UPLOADS_AT_ONCE)
+
+    async def _hashes(self, root: str, index: int) -> Body | None:
+        hashes: bytes | None = await self._run(self._shelf.hashes, root)
+        if hashes is None:
+            raise Refused(Code.NOT_HERE, "that token file is not here")
+        return hashes if index == 0 else None
+
+    async def _piece(self, root: str, index: int) -> Body | None:
+        if await self._run(self._shelf.hashes, root) is None:
+            raise Refused(Code.NOT_HERE, "that token file is not here")
+        piece: bytes | None = await self._run(self._shelf.piece, root, index)
+        return piece
+
+    async def ensure(self, file: TokenFile, pieces: Sequence[int]) -> None:
+        """Have these pieces of a file here: from peers, else from the file's URL.
+
+        Raises UserError when nobody gives them for PATIENCE_S.
+        """
+        root, loop = file.pieces_sha256, asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE_S
+        while True:
+            missing = await self._missing(file, root, pieces)
+            if missing:
+                missing = await self._fetch(file, missing)
+            if not missing:
+                return
+            if loop.time() > deadline:
+                problem = self._urls.problem(file)
+                raise UserError(f"{file.path}: no peer gives {len(missing)} pieces of this token file"
+                                f"{f', and {problem}' if problem else ''}; "
+                                "ask who runs the campaign to start a bootstrap peer that has it, or give --data-dir")
+            await asyncio.sleep(RETRY_S)
+
+    async def _missing(self, file: TokenFile, root: str, pieces: Sequence[int]) -> list[int]:
+        if await self._run(self._shelf.hashes, root) is None:
+            await self._fetch_hashes(file, root)
+        missing: list[int] = await self._run(self._shelf.missing, root, pieces)
+        return missing
+
+    async def _fetch_hashes(self, file: TokenFile, root: str) -> None:
+        """Helpers first: they have the files."""
+        content = single("token_hashes", root, from_hex(root), HASH_BYTES * piece_count(file.num_bytes))
+
+        async def keep(index: int, body: Body) -> None:
+            if not self._shelf.learn_hashes(root, bytes(body)):
+                raise BadPiece(f"sent piece hashes that do not fit {file.path}")
+            await self._run(self._shelf.keep_hashes, root)
+
+        await self._fetcher.fetch(content, [0], self._donors()[::-1], keep)
+
+    async def _fetch(self, file: TokenFile, missing: Sequence[int]) -> list[int]:
+        """Ask for all of them once; returns those that nobody gave."""
+        root = file.pieces_sha256
+        hashes = await self._run(self._shelf.hashes, root)
+        if hashes is None:
+            return list(missing)
+
+        async def keep(index: int, body: Body) -> None:
+            await self._run(self._shelf.put, root, index, bytes(body))
+
+        content = listed("tokens", root, hashes, PIECE_BYTES)
+        return await self._fetcher.fetch(content, missing, [*self._donors(), [_AtUrl(self._urls, file, self._run)]], keep)
+
+    def _donors(self) -> list[list[Donor]]:
+        """Some trainers and all helpers, each in random order."""
+        trainers, helpers = (self._rng.sample(list(group), len(group)) for group in self._sources())
+        return [self._fetcher.peers(trainers[:TRAINERS_ASKED]), self._fetcher.peers(helpers)]
+
+
+@dataclass(frozen=True)
+class _AtUrl:
+    """The URL of a token file as a donor."""
+
+    urls: UrlDonor
+    file: TokenFile
+    run: Callable[..., Awaitable[Any]]
+    name: str = "URL"
+    patience_s: float | None = RANGE_S
+    """Of a whole range: nothing is seen of it before it is there."""
+
+    async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
+        """Read these pieces; none of them while the URL rests. Raises PeerUnreachable when it fails."""
+        read: dict[int, bytes] = {}
+
+        def keep(index: int, body: bytes) -> bool:
+            if content.proves(index, body):
+                read[index] = body
+            return index in read
+
+        failure = None
+        try:
+            await self.run(self.urls.fetch, self.file, indices, keep)
+        except UrlFailed as error:
+            failure = error
+        for index in indices:
+            if index in read or failure is None:
+                await delivery.put(index, read.get(index))
+        if failure is not None:
+            logger.warning("%s", failure)
+            raise PeerUnreachable("its newest read failed")

@@ -1,0 +1,42 @@
+"""How a command ends: its exit code, and one line on stderr for what a user can cause."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import typer
+
+from spes_p2p.errors import Broken, UserError
+
+
+def exit_with(command: Callable[[], int | None]) -> NoReturn:
+    """End the process with the exit code of a command; what a user can cause is one line on stderr."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' progress bars, which are noise in a file
+    try:
+        sys.exit(command() or 0)
+    except UserError as error:
+        _fail(str(error), 1 if isinstance(error, Broken) else 2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); make room and start again")
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
+            _fail(f"{error.format_message().rstrip('.')}; see spes-p2p --help")
+        raise
+
+
+def _fail(message: str, exit_code: int = 2) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(exit_code)

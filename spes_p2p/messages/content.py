@@ -1,0 +1,62 @@
+"""What peers fetch from each other: the campaign, and pieces of its files, of bases, of text and of a round's results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import MaxLen
+
+from spes_p2p.messages.codec import Extensible
+from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.fields import Count, Digest, PieceIndex, Round, Version
+
+PIECES_A_REQUEST = 16
+"""Bounds what a donor that fails costs."""
+
+ContentKind = Literal["file", "base_hashes", "base", "token_hashes", "tokens", "plan", "manifests", "parts", "record"]
+"""Kinds of content in pieces (`content/pieces.py`); also the methods by which they are asked for."""
+
+
+@dataclass(frozen=True)
+class CampaignRequest(Extensible):
+    """Ask a peer for its campaign."""
+
+    protocol: Version
+
+
+@dataclass(frozen=True)
+class CampaignRecord(Extensible):
+    """The campaign as a bootstrap or any member serves it."""
+
+    campaign_json: Annotated[bytes, MaxLen(2**20)]
+    genesis: Head
+    blobs: Annotated[tuple[tuple[Digest, Count], ...], MaxLen(2**6)] = field(default=())
+    """sha256 and bytes of each file that can be fetched: tokenizer, manifests."""
+
+
+@dataclass(frozen=True)
+class PiecesRequest(Extensible):
+    """Pieces of one content, sent back in this order."""
+
+    name: Digest
+    """Which content of its kind."""
+    pieces: Annotated[tuple[PieceIndex, ...], MaxLen(PIECES_A_REQUEST)]
+
+
+@dataclass(frozen=True)
+class SnapshotRequest(Extensible):
+    """Ask for a base: of this head, or the newest one ("")."""
+
+    head: Digest
+
+
+@dataclass(frozen=True)
+class SnapshotInfo(Extensible):
+    """A donor's answer."""
+
+    head: Digest
+    round: Round
+    elements: Count
+    digest: Digest
+    """Of the list of its piece digests."""

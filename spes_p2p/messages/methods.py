@@ -1,0 +1,85 @@
+"""What a peer can ask of another one: each method with its request and its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.messages.content import ContentKind
+from spes_p2p.messages.framing import MAX_FRAME_BYTES
+
+PROTOCOL_VERSION = 10
+"""Changes whenever peers of the old and the new code could not train together: peers of another version are refused."""
+
+ROUND, PREPARE, ACCEPT, DECIDE, HEADS = "round", "prepare", "accept", "decide", "heads"
+PING, LEAVE, REFORM, CONTROL = "ping", "leave", "reform", "control"
+PUSH, PULL, CAMPAIGN, SNAPSHOT = "push", "pull", "campaign", "snapshot"
+STATUS, HISTORY, CLOCK, DIAL_BACK, SPEED = "status", "history", "clock", "dial_back", "speed"
+
+
+SMALL = 2**12
+"""A record of some ids and numbers."""
+LISTS = 2**21
+"""A record with MAX_INTERVALS stretches of samples (28 bytes each), or MAX_ARCHIVED rounds."""
+WHOLE = MAX_FRAME_BYTES
+"""A plan, a head or certificates, which grow with members and parts; a part of an update."""
+CHUNK = 2**18
+"""A chunk of a piece; of what measures a line."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One kind of stream."""
+
+    name: str
+    asked_by: str
+    request: str
+    """What the peer that opens the stream sends."""
+    answer: str
+    """What comes back."""
+    request_bytes: int = SMALL
+    """The longest message that the asked peer takes."""
+    answer_bytes: int = SMALL
+    """The longest message that the asking peer takes."""
+
+
+def _pieces(kind: ContentKind, asked_by: str, what: str) -> Method:
+    return Method(kind, asked_by, "PiecesRequest", f"CONTENT with {what}", answer_bytes=CHUNK)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(CAMPAIGN, "anybody", "CampaignRequest", "CampaignRecord", answer_bytes=WHOLE),
+        Method(STATUS, "anybody", "empty", "a msgpack mapping (`PeerStatus`)", answer_bytes=LISTS),
+        Method(HISTORY, "anybody", "HistoryRequest", "HistoryPage", answer_bytes=LISTS),
+        Method(HEADS, "members", "HeadsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
+        Method(PING, "members", "Ping", "Pong"),
+        Method(LEAVE, "members", "Leave", "empty", request_bytes=LISTS),
+        Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),
+        Method(ROUND, "members, at the coordinator", "Announcement, later REPORT with a Staged",
+               "PLAN with a Plan, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a Decided; PASSED with a "
+               "Passed in place of plan or head", request_bytes=WHOLE, answer_bytes=WHOLE),
+        Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=LISTS, answer_bytes=LISTS),
+        Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
+        Method(ACCEPT, "the coordinator, at electors", "Accept", "Vote", request_bytes=WHOLE),
+        Method(DECIDE, "the coordinator, at members", "Decide", "empty", request_bytes=WHOLE),
+        Method(PUSH, "contributors, at reducers", "PushHeader, then PART with an encoded update each, END", "empty",
+               request_bytes=WHOLE),
+        Method(PULL, "members", "PullRequest",
+               "PART with a result each; after those of lane 0 MANIFEST with a Manifest",
+               request_bytes=WHOLE, answer_bytes=WHOLE),
+        Method(SNAPSHOT, "joiners", "SnapshotRequest", "SnapshotInfo"),
+        _pieces("file", "anybody", "a tokenizer or manifest, by its sha256"),
+        _pieces("base_hashes", "joiners", "the BLAKE3 of each piece of a base, 32 bytes each, by head"),
+        _pieces("base", "joiners", "pieces of a base, float32, by head"),
+        _pieces("token_hashes", "trainers", "the sha256 of each piece of a token file, 32 bytes each, by root"),
+        _pieces("tokens", "trainers", "pieces of a token file, by root"),
+        _pieces("plan", "late members", "a Plan, by its id"),
+        _pieces("manifests", "late members", "Manifests of a plan, by revision * members + reducer"),
+        _pieces("parts", "late members", "encoded results of a plan, by index of the part"),
+        _pieces("record", "members", "a plan or head as the coordinator sends it, by its sha256"),
+        Method(CLOCK, "`doctor`", "empty", "Clock"),
+        Method(DIAL_BACK, "`doctor`", "DialBackRequest", "DialBack", answer_bytes=LISTS),
+        Method(SPEED, "`doctor`", "SpeedRequest", "CONTENT one way, END, then Moved", request_bytes=CHUNK, answer_bytes=CHUNK),
+    )
+}

@@ -1,0 +1,235 @@
+"""The life of a peer: get the base, then train a phase, take part in a round, and again until the campaign is done.
+
+A helper lives the same life without the training: it reduces, follows the base and serves it, also when all others are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from spes_p2p.consensus.control import is_rollback
+from spes_p2p.errors import Refused
+from spes_p2p.messages.refusals import Code
+from spes_p2p.model.layout import Layout
+from spes_p2p.observe.events import Observer, WorkDropped
+from spes_p2p.peer.announcing import Announcer
+from spes_p2p.peer.attempt import RoundMember
+from spes_p2p.peer.capacity import Capacity
+from spes_p2p.peer.deciding import RoundDecision
+from spes_p2p.peer.evaluation import Evaluation, has_last_base
+from spes_p2p.peer.leaving import LeaveRequest, hand_back, linger, serve_on
+from spes_p2p.peer.phases import PhaseRunner
+from spes_p2p.peer.reporter import EventReporter
+from spes_p2p.peer.samples import AssignedSamples
+from spes_p2p.swarm.node import Hooks, Node
+from spes_p2p.swarm.tasks import end_tasks
+from spes_p2p.sync.archive import NO_ARCHIVE, Archive
+from spes_p2p.sync.merge import Donors, nearest_experts
+from spes_p2p.sync.replica import Replica
+from spes_p2p.sync.results import Results
+from spes_p2p.sync.selftest import check_arithmetic
+from spes_p2p.training.checkpoint import load_checkpoint
+from spes_p2p.training.interface import Trainer
+
+MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
+"""Builds the trainer on a base (flat float32) with these owned experts."""
+
+
+class Peer:
+    """One peer. `run` returns after `leave` was asked for, a trainer's also when the campaign is complete."""
+
+    def __init__(
+        self,
+        node: Node,
+        layout: Layout,
+        make_trainer: MakeTrainer | None,
+        capacity: Capacity,
+        observer: Observer,
+        status: Callable[[], bytes],
+        where: str,
+        archive: Archive = NO_ARCHIVE,
+        base_in_memory: bool = False,
+    ):
+        """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets."""
+        self.node = node
+        self.layout = layout
+        self.replica = Replica(node, layout, observer, base_in_memory)
+        self._make_trainer = make_trainer
+        self._observer = observer
+        self._status = status
+        self._where = where
+        self._archive = archive
+        self._leave = LeaveRequest()
+        self.replica.leaves = lambda: self._leave.is_made
+        self._samples = AssignedSamples()
+        self._reporter = EventReporter(node, self.replica, observer)
+        self._evaluation = Evaluation(node, self.replica, self._reporter)
+        self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
+        self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases, self._evaluation)
+        member = RoundMember(node, self.replica, self.announcer, self._samples, self.phases, self._leave)
+        self._decision = RoundDecision(node, self.replica, member, self.phases, self._reporter, self._leave)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the base includes the campaign's last round."""
+        return has_last_base(self.node, self.replica)
+
+    def leave(self) -> None:
+        """Stop at the next step and go, after telling the others."""
+        self._leave.make()
+
+    async def run(self) -> None:
+        """The whole life. Raises UserError when this peer cannot take part."""
+        check_arithmetic()
+        await self._start()
+        try:
+            await self._get_base()
+            is_helper, overlaps = self._make_trainer is None, self.node.campaign.config.sync.overlap
+            while not self.finished and not self._leave.is_made:
+                if overlaps and not is_helper:
+                    await self._train_during_round()
+                else:
+                    await self.phases.train()
+                    await self._sync()
+            if is_helper:
+                self._reporter.set_state("waiting")
+                if self.finished:
+                    await serve_on(self.node, self._evaluation, self._leave)
+            await self.replica.durable()
+            await self._go()
+        finally:
+            await self.node.close()
+
+    async def _start(self) -> None:
+        hooks = Hooks(
+            results_of=lambda plan: Results.empty(plan, self.layout, self.replica.codecs),
+            donors=self._donors,
+            duties=self._duties,
+            stop_phase=self.phases.stop_after,
+            phase=lambda: self._reporter.state,
+            status=self._status,
+            validation_loss=lambda: self._evaluation.loss,
+            base_lost_since=self.replica.base_lost_since,
+            newest_base=self.replica.newest_at_hand,
+        )
+        await self.replica.start()
+        await self.node.start(hooks)
+
+    async def _get_base(self) -> None:
+        restored = self.replica.restore(self._where)
+        if not restored:
+            self._reporter.set_state("downloading")
+            await self._leave.unless_made(self.replica.join(self._reporter.downloading))
+        else:
+            await self._leave.unless_made(self.replica.learn_own_head())
+        if self._leave.is_made:
+            return
+        if self._make_trainer is not None:
+            await self._begin_training(self._make_trainer, restored)
+        base = self.replica.base
+        if self.node.log.has(base.head, base.round):  # else that branch was given up, and another base comes
+            self._reporter.restored("disk" if restored else "download")
+        await self.node.learn_from_all()
+        if restored:
+            await self.node.tell_back()
+        await self._advance({})
+
+    async def _begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
+        base = self.replica.base
+        duty = base.duty(self.node.peer_id)
+        owned = duty.owned if duty is not None else ()
+        trainer = self.replica.trainer = await self.node.world.run_blocking(make_trainer, base.values, owned)
+        if restored:
+            store, ledger = self.node.world.store, self.replica.ledger
+            found = load_checkpoint(store, trainer, ledger, self.layout, base.head, base.round)
+            if found is not None:
+                self.replica.store.checkpoint = found
+                self.replica.announce()
+
+    async def _sync(self) -> None:
+        """Bring the next round to a decision and apply it, until there is another base."""
+        before, seconds = self.replica.base.head, dict[str, float]()
+        await self.announcer.freeze_update()
+        while self.replica.base.head == before and not self._leave.is_made:
+            await self._decision.reach(seconds)
+            await self._advance(seconds)
+
+    async def _train_during_round(self) -> None:
+        """Train the phase while the round with the work until now is held, then apply that round: one phase late."""
+        seconds: dict[str, float] = {}
+        await self.announcer.freeze_update()
+        round_under_way = asyncio.ensure_future(self._decide_and_prepare(seconds))
+        try:
+            await self.phases.train(round_under_way)
+            await round_under_way
+        finally:
+            await end_tasks([round_under_way])
+        await self._advance(seconds)
+
+    async def _decide_and_prepare(self, seconds: dict[str, float]) -> None:
+        await self._decision.reach(seconds)
+        await self.replica.prepare()
+
+    async def _advance(self, seconds: dict[str, float]) -> None:
+        """Apply what was decided, and report it; then archive and evaluate the base."""
+        if self.replica.base.head == self.node.log.head.id:
+            return
+        self._reporter.set_state("applying")
+        started = asyncio.get_running_loop().time()
+        applied = await self.replica.advance()
+        if not applied and self.replica.base.head != self.node.log.head.id:
+            return  # the peer leaves, and could not get the newest base
+        seconds["apply"] = asyncio.get_running_loop().time() - started
+        self._samples.decided()
+        self.phases.round_applied()
+        for each in applied:
+            self.node.lateness.extend(each.plan.lateness)
+            self._reporter.committed(each, seconds)
+        if not applied or applied[-1].decided.head.id != self.replica.base.head:
+            self._reporter.restored(self._source_of_base())
+        await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base, self._wanted_round())
+        await self._evaluation.evaluate_if_due()
+        await self.node.meet()
+
+    def _source_of_base(self) -> str:
+        """Why the base of the last head is here, though no round was applied."""
+        head = self.node.log.head
+        return "rollback" if is_rollback(head) else "download" if head.plan else "reform"
+
+    def _wanted_round(self) -> int:
+        """The round that the newest control record goes back to, or went; -1: none."""
+        control = self.node.controls.newest
+        return -1 if control is None else control.rollback
+
+    async def _go(self) -> None:
+        self._reporter.set_state("leaving")
+        if not self.finished:
+            await hand_back(self.node, self.replica, self._samples)
+        elif self._make_trainer is not None:
+            self._report_dropped_work()
+            await linger(self.node, self._evaluation, self._leave)
+
+    def _report_dropped_work(self) -> None:
+        """The campaign is over, and no round will include what is still pending: a stop does not wait for it."""
+        tokens = self.replica.ledger.most_behind
+        if tokens:
+            self._observer.tell(WorkDropped(self.replica.base.round, tokens, "the campaign ended before a round included it"))
+
+    def _duties(self) -> dict[str, int] | None:
+        base = self.replica.base if self.replica.has_base else None
+        if base is None or base.head != self.node.log.head.id or base.plan is None:
+            return None
+        members, overlap = base.plan.members, self.node.campaign.config.sync.overlap
+        return {members[d.member].peer: max(d.steps, overlap and members[d.member].trains) for d in base.plan.duties}
+
+    async def _donors(self) -> Donors:
+        merge = self.node.campaign.config.merge
+        if self.replica.base.round != self.node.log.round:
+            raise Refused(Code.COORDINATOR_BEHIND, "the coordinator is still catching up")
+        donors: Donors = await self.node.world.run_blocking(
+            nearest_experts, self.replica.base.values, self.layout, merge.merge_top_k
+        )
+        return donors

@@ -1,0 +1,108 @@
+"""Training phases: the local steps that the plan of the last round assigned to this peer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from spes_p2p.observe.events import Observer, PhaseTrained, TrainingProgress
+from spes_p2p.peer.leaving import LeaveRequest
+from spes_p2p.peer.reporter import EventReporter
+from spes_p2p.peer.samples import AssignedSamples
+from spes_p2p.swarm.node import Node
+from spes_p2p.sync.replica import Replica
+from spes_p2p.training.balance import load_violation, share_of
+from spes_p2p.training.interface import Phase, PhaseReport, averaged_peers
+
+
+class PhaseRunner:
+    """Trains phase after phase in a worker thread."""
+
+    def __init__(
+        self,
+        node: Node,
+        replica: Replica,
+        samples: AssignedSamples,
+        reporter: EventReporter,
+        observer: Observer,
+        leave: LeaveRequest,
+    ):
+        self.node, self.replica = node, replica
+        self.lock = asyncio.Lock()
+        """Held during a phase: weights and base change between phases only."""
+        self.tokens_per_s = 0.0
+        """Of the last phase."""
+        self._samples, self._reporter, self._observer, self._leave = samples, reporter, observer, leave
+        self._stop_after_round: int | None = None
+
+    @property
+    def assigned_steps(self) -> int:
+        """Steps of the phase that the base's plan assigns to this peer."""
+        duty = self.replica.base.duty(self.node.peer_id)
+        return duty.steps if duty is not None else 0
+
+    def stop_after(self, round_number: int) -> None:
+        """The coordinator waits no longer for the phase that follows this round: announce what is done."""
+        self._stop_after_round = round_number
+
+    def set_state_unless_training(self, state: str) -> None:
+        """Report what this peer does; a round during a phase is not reported as its state."""
+        if not self.lock.locked():
+            self._reporter.set_state(state)
+
+    def round_applied(self) -> None:
+        """What the coordinator asked for belongs to a phase that is over."""
+        self._stop_after_round = None
+
+    async def train(self, round_under_way: asyncio.Future[None] | None = None) -> None:
+        """Train the assigned phase, if there is one; it ends early when the round that runs beside it fails."""
+        base = self.replica.base
+        duty = base.duty(self.node.peer_id)
+        if self.replica.trainer is None or base.plan is None or duty is None or duty.steps == 0:
+            return
+        if not self.node.log.has(base.head, base.round):
+            return  # that branch was given up
+        self._reporter.set_state("training")
+        self._samples.begin(base.head, duty.slices)
+        training = self.node.training_after(self.node.log.head_at(base.round))
+        peers = averaged_peers([each.steps for each in base.plan.duties])
+        phase = Phase(base.round + 1, base.plan.phase_step, training.sync_steps, duty.steps, duty.slices, training, peers)
+        trainer = self.replica.trainer
+        async with self.lock:
+            report: PhaseReport = await self.node.world.run_blocking(
+                trainer.train, phase, lambda: self._should_stop(round_under_way), self._progress_of(phase)
+            )
+        if self._leave.is_made:
+            return
+        self._samples.trained(report.untrained)
+        self.tokens_per_s = report.tokens / report.seconds if report.seconds > 0 else 0.0
+        self.replica.ledger.trained(report)
+        self._observer.tell(_phase_trained(phase, report, trainer.owned))
+
+    def _should_stop(self, round_under_way: asyncio.Future[None] | None) -> bool:
+        last_base = self.replica.base.round + (round_under_way is not None)
+        is_late = self._stop_after_round is not None and self._stop_after_round >= last_base
+        return self._leave.is_made or is_late or _has_failed(round_under_way)
+
+    def _progress_of(self, phase: Phase) -> Callable[[int, float], None]:
+        """What the trainer calls from its thread after each step."""
+        loop = asyncio.get_running_loop()
+
+        def tell(steps_done: int, tokens_per_second: float) -> None:
+            event = TrainingProgress(phase.round, steps_done, phase.steps, tokens_per_second)
+            loop.call_soon_threadsafe(self._observer.tell, event)
+
+        return tell
+
+
+def _has_failed(work: asyncio.Future[None] | None) -> bool:
+    return work is not None and work.done() and work.exception() is not None
+
+
+def _phase_trained(phase: Phase, report: PhaseReport, owned: tuple[int, ...]) -> PhaseTrained:
+    return PhaseTrained(
+        phase.round, report.steps, report.tokens, report.loss, report.aux_loss, report.seconds, report.skipped_steps,
+        report.flops_per_second, report.mfu, tuple(load_violation(report.assignments)),
+        share_of(report.assignments, owned) if report.assignments else math.nan,
+    )

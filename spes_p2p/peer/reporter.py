@@ -1,0 +1,159 @@
+"""The events of one peer: its state, commits, failures, downloads, and the bytes that crossed the transport."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from spes_p2p.consensus.control import is_stopped
+from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.rounds import Plan
+from spes_p2p.observe.events import (
+    BaseRestored,
+    BytesMoved,
+    Controlled,
+    DownloadProgress,
+    Evaluated,
+    Observer,
+    PhaseEntered,
+    RoundCommitted,
+    RoundFailed,
+    RoundMeasured,
+)
+from spes_p2p.orders import describe
+from spes_p2p.swarm.node import Node
+from spes_p2p.sync.plan import contributions
+from spes_p2p.sync.replica import Applied, Replica
+from spes_p2p.training.optimizer import learning_rate
+
+BYTES_BY_KIND = {"push": "push", "pull": "pull", "parts": "pull", **dict.fromkeys(
+    ("file", "snapshot", "base_hashes", "base", "token_hashes", "tokens"), "download")}
+
+
+class EventReporter:
+    """Tells the observer what happens to one peer."""
+
+    def __init__(self, node: Node, replica: Replica, observer: Observer):
+        self.state = "joining"
+        self._node = node
+        self._replica = replica
+        self._observer = observer
+        self.evaluated_round = -1
+        """The last round whose held-out loss was told."""
+        self._control = 0
+        self._moved: Counter[tuple[str, bool]] = Counter()
+
+    def set_state(self, state: str) -> None:
+        """Report what the peer does from now on."""
+        self.state = state
+        self._observer.tell(PhaseEntered(state))
+
+    def failed(self, round_number: int, attempt: int, reason: str, detail: str) -> None:
+        """Report an attempt at a round that failed."""
+        self._observer.tell(RoundFailed(round_number, attempt, reason, detail))
+
+    def evaluated(self, round_number: int, validation_loss: float) -> None:
+        """Report the held-out loss of a round's base, measured here or told by the peer that measured it."""
+        self.evaluated_round = round_number
+        self._observer.tell(Evaluated(round_number, validation_loss))
+
+    def restored(self, source: str) -> None:
+        """Report a base that no applied round gave: from "disk", "download", "reform" or "rollback"."""
+        head = self._node.log.head_at(self._replica.base.round)
+        self._observer.tell(
+            BaseRestored(
+                round=head.round,
+                campaign_step=head.step,
+                total_steps=self._node.training_after(head).total_steps,
+                total_tokens=head.tokens,
+                base_digest=self._replica.base.digest,
+                source=source,
+                owners=owners_of(head),
+                total_rounds=self._total_rounds(head),
+            )
+        )
+        self._tell_control(head)
+
+    def committed(self, applied: Applied, seconds: Mapping[str, float]) -> None:
+        """Report a round that was applied; `seconds` by part of the round."""
+        head, plan = applied.decided.head, applied.plan
+        training = self._node.training_after(head)
+        sent, received = self._bytes()
+        if plan.validation_loss is not None and self.evaluated_round != head.round - 1:
+            self._observer.tell(Evaluated(head.round - 1, plan.validation_loss))
+        self._observer.tell(
+            RoundCommitted(
+                round=head.round,
+                campaign_step=head.step,
+                total_steps=training.total_steps,
+                tokens=head.tokens - self._node.log.head_at(head.round - 1).tokens,
+                total_tokens=head.tokens,
+                loss=plan.loss if plan.tokens else float("nan"),
+                members=trainers_of(plan),
+                owners=owners_of(head),
+                base_digest=applied.base_digest,
+                parts=len(applied.results.parts),
+                dropped_parts=len(applied.results.parts) - len(applied.results.committed(head)),
+                sent_bytes=sent,
+                received_bytes=received,
+                seconds=dict(seconds),
+                merge_alpha=plan.merge.alpha if plan.merge is not None else 0.0,
+                learning_rate=learning_rate(head.step, training),
+                contributions=contributions(head, applied.results, training.batch_size * training.sequence_length),
+                total_rounds=self._total_rounds(head),
+                control=describe(head.control),
+            )
+        )
+        self._tell_control(head)
+
+        if head.round == self._replica.base.round:
+            drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
+            self._observer.tell(RoundMeasured(head.round, drift, expert_tokens_of(plan)))
+
+    def downloading(self, done: int, total: int) -> None:
+        """Report the progress of a base's download, in bytes."""
+        self._observer.tell(DownloadProgress("the base", done, total))
+
+    def _total_rounds(self, head: Head) -> int:
+        """Number of the last round. One that resumes or reforms is one more; another schedule or a rollback moves the end."""
+        training, config = self._node.training_after(head), self._node.campaign.config
+        if is_stopped(head.control):
+            return head.round
+        left = -(-max(0, training.total_steps - head.step) // training.sync_steps)
+        return max(0, head.round) + left + (config.sync.overlap and head.round < 1)
+
+    def _tell_control(self, head: Head) -> None:
+        """The owner's order, once."""
+        control = head.control
+        if control is not None and control.number != self._control:
+            self._control = control.number
+            self._observer.tell(Controlled(head.round, control.number, control.state, describe(control)))
+
+    def _bytes(self) -> tuple[int, int]:
+        """Report what crossed the transport since the last time; returns (sent, received) in all."""
+        totals = [0, 0]
+        board = self._node.board
+        for method in set(board.sent) | set(board.received):
+            sent = board.sent[method] - self._moved[method, True]
+            received = board.received[method] - self._moved[method, False]
+            self._moved[method, True] += sent
+            self._moved[method, False] += received
+            totals[0] += sent
+            totals[1] += received
+            self._observer.tell(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
+        return totals[0], totals[1]
+
+
+def trainers_of(plan: Plan) -> tuple[str, ...]:
+    """The members that train, by id."""
+    return tuple(member.peer for member in plan.members if member.trains)
+
+
+def expert_tokens_of(plan: Plan) -> tuple[int, ...]:
+    """For each expert: tokens on which the members trained it."""
+    return tuple(map(sum, zip(*(member.routed for member in plan.members), strict=True)))
+
+
+def owners_of(head: Head) -> tuple[tuple[str, ...], ...]:
+    """Peer ids of each expert's owners in the phase after this head."""
+    return tuple(tuple(head.members[i] for i in owners) for owners in head.owners)

@@ -1,0 +1,593 @@
+"""One round, one head, whatever is lost, repeated, reordered or restarted; only the right electorate's majority proves it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import spes_p2p.consensus
+from spes_p2p.consensus.acceptor import BALLOT_STEP
+from spes_p2p.consensus.certificate import proves, vote_message
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.electorate import MAX_ELECTORS, choose_electorate, quorum
+from spes_p2p.consensus.output import LOG, VOTES
+from spes_p2p.consensus.proposer import Phase, Proposer, Reply, Send
+from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
+from spes_p2p.errors import Refused
+from spes_p2p.messages.consensus import Accept, Ballot, Decide, Decided, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.messages.rounds import Pong
+from spes_p2p.messages.samples import Cursor
+from spes_p2p.swarm.durable import open_participant, perform, voter_incarnation
+from spes_p2p.swarm.memory_store import MemoryStore
+from spes_p2p.swarm.simulated_identity import SimulatedIdentity
+
+ELECTORS = ("A", "B", "C")
+
+
+def genesis(electorate: tuple[str, ...] = ELECTORS, helpers: tuple[str, ...] = ("W",)) -> Head:
+    return Head(
+        campaign="c", epoch=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
+        members=(), owners=(), cursor=Cursor(), helpers=helpers, electorate=electorate,
+        disks=tuple(map(incarnation, electorate)),
+    )  # fmt: skip
+
+
+def incarnation(name: str) -> str:
+    """The first one of this elector, as `Elector` makes it."""
+    return voter_incarnation(MemoryStore(), random.Random(name))
+
+
+def head_after(before: Head, tokens: int = 0, **changes: object) -> Head:
+    head = dataclasses.replace(before, round=before.round + 1, parent=before.id, plan="p", tokens=tokens)
+    return dataclasses.replace(head, **changes)  # type: ignore[arg-type]
+
+
+class Elector:
+    """A participant on a store, as the node runs it."""
+
+    def __init__(self, name: str, store: MemoryStore | None = None, parent: Head | None = None, seed: str | None = None):
+        self.name, self.store = name, store or MemoryStore()
+        self.part = open_participant(self.store, SimulatedIdentity(name), parent or genesis(), random.Random(seed or name))
+        self.log, self.acceptor = self.part.log, self.part.acceptor
+
+    def prepare(self, request: Prepare) -> Promise:
+        return perform(self.store, self.part, self.acceptor.prepare(request.ballot.coordinator, request))
+
+    def accept(self, request: Accept) -> Vote:
+        return perform(self.store, self.part, self.acceptor.accept(request.ballot.coordinator, request))
+
+    def learn(self, decided: Decided) -> bool:
+        return perform(self.store, self.part, self.part.learn(decided))
+
+    def leave(self) -> Farewell | None:
+        return perform(self.store, self.part, self.acceptor.leave())
+
+    def restarted(self) -> Elector:
+        return Elector(self.name, self.store.reopen(), self.log.genesis)
+
+
+def decide(head: Head, voters: str, ballot: Ballot | None = None, signed: Head | None = None) -> Decided:
+    ballot = ballot or Ballot(1, "A")
+    message = vote_message(ballot, (signed or head).id)
+    return Decided(head, ballot, tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in voters))
+
+
+# Safety -------------------------------------------------------------------------------------------------------------------
+
+
+class Race:
+    """Two coordinators, three electors, and a network that delivers in any order, twice, late or never."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.electors = {name: Elector(name) for name in ELECTORS}
+        self.proposers: dict[str, Proposer] = {}
+        self.flying: list[tuple[str, Send]] = []
+        self.votes: dict[tuple[Ballot, str], set[str]] = {}
+        self.certificates: list[Decided] = []
+        self.heads_made = 0
+
+    def step(self) -> None:
+        action = self.rng.random()
+        if action < 0.1 or not self.flying:
+            self.begin(self.rng.choice("AB"))
+        elif action < 0.16:
+            self.flying.pop(self.rng.randrange(len(self.flying)))
+        elif action < 0.22:
+            name = self.rng.choice(ELECTORS)
+            self.electors[name] = self.electors[name].restarted()
+        else:
+            place = self.rng.randrange(len(self.flying))
+            message = self.flying[place]
+            if self.rng.random() < 0.9:
+                self.flying.pop(place)
+            self.deliver(*message)
+
+    def begin(self, name: str) -> None:
+        """A new attempt, or the first after a crash: it remembers nothing."""
+        self.proposers[name] = Proposer(CommitLog(SimulatedIdentity(name), genesis()), SimulatedIdentity(name))
+        self.send(name, self.proposers[name].prepare(()))
+
+    def send(self, name: str, sends: tuple[Send, ...]) -> None:
+        self.flying += [(name, send) for send in sends]
+
+    def deliver(self, name: str, send: Send) -> None:
+        assert not isinstance(send.request, Decide)
+        elector = self.electors[send.to]
+        reply: Reply | None = None
+        try:
+            if isinstance(send.request, Prepare):
+                reply = elector.prepare(send.request)
+            else:
+                reply = elector.accept(send.request)
+                self.votes.setdefault((send.request.ballot, send.request.head.id), set()).add(send.to)
+        except Refused:
+            pass
+        if self.rng.random() < 0.8:
+            self.hear(name, send, reply)
+
+    def hear(self, name: str, send: Send, reply: Reply | None) -> None:
+        proposer = self.proposers[name]
+        self.send(name, proposer.receive(send.to, send.request, reply))
+        if proposer.phase is Phase.PROMISED:
+            self.heads_made += 1
+            head = proposer.bound or head_after(proposer.parent, tokens=self.heads_made)
+            self.send(name, proposer.propose(head, ()))
+        if proposer.decided is not None:
+            self.certificates.append(proposer.decided)
+
+    @property
+    def decided(self) -> set[str]:
+        return {head for (_, head), voters in self.votes.items() if len(voters) >= quorum(ELECTORS)}
+
+
+def test_two_coordinators_never_decide_two_heads_under_loss_reordering_and_restarts() -> None:
+    decided_runs, outbid = 0, 0
+    for seed in range(300):
+        race = Race(seed)
+        for _ in range(60):
+            race.step()
+        assert len(race.decided) <= 1, f"seed {seed}"
+        assert all(proves(each, genesis(), SimulatedIdentity("me")) for each in race.certificates)
+        assert {each.head.id for each in race.certificates} <= race.decided
+        decided_runs += len(race.decided)
+        outbid += any(proposer.ballot.number > 1 for proposer in race.proposers.values())
+    assert decided_runs > 150
+    assert outbid > 100
+
+
+def test_a_ballot_is_promised_once_and_never_below_the_highest() -> None:
+    voter, parent = Elector("A"), genesis()
+    assert voter.prepare(Prepare(0, parent.id, Ballot(2, "B"))).granted
+    for ballot in (Ballot(2, "B"), Ballot(2, "A"), Ballot(1, "C")):
+        voter = voter.restarted()
+        refused = voter.prepare(Prepare(0, parent.id, ballot))
+        assert (refused.granted, refused.promised) == (False, Ballot(2, "B"))
+    assert voter.restarted().prepare(Prepare(0, parent.id, Ballot(2, "C"))).granted
+
+
+def test_an_elector_remembers_over_a_crash_what_it_accepted_and_tells_the_next_coordinator() -> None:
+    voter, head = Elector("A"), head_after(genesis())
+    voter.accept(Accept(Ballot(1, "B"), head))
+    promise = voter.restarted().prepare(Prepare(0, genesis().id, Ballot(2, "C")))
+    assert (promise.accepted_ballot, promise.accepted) == (Ballot(1, "B"), head)
+
+
+def test_nothing_changes_before_a_write_is_applied() -> None:
+    """A disk that is full leaves an elector as it was."""
+    voter, parent = Elector("A"), genesis()
+    before = voter.acceptor.votes
+    voter.acceptor.prepare("B", Prepare(0, parent.id, Ballot(1, "B")))
+    voter.acceptor.accept("B", Accept(Ballot(1, "B"), head_after(parent)))
+    voter.acceptor.leave()
+    voter.part.learn(decide(head_after(parent), "AB"))
+    assert (voter.acceptor.votes, voter.log.round) == (before, -1)
+    assert voter.acceptor.farewell() is None
+
+
+def test_an_elector_refuses_to_accept_below_its_promise_or_on_another_parent() -> None:
+    voter, parent = Elector("A"), genesis()
+    voter.prepare(Prepare(0, parent.id, Ballot(3, "B")))
+    with pytest.raises(Refused, match="promised ballot 3"):
+        voter.accept(Accept(Ballot(2, "C"), head_after(parent)))
+    with pytest.raises(Refused, match="my head is round -1"):
+        voter.accept(Accept(Ballot(4, "B"), head_after(head_after(parent))))
+    with pytest.raises(Refused, match="my head is round -1"):
+        voter.accept(Accept(Ballot(4, "B"), head_after(parent, parent="other")))
+
+
+def test_a_ballot_is_taken_from_its_own_coordinator_only() -> None:
+    voter, parent = Elector("A"), genesis()
+    for ballot, sender, reason in ((Ballot(1, "B"), "C", "somebody else"), (Ballot(0, "B"), "B", "range"),
+                                   (Ballot(2**62, "B"), "B", "range"), (Ballot(1, "X"), "X", "no elector")):  # fmt: skip
+        with pytest.raises(Refused, match=reason):
+            voter.acceptor.prepare(sender, Prepare(0, parent.id, ballot))
+        with pytest.raises(Refused, match=reason):
+            voter.acceptor.accept(sender, Accept(ballot, head_after(parent)))
+
+
+def test_a_peer_that_is_no_elector_does_not_vote() -> None:
+    stranger, parent = Elector("X"), genesis()
+    with pytest.raises(Refused, match="not an elector"):
+        stranger.prepare(Prepare(0, parent.id, Ballot(1, "A")))
+    with pytest.raises(Refused, match="not an elector"):
+        stranger.accept(Accept(Ballot(1, "A"), head_after(parent)))
+
+
+def test_no_elector_can_use_up_the_ballots_of_a_round() -> None:
+    """C drives A as far as it can and is gone; B, which C told nothing, finds a ballot that both promise all the same."""
+    parent, electors = genesis(), {name: Elector(name) for name in "AB"}
+    far = Ballot(0, "C")
+    for request in (electors["A"].prepare, lambda prepare: electors["A"].accept(Accept(prepare.ballot, head_after(parent)))):
+        with pytest.raises(Refused, match="far above"):
+            request(Prepare(0, parent.id, Ballot(BALLOT_STEP + 1, "C")))
+    for _ in range(3):
+        far = Ballot(far.number + BALLOT_STEP, "C")
+        assert electors["A"].prepare(Prepare(0, parent.id, far)).granted
+    proposer = Proposer(electors["B"].log, SimulatedIdentity("B"))
+    run(proposer, proposer.prepare(()), electors)
+    assert proposer.phase is Phase.PROMISED
+    assert far.number < proposer.ballot.number <= far.number + BALLOT_STEP
+
+
+def test_votes_of_one_round_do_not_bind_the_next() -> None:
+    voter = Elector("A")
+    first = head_after(voter.log.head)
+    voter.prepare(Prepare(0, voter.log.head.id, Ballot(9, "C")))
+    voter.accept(Accept(Ballot(9, "C"), first))
+    voter.learn(decide(first, "ABC"))
+    assert voter.prepare(Prepare(1, first.id, Ballot(1, "B"))) == Promise(0, True, Ballot(1, "B"), None, None)
+
+
+# The proposer -------------------------------------------------------------------------------------------------------------
+
+
+def run(proposer: Proposer, sends: tuple[Send, ...], electors: dict[str, Elector]) -> None:
+    """Deliver everything at once; who is not among the electors does not answer."""
+    waiting = list(sends)
+    while waiting:
+        send = waiting.pop(0)
+        waiting += proposer.receive(send.to, send.request, answer(electors[send.to], send) if send.to in electors else None)
+
+
+def answer(elector: Elector, send: Send) -> Reply | None:
+    try:
+        if isinstance(send.request, Prepare):
+            return elector.prepare(send.request)
+        if isinstance(send.request, Accept):
+            return elector.accept(send.request)
+        for decided in send.request.decided:
+            elector.learn(decided)
+        return b""
+    except Refused:
+        return None
+
+
+def test_a_proposer_needs_a_majority() -> None:
+    proposer = Proposer(Elector("A").log, SimulatedIdentity("A"))
+    run(proposer, proposer.prepare(()), {"A": Elector("A")})
+    assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 1 of 3 electors answered")
+
+
+def test_a_proposer_sends_an_elector_the_heads_that_it_missed() -> None:
+    electors = {name: Elector(name) for name in "AB"}
+    first = head_after(genesis())
+    electors["A"].learn(decide(first, "BC"))
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    run(proposer, proposer.prepare(()), electors)
+    assert proposer.phase is Phase.PROMISED
+    run(proposer, proposer.propose(head_after(first), ()), electors)
+    assert proposer.decided is not None
+    assert {vote.elector for vote in proposer.decided.votes} == set("AB")
+    assert electors["B"].log.round == 0
+
+
+def test_a_proposer_that_is_behind_gives_up() -> None:
+    electors = {name: Elector(name) for name in "ABC"}
+    for name in "BC":
+        electors[name].learn(decide(head_after(genesis()), "BC"))
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    run(proposer, proposer.prepare(()), electors)
+    assert (proposer.phase, proposer.failure) == (Phase.FAILED, "this round is decided already")
+
+
+def test_a_promise_of_another_ballot_or_round_does_not_count() -> None:
+    log = Elector("A").log
+    for other in (Promise(-1, True, Ballot(2, "A"), None, None), Promise(0, True, Ballot(1, "A"), None, None)):
+        proposer = Proposer(log, SimulatedIdentity("A"))
+        for send in proposer.prepare(()):
+            proposer.receive(send.to, send.request, other)
+        assert proposer.phase is Phase.FAILED
+
+
+def test_a_forged_vote_does_not_count() -> None:
+    electors = {name: Elector(name) for name in "ABC"}
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    run(proposer, proposer.prepare(()), electors)
+    accepts = proposer.propose(head_after(genesis()), ())
+    for send in accepts:
+        proposer.receive(send.to, send.request, Vote(send.to, b"forged"))
+    assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 0 of 3 electors voted")
+
+
+# Farewells ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_majority_is_counted_without_an_elector_that_left() -> None:
+    electors = {name: Elector(name) for name in "AB"}
+    farewell = Elector("C").leave()
+    assert farewell is not None
+    left_too = electors.pop("B").leave()
+    assert left_too is not None
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    run(proposer, proposer.prepare((farewell, left_too)), electors)
+    run(proposer, proposer.propose(head_after(genesis()), (farewell, left_too)), electors)
+    assert proposer.decided is not None
+    assert proves(proposer.decided, genesis(), SimulatedIdentity("me"))
+    unsigned = tuple(dataclasses.replace(each, signature=b"") for each in proposer.decided.farewells)
+    assert not proves(dataclasses.replace(proposer.decided, farewells=unsigned), genesis(), SimulatedIdentity("me"))
+
+
+def test_an_elector_that_left_promises_nothing_and_says_so_again_after_a_restart() -> None:
+    voter = Elector("A")
+    farewell = voter.leave()
+    again = voter.restarted()
+    assert farewell is not None
+    assert farewell == again.acceptor.farewell() == again.leave()
+    with pytest.raises(Refused, match="I left"):
+        again.prepare(Prepare(0, genesis().id, Ballot(1, "B")))
+    with pytest.raises(Refused, match="I left"):
+        again.accept(Accept(Ballot(1, "B"), head_after(genesis())))
+
+
+def test_an_elector_that_promised_a_helper_and_a_lone_elector_keep_their_seats() -> None:
+    promised = Elector("A")
+    promised.prepare(Prepare(0, genesis().id, Ballot(1, "B")))
+    assert promised.leave() is None
+    assert Elector("A", parent=genesis(helpers=("A",))).leave() is None
+    assert Elector("A", parent=genesis(("A",))).leave() is None
+    assert Elector("X").leave() is None
+
+
+# Reforms ------------------------------------------------------------------------------------------------------------------
+
+
+def owner() -> Elector:
+    return Elector("A", parent=genesis(helpers=("A",)))
+
+
+def test_the_owner_alone_opens_a_term_and_everybody_takes_the_higher_one() -> None:
+    helper, voter = owner(), Elector("B", parent=genesis(helpers=("A",)))
+    first = head_after(helper.log.head)
+    for elector in (helper, voter):
+        elector.learn(decide(first, "BC"))
+    with pytest.raises(Refused, match="owner"):
+        voter.part.open_term(0)
+    voter.learn(decide(head_after(first), "BC"))
+    opened = perform(helper.store, helper.part, helper.part.open_term(0))
+    assert (opened.head.epoch, opened.head.round, opened.head.electorate) == (1, 1, ("A",))
+    assert voter.learn(opened)
+    assert helper.restarted().log.head == voter.log.head == opened.head
+    assert voter.log.gave_up(head_after(first).id)
+    with pytest.raises(Refused, match="decided otherwise"):
+        voter.learn(decide(head_after(first), "BC"))
+
+
+def test_each_term_is_above_all_that_the_owner_has_seen() -> None:
+    helper = owner()
+    terms = [perform(helper.store, helper.part, helper.part.open_term(-1)).head.epoch for _ in range(3)]
+    assert terms == [1, 2, 3]
+
+
+@pytest.mark.parametrize("change", [
+    {"epoch": 0}, {"electorate": ("B",)}, {"tokens": 5}, {"round": 1}, {"base_digest": "x"}, {"plan": "p"},
+])  # fmt: skip
+def test_a_reform_that_is_anything_but_a_new_term_of_the_owner_is_refused(change: dict[str, object]) -> None:
+    helper, voter = owner(), Elector("B", parent=genesis(helpers=("A",)))
+    head = dataclasses.replace(helper.part.open_term(-1).reply.head, **change)  # type: ignore[arg-type]
+    with pytest.raises(Refused):
+        voter.learn(decide(head, "A", Ballot(0, "A")))
+
+
+def test_an_outage_lasts_until_a_majority_is_seen_or_something_is_decided() -> None:
+    watch = OutageWatch()
+    assert watch.saw("head", True, 0.0) is None
+    first = watch.saw("head", False, 10.0)
+    assert first is not None
+    assert watch.saw("head", False, 35.0) is first
+    assert [has_lasted(first.since, now, 30.0) for now in (39.9, 40.0)] == [False, True]
+    assert watch.saw("head", True, 41.0) is None
+    again = watch.saw("head", False, 42.0)
+    assert again is not None
+    assert again.since == 42.0
+    after = watch.saw("next head", False, 50.0)
+    assert after is not None
+    assert after.since == 50.0
+
+
+def test_a_majority_is_seen_in_electors_that_can_vote_or_may_once_they_caught_up() -> None:
+    votes, lost, behind = Pong(5, "", -1, True), Pong(5, "", -1, False), Pong(4, "", -1, False)
+    for pongs, expected in (((votes, votes, None), True), ((votes, lost, None), False), ((votes, behind, None), True),
+                            ((None, None, votes), False)):  # fmt: skip
+        assert sees_majority(pongs, ELECTORS, 5) == expected
+
+
+# Lost disks ---------------------------------------------------------------------------------------------------------------
+
+
+def voted_on_round_0(voter: Elector) -> None:
+    """It voted on round 0 and learned what was decided with its vote."""
+    head = head_after(genesis())
+    voter.accept(Accept(Ballot(1, "B"), head))
+    voter.learn(decide(head, "AB"))
+
+
+def test_an_elector_that_lost_its_votes_does_not_vote_until_a_head_lists_its_new_incarnation() -> None:
+    parent, voter = genesis(), Elector("A", seed="another disk")
+    assert not voter.acceptor.may_vote
+    with pytest.raises(Refused, match="votes were lost"):
+        voter.prepare(Prepare(0, parent.id, Ballot(1, "B")))
+    with pytest.raises(Refused, match="votes were lost"):
+        voter.accept(Accept(Ballot(1, "B"), head_after(parent)))
+    assert voter.leave() is None
+    voter.learn(decide(head_after(parent, disks=(voter.acceptor.incarnation, *parent.disks[1:])), "BC"))
+    assert voter.acceptor.may_vote
+    assert voter.prepare(Prepare(1, voter.log.head.id, Ballot(1, "B"))).granted
+
+
+@pytest.mark.parametrize("harm", ["deleted", "cut", "one bit", "from before the vote"])
+def test_votes_that_are_lost_damaged_or_older_than_the_log_begin_another_incarnation(harm: str) -> None:
+    voter = Elector("A")
+    first = voter.acceptor.incarnation
+    before = bytes(voter.store.read(VOTES) or b"")
+    voted_on_round_0(voter)
+    voter = voter.restarted()
+    assert voter.acceptor.incarnation == first
+    now = bytes(voter.store.read(VOTES) or b"")
+    harmed = {"cut": now[:-1], "one bit": now[:40] + bytes([now[40] ^ 1]) + now[41:], "from before the vote": before}
+    if harm == "deleted":
+        voter.store.delete(VOTES)
+    else:
+        voter.store.write(VOTES, [harmed[harm]])
+    again = Elector("A", voter.store, seed="another disk")
+    assert again.acceptor.incarnation != first
+    assert not again.acceptor.may_vote
+    assert again.restarted().acceptor.incarnation == again.acceptor.incarnation
+
+
+def test_an_elector_that_lost_the_end_of_its_log_does_not_vote_on_an_earlier_round_than_before() -> None:
+    voter = Elector("A")
+    voted_on_round_0(voter)
+    decided = voter.log.at(0)
+    voter.prepare(Prepare(1, decided.head.id, Ballot(1, "B")))
+    voter.store.delete(LOG)
+    voter = voter.restarted()
+    with pytest.raises(Refused, match="log was cut"):
+        voter.prepare(Prepare(0, genesis().id, Ballot(9, "B")))
+    voter.learn(decided)
+    assert not voter.prepare(Prepare(1, decided.head.id, Ballot(1, "B"))).granted
+    assert voter.prepare(Prepare(1, decided.head.id, Ballot(2, "B"))).granted
+
+
+# Certificates -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_majority_of_the_parents_electorate_proves_a_head() -> None:
+    parent = genesis()
+    head = head_after(parent, electorate=("X", "Y", "Z"))
+    assert proves(decide(head, "AB"), parent, SimulatedIdentity("me"))
+    assert proves(decide(head, "ABC"), parent, SimulatedIdentity("me"))
+
+
+WRONG: dict[str, Decided] = {
+    "too few votes": decide(head_after(genesis()), "A"),
+    "one elector's vote twice": decide(head_after(genesis()), "AA"),
+    "votes of strangers": decide(head_after(genesis()), "AXY"),
+    "votes of the new electorate": decide(head_after(genesis(), electorate=("X", "Y", "Z")), "XYZ"),
+    "votes for another head": decide(head_after(genesis()), "ABC", signed=head_after(genesis(), tokens=5)),
+    "votes of another ballot": dataclasses.replace(decide(head_after(genesis()), "ABC"), ballot=Ballot(2, "A")),
+    "another parent": decide(head_after(genesis(), parent="other"), "ABC"),
+    "another campaign": decide(head_after(genesis(), campaign="other"), "ABC"),
+    "a round too far": decide(head_after(genesis(), round=1), "ABC"),
+    "forged signatures": Decided(head_after(genesis()), Ballot(1, "A"), tuple(Vote(name, b"\x00" * 16) for name in "ABC")),
+    "no votes": decide(head_after(genesis()), ""),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_certificate_that_does_not_hold_is_refused_and_leaves_no_trace(wrong: str) -> None:
+    reader = Elector("me")
+    with pytest.raises(Refused):
+        reader.learn(WRONG[wrong])
+    assert reader.restarted().log.round == -1
+
+
+def test_the_log_is_a_chain_that_survives_a_restart() -> None:
+    reader = Elector("me")
+    log = reader.log
+    for number in range(3):
+        assert reader.learn(decide(head_after(log.head, tokens=number), "AC"))
+    assert not reader.learn(log.at(1))
+    with pytest.raises(Refused, match="decided otherwise"):
+        reader.learn(decide(head_after(log.head_at(0), tokens=99), "AB"))
+    reopened = reader.restarted().log
+    assert reopened.since(-1) == log.since(-1)
+    assert reopened.head_at(-1) == genesis()
+    with pytest.raises(IndexError):
+        reopened.at(3)
+
+
+def test_records_of_a_log_that_do_not_follow_are_dropped_for_good() -> None:
+    reader = Elector("me")
+    for number in range(3):
+        reader.learn(decide(head_after(reader.log.head, tokens=number), "AC"))
+    records = reader.store.records(LOG)
+    reader.store.delete(LOG)
+    for record in (records[0], records[2], records[1]):
+        reader.store.append(LOG, record)
+    assert reader.restarted().log.round == 0
+    assert reader.store.reopen().records(LOG)[:1] == records[:1]
+    again = reader.restarted()
+    assert again.store.records(LOG) == records[:1]
+
+
+# The electorate -----------------------------------------------------------------------------------------------------------
+
+NAMES = st.sets(st.sampled_from("ABCDEFGHIJ"))
+
+
+@given(helpers=st.sets(st.sampled_from("XY")), members=NAMES, last=NAMES)
+def test_helpers_then_the_longest_serving_members_are_electors(helpers: set[str], members: set[str], last: set[str]) -> None:
+    chosen = choose_electorate(tuple(sorted(helpers)), members, tuple(sorted(last)))
+    assert len(chosen) <= MAX_ELECTORS
+    assert chosen == tuple(sorted(set(chosen)))
+    assert set(chosen) <= helpers | members
+    if len(members) != 1:
+        there = min(MAX_ELECTORS, len(helpers | members))
+        assert len(chosen) == there - (there > 0 and there % 2 == 0), "an odd number"
+        assert helpers <= set(chosen) or not members
+        if (members & last) - set(chosen):
+            assert set(chosen) <= helpers | last
+
+
+@given(st.integers(1, MAX_ELECTORS))
+def test_any_two_majorities_share_an_elector(count: int) -> None:
+    assert 2 * quorum(tuple("ABCDEFG"[:count])) > count
+
+
+# Without I/O --------------------------------------------------------------------------------------------------------------
+
+FOREIGN = {"asyncio", "hivemind", "torch", "numpy", "socket"}
+
+
+def test_the_package_imports_nothing_but_records_errors_and_the_standard_library() -> None:
+    (folder,) = map(Path, spes_p2p.consensus.__path__)
+    found: set[str] = set()
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(name.name for name in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, file
+                found.add(str(node.module))
+    allowed = ("spes_p2p.consensus", "spes_p2p.messages", "spes_p2p.errors")
+    own = {name for name in found if name.startswith("spes_p2p")}
+    assert all(name.startswith(allowed) for name in own)
+    assert {name.split(".")[0] for name in found - own} <= set(sys.stdlib_module_names) - FOREIGN
+
+
+def test_the_package_can_be_taken_alone() -> None:
+    load = "import sys, spes_p2p.consensus.participant, spes_p2p.consensus.proposer, spes_p2p.consensus.reform; "
+    show = "print(*sorted({name.split('.')[0] for name in sys.modules} | {n for n in sys.modules if n.startswith('spes_p2p')}))"
+    output = subprocess.run([sys.executable, "-c", load + show], capture_output=True, text=True, check=True).stdout.split()
+    assert not FOREIGN & set(output)
+    packages = {".".join(name.split(".")[:2]) for name in output if name.startswith("spes_p2p")}
+    assert packages == {"spes_p2p", "spes_p2p.consensus", "spes_p2p.messages", "spes_p2p.errors"}
