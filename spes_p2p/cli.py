@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spes_p2p import __version__
-from spes_p2p.addresses import check_peer_addresses
+from spes_p2p.client.exit_codes import exit_with
+from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
-from spes_p2p.exit_codes import exit_with
 
 if TYPE_CHECKING:
-    from spes_p2p.campaign import CampaignFiles
-    from spes_p2p.exporting import Exportable
+    from spes_p2p.campaign.files import CampaignFiles
+    from spes_p2p.client.export import Exportable
 
 app = typer.Typer(
     help="Peer-to-peer training of mixture-of-experts language models.",
@@ -97,7 +97,7 @@ def init(
     url: Url = None,
 ) -> None:
     """Write a campaign: a commented file, token files, tokenizer. Without --text it asks, on a terminal."""
-    from spes_p2p.new_campaign import CAMPAIGN_YAML, Answers, ask, check_place, make_campaign, parse_answer
+    from spes_p2p.campaign.init import CAMPAIGN_YAML, Answers, ask, check_place, make_campaign, parse_answer
 
     asks = sys.stdin.isatty() and not text
     name = name or folder.resolve().name
@@ -115,7 +115,7 @@ def init(
     )
     with _ProgressBar("tokenizing") as update:
         made = make_campaign(answers, lambda p: update(p.bytes_done, p.bytes_total))
-    from spes_p2p.plan_table import describe_size
+    from spes_p2p.campaign.plan_table import describe_size
 
     path = folder / CAMPAIGN_YAML
     print(f"{path}: {describe_size(made.campaign.config)}, {made.training_manifest.tokens} tokens of text")
@@ -146,8 +146,8 @@ def bootstrap(
 
     With --peer: be one more bootstrap peer of a campaign that another one has begun, from the same files.
     """
-    from spes_p2p.campaign import read_campaign
-    from spes_p2p.config import make_peer_config
+    from spes_p2p.campaign.files import read_campaign
+    from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(
         run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
@@ -158,7 +158,7 @@ def bootstrap(
     files = read_campaign(config)
     _log(settings.log_level, log_json)
     with _waiting("starting"):
-        from spes_p2p.peer.session import run_bootstrap
+        from spes_p2p.session.run import run_bootstrap
 
     def show(address: str) -> None:
         (run_dir / "address").write_text(address + "\n")
@@ -199,8 +199,8 @@ def join(
     log_json: LogJson = False,
 ) -> None:
     """Train in a campaign. An address is all it needs. Ctrl-C leaves politely."""
-    from spes_p2p.config import make_peer_config
-    from spes_p2p.quantities import parse_bytes
+    from spes_p2p.config.campaign import make_peer_config
+    from spes_p2p.config.quantities import parse_bytes
 
     settings = make_peer_config(
         run_dir=run_dir, device=device, experts=_number_or_word(experts),
@@ -215,7 +215,7 @@ def join(
     )
     _log(settings.log_level, log_json)
     with _waiting("looking for the campaign") as end_waiting:
-        from spes_p2p.peer.session import run_join
+        from spes_p2p.session.run import run_join
 
         def show(files: CampaignFiles, address: str) -> None:
             end_waiting()
@@ -233,7 +233,7 @@ def swarm(
     as_json: AsJson = False,
 ) -> None:
     """Run a bootstrap peer and trainers on this machine, watched. Exit code 1 if a peer failed or digests differ."""
-    from spes_p2p.local_swarm import is_good, run_swarm
+    from spes_p2p.client.local_swarm import is_good, run_swarm
 
     _log("warning", False)
     with _waiting("starting the peers") as end_waiting:
@@ -260,9 +260,9 @@ def status(
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic."""
     _log("warning", False)
     with _waiting("looking for the swarm") as end_waiting:
+        from spes_p2p.client.watch import look_once, watch_swarm
         from spes_p2p.observe.status import swarm_status
         from spes_p2p.observe.table import render_status
-        from spes_p2p.watch import look_once, watch_swarm
 
         if watch:
             _run(watch_swarm(addresses, as_json, end_waiting))
@@ -287,12 +287,12 @@ def control(
     ],
 ) -> None:
     """Order your campaign to pause, resume, stop, go back to a round, or change its schedule: all peers in the same round."""
-    from spes_p2p.orders import parse_order
+    from spes_p2p.campaign.orders import parse_order
 
     make = parse_order(order)
     _log("warning", False)
     with _waiting("looking for the swarm"):
-        from spes_p2p.owner import give_order
+        from spes_p2p.client.owner import give_order
 
         given = _run(give_order([address], key, make))
     taken = f"{given.taken} of {given.peers} peers have record {given.control.number}"
@@ -321,7 +321,7 @@ def simulate(
     """Run a swarm on this machine under faults, and check its invariants. Exit code 1 if one was broken."""
     if virtual == processes:
         raise UserError("simulate: give one of --virtual and --processes")
-    from spes_p2p.simulate.command import simulate_processes, simulate_virtual
+    from spes_p2p.testing.simulate.command import simulate_processes, simulate_virtual
 
     options = {
         "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
@@ -347,13 +347,13 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say whether this machine can train in a campaign, and what to mend. Exit code 1 if something must be mended."""
-    from spes_p2p.config import make_peer_config
+    from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(run_dir=run_dir, device=device, listen=listen, announce=announce)
     _log("error", False)
     with _waiting("examining this machine and the way to the swarm"):
-        from spes_p2p.doctor import examine, report, worst
-        from spes_p2p.verdicts import render_checks
+        from spes_p2p.client.doctor import examine, report, worst
+        from spes_p2p.client.doctor_checks import render_checks
 
         checks = _run(examine(addresses, settings))
     if as_json:
@@ -372,7 +372,7 @@ def dashboard(
     """Show a running swarm as a web page that stays live. Ctrl-C ends it."""
     _log("warning", False)
     with _waiting("starting") as end_waiting:
-        from spes_p2p.dashboard.server import run_dashboard
+        from spes_p2p.client.dashboard.server import run_dashboard
 
         def show(url: str) -> None:
             end_waiting()
@@ -390,13 +390,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what fits on a GPU, and what a peer needs of host memory, disk and link. Allocates nothing."""
-    from spes_p2p.config import load_campaign_config
-    from spes_p2p.quantities import parse_bits_per_second, parse_bytes
+    from spes_p2p.config.campaign import load_campaign_config
+    from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
 
     memory_bytes, line = parse_bytes(memory, "--memory"), parse_bits_per_second(bandwidth, "--bandwidth")
     campaign = load_campaign_config(config)
-    from spes_p2p.plan_table import plan_json, render_plan
-    from spes_p2p.planner import Device, plan_peer
+    from spes_p2p.campaign.plan_table import plan_json, render_plan
+    from spes_p2p.campaign.planner import Device, plan_peer
 
     made = plan_peer(campaign, Device("cuda", memory_bytes), line, peers, "--memory")
     if as_json:
@@ -470,7 +470,7 @@ def export(
     if round_number is not None and run_dir is None:
         raise UserError("export: --round is looked for in an archive; give the --run-dir of a bootstrap peer")
     with _waiting("starting"):
-        from spes_p2p.exporting import from_run_dir, push_to_hub
+        from spes_p2p.client.export import from_run_dir, push_to_hub
 
     made = from_run_dir(run_dir, round_number) if run_dir is not None else _download_base(addresses or [])
     made.write(output)
@@ -491,7 +491,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Write the results to this file as JSON.")] = None,
 ) -> None:
     """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval."""
-    from spes_p2p import evaluate as evaluation
+    from spes_p2p.client import evaluate as evaluation
 
     if (model_dir is None) == (not addresses):
         raise UserError("evaluate: give either a checkpoint folder or --from with an address of the swarm")
@@ -514,7 +514,7 @@ def evaluate(
 def _download_base(addresses: list[str]) -> Exportable:
     _log("warning", False)
     with _waiting("starting"):
-        from spes_p2p.exporting import from_swarm
+        from spes_p2p.client.export import from_swarm
 
     with _ProgressBar("downloading the base") as update:
         made: Exportable = _run(from_swarm(addresses, update))
@@ -569,6 +569,6 @@ def _number_or_word(text: str | None) -> int | str | None:
 
 
 def _rate(text: str | None, option: str) -> float | None:
-    from spes_p2p.quantities import parse_bits_per_second
+    from spes_p2p.config.quantities import parse_bits_per_second
 
     return None if text is None else parse_bits_per_second(text, option)

@@ -36,9 +36,9 @@ from spes_p2p.consensus.proposer import Phase, Proposer
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Accept, Ballot, Decided, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Farewell, Prepare, Promise, Vote
 from spes_p2p.messages.samples import Cursor
-from spes_p2p.swarm.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 NONE = -1
 ELECTORS = ("A", "B", "C")
@@ -90,7 +90,7 @@ class Process(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A proposer that waits for promises, or for the head to propose. Numbers stand for answers and memories."""
+    """A proposer that waits for promises, or for the commit to propose. Numbers stand for answers and memories."""
 
     attempt: int
     memory: int
@@ -122,7 +122,7 @@ class State(NamedTuple):
 
     electors: tuple[int, ...]
     left: tuple[tuple[int, ...], ...]
-    """For each elector, the heads after which it said farewell."""
+    """For each elector, the commits after which it said farewell."""
     reforms: tuple[int, ...]
     live: tuple[Live | None, ...]
     """Of each coordinator."""
@@ -146,7 +146,7 @@ class Numbers:
 
 Step = tuple[str, State]
 Certificate = tuple[Ballot, int, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-"""Ballot and head, who voted, who left, and whose farewells come with it."""
+"""Ballot and commit, who voted, who left, and whose farewells come with it."""
 PER_ELECTOR = ("_answers", "_caught_up", "electorate", "_farewells")
 """Fields of a proposer that a Live keeps by elector."""
 
@@ -156,20 +156,20 @@ class Model:
 
     def __init__(self, bounds: Bounds):
         self.bounds = bounds
-        self.genesis = Head(
-            campaign="c", epoch=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
+        self.genesis = Commit(
+            campaign="c", term=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
             members=(), owners=(), cursor=Cursor(), helpers=(OWNER,) if bounds.reforms else (), electorate=ELECTORS,
-            disks=(_incarnation(0),) * len(ELECTORS),
+            incarnations=(_incarnation(0),) * len(ELECTORS),
         )
         self._at_once = not bounds.losses or bounds.rounds == 1
-        """Does a proposer propose as soon as it may? Later is the same, unless its head depends on losses until then."""
+        """Does a proposer propose as soon as it may? Later is the same, unless its commit depends on losses until then."""
         symmetric = bounds.rounds == 1 or not bounds.losses
         self._fixed = (1 if bounds.reforms else 0) if symmetric else len(ELECTORS)
         """The first so many electors are told apart."""
-        self._processes, self._attempts, self._heads, self._answers, self._memories, self._lives, self._sets = (
+        self._processes, self._attempts, self._commits, self._answers, self._memories, self._lives, self._sets = (
             Numbers() for _ in range(7)
         )
-        self._heads.of(self.genesis)
+        self._commits.of(self.genesis)
         self._known: dict[Any, Any] = {}
         self.reached: set[str] = set()
 
@@ -228,19 +228,19 @@ class Model:
     # Coordinators ------------------------------------------------------------------------------------------------------
 
     def _begin(self, state: State) -> Iterator[Step]:
-        """On any certified head, the newest or one that others have left behind, with any of the farewells."""
-        parents = [n for n in (0, *sorted(self.certified(state))) if self._heads.things[n].round + 1 < self.bounds.rounds]
+        """On any certified commit, the newest or one that others have left behind, with any of the farewells."""
+        parents = [n for n in (0, *sorted(self.certified(state))) if self._commits.things[n].round + 1 < self.bounds.rounds]
         for coordinator, most in zip(COORDINATORS, self.bounds.ballots, strict=True):
             index = sum(attempt.coordinator == coordinator for attempt in state.attempts)
             if index == most:
                 continue
             for parent, number in itertools.product(parents, range(1, self.bounds.numbers + 1)):
-                if coordinator in self._heads.things[parent].electorate:
+                if coordinator in self._commits.things[parent].electorate:
                     for heard in itertools.product(*({False, parent in left} for left in state.left)):
                         live = self._begun(coordinator, index, number, parent, heard)
                         made = Attempt(coordinator, index, number, parent, None, (False,) * len(ELECTORS))
                         after = _with_live(state, coordinator, live)._replace(attempts=_ordered([*state.attempts, made]))
-                        yield f"{coordinator} begins ballot {number} after head {parent}", after
+                        yield f"{coordinator} begins ballot {number} after commit {parent}", after
 
     def _begun(self, coordinator: str, index: int, number: int, parent: int, heard: tuple[bool, ...]) -> Live:
         key = "begin", coordinator, index, number, parent, heard
@@ -252,7 +252,7 @@ class Model:
         return live
 
     def _propose(self, state: State) -> Iterator[Step]:
-        """A coordinator with its promises proposes: what binds it, or a head of its own."""
+        """A coordinator with its promises proposes: what binds it, or a commit of its own."""
         for coordinator, live in zip(COORDINATORS, state.live, strict=True):
             if live is not None and not live.answers:
                 yield from self._proposed(state, coordinator, live)
@@ -261,27 +261,28 @@ class Model:
         attempt = next(a for a in state.attempts if (a.coordinator, a.place) == (coordinator, live.attempt))
         proposer = self._proposer(coordinator, live, attempt.parent)
         if proposer.bound is not None:
-            self.reached.add("a bound head is proposed again")
-        heads = [proposer.bound] if proposer.bound is not None else self._own_heads(state, attempt, proposer.parent)
-        for head in heads:
-            (accept, *_) = self._proposer(coordinator, live, attempt.parent).propose(head, ())
+            self.reached.add("a bound commit is proposed again")
+        commits = [proposer.bound] if proposer.bound is not None else self._own_commits(state, attempt, proposer.parent)
+        for commit in commits:
+            (accept, *_) = self._proposer(coordinator, live, attempt.parent).propose(commit, ())
             assert isinstance(accept.request, Accept)
-            proposed = attempt._replace(proposal=self._heads.of(accept.request.head))
+            proposed = attempt._replace(proposal=self._commits.of(accept.request.commit))
             after = _replaced(_with_live(state, coordinator, None), attempt, proposed)
-            yield f"{coordinator} proposes head {proposed.proposal}", after
+            yield f"{coordinator} proposes commit {proposed.proposal}", after
 
-    def _own_heads(self, state: State, attempt: Attempt, parent: Head) -> Iterator[Head]:
-        """What a coordinator that is not bound may propose: another head in each attempt, as its plan would be another.
+    def _own_commits(self, state: State, attempt: Attempt, parent: Commit) -> Iterator[Commit]:
+        """What a coordinator that is not bound may propose: another commit in each attempt, as its plan would be another.
 
         It lists electors' incarnations as they are or, where it did not hear of a loss, as they were.
         """
         tokens = 10 * COORDINATORS.index(attempt.coordinator) + attempt.place + 1
         now = [_incarnation(self._processes.things[process].losses) for process in state.electors]
-        listed = dict(zip(parent.electorate, parent.disks, strict=True))
+        listed = dict(zip(parent.electorate, parent.incarnations, strict=True))
         known = [sorted({listed.get(name, new), new}) for name, new in zip(ELECTORS, now, strict=True)]
         for disks in itertools.product(*known) if parent.round + 2 < self.bounds.rounds else [tuple(now)]:
             yield dataclasses.replace(
-                parent, round=parent.round + 1, parent=parent.id, plan="p", tokens=tokens, electorate=ELECTORS, disks=disks
+                parent, round=parent.round + 1, parent=parent.id, plan="p", tokens=tokens, electorate=ELECTORS,
+                incarnations=disks
             )
 
     def _proposer(self, coordinator: str, live: Live, parent: int) -> Proposer:
@@ -301,25 +302,25 @@ class Model:
             Live(index, memory_number, (), (False,) * len(ELECTORS))
         )
 
-    def _log_to(self, head: int) -> CommitLog:
-        """A log that ends with this head."""
-        chain: list[Head] = []
-        while head:
-            chain.append(self._heads.things[head])
-            head = next(n for n, known in enumerate(self._heads.things) if known.id == chain[-1].parent)
+    def _log_to(self, commit: int) -> CommitLog:
+        """A log that ends with this commit."""
+        chain: list[Commit] = []
+        while commit:
+            chain.append(self._commits.things[commit])
+            commit = next(n for n, known in enumerate(self._commits.things) if known.id == chain[-1].parent)
         log = CommitLog(SimulatedIdentity("reader"), self.genesis)
         for known in reversed(chain):
             log.put(_uncertified(known))
         return log
 
     def _farewells(self, parent: int, heard: tuple[bool, ...]) -> list[Farewell]:
-        said = self._heads.things[parent].id
+        said = self._commits.things[parent].id
         return [signed_farewell(SimulatedIdentity(name), said) for name, known in zip(ELECTORS, heard, strict=True) if known]
 
     # Electors ----------------------------------------------------------------------------------------------------------
 
     def _prepare(self, state: State, attempt: Attempt, place: int) -> Iterator[Step]:
-        parent: Head = self._heads.things[attempt.parent]
+        parent: Commit = self._commits.things[attempt.parent]
         request = Prepare(parent.round + 1, parent.id, attempt.ballot)
         key = "prepare", attempt.number, attempt.coordinator, attempt.parent
         ends = self._handle(state, place, key, lambda elector: elector.acceptor.prepare(attempt.coordinator, request))
@@ -375,40 +376,40 @@ class Model:
     def _accept(self, state: State, attempt: Attempt, place: int) -> Iterator[Step]:
         if attempt.proposal is None:
             return
-        request = Accept(attempt.ballot, self._heads.things[attempt.proposal])
+        request = Accept(attempt.ballot, self._commits.things[attempt.proposal])
         key = "accept", attempt.number, attempt.coordinator, attempt.proposal
         ends = self._handle(state, place, key, lambda elector: elector.acceptor.accept(attempt.coordinator, request))
         for after, vote in ends:
             voted = attempt if vote is None else attempt._replace(votes=_put(attempt.votes, place, True))
             if voted != attempt or after != state.electors[place]:
-                what = f"head {attempt.proposal} of {attempt.coordinator}/{attempt.number}"
+                what = f"commit {attempt.proposal} of {attempt.coordinator}/{attempt.number}"
                 step = f"{ELECTORS[place]} {'votes for' if vote else 'crashes over'} {what}"
                 yield step, _replaced(_with_elector(state, place, after), attempt, voted)
 
     def _learn(self, state: State, place: int) -> Iterator[Step]:
         """Somebody sends votes of one ballot as a certificate, enough of them or not, with farewells, true or forged."""
-        for (ballot, head), voters in _votes(state).items():
-            parent = self._parent(head)
+        for (ballot, commit), voters in _votes(state).items():
+            parent = self._parent(commit)
             left = tuple(name for name, after in zip(ELECTORS, state.left, strict=True) if parent in after)
             claimed = tuple(name for name in ELECTORS if name not in voters)
             for farewells in {left, claimed} if self.bounds.farewells else {left}:
-                certificate = ballot, head, voters, left, farewells
+                certificate = ballot, commit, voters, left, farewells
                 for after, _ in self._handle(state, place, ("learn", certificate), partial(self._taught, certificate)):
-                    yield f"{ELECTORS[place]} learns head {head}", _with_elector(state, place, after)
-        for head in state.reforms:
-            reform: Decided = self._known["reform", head]
-            for after, _ in self._handle(state, place, ("reform", head), partial(Participant.learn, decided=reform)):
-                yield f"{ELECTORS[place]} learns the reform {head}", _with_elector(state, place, after)
+                    yield f"{ELECTORS[place]} learns commit {commit}", _with_elector(state, place, after)
+        for commit in state.reforms:
+            reform: CertifiedCommit = self._known["reform", commit]
+            for after, _ in self._handle(state, place, ("reform", commit), partial(Participant.learn, decided=reform)):
+                yield f"{ELECTORS[place]} learns the reform {commit}", _with_elector(state, place, after)
 
     def _taught(self, certificate: Certificate, elector: Participant) -> Output[bool]:
         """The elector gets these votes; of the farewells only those of electors that left carry their signature."""
-        ballot, head, voters, left, farewells = certificate
-        decided: Head = self._heads.things[head]
+        ballot, commit, voters, left, farewells = certificate
+        decided: Commit = self._commits.things[commit]
         message = vote_message(ballot, decided.id)
         votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in voters)
         said = [signed_farewell(SimulatedIdentity(name), decided.parent) for name in farewells]
         told = [true if true.elector in left else dataclasses.replace(true, signature=b"forged") for true in said]
-        return elector.learn(Decided(decided, ballot, votes, tuple(told)))
+        return elector.learn(CertifiedCommit(decided, ballot, votes, tuple(told)))
 
     def _leave(self, state: State, place: int) -> Iterator[Step]:
         if sum(map(len, state.left)) == self.bounds.farewells:
@@ -431,14 +432,14 @@ class Model:
         process: Process = self._processes.things[state.electors[place]]
         for number in range(-1, min(len(process.log), self.bounds.rounds - 1)):
             ends = self._handle(state, place, ("open", number), partial(Participant.open_term, round_number=number))
-            opened: Decided | None = next((decided for _, decided in ends if decided is not None), None)
+            opened: CertifiedCommit | None = next((decided for _, decided in ends if decided is not None), None)
             if opened is None:
                 continue
-            head = self._heads.of(opened.head)
-            self._known["reform", head] = opened
-            reforms = tuple(sorted({*state.reforms, head}))
+            commit = self._commits.of(opened.commit)
+            self._known["reform", commit] = opened
+            reforms = tuple(sorted({*state.reforms, commit}))
             for after, _ in ends:
-                opens = f"{ELECTORS[place]} opens a term with head {head}"
+                opens = f"{ELECTORS[place]} opens a term with commit {commit}"
                 yield opens, _with_elector(state, place, after)._replace(reforms=reforms)
 
     def _crash(self, state: State, place: int) -> Iterator[Step]:
@@ -472,7 +473,7 @@ class Model:
                 if write.file == VOTES:
                     disk = disk._replace(votes=write.record)
                 elif write.file == LOG:
-                    disk = disk._replace(log=tuple(self._heads.of(decided.head) for decided in elector.log.since(-1)))
+                    disk = disk._replace(log=tuple(self._commits.of(decided.commit) for decided in elector.log.since(-1)))
                 ends.append((self._processes.of(self._settled(disk)), None))
             memory = None if pack(elector.acceptor.votes) == disk.votes else elector.acceptor.votes
             ends.append((self._processes.of(self._settled(disk._replace(memory=memory))), output.reply))
@@ -482,7 +483,7 @@ class Model:
 
     def _participant(self, name: str, process: Process) -> Participant:
         """The elector as it recovers, with what it has in memory."""
-        records = [pack(_uncertified(self._heads.things[head])) for head in process.log]
+        records = [pack(_uncertified(self._commits.things[commit])) for commit in process.log]
         files = Files(process.votes, records, None)
         elector = Participant(SimulatedIdentity(name), self.genesis, files, random.Random(process.losses))
         assert not elector.recovery
@@ -494,32 +495,32 @@ class Model:
         """After the last round of the search nobody asks for votes any more: they are kept as for the next round."""
         if len(process.log) < self.bounds.rounds:
             return process
-        head: Head = self._heads.things[process.log[-1]]
-        unused = VoteState(_incarnation(process.losses), head.epoch, head.round + 1, head.id, None, None, None)
+        commit: Commit = self._commits.things[process.log[-1]]
+        unused = VoteState(_incarnation(process.losses), commit.term, commit.round + 1, commit.id, None, None, None)
         return process._replace(votes=pack(unused), memory=None)
 
     # What must hold ----------------------------------------------------------------------------------------------------
 
-    def _parent(self, head: int) -> int:
-        if ("parent", head) not in self._known:
-            parent = self._heads.things[head].parent
-            self._known["parent", head] = next(n for n, known in enumerate(self._heads.things) if known.id == parent)
-        found: int = self._known["parent", head]
+    def _parent(self, commit: int) -> int:
+        if ("parent", commit) not in self._known:
+            parent = self._commits.things[commit].parent
+            self._known["parent", commit] = next(n for n, known in enumerate(self._commits.things) if known.id == parent)
+        found: int = self._known["parent", commit]
         return found
 
     def certified(self, state: State) -> set[int]:
-        """The heads that are decided, whoever knows it: by votes in one ballot of a majority of those that did not leave, or by
-        the owner. Counted here once more, without the code under test."""
+        """The commits that are decided, whoever knows it: by votes in one ballot of a majority of those that did not leave, or
+        by the owner. Counted here once more, without the code under test."""
         found = set(state.reforms)
-        for (_, head), voters in _votes(state).items():
-            parent = self._parent(head)
-            electorate = set(self._heads.things[parent].electorate)
+        for (_, commit), voters in _votes(state).items():
+            parent = self._parent(commit)
+            electorate = set(self._commits.things[parent].electorate)
             left = [name for name, after in zip(ELECTORS, state.left, strict=True) if parent in after]
             for count in range(len(left) + 1):
                 for gone in itertools.combinations(left, count):
                     seats = electorate - set(gone) or electorate
                     if 2 * len(seats & set(voters)) > len(seats):
-                        found.add(head)
+                        found.add(commit)
                         if 2 * len(electorate & set(voters)) < len(electorate):
                             self.reached.add("a minority decides, as the others left")
         return found
@@ -527,31 +528,31 @@ class Model:
     def violation(self, state: State) -> str | None:
         """What is wrong with this state, in words; None for nothing."""
         certified = self.certified(state)
-        heads: list[Head] = [self._heads.things[number] for number in certified]
-        self._note(heads)
-        if len({(head.epoch, head.round) for head in heads}) < len(heads):
-            return f"heads {sorted(certified)}: two are certified for one round of one term"
-        reforms = [head.epoch for head in heads if is_reform(head)]
+        commits: list[Commit] = [self._commits.things[number] for number in certified]
+        self._note(commits)
+        if len({(commit.term, commit.round) for commit in commits}) < len(commits):
+            return f"commits {sorted(certified)}: two are certified for one round of one term"
+        reforms = [commit.term for commit in commits if is_reform(commit)]
         if len(set(reforms)) < len(reforms):
-            return f"heads {sorted(certified)}: one term is opened twice"
+            return f"commits {sorted(certified)}: one term is opened twice"
         logs = [self._processes.things[process].log for process in state.electors]
         for name, log in zip(ELECTORS, logs, strict=True):
             if not certified.issuperset(log):
-                return f"{name} learned a head that is not certified"
+                return f"{name} learned a commit that is not certified"
         for one, other in itertools.combinations(logs, 2):
             fork = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), None)
-            if fork is not None and self._heads.things[fork[0]].epoch == self._heads.things[fork[1]].epoch:
-                return f"heads {fork}: a fork that no higher term heals"
+            if fork is not None and self._commits.things[fork[0]].term == self._commits.things[fork[1]].term:
+                return f"commits {fork}: a fork that no higher term heals"
         return None
 
-    def _note(self, heads: list[Head]) -> None:
-        for head in heads:
-            if is_reform(head):
+    def _note(self, commits: list[Commit]) -> None:
+        for commit in commits:
+            if is_reform(commit):
                 self.reached.add("a term is opened")
             else:
-                self.reached.add(f"{COORDINATORS[head.tokens // 10]} decides")
-                self.reached.add(f"round {head.round} is decided in term {head.epoch}")
-        if len({head.round for head in heads}) < len(heads):
+                self.reached.add(f"{COORDINATORS[commit.tokens // 10]} decides")
+                self.reached.add(f"round {commit.round} is decided in term {commit.term}")
+        if len({commit.round for commit in commits}) < len(commits):
             self.reached.add("two terms fork")
 
 
@@ -584,7 +585,7 @@ def _trace(model: Model, came_from: dict[bytes, bytes], key: bytes) -> tuple[str
 
 
 def _votes(state: State) -> dict[tuple[Ballot, int], tuple[str, ...]]:
-    """Who voted for which head in which ballot."""
+    """Who voted for which commit in which ballot."""
     votes: dict[tuple[Ballot, int], tuple[str, ...]] = {}
     for attempt in state.attempts:
         if attempt.proposal is not None and any(attempt.votes):
@@ -614,9 +615,9 @@ def _put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
-def _uncertified(head: Head) -> Decided:
-    """Certificates of one head prove the same, so logs are kept without votes."""
-    return Decided(head, Ballot(0, ""), ())
+def _uncertified(commit: Commit) -> CertifiedCommit:
+    """Certificates of one commit prove the same, so logs are kept without votes."""
+    return CertifiedCommit(commit, Ballot(0, ""), ())
 
 
 def _empty_disk(losses: int) -> Process:

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_p2p.config import CodecConfig
+from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.messages.codec import unpack
-from spes_p2p.messages.consensus import Ballot, Head
+from spes_p2p.messages.consensus import Ballot, Commit
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.rounds import Member, Plan, PullRequest, PushHeader, Staged
 from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.codecs import GroupCodecs, group_codecs
-from spes_p2p.sync.exchange import Exchange
-from spes_p2p.sync.parts import Part, weight
-from spes_p2p.sync.plan import make_head, staged_report
-from spes_p2p.sync.results import Results
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.peer.exchange import Exchange
+from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
+from spes_p2p.rounds.parts import Part, weight
+from spes_p2p.rounds.plan import make_commit, staged_report
+from spes_p2p.rounds.results import Results
+from spes_p2p.testing.memory import MemoryNetwork
 
 LAYOUT = Layout(
     [TensorSpec("embed", (40, 8), "shared"), TensorSpec("gate", (4, 8), "router", 0)]
@@ -57,17 +57,17 @@ def planned(m: Member) -> Behind:
 def make_plan_of(members: Iterable[Member]) -> Plan:
     members = tuple(members)
     return Plan(
-        campaign="c", epoch=0, round=1, parent="parent", ballot=Ballot(1, members[0].peer), base_digest="digest",
+        campaign="c", term=0, round=1, parent="parent", ballot=Ballot(1, members[0].peer), base_digest="digest",
         members=members, tokens=sum(m.tokens for m in members), loss=0.0, validation_loss=None, step=10, merge=None,
-        duties=(), cursor=Cursor(),
+        assignments=(), cursor=Cursor(),
     )
 
 
-def head_before(plan: Plan) -> Head:
-    return Head(
-        campaign="c", epoch=0, round=0, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=1000,
+def commit_before(plan: Plan) -> Commit:
+    return Commit(
+        campaign="c", term=0, round=0, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=1000,
         members=tuple(m.peer for m in plan.members), owners=((),) * LAYOUT.num_experts, cursor=Cursor(), helpers=(),
-        electorate=tuple(m.peer for m in plan.members), disks=("0" * 16,) * len(plan.members),
+        electorate=tuple(m.peer for m in plan.members), incarnations=("0" * 16,) * len(plan.members),
     )
 
 
@@ -87,7 +87,7 @@ class Round:
     plan: Plan
     codecs: GroupCodecs
     network: MemoryNetwork
-    boards: dict[str, Switchboard]
+    boards: dict[str, RpcEndpoint]
     exchanges: dict[str, Exchange]
     layout: Layout
     part_bytes: int
@@ -108,7 +108,7 @@ class Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
         for m in plan.members:
-            board = Switchboard(network.transport(m.peer), SILENCE_S)
+            board = RpcEndpoint(network.transport(m.peer), SILENCE_S)
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own_carried = (carried or {}).get(m.peer, {})
             exchange = Exchange(board, opened.empty(), pending, own_carried, timeout_s, (behind or {}).get(m.peer, planned(m)))
@@ -130,21 +130,21 @@ class Round:
             reports[me] = staged_report(results, me, "0" * 16)
         return reports
 
-    def commit(self, peers: Iterable[str] | None = None, helpers: tuple[str, ...] = ()) -> Head:
-        return make_head(head_before(self.plan), self.plan, self.empty(), self.staged(peers), helpers)
+    def commit(self, peers: Iterable[str] | None = None, helpers: tuple[str, ...] = ()) -> Commit:
+        return make_commit(commit_before(self.plan), self.plan, self.empty(), self.staged(peers), helpers)
 
-    def new_base(self, peer: str, head: Head, base: np.ndarray) -> np.ndarray:
+    def new_base(self, peer: str, commit: Commit, base: np.ndarray) -> np.ndarray:
         results = self.exchanges[peer].results
-        return np.concatenate(list(next_base(base, self.layout, results.committed(head), results.encoded, None)))
+        return np.concatenate(list(next_base(base, self.layout, results.committed(commit), results.encoded, None)))
 
 
-async def _serve(board: Switchboard, exchange: Exchange) -> None:
-    async def on_push(talk: Talk) -> None:
-        unpack(PushHeader, await talk.message())
-        await exchange.on_push(talk)
+async def _serve(board: RpcEndpoint, exchange: Exchange) -> None:
+    async def on_push(stream: Stream) -> None:
+        unpack(PushHeader, await stream.message())
+        await exchange.on_push(stream)
 
-    async def on_pull(talk: Talk) -> None:
-        await exchange.on_pull(talk, unpack(PullRequest, await talk.message()))
+    async def on_pull(stream: Stream) -> None:
+        await exchange.on_pull(stream, unpack(PullRequest, await stream.message()))
 
     await board.serve(PUSH, on_push)
     await board.serve(PULL, on_pull)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import uvloop
 
-from spes_p2p.swarm.interfaces import Channel
-from spes_p2p.swarm.libp2p import start_libp2p
+from spes_p2p.net.interfaces import Channel
+from spes_p2p.net.libp2p import start_libp2p
 
 
 async def echo(channel: Channel) -> None:

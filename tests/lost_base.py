@@ -1,6 +1,6 @@
 """A virtual swarm whose newest base is gone with the peer that had it."""
 
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 
 async def bootstrap_that_knows_more_than_it_has(overlap: bool = False) -> VirtualSwarm:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spes_p2p.config import CampaignConfig, DataConfig, EvaluationConfig, ModelConfig, TrainingConfig
+from spes_p2p.config.campaign import CampaignConfig, DataConfig, EvaluationConfig, ModelConfig, TrainingConfig
 
 
 def tiny_model(**changes: Any) -> ModelConfig:

@@ -22,9 +22,9 @@ import psutil
 import yaml
 
 from spes_p2p.cli import main
+from spes_p2p.net import die_with_parent
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import read_history
-from spes_p2p.swarm import die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -57,7 +57,7 @@ class Ended:
 
 def call(*arguments: str) -> Ended:
     """Run a command in this process: the same entry point, without seconds of imports."""
-    importlib.import_module("spes_p2p.peer.session")  # what libraries print while they load is not the command's
+    importlib.import_module("spes_p2p.session.run")  # what libraries print while they load is not the command's
     root = logging.getLogger()
     handlers, level, argv = root.handlers[:], root.level, sys.argv
     out, err = io.StringIO(), io.StringIO()

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_p2p.messages.rounds import Member
-from spes_p2p.sync.accounting import Ledger, Work
-from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.parts import Part, part_ranges, part_table
+from spes_p2p.rounds.accounting import Ledger, Work
+from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.rounds.parts import Part, part_ranges, part_table
+from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
-from spes_p2p.training.synthetic import SyntheticTrainer
 
 TOKENS_A_STEP, PART_BYTES = 100, 512
 RANGES = part_ranges(LAYOUT, codecs("none"), PART_BYTES)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from spes_p2p.errors import UserError
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.sync.archive import NO_ARCHIVE, Archive, archived_rounds, load_archived
-from spes_p2p.sync.base import Base, load_base
-from spes_p2p.sync.digest import state_digest
+from spes_p2p.rounds.archive import NO_ARCHIVE, Archive, archived_rounds, load_archived
+from spes_p2p.rounds.base import Base, load_base
+from spes_p2p.rounds.digest import state_digest
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 
 def base_of(number: int) -> Base:

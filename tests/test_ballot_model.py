@@ -1,4 +1,5 @@
-"""No interleaving of crash, loss, farewell and reform decides two heads; and the search would find one if a rule were missing.
+"""No interleaving of crash, loss, farewell and reform decides two commits; and the search would find one if a rule were
+missing.
 
 Within its bounds a search is exhaustive: it ends only when every reachable state was visited, or at the first wrong one.
 """
@@ -21,10 +22,10 @@ from spes_p2p.consensus.farewell import farewell_message, signed_farewell
 from spes_p2p.consensus.output import LOG, VOTES, Identity, Output, Write
 from spes_p2p.consensus.participant import Participant
 from spes_p2p.consensus.proposer import Proposer, Reply, Request, Send
-from spes_p2p.consensus.reform import reform_head
-from spes_p2p.messages.consensus import Accept, Ballot, Decided, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.consensus.reform import reform_commit
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Farewell, Prepare, Promise, Vote
 
-BOTH, BOUND = {"A decides", "B decides"}, {"a bound head is proposed again"}
+BOTH, BOUND = {"A decides", "B decides"}, {"a bound commit is proposed again"}
 OUTBID, FEWER = {"an outbid proposer goes on with a higher ballot"}, {"a minority decides, as the others left"}
 FORK = {"a term is opened", "two terms fork", "round 1 is decided in term 1"}
 
@@ -53,7 +54,7 @@ def slow(*values: Any) -> ParameterSet:
     ],
     ids=lambda value: str(value) if isinstance(value, Bounds) else None,
 )
-def test_every_interleaving_decides_one_head_at_most(bounds: Bounds, reached: set[str], at_least: int) -> None:
+def test_every_interleaving_decides_one_commit_at_most(bounds: Bounds, reached: set[str], at_least: int) -> None:
     found = search(bounds)
     columns = (*dataclasses.astuple(bounds)[1:-1], f"{found.states:,}")
     print("|", ", ".join(map(str, bounds.ballots)), "|", " | ".join(str(column or "") for column in columns), "|")
@@ -113,7 +114,7 @@ def in_memory_only(handle: Callable[..., Output[Any]]) -> Callable[..., Output[A
 
 
 def accept_below_promise(self: Acceptor, sender: str, request: Accept) -> Output[Vote]:
-    if request.head.parent == self.votes.parent:
+    if request.commit.parent == self.votes.parent:
         self.votes = dataclasses.replace(self.votes, promised=None)
     return accept(self, sender, request)
 
@@ -143,15 +144,15 @@ def leave_and_vote(self: Acceptor) -> Output[Farewell | None]:
     return Output(output.reply, tuple(Write(VOTES, votes) for votes in kept))
 
 
-def unsigned(farewells: Iterable[Farewell], head: Head, identity: Identity) -> tuple[Farewell, ...]:
-    return tuple(farewell for farewell in farewells if farewell.parent == head.id)
+def unsigned(farewells: Iterable[Farewell], commit: Commit, identity: Identity) -> tuple[Farewell, ...]:
+    return tuple(farewell for farewell in farewells if farewell.parent == commit.id)
 
 
-def of_any_round(farewells: Iterable[Farewell], head: Head, identity: Identity) -> tuple[Farewell, ...]:
+def of_any_round(farewells: Iterable[Farewell], commit: Commit, identity: Identity) -> tuple[Farewell, ...]:
     return tuple(f for f in farewells if identity.verify(f.elector, farewell_message(f.parent), f.signature))
 
 
-def highest_forgotten(granted: Iterable[Promise]) -> Head | None:
+def highest_forgotten(granted: Iterable[Promise]) -> Commit | None:
     accepted = [(promise.accepted_ballot, promise.accepted) for promise in granted if promise.accepted_ballot is not None]
     return min(accepted, key=lambda pair: pair[0])[1] if accepted else None
 
@@ -172,34 +173,34 @@ def keep_answers(self: Proposer, number: int) -> tuple[Send, ...]:
 next_ballot = Proposer._next_ballot
 
 
-def credulous(self: CommitLog, decided: Decided) -> bool:
-    return decided.head.parent == self.head.id
+def credulous(self: CommitLog, decided: CertifiedCommit) -> bool:
+    return decided.commit.parent == self.last.id
 
 
-def lower_term_wins(self: CommitLog, decided: Decided) -> bool:
-    head = decided.head
-    if head.round <= self.round and head.id != self.head_at(head.round).id:
-        return proves(decided, self.head_at(head.round - 1), self._identity)
+def lower_term_wins(self: CommitLog, decided: CertifiedCommit) -> bool:
+    commit = decided.commit
+    if commit.round <= self.round and commit.id != self.commit_at(commit.round).id:
+        return proves(decided, self.commit_at(commit.round - 1), self._identity)
     return admits(self, decided)
 
 
-def open_as_anybody(self: Participant, round_number: int) -> Output[Decided]:
+def open_as_anybody(self: Participant, round_number: int) -> Output[CertifiedCommit]:
     me = self._identity.peer_id
-    head = reform_head(self.log.head_at(round_number), self.log.head.epoch + 1, me, self.acceptor.incarnation)
-    decided = Decided(head, Ballot(0, me), (Vote(me, self._identity.sign(vote_message(Ballot(0, me), head.id))),))
+    commit = reform_commit(self.log.commit_at(round_number), self.log.last.term + 1, me, self.acceptor.incarnation)
+    decided = CertifiedCommit(commit, Ballot(0, me), (Vote(me, self._identity.sign(vote_message(Ballot(0, me), commit.id))),))
     return Output(decided, (Write(LOG, decided),))
 
 
-def open_above_parent(self: Participant, round_number: int) -> Output[Decided]:
-    parent, me = self.log.head_at(round_number), self._identity.peer_id
+def open_above_parent(self: Participant, round_number: int) -> Output[CertifiedCommit]:
+    parent, me = self.log.commit_at(round_number), self._identity.peer_id
     if me != "A":
         return Output(None)  # type: ignore[arg-type]
-    head = reform_head(parent, parent.epoch + 1, me, self.acceptor.incarnation)
-    decided = Decided(head, Ballot(0, me), (Vote(me, self._identity.sign(vote_message(Ballot(0, me), head.id))),))
+    commit = reform_commit(parent, parent.term + 1, me, self.acceptor.incarnation)
+    decided = CertifiedCommit(commit, Ballot(0, me), (Vote(me, self._identity.sign(vote_message(Ballot(0, me), commit.id))),))
     return Output(decided, (Write(LOG, decided),))
 
 
-def open_unwritten(self: Participant, round_number: int) -> Output[Decided]:
+def open_unwritten(self: Participant, round_number: int) -> Output[CertifiedCommit]:
     return Output(open_term(self, round_number).reply)
 
 
@@ -219,11 +220,11 @@ BROKEN: dict[str, tuple[Broken, Bounds]] = {
     "a farewell is forgotten by a restart": (method(Acceptor, "leave", in_memory_only(leave)), TWO_LEAVE),
     "a farewell counts without its signature": (function("counted", unsigned), Bounds((1, 0), numbers=1, farewells=1)),
     "a farewell counts in later rounds": (function("counted", of_any_round), Bounds((2, 1), numbers=1, rounds=2, farewells=2)),
-    "the bound head is ignored": (function("bound_head", lambda granted: None), ONE),
+    "the bound commit is ignored": (function("bound_commit", lambda granted: None), ONE),
     "a minority of promises is enough": (function("has_majority", lambda granted, electorate: granted > 0), ONE),
     "a promise of another ballot counts": (method(Proposer, "receive", receive_any), Bounds((2, 1))),
     "an outbid proposer keeps its promises": (method(Proposer, "_next_ballot", keep_answers), Bounds((2, 1))),
-    "a head is learned without its certificate": (method(CommitLog, "admits", credulous), ONE),
+    "a commit is learned without its certificate": (method(CommitLog, "admits", credulous), ONE),
     "anybody opens a term": (
         both(method(Participant, "open_term", open_as_anybody), function("proves_reform", lambda *certificate: True)), REFORMS
     ),
@@ -250,4 +251,4 @@ def test_an_owner_that_loses_its_disk_may_open_a_term_twice() -> None:
     """The limit that docs/safety.md names."""
     found = search(Bounds((0, 1), numbers=1, rounds=2, reforms=2, losses=1, owner_loses=True))
     assert found.violation is not None
-    assert found.trace == ("A opens a term with head 1", "A loses its disk", "A opens a term with head 2")
+    assert found.trace == ("A opens a term with commit 1", "A loses its disk", "A opens a term with commit 2")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from model_shapes import tiny_campaign
 
-from spes_p2p.config import load_campaign_config
+from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import initial_state, plain_model
 from spes_p2p.model.memory import Setup

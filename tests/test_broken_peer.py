@@ -14,7 +14,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.events import PhaseTrained
-from spes_p2p.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 

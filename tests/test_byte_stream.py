@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from spes_p2p.swarm.byte_stream import AHEAD_BYTES, ByteStream
-from spes_p2p.swarm.channels import StreamChannel
+from spes_p2p.net.byte_stream import AHEAD_BYTES, ByteStream
+from spes_p2p.net.channels import StreamChannel
 
 Script = Callable[[ByteStream, ByteStream], Awaitable[None]]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spes_p2p.config import CodecConfig
+from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.messages.samples import Interval
-from spes_p2p.simulate.swarm import LAYOUT
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.sync.accounting import Ledger
-from spes_p2p.sync.codecs import group_codecs
-from spes_p2p.sync.parts import part_ranges
+from spes_p2p.rounds.accounting import Ledger
+from spes_p2p.rounds.codecs import group_codecs
+from spes_p2p.rounds.parts import part_ranges
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulate.swarm import LAYOUT
+from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.interface import Phase
-from spes_p2p.training.synthetic import SyntheticTrainer
 
 BASE = np.zeros(LAYOUT.size, np.float32)
 RANGES = part_ranges(LAYOUT, group_codecs(CodecConfig.model_validate("none")), 1024)
@@ -30,10 +30,10 @@ def trained(steps: int) -> SyntheticTrainer:
 def test_a_kill_between_checkpoint_and_base_leaves_those_of_the_base_on_disk(jump: int) -> None:
     store, ledger = MemoryStore(), Ledger(LAYOUT, RANGES)
     before, after = trained(3), trained(5)
-    first = take_checkpoint(store, before, ledger, LAYOUT, BASE, "head 4", 4, None)
+    first = take_checkpoint(store, before, ledger, LAYOUT, BASE, "commit 4", 4, None)
     write_checkpoint(first)
-    write_checkpoint(take_checkpoint(store, after, ledger, LAYOUT, BASE, f"head {4 + jump}", 4 + jump, first.name))
-    for head, number, trainer in (("head 4", 4, before), (f"head {4 + jump}", 4 + jump, after)):
+    write_checkpoint(take_checkpoint(store, after, ledger, LAYOUT, BASE, f"commit {4 + jump}", 4 + jump, first.name))
+    for commit, number, trainer in (("commit 4", 4, before), (f"commit {4 + jump}", 4 + jump, after)):
         again = SyntheticTrainer(LAYOUT, BASE, (0,), 32, 1.0, seed=1)
-        assert load_checkpoint(store, again, Ledger(LAYOUT, RANGES), LAYOUT, head, number) is not None
+        assert load_checkpoint(store, again, Ledger(LAYOUT, RANGES), LAYOUT, commit, number) is not None
         np.testing.assert_array_equal(again.local, trainer.local)

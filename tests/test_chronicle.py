@@ -17,8 +17,8 @@ from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
 from spes_p2p.observe.rounds import Totals, totals_of
-from spes_p2p.simulate.swarm import Recorder, VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.remember import CONTRIBUTIONS_A_MESSAGE, RECORDS_A_MESSAGE, pages, remember, serving
+from spes_p2p.peer.history_sync import CONTRIBUTIONS_A_MESSAGE, RECORDS_A_MESSAGE, pages, remember, serving
+from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm, campaign, simulate
 
 FIRST = RoundCommitted(
     round=0, campaign_step=0, total_steps=50, tokens=0, total_tokens=0, loss=math.nan, members=("a", "b"),

@@ -21,7 +21,7 @@ from sample_text import TEXT
 from spes_p2p.cli import app
 from spes_p2p.errors import Broken
 from spes_p2p.messages.methods import PROTOCOL_VERSION
-from spes_p2p.swarm.identity import RSAIdentity
+from spes_p2p.net.identity import RSAIdentity
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 TOKENS = "train_000_000000.npy"
@@ -386,7 +386,7 @@ def test_what_is_nobodys_mistake_ends_with_a_code_by_which_a_supervisor_starts_a
     def broken(*arguments: object) -> None:
         raise Broken("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
 
-    monkeypatch.setattr("spes_p2p.peer.session.run_bootstrap", broken)
+    monkeypatch.setattr("spes_p2p.session.run.run_bootstrap", broken)
     assert (call(*bootstrap(place)).code, call(*bootstrap(place, "--listen", "x")).code) == (1, 2)
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from spes_p2p.config import CodecConfig
+from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.sync.blockwise import BLOCK
-from spes_p2p.sync.codecs import CODECS, group_codecs
+from spes_p2p.rounds.blockwise import BLOCK
+from spes_p2p.rounds.codecs import CODECS, group_codecs
 
 VECTORS = hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-(2.0**17), 2.0**17, width=32))
 

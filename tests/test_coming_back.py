@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SOON_S = 60.0
 
@@ -24,8 +24,8 @@ async def left_in_round_3(trainers: str, leavers: str) -> VirtualSwarm:
 async def assert_goes_on(swarm: VirtualSwarm) -> None:
     number = swarm.nodes["W"].log.round
     await swarm.until_round(number + 2, SOON_S)
-    assert swarm.nodes["W"].log.head.epoch == 0
-    swarm.assert_same_heads()
+    assert swarm.nodes["W"].log.last.term == 0
+    swarm.assert_same_commits()
     swarm.assert_replicas_agree()
 
 
@@ -63,8 +63,8 @@ def test_who_is_back_trains_its_samples_itself() -> None:
         swarm.restart("B")
         number = swarm.nodes["W"].log.round
         await swarm.until_round(number + 1, SOON_S)
-        assert "B" in swarm.nodes["W"].log.head.members
-        assert swarm.nodes["W"].log.head_at(number + 1).cursor.returned == ()
+        assert "B" in swarm.nodes["W"].log.last.members
+        assert swarm.nodes["W"].log.commit_at(number + 1).cursor.returned == ()
         mine = {(i.epoch, p) for i in swarm.samples["B"][number + 1] for p in range(i.start, i.stop)}
         for other in "ABC":
             theirs = [i for r, taken in swarm.samples[other].items() if (other, r) != ("B", number + 1) for i in taken]
@@ -80,11 +80,11 @@ def test_a_helper_that_is_away_has_no_seat_until_it_is_back() -> None:
         await swarm.until_round(2)
         swarm.kill("W")
         await swarm.until_round(5)
-        assert "W" not in swarm.nodes["A"].log.head.electorate, "its death and one more must not end the campaign"
+        assert "W" not in swarm.nodes["A"].log.last.electorate, "its death and one more must not end the campaign"
         swarm.restart("W")
         await swarm.until_round(swarm.round_of("A") + 4)
-        assert "W" in swarm.nodes["A"].log.head.electorate
-        swarm.assert_same_heads()
+        assert "W" in swarm.nodes["A"].log.last.electorate
+        swarm.assert_same_commits()
 
     simulate(main)
 
@@ -104,7 +104,7 @@ def test_who_comes_back_and_finds_nobody_at_first_catches_up_when_the_others_app
         swarm.network.heal()
         await swarm.until(lambda: swarm.nodes["W"].log.round >= 6, SOON_S)
         await swarm.until_round(swarm.round_of("A") + 4)
-        assert "W" in swarm.nodes["A"].log.head.electorate
-        swarm.assert_same_heads()
+        assert "W" in swarm.nodes["A"].log.last.electorate
+        swarm.assert_same_commits()
 
     simulate(main)

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from spes_p2p import __version__
-from spes_p2p.config import (
+from spes_p2p.config.campaign import (
     SCHEMA_VERSION,
     Campaign,
     CampaignConfig,

@@ -1,4 +1,4 @@
-"""One round, one head, whatever is lost, repeated, reordered or restarted; only the right electorate's majority proves it."""
+"""One round, one commit, whatever is lost, repeated, reordered or restarted; only the right electorate's majority proves it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from spes_p2p.consensus.output import LOG, VOTES
 from spes_p2p.consensus.proposer import Phase, Proposer, Reply, Send
 from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
 from spes_p2p.errors import Refused
-from spes_p2p.messages.consensus import Accept, Ballot, Decide, Decided, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Farewell, Prepare, Promise, Vote
 from spes_p2p.messages.rounds import Pong
 from spes_p2p.messages.samples import Cursor
-from spes_p2p.swarm.durable import open_participant, perform, voter_incarnation
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.swarm.simulated_identity import SimulatedIdentity
+from spes_p2p.peer.durable import open_participant, perform, voter_incarnation
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 ELECTORS = ("A", "B", "C")
 
 
-def genesis(electorate: tuple[str, ...] = ELECTORS, helpers: tuple[str, ...] = ("W",)) -> Head:
-    return Head(
-        campaign="c", epoch=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
+def genesis(electorate: tuple[str, ...] = ELECTORS, helpers: tuple[str, ...] = ("W",)) -> Commit:
+    return Commit(
+        campaign="c", term=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
         members=(), owners=(), cursor=Cursor(), helpers=helpers, electorate=electorate,
-        disks=tuple(map(incarnation, electorate)),
+        incarnations=tuple(map(incarnation, electorate)),
     )  # fmt: skip
 
 
@@ -45,15 +45,15 @@ def incarnation(name: str) -> str:
     return voter_incarnation(MemoryStore(), random.Random(name))
 
 
-def head_after(before: Head, tokens: int = 0, **changes: object) -> Head:
-    head = dataclasses.replace(before, round=before.round + 1, parent=before.id, plan="p", tokens=tokens)
-    return dataclasses.replace(head, **changes)  # type: ignore[arg-type]
+def commit_after(before: Commit, tokens: int = 0, **changes: object) -> Commit:
+    commit = dataclasses.replace(before, round=before.round + 1, parent=before.id, plan="p", tokens=tokens)
+    return dataclasses.replace(commit, **changes)  # type: ignore[arg-type]
 
 
 class Elector:
     """A participant on a store, as the node runs it."""
 
-    def __init__(self, name: str, store: MemoryStore | None = None, parent: Head | None = None, seed: str | None = None):
+    def __init__(self, name: str, store: MemoryStore | None = None, parent: Commit | None = None, seed: str | None = None):
         self.name, self.store = name, store or MemoryStore()
         self.part = open_participant(self.store, SimulatedIdentity(name), parent or genesis(), random.Random(seed or name))
         self.log, self.acceptor = self.part.log, self.part.acceptor
@@ -64,7 +64,7 @@ class Elector:
     def accept(self, request: Accept) -> Vote:
         return perform(self.store, self.part, self.acceptor.accept(request.ballot.coordinator, request))
 
-    def learn(self, decided: Decided) -> bool:
+    def learn(self, decided: CertifiedCommit) -> bool:
         return perform(self.store, self.part, self.part.learn(decided))
 
     def leave(self) -> Farewell | None:
@@ -74,10 +74,10 @@ class Elector:
         return Elector(self.name, self.store.reopen(), self.log.genesis)
 
 
-def decide(head: Head, voters: str, ballot: Ballot | None = None, signed: Head | None = None) -> Decided:
+def decide(commit: Commit, voters: str, ballot: Ballot | None = None, signed: Commit | None = None) -> CertifiedCommit:
     ballot = ballot or Ballot(1, "A")
-    message = vote_message(ballot, (signed or head).id)
-    return Decided(head, ballot, tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in voters))
+    message = vote_message(ballot, (signed or commit).id)
+    return CertifiedCommit(commit, ballot, tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in voters))
 
 
 # Safety -------------------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Race:
         self.proposers: dict[str, Proposer] = {}
         self.flying: list[tuple[str, Send]] = []
         self.votes: dict[tuple[Ballot, str], set[str]] = {}
-        self.certificates: list[Decided] = []
+        self.certificates: list[CertifiedCommit] = []
         self.heads_made = 0
 
     def step(self) -> None:
@@ -128,7 +128,7 @@ class Race:
                 reply = elector.prepare(send.request)
             else:
                 reply = elector.accept(send.request)
-                self.votes.setdefault((send.request.ballot, send.request.head.id), set()).add(send.to)
+                self.votes.setdefault((send.request.ballot, send.request.commit.id), set()).add(send.to)
         except Refused:
             pass
         if self.rng.random() < 0.8:
@@ -139,17 +139,17 @@ class Race:
         self.send(name, proposer.receive(send.to, send.request, reply))
         if proposer.phase is Phase.PROMISED:
             self.heads_made += 1
-            head = proposer.bound or head_after(proposer.parent, tokens=self.heads_made)
-            self.send(name, proposer.propose(head, ()))
+            commit = proposer.bound or commit_after(proposer.parent, tokens=self.heads_made)
+            self.send(name, proposer.propose(commit, ()))
         if proposer.decided is not None:
             self.certificates.append(proposer.decided)
 
     @property
     def decided(self) -> set[str]:
-        return {head for (_, head), voters in self.votes.items() if len(voters) >= quorum(ELECTORS)}
+        return {commit for (_, commit), voters in self.votes.items() if len(voters) >= quorum(ELECTORS)}
 
 
-def test_two_coordinators_never_decide_two_heads_under_loss_reordering_and_restarts() -> None:
+def test_two_coordinators_never_decide_two_commits_under_loss_reordering_and_restarts() -> None:
     decided_runs, outbid = 0, 0
     for seed in range(300):
         race = Race(seed)
@@ -157,7 +157,7 @@ def test_two_coordinators_never_decide_two_heads_under_loss_reordering_and_resta
             race.step()
         assert len(race.decided) <= 1, f"seed {seed}"
         assert all(proves(each, genesis(), SimulatedIdentity("me")) for each in race.certificates)
-        assert {each.head.id for each in race.certificates} <= race.decided
+        assert {each.commit.id for each in race.certificates} <= race.decided
         decided_runs += len(race.decided)
         outbid += any(proposer.ballot.number > 1 for proposer in race.proposers.values())
     assert decided_runs > 150
@@ -175,10 +175,10 @@ def test_a_ballot_is_promised_once_and_never_below_the_highest() -> None:
 
 
 def test_an_elector_remembers_over_a_crash_what_it_accepted_and_tells_the_next_coordinator() -> None:
-    voter, head = Elector("A"), head_after(genesis())
-    voter.accept(Accept(Ballot(1, "B"), head))
+    voter, commit = Elector("A"), commit_after(genesis())
+    voter.accept(Accept(Ballot(1, "B"), commit))
     promise = voter.restarted().prepare(Prepare(0, genesis().id, Ballot(2, "C")))
-    assert (promise.accepted_ballot, promise.accepted) == (Ballot(1, "B"), head)
+    assert (promise.accepted_ballot, promise.accepted) == (Ballot(1, "B"), commit)
 
 
 def test_nothing_changes_before_a_write_is_applied() -> None:
@@ -186,9 +186,9 @@ def test_nothing_changes_before_a_write_is_applied() -> None:
     voter, parent = Elector("A"), genesis()
     before = voter.acceptor.votes
     voter.acceptor.prepare("B", Prepare(0, parent.id, Ballot(1, "B")))
-    voter.acceptor.accept("B", Accept(Ballot(1, "B"), head_after(parent)))
+    voter.acceptor.accept("B", Accept(Ballot(1, "B"), commit_after(parent)))
     voter.acceptor.leave()
-    voter.part.learn(decide(head_after(parent), "AB"))
+    voter.part.learn(decide(commit_after(parent), "AB"))
     assert (voter.acceptor.votes, voter.log.round) == (before, -1)
     assert voter.acceptor.farewell() is None
 
@@ -197,11 +197,11 @@ def test_an_elector_refuses_to_accept_below_its_promise_or_on_another_parent() -
     voter, parent = Elector("A"), genesis()
     voter.prepare(Prepare(0, parent.id, Ballot(3, "B")))
     with pytest.raises(Refused, match="promised ballot 3"):
-        voter.accept(Accept(Ballot(2, "C"), head_after(parent)))
-    with pytest.raises(Refused, match="my head is round -1"):
-        voter.accept(Accept(Ballot(4, "B"), head_after(head_after(parent))))
-    with pytest.raises(Refused, match="my head is round -1"):
-        voter.accept(Accept(Ballot(4, "B"), head_after(parent, parent="other")))
+        voter.accept(Accept(Ballot(2, "C"), commit_after(parent)))
+    with pytest.raises(Refused, match="my commit is round -1"):
+        voter.accept(Accept(Ballot(4, "B"), commit_after(commit_after(parent))))
+    with pytest.raises(Refused, match="my commit is round -1"):
+        voter.accept(Accept(Ballot(4, "B"), commit_after(parent, parent="other")))
 
 
 def test_a_ballot_is_taken_from_its_own_coordinator_only() -> None:
@@ -211,7 +211,7 @@ def test_a_ballot_is_taken_from_its_own_coordinator_only() -> None:
         with pytest.raises(Refused, match=reason):
             voter.acceptor.prepare(sender, Prepare(0, parent.id, ballot))
         with pytest.raises(Refused, match=reason):
-            voter.acceptor.accept(sender, Accept(ballot, head_after(parent)))
+            voter.acceptor.accept(sender, Accept(ballot, commit_after(parent)))
 
 
 def test_a_peer_that_is_no_elector_does_not_vote() -> None:
@@ -219,14 +219,14 @@ def test_a_peer_that_is_no_elector_does_not_vote() -> None:
     with pytest.raises(Refused, match="not an elector"):
         stranger.prepare(Prepare(0, parent.id, Ballot(1, "A")))
     with pytest.raises(Refused, match="not an elector"):
-        stranger.accept(Accept(Ballot(1, "A"), head_after(parent)))
+        stranger.accept(Accept(Ballot(1, "A"), commit_after(parent)))
 
 
 def test_no_elector_can_use_up_the_ballots_of_a_round() -> None:
     """C drives A as far as it can and is gone; B, which C told nothing, finds a ballot that both promise all the same."""
     parent, electors = genesis(), {name: Elector(name) for name in "AB"}
     far = Ballot(0, "C")
-    for request in (electors["A"].prepare, lambda prepare: electors["A"].accept(Accept(prepare.ballot, head_after(parent)))):
+    for request in (electors["A"].prepare, lambda prepare: electors["A"].accept(Accept(prepare.ballot, commit_after(parent)))):
         with pytest.raises(Refused, match="far above"):
             request(Prepare(0, parent.id, Ballot(BALLOT_STEP + 1, "C")))
     for _ in range(3):
@@ -240,8 +240,8 @@ def test_no_elector_can_use_up_the_ballots_of_a_round() -> None:
 
 def test_votes_of_one_round_do_not_bind_the_next() -> None:
     voter = Elector("A")
-    first = head_after(voter.log.head)
-    voter.prepare(Prepare(0, voter.log.head.id, Ballot(9, "C")))
+    first = commit_after(voter.log.last)
+    voter.prepare(Prepare(0, voter.log.last.id, Ballot(9, "C")))
     voter.accept(Accept(Ballot(9, "C"), first))
     voter.learn(decide(first, "ABC"))
     assert voter.prepare(Prepare(1, first.id, Ballot(1, "B"))) == Promise(0, True, Ballot(1, "B"), None, None)
@@ -277,14 +277,14 @@ def test_a_proposer_needs_a_majority() -> None:
     assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 1 of 3 electors answered")
 
 
-def test_a_proposer_sends_an_elector_the_heads_that_it_missed() -> None:
+def test_a_proposer_sends_an_elector_the_commits_that_it_missed() -> None:
     electors = {name: Elector(name) for name in "AB"}
-    first = head_after(genesis())
+    first = commit_after(genesis())
     electors["A"].learn(decide(first, "BC"))
     proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
     run(proposer, proposer.prepare(()), electors)
     assert proposer.phase is Phase.PROMISED
-    run(proposer, proposer.propose(head_after(first), ()), electors)
+    run(proposer, proposer.propose(commit_after(first), ()), electors)
     assert proposer.decided is not None
     assert {vote.elector for vote in proposer.decided.votes} == set("AB")
     assert electors["B"].log.round == 0
@@ -293,7 +293,7 @@ def test_a_proposer_sends_an_elector_the_heads_that_it_missed() -> None:
 def test_a_proposer_that_is_behind_gives_up() -> None:
     electors = {name: Elector(name) for name in "ABC"}
     for name in "BC":
-        electors[name].learn(decide(head_after(genesis()), "BC"))
+        electors[name].learn(decide(commit_after(genesis()), "BC"))
     proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
     run(proposer, proposer.prepare(()), electors)
     assert (proposer.phase, proposer.failure) == (Phase.FAILED, "this round is decided already")
@@ -312,7 +312,7 @@ def test_a_forged_vote_does_not_count() -> None:
     electors = {name: Elector(name) for name in "ABC"}
     proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
     run(proposer, proposer.prepare(()), electors)
-    accepts = proposer.propose(head_after(genesis()), ())
+    accepts = proposer.propose(commit_after(genesis()), ())
     for send in accepts:
         proposer.receive(send.to, send.request, Vote(send.to, b"forged"))
     assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 0 of 3 electors voted")
@@ -329,7 +329,7 @@ def test_the_majority_is_counted_without_an_elector_that_left() -> None:
     assert left_too is not None
     proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
     run(proposer, proposer.prepare((farewell, left_too)), electors)
-    run(proposer, proposer.propose(head_after(genesis()), (farewell, left_too)), electors)
+    run(proposer, proposer.propose(commit_after(genesis()), (farewell, left_too)), electors)
     assert proposer.decided is not None
     assert proves(proposer.decided, genesis(), SimulatedIdentity("me"))
     unsigned = tuple(dataclasses.replace(each, signature=b"") for each in proposer.decided.farewells)
@@ -345,7 +345,7 @@ def test_an_elector_that_left_promises_nothing_and_says_so_again_after_a_restart
     with pytest.raises(Refused, match="I left"):
         again.prepare(Prepare(0, genesis().id, Ballot(1, "B")))
     with pytest.raises(Refused, match="I left"):
-        again.accept(Accept(Ballot(1, "B"), head_after(genesis())))
+        again.accept(Accept(Ballot(1, "B"), commit_after(genesis())))
 
 
 def test_an_elector_that_promised_a_helper_and_a_lone_elector_keep_their_seats() -> None:
@@ -366,49 +366,49 @@ def owner() -> Elector:
 
 def test_the_owner_alone_opens_a_term_and_everybody_takes_the_higher_one() -> None:
     helper, voter = owner(), Elector("B", parent=genesis(helpers=("A",)))
-    first = head_after(helper.log.head)
+    first = commit_after(helper.log.last)
     for elector in (helper, voter):
         elector.learn(decide(first, "BC"))
     with pytest.raises(Refused, match="owner"):
         voter.part.open_term(0)
-    voter.learn(decide(head_after(first), "BC"))
+    voter.learn(decide(commit_after(first), "BC"))
     opened = perform(helper.store, helper.part, helper.part.open_term(0))
-    assert (opened.head.epoch, opened.head.round, opened.head.electorate) == (1, 1, ("A",))
+    assert (opened.commit.term, opened.commit.round, opened.commit.electorate) == (1, 1, ("A",))
     assert voter.learn(opened)
-    assert helper.restarted().log.head == voter.log.head == opened.head
-    assert voter.log.gave_up(head_after(first).id)
+    assert helper.restarted().log.last == voter.log.last == opened.commit
+    assert voter.log.gave_up(commit_after(first).id)
     with pytest.raises(Refused, match="decided otherwise"):
-        voter.learn(decide(head_after(first), "BC"))
+        voter.learn(decide(commit_after(first), "BC"))
 
 
 def test_each_term_is_above_all_that_the_owner_has_seen() -> None:
     helper = owner()
-    terms = [perform(helper.store, helper.part, helper.part.open_term(-1)).head.epoch for _ in range(3)]
+    terms = [perform(helper.store, helper.part, helper.part.open_term(-1)).commit.term for _ in range(3)]
     assert terms == [1, 2, 3]
 
 
 @pytest.mark.parametrize("change", [
-    {"epoch": 0}, {"electorate": ("B",)}, {"tokens": 5}, {"round": 1}, {"base_digest": "x"}, {"plan": "p"},
+    {"term": 0}, {"electorate": ("B",)}, {"tokens": 5}, {"round": 1}, {"base_digest": "x"}, {"plan": "p"},
 ])  # fmt: skip
 def test_a_reform_that_is_anything_but_a_new_term_of_the_owner_is_refused(change: dict[str, object]) -> None:
     helper, voter = owner(), Elector("B", parent=genesis(helpers=("A",)))
-    head = dataclasses.replace(helper.part.open_term(-1).reply.head, **change)  # type: ignore[arg-type]
+    commit = dataclasses.replace(helper.part.open_term(-1).reply.commit, **change)  # type: ignore[arg-type]
     with pytest.raises(Refused):
-        voter.learn(decide(head, "A", Ballot(0, "A")))
+        voter.learn(decide(commit, "A", Ballot(0, "A")))
 
 
 def test_an_outage_lasts_until_a_majority_is_seen_or_something_is_decided() -> None:
     watch = OutageWatch()
-    assert watch.saw("head", True, 0.0) is None
-    first = watch.saw("head", False, 10.0)
+    assert watch.saw("commit", True, 0.0) is None
+    first = watch.saw("commit", False, 10.0)
     assert first is not None
-    assert watch.saw("head", False, 35.0) is first
+    assert watch.saw("commit", False, 35.0) is first
     assert [has_lasted(first.since, now, 30.0) for now in (39.9, 40.0)] == [False, True]
-    assert watch.saw("head", True, 41.0) is None
-    again = watch.saw("head", False, 42.0)
+    assert watch.saw("commit", True, 41.0) is None
+    again = watch.saw("commit", False, 42.0)
     assert again is not None
     assert again.since == 42.0
-    after = watch.saw("next head", False, 50.0)
+    after = watch.saw("next commit", False, 50.0)
     assert after is not None
     assert after.since == 50.0
 
@@ -425,22 +425,22 @@ def test_a_majority_is_seen_in_electors_that_can_vote_or_may_once_they_caught_up
 
 def voted_on_round_0(voter: Elector) -> None:
     """It voted on round 0 and learned what was decided with its vote."""
-    head = head_after(genesis())
-    voter.accept(Accept(Ballot(1, "B"), head))
-    voter.learn(decide(head, "AB"))
+    commit = commit_after(genesis())
+    voter.accept(Accept(Ballot(1, "B"), commit))
+    voter.learn(decide(commit, "AB"))
 
 
-def test_an_elector_that_lost_its_votes_does_not_vote_until_a_head_lists_its_new_incarnation() -> None:
+def test_an_elector_that_lost_its_votes_does_not_vote_until_a_commit_lists_its_new_incarnation() -> None:
     parent, voter = genesis(), Elector("A", seed="another disk")
     assert not voter.acceptor.may_vote
     with pytest.raises(Refused, match="votes were lost"):
         voter.prepare(Prepare(0, parent.id, Ballot(1, "B")))
     with pytest.raises(Refused, match="votes were lost"):
-        voter.accept(Accept(Ballot(1, "B"), head_after(parent)))
+        voter.accept(Accept(Ballot(1, "B"), commit_after(parent)))
     assert voter.leave() is None
-    voter.learn(decide(head_after(parent, disks=(voter.acceptor.incarnation, *parent.disks[1:])), "BC"))
+    voter.learn(decide(commit_after(parent, incarnations=(voter.acceptor.incarnation, *parent.incarnations[1:])), "BC"))
     assert voter.acceptor.may_vote
-    assert voter.prepare(Prepare(1, voter.log.head.id, Ballot(1, "B"))).granted
+    assert voter.prepare(Prepare(1, voter.log.last.id, Ballot(1, "B"))).granted
 
 
 @pytest.mark.parametrize("harm", ["deleted", "cut", "one bit", "from before the vote"])
@@ -467,38 +467,39 @@ def test_an_elector_that_lost_the_end_of_its_log_does_not_vote_on_an_earlier_rou
     voter = Elector("A")
     voted_on_round_0(voter)
     decided = voter.log.at(0)
-    voter.prepare(Prepare(1, decided.head.id, Ballot(1, "B")))
+    voter.prepare(Prepare(1, decided.commit.id, Ballot(1, "B")))
     voter.store.delete(LOG)
     voter = voter.restarted()
     with pytest.raises(Refused, match="log was cut"):
         voter.prepare(Prepare(0, genesis().id, Ballot(9, "B")))
     voter.learn(decided)
-    assert not voter.prepare(Prepare(1, decided.head.id, Ballot(1, "B"))).granted
-    assert voter.prepare(Prepare(1, decided.head.id, Ballot(2, "B"))).granted
+    assert not voter.prepare(Prepare(1, decided.commit.id, Ballot(1, "B"))).granted
+    assert voter.prepare(Prepare(1, decided.commit.id, Ballot(2, "B"))).granted
 
 
 # Certificates -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_majority_of_the_parents_electorate_proves_a_head() -> None:
+def test_a_majority_of_the_parents_electorate_proves_a_commit() -> None:
     parent = genesis()
-    head = head_after(parent, electorate=("X", "Y", "Z"))
-    assert proves(decide(head, "AB"), parent, SimulatedIdentity("me"))
-    assert proves(decide(head, "ABC"), parent, SimulatedIdentity("me"))
+    commit = commit_after(parent, electorate=("X", "Y", "Z"))
+    assert proves(decide(commit, "AB"), parent, SimulatedIdentity("me"))
+    assert proves(decide(commit, "ABC"), parent, SimulatedIdentity("me"))
 
 
-WRONG: dict[str, Decided] = {
-    "too few votes": decide(head_after(genesis()), "A"),
-    "one elector's vote twice": decide(head_after(genesis()), "AA"),
-    "votes of strangers": decide(head_after(genesis()), "AXY"),
-    "votes of the new electorate": decide(head_after(genesis(), electorate=("X", "Y", "Z")), "XYZ"),
-    "votes for another head": decide(head_after(genesis()), "ABC", signed=head_after(genesis(), tokens=5)),
-    "votes of another ballot": dataclasses.replace(decide(head_after(genesis()), "ABC"), ballot=Ballot(2, "A")),
-    "another parent": decide(head_after(genesis(), parent="other"), "ABC"),
-    "another campaign": decide(head_after(genesis(), campaign="other"), "ABC"),
-    "a round too far": decide(head_after(genesis(), round=1), "ABC"),
-    "forged signatures": Decided(head_after(genesis()), Ballot(1, "A"), tuple(Vote(name, b"\x00" * 16) for name in "ABC")),
-    "no votes": decide(head_after(genesis()), ""),
+WRONG: dict[str, CertifiedCommit] = {
+    "too few votes": decide(commit_after(genesis()), "A"),
+    "one elector's vote twice": decide(commit_after(genesis()), "AA"),
+    "votes of strangers": decide(commit_after(genesis()), "AXY"),
+    "votes of the new electorate": decide(commit_after(genesis(), electorate=("X", "Y", "Z")), "XYZ"),
+    "votes for another commit": decide(commit_after(genesis()), "ABC", signed=commit_after(genesis(), tokens=5)),
+    "votes of another ballot": dataclasses.replace(decide(commit_after(genesis()), "ABC"), ballot=Ballot(2, "A")),
+    "another parent": decide(commit_after(genesis(), parent="other"), "ABC"),
+    "another campaign": decide(commit_after(genesis(), campaign="other"), "ABC"),
+    "a round too far": decide(commit_after(genesis(), round=1), "ABC"),
+    "forged signatures": CertifiedCommit(
+        commit_after(genesis()), Ballot(1, "A"), tuple(Vote(name, b"\x00" * 16) for name in "ABC")),
+    "no votes": decide(commit_after(genesis()), ""),
 }
 
 
@@ -514,13 +515,13 @@ def test_the_log_is_a_chain_that_survives_a_restart() -> None:
     reader = Elector("me")
     log = reader.log
     for number in range(3):
-        assert reader.learn(decide(head_after(log.head, tokens=number), "AC"))
+        assert reader.learn(decide(commit_after(log.last, tokens=number), "AC"))
     assert not reader.learn(log.at(1))
     with pytest.raises(Refused, match="decided otherwise"):
-        reader.learn(decide(head_after(log.head_at(0), tokens=99), "AB"))
+        reader.learn(decide(commit_after(log.commit_at(0), tokens=99), "AB"))
     reopened = reader.restarted().log
     assert reopened.since(-1) == log.since(-1)
-    assert reopened.head_at(-1) == genesis()
+    assert reopened.commit_at(-1) == genesis()
     with pytest.raises(IndexError):
         reopened.at(3)
 
@@ -528,7 +529,7 @@ def test_the_log_is_a_chain_that_survives_a_restart() -> None:
 def test_records_of_a_log_that_do_not_follow_are_dropped_for_good() -> None:
     reader = Elector("me")
     for number in range(3):
-        reader.learn(decide(head_after(reader.log.head, tokens=number), "AC"))
+        reader.learn(decide(commit_after(reader.log.last, tokens=number), "AC"))
     records = reader.store.records(LOG)
     reader.store.delete(LOG)
     for record in (records[0], records[2], records[1]):

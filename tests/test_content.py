@@ -18,6 +18,7 @@ from spes_p2p.content.bases import Snapshots
 from spes_p2p.content.fetcher import BUSY_PATIENCE_S, EMPTY_REQUESTS, LATE_SILENCES, Fetcher
 from spes_p2p.content.files import serve_files
 from spes_p2p.content.pieces import Body, Content, Piece, Source, listed, single
+from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
 from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_A_PEER, ContentServer
 from spes_p2p.data.manifest import TokenFile
@@ -29,16 +30,15 @@ from spes_p2p.messages.content import PIECES_A_REQUEST, ContentKind, PiecesReque
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
-from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.limits import limited_line
-from spes_p2p.swarm.memory import Frame, MemoryNetwork, in_memory_world
-from spes_p2p.swarm.relay import Relay
-from spes_p2p.swarm.rpc import STALLED_SILENCES, Switchboard
-from spes_p2p.sync.codecs import CODECS, GroupCodecs
-from spes_p2p.sync.digest import PIECE_ELEMENTS, piece_digests
-from spes_p2p.sync.kept_results import KeptResults
-from spes_p2p.sync.parts import to_mask
-from spes_p2p.sync.results import Results
+from spes_p2p.net.limits import limited_line
+from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
+from spes_p2p.peer.kept_results import KeptResults
+from spes_p2p.rounds.codecs import CODECS, GroupCodecs
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests
+from spes_p2p.rounds.parts import to_mask
+from spes_p2p.rounds.results import Results
+from spes_p2p.testing.memory import Frame, MemoryNetwork, in_memory_world
+from spes_p2p.testing.simulate.swarm import simulate
 
 SILENCE_S = 2.0
 STALLED_S = STALLED_SILENCES * SILENCE_S
@@ -53,7 +53,7 @@ class Case:
 
     content: Content
     pieces: dict[int, bytes]
-    serve: Callable[[Switchboard, ContentServer], Any]
+    serve: Callable[[RpcEndpoint, ContentServer], Any]
 
 
 def file_case(folder: Path) -> Case:
@@ -67,7 +67,7 @@ def base_case(folder: Path) -> Case:
     base = np.random.default_rng(1).standard_normal(int(PIECE_ELEMENTS * (PIECES - 0.5)), np.float32)
     pieces = {a: base[a * PIECE_ELEMENTS : (a + 1) * PIECE_ELEMENTS].tobytes() for a in range(PIECES)}
 
-    def serve(board: Switchboard, server: ContentServer) -> Any:
+    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
         snapshots = Snapshots()
         snapshots.publish("h", 3, base)
         return snapshots.serve(board, server)
@@ -87,7 +87,7 @@ def tokens_case(folder: Path) -> Case:
     async def inline(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
-    def serve(board: Switchboard, server: ContentServer) -> Any:
+    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
         shelf = TokenShelf([file], folder / "cache", {file: path})
         return TokenLibrary(shelf, Fetcher(board), lambda: ((), ()), inline, random.Random(0)).serve(server)
 
@@ -104,7 +104,7 @@ def parts_case(folder: Path) -> Case:
         masks = b"".join(to_mask(part.contributors, len(PLAN.members)) for part in own)
         results.add_manifest(Manifest(PLAN.id, reducer, 0, b"".join(results.digests[part.index] for part in own), masks))
 
-    def serve(board: Switchboard, server: ContentServer) -> Any:
+    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
         kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), LAYOUT, CODEC)
         kept.by_plan[PLAN.id] = results
         return kept.serve(server)
@@ -117,7 +117,7 @@ def record_case(folder: Path) -> Case:
     record = b"plan" + bytes(range(256))
     sha = hashlib.sha256(record).hexdigest()
 
-    def serve(board: Switchboard, server: ContentServer) -> Any:
+    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
         relay = Relay(board, Fetcher(board))
         relay.keep(record)
         return relay.serve(server)
@@ -163,7 +163,7 @@ class Place:
 
     async def donor(self, name: str, server: type[ContentServer] = ContentServer, bytes_per_s: float | None = None) -> None:
         line = limited_line(None if bytes_per_s is None else 8 * bytes_per_s, None)
-        board = Switchboard(self.network.transport(name), SILENCE_S, line)
+        board = RpcEndpoint(self.network.transport(name), SILENCE_S, line)
         made = server(board)
         if isinstance(made, Faulty):
             made.network, made.name = self.network, name
@@ -172,7 +172,7 @@ class Place:
 
     async def fetch(self, *tiers: str, wanted: list[int] | None = None, name: str = "me") -> list[int]:
         """Each tier is a string of one-letter names; returns what did not arrive."""
-        fetcher = Fetcher(Switchboard(self.network.transport(name), SILENCE_S))
+        fetcher = Fetcher(RpcEndpoint(self.network.transport(name), SILENCE_S))
 
         async def keep(index: int, body: Body) -> None:
             self.arrived[index] = bytes(body)
@@ -371,7 +371,7 @@ def test_what_cannot_be_kept_ends_the_download(case: Case) -> None:
     async def main() -> None:
         place = Place(case)
         await place.donor("A")
-        fetcher = Fetcher(Switchboard(place.network.transport("me"), SILENCE_S))
+        fetcher = Fetcher(RpcEndpoint(place.network.transport("me"), SILENCE_S))
 
         async def keep(index: int, body: Body) -> None:
             raise UserError("the disk is full")
@@ -534,7 +534,7 @@ def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: 
     async def main() -> None:
         place = Place(base_case(tmp_path))
         await place.donor("A", Counting)
-        fetcher = Fetcher(Switchboard(place.network.transport("me"), SILENCE_S))
+        fetcher = Fetcher(RpcEndpoint(place.network.transport("me"), SILENCE_S))
 
         async def keep(index: int, body: Body) -> None:
             pass
@@ -549,11 +549,11 @@ def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: 
 def test_a_peer_that_takes_nothing_frees_its_place() -> None:
     async def main() -> None:
         network, body = MemoryNetwork(latency_s=0.01), bytes(200 * CHUNK_BYTES)
-        donor, taker = (Switchboard(network.transport(name), SILENCE_S) for name in ("A", "me"))
+        donor, taker = (RpcEndpoint(network.transport(name), SILENCE_S) for name in ("A", "me"))
         server, sha = ContentServer(donor), hashlib.sha256(body).hexdigest()
         await serve_files(server, {sha: body})
-        async with taker.talk("A", "file") as talk:
-            await talk.send(pack(PiecesRequest(sha, (0,))))
+        async with taker.stream("A", "file") as stream:
+            await stream.send(pack(PiecesRequest(sha, (0,))))
             await asyncio.sleep(STALLED_S / 2)
             assert server.uploads("file") == 1
             await asyncio.sleep(STALLED_S)
@@ -567,11 +567,11 @@ def test_a_piece_that_does_not_exist_is_not_there(case: Case, index: int) -> Non
     async def main() -> None:
         place, kind = Place(case), case.content.kind
         await place.donor("A")
-        board = Switchboard(place.network.transport("me"), SILENCE_S)
+        board = RpcEndpoint(place.network.transport("me"), SILENCE_S)
         assert index not in case.pieces
-        async with board.talk("A", kind) as talk:
-            await talk.send(pack(PiecesRequest(case.content.name, (index,))))
-            assert await talk.message(Kind.CONTENT) == b""
+        async with board.stream("A", kind) as stream:
+            await stream.send(pack(PiecesRequest(case.content.name, (index,))))
+            assert await stream.message(Kind.CONTENT) == b""
         with pytest.raises(Refused) as refused:
             await board.ask("A", kind, pack(PiecesRequest("0" * 64, (0,))))
         assert refused.value.code is Code.NOT_HERE

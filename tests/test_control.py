@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.campaign.orders import Standing, describe, parse_order
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Ballot, Change, Control, ControlRequest, Decided, Known, Vote
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Vote
 from spes_p2p.messages.methods import CONTROL
+from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
-from spes_p2p.orders import Standing, describe, parse_order
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.memory import in_memory_world
-from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.swarm.simulated_identity import SimulatedIdentity
-from spes_p2p.sync.archive import Archive, archived_rounds
-from spes_p2p.sync.schedule import scheduled
+from spes_p2p.rounds.archive import Archive, archived_rounds
+from spes_p2p.rounds.schedule import scheduled
+from spes_p2p.testing.memory import in_memory_world
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 OWNER = "W"
 
@@ -35,22 +35,22 @@ def record(swarm: VirtualSwarm, number: int, state: Any = "running", signer: str
 
 async def send(swarm: VirtualSwarm, peer: str, control: Control) -> Known:
     """What the command does with one peer."""
-    board = Switchboard(in_memory_world(swarm.network, "visitor").transport, 5.0)
+    board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
     return unpack(Known, await board.ask(peer, CONTROL, pack(ControlRequest(control)), 5.0))
 
 
 def applied(swarm: VirtualSwarm, number: int) -> dict[str, int]:
-    """By peer, the round in whose head it found this record."""
+    """By peer, the round in whose commit it found this record."""
     found = {}
     for name, node in swarm.nodes.items():
-        carrying = [d.head.round for d in node.log.since(-1) if number_of(d.head.control) == number]
+        carrying = [d.commit.round for d in node.log.since(-1) if number_of(d.commit.control) == number]
         found.update({name: min(carrying)} if carrying else {})
     return found
 
 
 def hold(swarm: VirtualSwarm, state: str) -> bool:
-    """Does every living peer's head say so?"""
-    controls = [node.log.head.control for node in swarm.nodes.values()]
+    """Does every living peer's commit say so?"""
+    controls = [node.log.last.control for node in swarm.nodes.values()]
     return all(control is not None and control.state == state for control in controls)
 
 
@@ -67,7 +67,7 @@ async def paused(overlap: bool = False) -> VirtualSwarm:
 
 async def finish(swarm: VirtualSwarm) -> None:
     await swarm.until_finished()
-    swarm.assert_same_heads()
+    swarm.assert_same_commits()
     swarm.assert_replicas_agree()
     assert all(peer.finished for peer in swarm.peers.values())
 
@@ -239,7 +239,7 @@ def test_a_record_of_anybody_else_or_of_another_campaign_is_refused() -> None:
             with pytest.raises(Refused, match="did not sign"):
                 await send(swarm, "B", control)
         await finish(swarm)
-        assert all(node.log.head.control is None for node in swarm.nodes.values())
+        assert all(node.log.last.control is None for node in swarm.nodes.values())
 
     simulate(main)
 
@@ -253,7 +253,7 @@ def test_a_record_that_is_sent_again_or_too_late_changes_nothing() -> None:
             answer = await send(swarm, "B", late)
             assert answer.newest == record(swarm, 3, "running")
         await finish(swarm)
-        assert number_of(swarm.peers["A"].node.log.head.control) == 3
+        assert number_of(swarm.peers["A"].node.log.last.control) == 3
 
     simulate(main)
 
@@ -266,7 +266,7 @@ def test_of_two_records_that_wait_for_a_round_the_newer_one_holds() -> None:
         await send(swarm, "A", record(swarm, 2, "running"))
         await send(swarm, "B", record(swarm, 1, "stopped"))
         await finish(swarm)
-        assert swarm.peers["A"].node.log.head.step == 60
+        assert swarm.peers["A"].node.log.last.step == 60
         assert not applied(swarm, 1)
 
     simulate(main)
@@ -340,9 +340,9 @@ async def archiving(**sections: Any) -> VirtualSwarm:
 
 
 def rollback_of(swarm: VirtualSwarm, number: int) -> int:
-    """The round of the head that applied this record, the same for everybody."""
+    """The round of the commit that applied this record, the same for everybody."""
     (found,) = set(applied(swarm, number).values())
-    assert is_rollback(swarm.nodes["W"].log.head_at(found))
+    assert is_rollback(swarm.nodes["W"].log.commit_at(found))
     return found
 
 
@@ -355,12 +355,12 @@ def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(c
         await send(swarm, "A", record(swarm, 1, rollback=4))
         await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
         number = rollback_of(swarm, 1)
-        head = swarm.nodes["A"].log.head_at(number)
-        assert (head.base_digest, head.step) == (there, swarm.nodes["A"].log.head_at(4).step)
+        commit = swarm.nodes["A"].log.commit_at(number)
+        assert (commit.base_digest, commit.step) == (there, swarm.nodes["A"].log.commit_at(4).step)
         await swarm.until_round(number + 1)
         for name in "WABC":
             back = [event for event in swarm.recorders[name].told(BaseRestored) if event.source == "rollback"]
-            assert [(event.round, event.base_digest, event.campaign_step) for event in back] == [(number, there, head.step)]
+            assert [(event.round, event.base_digest, event.campaign_step) for event in back] == [(number, there, commit.step)]
         dropped = [swarm.recorders[name].told(WorkDropped) for name in "ABC"]
         assert [[event.reason for event in each] for each in dropped] == [["the campaign was rolled back"]] * 3
         await finish(swarm)
@@ -404,7 +404,7 @@ def test_a_rollback_whose_base_nobody_here_keeps_waits_for_who_does_and_stops_no
         await swarm.until(lambda: set(applied(swarm, 1)) == set("WABC"))
         assert 4 in archived_rounds(swarm.stores["W"]), "the base that is gone back to stays"
         await finish(swarm)
-        assert swarm.nodes["A"].log.head_at(rollback_of(swarm, 1)).step == 40
+        assert swarm.nodes["A"].log.commit_at(rollback_of(swarm, 1)).step == 40
 
     simulate(main)
 
@@ -436,17 +436,17 @@ def test_who_is_killed_while_it_goes_back_goes_on_from_there(victim: str) -> Non
         name = swarm.nodes["A"].coordinators()[0] if victim == "the coordinator" else victim
         swarm.restart(name)
         await finish(swarm)
-        assert swarm.nodes["A"].log.head_at(rollback_of(swarm, 1)).step == 40
+        assert swarm.nodes["A"].log.commit_at(rollback_of(swarm, 1)).step == 40
 
     simulate(main)
 
 
-def test_a_head_without_a_plan_is_no_head_unless_the_owners_record_leads_to_it() -> None:
+def test_a_commit_without_a_plan_is_no_commit_unless_the_owners_record_leads_to_it() -> None:
     """What a majority of liars could sign: nobody takes it up."""
 
     async def main() -> None:
         swarm = await archiving()
-        log, parent = swarm.nodes["A"].log, swarm.nodes["A"].log.head
+        log, parent = swarm.nodes["A"].log, swarm.nodes["A"].log.last
         good = log.rolled_back(parent, record(swarm, 1, rollback=4))
         assert good is not None
         assert log.leads_to(parent, good)
@@ -462,11 +462,11 @@ def test_a_head_without_a_plan_is_no_head_unless_the_owners_record_leads_to_it()
             replace(good, plan="p", control=record(swarm, 1, "paused", signer="A")),
         ]
         ballot = Ballot(1, "A")
-        for head in wrong:
-            message = vote_message(ballot, head.id)
+        for commit in wrong:
+            message = vote_message(ballot, commit.id)
             votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in parent.electorate)
             with pytest.raises(Refused, match="does not hold"):
-                log.admits(Decided(head, ballot, votes))
+                log.admits(CertifiedCommit(commit, ballot, votes))
 
     simulate(main)
 

@@ -9,8 +9,8 @@ import pytest
 from network_swarm import LOOPBACK, Ended, LocalPeers, call, write_variant
 
 from spes_p2p.observe.events import BaseRestored, Controlled
-from spes_p2p.swarm.store import DirectoryStore
-from spes_p2p.sync.archive import archived_rounds
+from spes_p2p.rounds.archive import archived_rounds
+from spes_p2p.storage.store import DirectoryStore
 
 pytestmark = pytest.mark.network
 

@@ -16,11 +16,11 @@ import pytest
 from network_swarm import call
 from synthetic_swarm import synthetic_swarm
 
-from spes_p2p.config import load_campaign_config
-from spes_p2p.dashboard.schedule import schedule
-from spes_p2p.dashboard.server import content_policy, make_app, run_dashboard, serving
-from spes_p2p.dashboard.view import MAX_POINTS, series, swarm_view, thinned
-from spes_p2p.dashboard.watch import Live, Memory
+from spes_p2p.client.dashboard.schedule import schedule
+from spes_p2p.client.dashboard.server import content_policy, make_app, run_dashboard, serving
+from spes_p2p.client.dashboard.view import MAX_POINTS, series, swarm_view, thinned
+from spes_p2p.client.dashboard.watch import Live, Memory
+from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
 from spes_p2p.messages.presence import HistoryPage
@@ -28,7 +28,7 @@ from spes_p2p.observe.status import swarm_status
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-PAGE = Path(__file__).parents[1] / "spes_p2p/dashboard/page.html"
+PAGE = Path(__file__).parents[1] / "spes_p2p/client/dashboard/page.html"
 
 
 def view_of(peers: int, experts: int, rounds: int = 20) -> dict[str, Any]:

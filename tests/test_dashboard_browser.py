@@ -17,10 +17,10 @@ import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
 from synthetic_swarm import Synthetic, synthetic_swarm
 
-from spes_p2p.config import load_campaign_config
-from spes_p2p.dashboard.server import serving
-from spes_p2p.dashboard.view import series, swarm_view
-from spes_p2p.dashboard.watch import Live
+from spes_p2p.client.dashboard.server import serving
+from spes_p2p.client.dashboard.view import series, swarm_view
+from spes_p2p.client.dashboard.watch import Live
+from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")

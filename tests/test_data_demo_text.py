@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sample_text import CONFIGS, TEXT, write_test_campaign
 
-from spes_p2p.config import load_campaign_config
+from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.data.local_files import open_corpus
 from spes_p2p.data.manifest import check_vocabulary, read_manifest
 from spes_p2p.data.samples import SampleReader

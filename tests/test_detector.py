@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.errors import PeerUnreachable
-from spes_p2p.observe.outliers import DEVIATIONS
-from spes_p2p.swarm.detector import (
+from spes_p2p.net.detector import (
     ELSEWHERE_CEILINGS,
     ENOUGH_GAPS,
     FLOOR_HEARTBEATS,
     SilenceDetector,
     silence_bound,
 )
-from spes_p2p.swarm.interfaces import Channel, Transport
-from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
-from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.swarm.wrapped import WrappedTransport
+from spes_p2p.net.interfaces import Channel, Transport
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.wrapped import WrappedTransport
+from spes_p2p.observe.outliers import DEVIATIONS
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
 FLOOR_S, CEILING_S = 5.0, 10.0
 
@@ -61,18 +61,18 @@ def test_a_slow_peer_gets_its_own_patience_and_a_new_one_that_of_the_swarm() -> 
 def test_a_paused_peer_is_out_after_the_bound_that_its_heartbeats_taught(taught: bool) -> None:
     async def waited_s() -> float:
         network = MemoryNetwork(latency_s=0.05)
-        a, b = (Switchboard(network.transport(name), CEILING_S) for name in "ab")
+        a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
 
-        async def never(talk: Talk) -> None:
+        async def never(stream: Stream) -> None:
             await asyncio.Event().wait()
 
         async def ask() -> float:
-            async with a.talk("b", "wait") as talk:
+            async with a.stream("b", "wait") as stream:
                 await asyncio.sleep(2 * ENOUGH_GAPS if taught else 1)
                 network.pause("b")
                 paused_at = asyncio.get_running_loop().time()
                 with pytest.raises(PeerUnreachable, match="silent"):
-                    await talk.message()
+                    await stream.message()
                 return asyncio.get_running_loop().time() - paused_at
 
         await b.serve("wait", never)
@@ -100,17 +100,17 @@ class _HeldBack(WrappedTransport):
 def test_a_talk_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_ever(is_heard_elsewhere: bool) -> None:
     async def waited_s() -> tuple[float, bool]:
         network = MemoryNetwork(latency_s=0.05)
-        a = Switchboard(_HeldBack(network.transport("a"), "held"), CEILING_S)
-        b = Switchboard(network.transport("b"), CEILING_S)
+        a = RpcEndpoint(_HeldBack(network.transport("a"), "held"), CEILING_S)
+        b = RpcEndpoint(network.transport("b"), CEILING_S)
 
-        async def never(talk: Talk) -> None:
+        async def never(stream: Stream) -> None:
             await asyncio.Event().wait()
 
         async def ask() -> tuple[float, bool]:
-            async with a.talk("b", "other" if is_heard_elsewhere else "held"), a.talk("b", "held") as talk:
+            async with a.stream("b", "other" if is_heard_elsewhere else "held"), a.stream("b", "held") as stream:
                 began = asyncio.get_running_loop().time()
                 with pytest.raises(PeerUnreachable, match="silent"):
-                    await talk.message()
+                    await stream.message()
                 now = asyncio.get_running_loop().time()
                 return now - began, a.detector.is_lost("b", now)
 
@@ -126,13 +126,13 @@ def test_a_talk_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_ever(
 def test_an_answer_that_waits_behind_others_is_waited_for_while_its_peer_is_heard(is_heard_elsewhere: bool) -> None:
     async def answer() -> bytes | None:
         network = MemoryNetwork(latency_s=0.05)
-        a, b = (Switchboard(network.transport(name), CEILING_S) for name in "ab")
+        a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
 
-        async def answer_late(talk: Talk) -> None:
+        async def answer_late(stream: Stream) -> None:
             await asyncio.sleep(1.5 * CEILING_S)
-            await talk.send(b"here")
+            await stream.send(b"here")
 
-        async def never(talk: Talk) -> None:
+        async def never(stream: Stream) -> None:
             await asyncio.Event().wait()
 
         async def ask() -> bytes | None:
@@ -140,7 +140,7 @@ def test_an_answer_that_waits_behind_others_is_waited_for_while_its_peer_is_hear
                 a.detector.saw_gap("b", 1.0)
             if not is_heard_elsewhere:
                 return await a.is_there("b", "late", b"?")
-            async with a.talk("b", "other"):
+            async with a.stream("b", "other"):
                 return await a.is_there("b", "late", b"?")
 
         await b.serve("late", answer_late)
@@ -163,19 +163,19 @@ def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:
 
     async def bytes_come(how_long_s: float) -> float:
         network = MemoryNetwork(latency_s=0.05)
-        a = Switchboard(Trickling(network.transport("a"), "slow"), CEILING_S)
-        b = Switchboard(network.transport("b"), CEILING_S)
+        a = RpcEndpoint(Trickling(network.transport("a"), "slow"), CEILING_S)
+        b = RpcEndpoint(network.transport("b"), CEILING_S)
 
-        async def never(talk: Talk) -> None:
+        async def never(stream: Stream) -> None:
             await asyncio.Event().wait()
 
         async def ask() -> float:
-            async with a.talk("b", "slow") as talk:
+            async with a.stream("b", "slow") as stream:
                 began = asyncio.get_running_loop().time()
                 for second in range(int(how_long_s)):
                     asyncio.get_running_loop().call_later(second, watching[-1])
                 with pytest.raises(PeerUnreachable, match="silent"):
-                    await talk.message()
+                    await stream.message()
                 return asyncio.get_running_loop().time() - began
 
         await b.serve("slow", never)
@@ -188,10 +188,10 @@ def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:
 def test_who_was_silent_a_moment_ago_is_not_waited_for_again_until_it_is_heard() -> None:
     async def waits_s() -> list[float]:
         network = MemoryNetwork(latency_s=0.05)
-        a, b = (Switchboard(network.transport(name), CEILING_S) for name in "ab")
+        a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
 
-        async def answer(talk: Talk) -> None:
-            await talk.send(await talk.message())
+        async def answer(stream: Stream) -> None:
+            await stream.send(await stream.message())
 
         async def wait_for_answer() -> float:
             began = asyncio.get_running_loop().time()

@@ -16,8 +16,8 @@ import typer.main
 from network_swarm import LOOPBACK, ROOT, LocalPeer, LocalPeers, call, free_port
 from sample_text import TEXT
 
-from spes_p2p.addresses import EXAMPLE_ADDRESS
 from spes_p2p.cli import app
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.messages import methods
 from spes_p2p.messages.content import ContentKind
 

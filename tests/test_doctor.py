@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 from network_swarm import LOOPBACK, LocalPeer, LocalPeers, call
 
-from spes_p2p.messages.methods import PROTOCOL_VERSION
-from spes_p2p.messages.presence import Clock, DialBack
-from spes_p2p.swarm.checkup import Skew
-from spes_p2p.verdicts import (
+from spes_p2p.client.doctor_checks import (
     Check,
     judge_bandwidth,
     judge_clock,
@@ -24,6 +21,9 @@ from spes_p2p.verdicts import (
     judge_versions,
     render_checks,
 )
+from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.messages.presence import Clock, DialBack
+from spes_p2p.net.checkup import Skew
 
 CLOCK = Clock(0.0, "0.1.0", PROTOCOL_VERSION)
 A, B = "/ip4/203.0.113.7/tcp/1/p2p/A", "/ip4/203.0.113.8/tcp/1/p2p/B"

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
+from spes_p2p.client.evaluate import check_checkpoint, evaluate, find_tasks
 from spes_p2p.errors import UserError
-from spes_p2p.evaluate import check_checkpoint, evaluate, find_tasks
 
 ARC_EASY = Path(__file__).parents[2] / "shared/data/evals/ARC-Easy.validation.arrow"
 WORDS = ["<|endoftext|>", "<unk>", "the", "sky", "is", "grass", "blue", "green", "snow", "white"]

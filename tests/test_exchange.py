@@ -18,13 +18,13 @@ from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Plan, PullRequest, PushHeader
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.memory import Frame, MemoryNetwork
-from spes_p2p.swarm.throughput import UNKNOWN_BYTES_PER_S
-from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.exchange import INDEX_BYTES, UNDER_WAY_S, WINDOW_BYTES
-from spes_p2p.sync.parts import Part, to_mask
-from spes_p2p.sync.results import ABSENT
+from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
+from spes_p2p.peer.exchange import INDEX_BYTES, UNDER_WAY_S, WINDOW_BYTES
+from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.rounds.parts import Part, to_mask
+from spes_p2p.rounds.results import ABSENT
+from spes_p2p.testing.memory import Frame, MemoryNetwork
+from spes_p2p.testing.simulate.swarm import simulate
 
 SHARED_ONLY = (0, 0, 0, 0)
 MEMBERS = {
@@ -62,9 +62,9 @@ def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(case: st
         updates = random_updates(plan)
         played = await Round.open(plan, updates, codec)
         await played.run()
-        head = played.commit()
-        assert head.dropped == ()
-        bases = [played.new_base(m.peer, head, base()) for m in plan.members]
+        commit = played.commit()
+        assert commit.dropped == ()
+        bases = [played.new_base(m.peer, commit, base()) for m in plan.members]
         assert len({new.tobytes() for new in bases}) == 1
         largest = max(np.abs(update).max() for own in updates.values() for update in own.values())
         tolerance = 1e-6 + largest * ROUNDING[codec]
@@ -205,7 +205,7 @@ def test_results_come_in_as_many_talks_as_lines_bear(bandwidth: float, lanes: in
         return frame
 
     async def main() -> None:
-        monkeypatch.setattr("spes_p2p.sync.exchange.LANE_BYTES", 100)
+        monkeypatch.setattr("spes_p2p.peer.exchange.LANE_BYTES", 100)
         experts = {"A": (9, 0, 0, 0), "B": (0, 9, 0, 0), "C": (0, 0, 9, 9)}
         plan = make_plan_of([member(name, 10, routed, bandwidth) for name, routed in experts.items()])
         updates = random_updates(plan)
@@ -217,8 +217,8 @@ def test_results_come_in_as_many_talks_as_lines_bear(bandwidth: float, lanes: in
         np.testing.assert_allclose(new, reference(plan, updates, base()), rtol=0, atol=1e-6)
 
     simulate(main)
-    talks = {pair: sorted((request.lane, request.lanes) for request in requests) for pair, requests in asked.items()}
-    assert talks == {pair: [(lane, lanes) for lane in range(lanes)] for pair in permutations("ABC", 2)}
+    streams = {pair: sorted((request.lane, request.lanes) for request in requests) for pair, requests in asked.items()}
+    assert streams == {pair: [(lane, lanes) for lane in range(lanes)] for pair in permutations("ABC", 2)}
 
 
 @pytest.mark.parametrize(("lane", "lanes"), [(1, 1), (-1, 2), (0, 0), (0, 10**9)])
@@ -226,10 +226,10 @@ def test_a_lane_that_cannot_be_is_refused(lane: int, lanes: int) -> None:
     async def main() -> None:
         plan = make_plan_of(MEMBERS["two, each expert one owner"])
         played = await Round.open(plan, random_updates(plan))
-        async with played.boards["B"].talk("A", PULL) as talk:
-            await talk.send(pack(PullRequest(plan.id, 0, lane, lanes)))
+        async with played.boards["B"].stream("A", PULL) as stream:
+            await stream.send(pack(PullRequest(plan.id, 0, lane, lanes)))
             with pytest.raises(Refused) as refused:
-                await talk.message()
+                await stream.message()
             assert refused.value.code is Code.MALFORMED
 
     simulate(main)
@@ -263,9 +263,9 @@ def test_what_an_owner_handed_on_counts_only_as_the_reducer_says() -> None:
         played = await Round.open(plan, random_updates(plan))
         played.network.kill("A")
         await played.run("BCD")
-        head = played.commit("BCD")
-        assert {part.index for part in played.exchanges["B"].results.committed(head)}.isdisjoint(own)
-        assert len({played.new_base(peer, head, base()).tobytes() for peer in "BCD"}) == 1
+        commit = played.commit("BCD")
+        assert {part.index for part in played.exchanges["B"].results.committed(commit)}.isdisjoint(own)
+        assert len({played.new_base(peer, commit, base()).tobytes() for peer in "BCD"}) == 1
 
         played = await Round.open(plan, random_updates(plan))
         (reducer, *_) = (plan.members[played.empty().parts[index].reducer].peer for index in own)
@@ -287,15 +287,15 @@ def test_a_member_that_never_comes_costs_its_own_contribution_and_the_parts_it_r
         played.network.kill(victim)
         living = [peer for peer in "ABC" if peer != victim]
         await played.run(living)
-        head = played.commit(living)
-        bases = [played.new_base(peer, head, base()) for peer in living]
+        commit = played.commit(living)
+        bases = [played.new_base(peer, commit, base()) for peer in living]
         assert bases[0].tobytes() == bases[1].tobytes()
         expected = reference(plan, {**updates, victim: {}}, base())
         for part in played.exchanges[living[0]].results.parts:
             dead = plan.members[part.reducer].peer == victim
             place = slice(part.start, part.stop)
             np.testing.assert_allclose(bases[0][place], base()[place] if dead else expected[place], rtol=0, atol=1e-6)
-        assert head.tokens == 1000 + sum(m.tokens for m in plan.members if m.peer != victim)
+        assert commit.tokens == 1000 + sum(m.tokens for m in plan.members if m.peer != victim)
 
     simulate(main)
 
@@ -308,13 +308,13 @@ def test_a_member_that_is_too_slow_is_left_out_and_the_others_work_is_in() -> No
         network.set_bandwidth("C", 400.0, 1e9)
         played = await Round.open(plan, updates, network=network, timeout_s=4.0)
         await played.run()
-        head = played.commit()
-        new = played.new_base("A", head, base())
-        assert new.tobytes() == played.new_base("B", head, base()).tobytes()
+        commit = played.commit()
+        new = played.new_base("A", commit, base())
+        assert new.tobytes() == played.new_base("B", commit, base()).tobytes()
         results = played.exchanges["A"].results
         late = [part for part in results.parts if results.contributors(part) == (0, 1)]
         assert late
-        assert head.dropped == ()
+        assert commit.dropped == ()
         expected = reference(plan, {**updates, "C": {}}, base())
         for part in late:
             np.testing.assert_allclose(new[part.start : part.stop], expected[part.start : part.stop], rtol=0, atol=1e-6)
@@ -347,10 +347,10 @@ def test_a_part_that_only_one_of_several_members_holds_is_dropped() -> None:
         await played.run()
         lacking = next(part for part in played.exchanges["A"].results.parts if part.reducer == 0)
         del played.exchanges["B"].results.encoded[lacking.index], played.exchanges["B"].results.digests[lacking.index]
-        head = played.commit()
-        assert head.dropped == (lacking.index,)
-        new = played.new_base("A", head, base())
-        assert new.tobytes() == played.new_base("B", head, base()).tobytes()
+        commit = played.commit()
+        assert commit.dropped == (lacking.index,)
+        new = played.new_base("A", commit, base())
+        assert new.tobytes() == played.new_base("B", commit, base()).tobytes()
         np.testing.assert_array_equal(new[lacking.start : lacking.stop], base()[lacking.start : lacking.stop])
 
     simulate(main)
@@ -361,12 +361,12 @@ def test_a_part_that_only_one_of_several_members_holds_is_dropped() -> None:
 
 async def push_by_hand(played: Round, peer: str, reducer: str, *frames: bytes) -> None:
     """As `peer`, push these frames; raises what the reducer answers."""
-    async with played.boards[peer].talk(reducer, PUSH) as talk:
-        await talk.send(pack(PushHeader(played.plan.id)))
+    async with played.boards[peer].stream(reducer, PUSH) as stream:
+        await stream.send(pack(PushHeader(played.plan.id)))
         for frame in frames:
-            await talk.send(frame, kind=Kind.PART)
-        await talk.send(kind=Kind.END)
-        await talk.message()
+            await stream.send(frame, kind=Kind.PART)
+        await stream.send(kind=Kind.END)
+        await stream.message()
 
 
 def frame(part: Part, body: bytes, tokens: int = 10) -> bytes:

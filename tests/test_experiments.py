@@ -16,18 +16,18 @@ from transformers import AutoModelForCausalLM
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.tokenizers import END_OF_TEXT
 from spes_p2p.errors import UserError
-from spes_p2p.experiments import probe
-from spes_p2p.experiments.plots import SERIES, draw_series
-from spes_p2p.experiments.queue import append_result, claim, losses_of, read_results, work
-from spes_p2p.experiments.report import evaluation_table, gap_in_spreads, outcomes, pictured, report, share_closed, shares
-from spes_p2p.experiments.series import RoundSeries
-from spes_p2p.experiments.spec import Experiment, Run, load_experiment, open_runs
-from spes_p2p.experiments.swarm import readers_of, spread, train
-from spes_p2p.experiments.text import TOKENIZER, Text, endpoint_of, keep_endpoint
-from spes_p2p.experiments.upcycle import split_experts
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of, plain_model
 from spes_p2p.observe.events import Drift, RoundMeasured
+from spes_p2p.research import probe
+from spes_p2p.research.plots import SERIES, draw_series
+from spes_p2p.research.queue import append_result, claim, losses_of, read_results, work
+from spes_p2p.research.report import evaluation_table, gap_in_spreads, outcomes, pictured, report, share_closed, shares
+from spes_p2p.research.series import RoundSeries
+from spes_p2p.research.spec import Experiment, Run, load_experiment, open_runs
+from spes_p2p.research.swarm import readers_of, spread, train
+from spes_p2p.research.text import TOKENIZER, Text, endpoint_of, keep_endpoint
+from spes_p2p.research.upcycle import split_experts
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 

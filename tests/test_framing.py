@@ -18,17 +18,17 @@ from spes_p2p.messages.framing import IGNORABLE, Kind, Message
 from spes_p2p.messages.methods import METHODS, PING
 from spes_p2p.messages.refusals import LONGEST_REFUSAL, Code
 from spes_p2p.messages.rounds import Ping, Pong
-from spes_p2p.swarm.interfaces import Channel
-from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
-from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.net.interfaces import Channel
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
 PONG = Pong(3, "training", -1, True)
 UNKNOWN = st.integers(0, IGNORABLE - 1).filter(lambda kind: kind not in set(Kind))
 
 
-async def answer(talk: Talk) -> None:
-    unpack(Ping, await talk.message())
-    await talk.send(pack(PONG))
+async def answer(stream: Stream) -> None:
+    unpack(Ping, await stream.message())
+    await stream.send(pack(PONG))
 
 
 def told(*frames: Message) -> Message | None:
@@ -36,7 +36,7 @@ def told(*frames: Message) -> Message | None:
 
     async def main() -> Message | None:
         network = MemoryNetwork()
-        await Switchboard(network.transport("B"), 5.0).serve(PING, answer)
+        await RpcEndpoint(network.transport("B"), 5.0).serve(PING, answer)
         channel = await network.transport("A").open("B", PING)
         for frame in frames:
             await channel.send(bytes(frame.body), kind=frame.kind)
@@ -61,7 +61,7 @@ def hears(*frames: Message) -> bytes:
     async def main() -> bytes:
         network = MemoryNetwork()
         await network.transport("B").serve(PING, serve)
-        return await Switchboard(network.transport("A"), 5.0).ask("B", PING, pack(Ping(-1)))
+        return await RpcEndpoint(network.transport("A"), 5.0).ask("B", PING, pack(Ping(-1)))
 
     return run_virtual(main())
 
@@ -165,19 +165,19 @@ def test_a_sequence_ends_with_its_end_or_with_the_stream(ending: Kind | None) ->
         network, got = MemoryNetwork(), list[bytes]()
         done = asyncio.Event()
 
-        async def collect(talk: Talk) -> None:
-            while (chunk := await talk.receive(Kind.CONTENT)) is not None:
+        async def collect(stream: Stream) -> None:
+            while (chunk := await stream.receive(Kind.CONTENT)) is not None:
                 got.append(chunk)
             done.set()
 
-        await Switchboard(network.transport("B"), 5.0).serve("collect", collect)
-        async with Switchboard(network.transport("A"), 5.0).talk("B", "collect") as talk:
+        await RpcEndpoint(network.transport("B"), 5.0).serve("collect", collect)
+        async with RpcEndpoint(network.transport("A"), 5.0).stream("B", "collect") as stream:
             for chunk in (b"a", b"", b"c"):
-                await talk.send(chunk, kind=Kind.CONTENT)
+                await stream.send(chunk, kind=Kind.CONTENT)
             if ending is None:
-                await talk.finish()
+                await stream.finish()
             else:
-                await talk.send(kind=ending)
+                await stream.send(kind=ending)
             await done.wait()
         return got
 

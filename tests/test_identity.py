@@ -6,8 +6,8 @@ import pytest
 from hivemind.p2p import PeerID
 
 from spes_p2p.errors import UserError
-from spes_p2p.swarm.identity import RSAIdentity
-from spes_p2p.swarm.simulated_identity import SimulatedIdentity
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from spes_p2p.messages.framing import Message
-from spes_p2p.swarm.interfaces import Channel
-from spes_p2p.swarm.latency import delayed
-from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
+from spes_p2p.net.interfaces import Channel
+from spes_p2p.testing.latency import delayed
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
 LATENCY_S, FRAMES = 0.5, 100
 

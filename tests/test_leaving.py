@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from lost_base import bootstrap_that_knows_more_than_it_has
 
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, samples, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
 
 def assert_each_sample_is_in_one_round(swarm: VirtualSwarm, leaver: str, overlap: bool) -> None:
@@ -16,7 +16,7 @@ def assert_each_sample_is_in_one_round(swarm: VirtualSwarm, leaver: str, overlap
     stayed = "ABC".replace(leaver, "")
     log = swarm.nodes[stayed[0]].log
     in_round = {number + overlap: trained for number, trained in swarm.samples[leaver].items()}
-    included = [i for r, trained in in_round.items() if r <= log.round and leaver in log.head_at(r).members for i in trained]
+    included = [i for r, trained in in_round.items() if r <= log.round and leaver in log.commit_at(r).members for i in trained]
     others = [i for name in stayed for trained in swarm.samples[name].values() for i in trained]
     counts = Counter(samples(included + others))
     assert set(counts.values()) == {1}

@@ -22,11 +22,11 @@ from hivemind.dht.routing import get_dht_time
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.framing import HEADER, MAX_FRAME_BYTES, Kind, Message
-from spes_p2p.swarm import die_with_parent
-from spes_p2p.swarm.byte_stream import ByteStream
-from spes_p2p.swarm.interfaces import MAX_RECORD_BYTES, Channel
-from spes_p2p.swarm.libp2p import Libp2p, start_libp2p
-from spes_p2p.swarm.transport import PROTOCOL_PREFIX
+from spes_p2p.net import die_with_parent
+from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Channel
+from spes_p2p.net.libp2p import Libp2p, start_libp2p
+from spes_p2p.net.transport import PROTOCOL_PREFIX
 
 pytestmark = pytest.mark.network
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -461,7 +461,7 @@ def test_a_peer_that_started_alone_finds_those_it_was_told_of_when_they_come_bac
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is the first node of a DHT of its own, until one dials the other."""
-    monkeypatch.setattr("spes_p2p.swarm.libp2p.FIND_EVERY_S", 0.2)
+    monkeypatch.setattr("spes_p2p.net.libp2p.FIND_EVERY_S", 0.2)
 
     async def main() -> None:
         async with Swarm(tmp_path) as swarm:

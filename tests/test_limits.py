@@ -1,4 +1,4 @@
-"""A limited line carries what it may, in both directions, whoever talks over it; heartbeats do not wait for it."""
+"""A limited line carries what it may, in both directions, whoever streams over it; heartbeats do not wait for it."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ import pytest
 from exchange_round import SILENCE_S
 
 from spes_p2p.errors import UserError
-from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.limits import LINE_OVERHEAD, UNLIMITED, limited_line
-from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.swarm.rpc import Switchboard, Talk
+from spes_p2p.net.limits import LINE_OVERHEAD, UNLIMITED, limited_line
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.simulate.swarm import simulate
 
 FRAME = bytes(2**17)
 FRAMES_A_TALK = 20
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])
-@pytest.mark.parametrize("talks", [1, 3])
-def test_a_limit_is_used_and_kept_within_5_percent(direction: str, talks: int) -> None:
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_limit_is_used_and_kept_within_5_percent(direction: str, streams: int) -> None:
     bits_per_s = 20e6
 
     async def main() -> None:
         network, finished = MemoryNetwork(latency_s=0.02), []
         limited = limited_line(bits_per_s, None) if direction == "upload" else limited_line(None, bits_per_s)
         lines = (limited, UNLIMITED) if direction == "upload" else (UNLIMITED, limited)
-        board, other = (Switchboard(network.transport(peer), SILENCE_S, line) for peer, line in zip("AB", lines, strict=True))
+        board, other = (RpcEndpoint(network.transport(peer), SILENCE_S, line) for peer, line in zip("AB", lines, strict=True))
 
-        async def take(talk: Talk) -> None:
+        async def take(stream: Stream) -> None:
             for _ in range(FRAMES_A_TALK):
-                await talk.message()
+                await stream.message()
             finished.append(asyncio.get_running_loop().time())
-            await talk.send(b"")
+            await stream.send(b"")
 
         async def push() -> None:
-            async with board.talk("B", "take") as talk:
+            async with board.stream("B", "take") as stream:
                 for _ in range(FRAMES_A_TALK):
-                    await talk.send(FRAME)
-                await talk.message()
+                    await stream.send(FRAME)
+                await stream.message()
 
         await other.serve("take", take)
         began = asyncio.get_running_loop().time()
-        await asyncio.gather(*(push() for _ in range(talks)))
-        on_the_line = 8 * talks * FRAMES_A_TALK * len(FRAME) * LINE_OVERHEAD / (max(finished) - began)
+        await asyncio.gather(*(push() for _ in range(streams)))
+        on_the_line = 8 * streams * FRAMES_A_TALK * len(FRAME) * LINE_OVERHEAD / (max(finished) - began)
         assert 0.95 * bits_per_s <= on_the_line <= 1.05 * bits_per_s
 
     simulate(main)
 
 
 def test_a_slow_line_is_no_dead_peer() -> None:
-    """At 1 Mbit/s a part takes a second; five talks wait for each other longer than a peer may be silent."""
+    """At 1 Mbit/s a part takes a second; five streams wait for each other longer than a peer may be silent."""
 
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.02)
-        board = Switchboard(network.transport("A"), SILENCE_S, limited_line(1e6, None))
-        other = Switchboard(network.transport("B"), SILENCE_S)
+        board = RpcEndpoint(network.transport("A"), SILENCE_S, limited_line(1e6, None))
+        other = RpcEndpoint(network.transport("B"), SILENCE_S)
 
-        async def take(talk: Talk) -> None:
-            await talk.message()
-            await talk.send(b"")
+        async def take(stream: Stream) -> None:
+            await stream.message()
+            await stream.send(b"")
 
         async def push() -> None:
-            async with board.talk("B", "take") as talk:
-                await talk.send(FRAME)
-                await talk.message()
+            async with board.stream("B", "take") as stream:
+                await stream.send(FRAME)
+                await stream.message()
 
         await other.serve("take", take)
         await asyncio.gather(*(push() for _ in range(5)))
@@ -74,7 +74,7 @@ def test_a_slow_line_is_no_dead_peer() -> None:
 
 @pytest.mark.parametrize("rate", ["fast", "0mbit", "-1mbit", "20"])
 def test_a_rate_that_is_none_is_refused(rate: str) -> None:
-    from spes_p2p.quantities import parse_bits_per_second
+    from spes_p2p.config.quantities import parse_bits_per_second
 
     with pytest.raises(UserError, match=r"--max-upload '.*': must be a speed such as 100mbit or 1gbit"):
         parse_bits_per_second(rate, "--max-upload")

@@ -1,4 +1,4 @@
-"""The base of the last head is gone with the peers that had it: the swarm goes on from the last base that somebody has."""
+"""The base of the last commit is gone with the peers that had it: the swarm goes on from the last base that somebody has."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Control, ReformRequest
 from spes_p2p.messages.methods import REFORM
+from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.swarm.memory import in_memory_world, run_virtual
-from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.swarm.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.memory import in_memory_world, run_virtual
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -29,8 +29,8 @@ def test_who_joins_goes_on_from_the_base_that_the_bootstrap_has(overlap: bool) -
         swarm.start("B")
         await swarm.until(lambda: swarm.tasks["B"].done())
         log = swarm.nodes["W"].log
-        assert log.head.step == 200
-        assert [log.head_at(had).epoch, log.head_at(had + 1).epoch] == [0, 1]
+        assert log.last.step == 200
+        assert [log.commit_at(had).term, log.commit_at(had + 1).term] == [0, 1]
         assert had + 1 < known
 
     run_virtual(main())
@@ -54,8 +54,8 @@ def test_the_swarm_goes_on_from_the_newest_base_that_anybody_has() -> None:
         swarm.restart("C")
         await swarm.until(lambda: swarm.tasks["C"].done())
         log = swarm.nodes["W"].log
-        assert log.head.step == 400
-        assert [log.head_at(had).epoch, log.head_at(had + 1).epoch] == [0, 1]
+        assert log.last.step == 400
+        assert [log.commit_at(had).term, log.commit_at(had + 1).term] == [0, 1]
 
     run_virtual(main())
 
@@ -66,7 +66,7 @@ def test_who_had_the_base_comes_back_before_the_swarm_gives_it_up() -> None:
         swarm.start("B")
         swarm.start_again("A")
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in "AB"))
-        assert swarm.nodes["W"].log.head.epoch == 0
+        assert swarm.nodes["W"].log.last.term == 0
 
     run_virtual(main())
 
@@ -86,11 +86,11 @@ def test_who_had_the_base_and_is_back_at_the_moment_of_asking_loses_nothing(ahea
         await asyncio.sleep(70)
         assert node.log.round == known
         swarm.network.heal()
-        asker = Switchboard(in_memory_world(swarm.network, "asker").transport, 5.0)
+        asker = RpcEndpoint(in_memory_world(swarm.network, "asker").transport, 5.0)
         with pytest.raises(Refused, match="goes on" if ahead else "a majority of the electors is there"):
-            await asker.ask("W", REFORM, pack(ReformRequest(node.log.head.id)), 10.0)
+            await asker.ask("W", REFORM, pack(ReformRequest(node.log.last.id)), 10.0)
         await swarm.until(lambda: swarm.helper.replica.base.round >= known + ahead)
-        assert node.log.head.epoch == 0
+        assert node.log.last.term == 0
 
     run_virtual(main())
 
@@ -99,7 +99,7 @@ def test_who_had_the_base_comes_back_too_late_and_takes_the_new_branch() -> None
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has()
         swarm.start("B")
-        await swarm.until(lambda: swarm.nodes["W"].log.head.epoch == 1)
+        await swarm.until(lambda: swarm.nodes["W"].log.last.term == 1)
         swarm.start_again("A")
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in "AB"))
         bases = {swarm.peers[name].replica.base.digest for name in "AB"} | {swarm.helper.replica.base.digest}
@@ -110,7 +110,7 @@ def test_who_had_the_base_comes_back_too_late_and_takes_the_new_branch() -> None
 
 
 def test_an_order_that_was_applied_in_rounds_that_are_given_up_holds_again() -> None:
-    """The bootstrap knew of it from the heads alone, and the one who had brought it there is dead."""
+    """The bootstrap knew of it from the commits alone, and the one who had brought it there is dead."""
 
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 1, "reform_after_s": 30.0}))
@@ -120,18 +120,18 @@ def test_an_order_that_was_applied_in_rounds_that_are_given_up_holds_again() -> 
         order = signed(Control(swarm.campaign.hash, 1, "stopped", (), -1, b""), SimulatedIdentity("W"))
         await swarm.until(lambda: swarm.round_of("A") >= swarm.helper.replica.base.round + 6)
         assert swarm.nodes["A"].take_control(order)
-        await swarm.until(lambda: swarm.nodes["A"].log.head.control == order)
+        await swarm.until(lambda: swarm.nodes["A"].log.last.control == order)
         swarm.network.heal()
-        await swarm.until(lambda: swarm.nodes["W"].log.head.control == order)
+        await swarm.until(lambda: swarm.nodes["W"].log.last.control == order)
         assert swarm.helper.replica.base.round < swarm.nodes["W"].log.round
         swarm.kill("A")
         swarm.start("B")
-        await swarm.until(lambda: swarm.nodes["W"].log.head.epoch == 1)
-        assert swarm.nodes["W"].log.head.control is None
+        await swarm.until(lambda: swarm.nodes["W"].log.last.term == 1)
+        assert swarm.nodes["W"].log.last.control is None
         swarm.restart("W")
         await swarm.until(lambda: swarm.tasks["B"].done())
-        assert swarm.nodes["W"].log.head.control == order
-        assert swarm.nodes["W"].log.head.step < 200
+        assert swarm.nodes["W"].log.last.control == order
+        assert swarm.nodes["W"].log.last.step < 200
 
     run_virtual(main())
 
@@ -142,15 +142,15 @@ def test_who_is_restarted_before_it_has_a_base_of_the_new_branch_goes_on_there()
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has()
         swarm.start("B")
-        await swarm.until(lambda: swarm.nodes["W"].log.head.epoch == 1)
+        await swarm.until(lambda: swarm.nodes["W"].log.last.term == 1)
         swarm.kill("B")
         swarm.start_again("A")
-        await swarm.until(lambda: swarm.nodes["A"].log.head.epoch == 1)
+        await swarm.until(lambda: swarm.nodes["A"].log.last.term == 1)
         assert swarm.nodes["A"].log.round < swarm.round_of("A")
         swarm.restart("A")
         await swarm.until(lambda: swarm.tasks["A"].done())
         swarm.tasks["A"].result()
-        assert swarm.nodes["W"].log.head.step == 200
+        assert swarm.nodes["W"].log.last.step == 200
 
     run_virtual(main())
 
@@ -161,7 +161,7 @@ def test_a_download_that_ends_when_its_branch_was_given_up_does_no_harm() -> Non
         swarm.start_all()
         await swarm.until_round(2)
         replica = swarm.helper.replica
-        given_up = replace(replica.base, head="another", round=9)
+        given_up = replace(replica.base, commit="another", round=9)
         await replica._jump(given_up, False)
         with pytest.raises(PeerUnreachable, match="given up"):
             await replica.repair()
@@ -180,7 +180,7 @@ def test_a_base_is_there_for_others_before_the_phase_ends_that_its_round_overlap
         await swarm.until(lambda: log.round == 3 and replica.base.round == 2)
         await asyncio.sleep(5.0)
         assert replica.base.round == 2
-        assert log.head.id in {info.head for info in replica.store.snapshots.infos}
+        assert log.last.id in {info.commit for info in replica.store.snapshots.infos}
 
     run_virtual(main())
 
@@ -188,14 +188,14 @@ def test_a_base_is_there_for_others_before_the_phase_ends_that_its_round_overlap
 async def lose_a_base(swarm: VirtualSwarm, last: str, name: str) -> None:
     """The last peer that trains is killed with the base that only it has; another one joins, and the swarm reforms."""
     swarm.network.partition(["W"], [last])
-    had, epoch = swarm.helper.replica.base.round, swarm.nodes["W"].log.head.epoch
+    had, term = swarm.helper.replica.base.round, swarm.nodes["W"].log.last.term
     await swarm.until(lambda: swarm.round_of(last) >= had + 7)
     swarm.network.heal()
     await swarm.until(lambda: swarm.nodes["W"].log.round > swarm.helper.replica.base.round + 2)
     swarm.kill(last)
     swarm.restart("W")
     swarm.start(name)
-    await swarm.until(lambda: swarm.nodes["W"].log.head.epoch == epoch + 1)
+    await swarm.until(lambda: swarm.nodes["W"].log.last.term == term + 1)
     reformed = swarm.nodes["W"].log.round
     swarm.restart("W")
     await swarm.until(lambda: swarm.round_of(name) >= reformed + 2)
@@ -215,8 +215,8 @@ def test_three_bases_are_lost_in_a_row_while_the_bootstrap_restarts_and_then_eve
         for name in "ABC":
             swarm.start_again(name)
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in "ABCD"))
-        swarm.assert_same_heads()
+        swarm.assert_same_commits()
         assert len(swarm.final_digests()) == 1
-        assert swarm.nodes["W"].log.head.step == 600
+        assert swarm.nodes["W"].log.last.step == 600
 
     run_virtual(main())

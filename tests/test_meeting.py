@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.swarm.memory import run_virtual
+from spes_p2p.testing.memory import run_virtual
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 
-def test_who_vanishes_from_the_registry_while_a_peer_is_asked_for_heads_does_no_harm() -> None:
+def test_who_vanishes_from_the_registry_while_a_peer_is_asked_for_commits_does_no_harm() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
         swarm.start_all("AB")
         await swarm.until(lambda: swarm.round_of("A") >= 1 and len(swarm.nodes["A"].contacts) == 3)
         node = swarm.nodes["A"]
         node.contacts = {peer: replace(contact, round=node.log.round + 1) for peer, contact in node.contacts.items()}
-        looking = asyncio.ensure_future(node._look_for_heads())
+        looking = asyncio.ensure_future(node._look_for_commits())
         await asyncio.sleep(0)
         assert not looking.done()
         node.contacts = {}

@@ -9,9 +9,9 @@ import pytest
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Message
-from spes_p2p.swarm.interfaces import MAX_RECORD_BYTES, Channel
-from spes_p2p.swarm.memory import UNREAD_FRAMES, DeadlockError, MemoryNetwork, in_memory_world, run_virtual
-from spes_p2p.swarm.memory_store import MemoryStore
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Channel
+from spes_p2p.testing.memory import UNREAD_FRAMES, DeadlockError, MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.testing.memory_store import MemoryStore
 
 
 def now() -> float:
@@ -29,8 +29,8 @@ async def silent(channel: Channel) -> None:
 
 
 async def connected(network: MemoryNetwork, handler: Callable[[Channel], Awaitable[None]] = echo) -> Channel:
-    await network.transport("b").serve("talk", handler)
-    return await network.transport("a").open("b", "talk")
+    await network.transport("b").serve("stream", handler)
+    return await network.transport("a").open("b", "stream")
 
 
 def test_time_jumps_to_the_next_timer():
@@ -91,9 +91,9 @@ def test_two_senders_share_one_downlink():
             await channel.receive()
             done.append(now())
 
-        await network.transport("c").serve("talk", sink)
+        await network.transport("c").serve("stream", sink)
         for name in "ab":
-            await (await network.transport(name).open("c", "talk")).send(bytes(1_000_000))
+            await (await network.transport(name).open("c", "stream")).send(bytes(1_000_000))
         await asyncio.sleep(10)
         assert done == pytest.approx([1.0, 2.0])
 
@@ -116,7 +116,7 @@ def test_a_peer_that_is_not_there_refuses_at_once_and_a_method_that_is_not_serve
         network = MemoryNetwork(latency_s=0.01)
         channel = await connected(network)
         with pytest.raises(PeerUnreachable):
-            await network.transport("a").open("nobody", "talk")
+            await network.transport("a").open("nobody", "stream")
         with pytest.raises(Refused):
             await network.transport("a").open("b", "sing")
         assert now() == pytest.approx(0.06)
@@ -174,7 +174,7 @@ def test_killing_a_peer_stops_its_tasks_where_they_are_and_breaks_its_channels()
 
     async def peer(network: MemoryNetwork) -> None:
         world = in_memory_world(network, "b", store=store)
-        await world.transport.serve("talk", handle)
+        await world.transport.serve("stream", handle)
         await asyncio.gather(tick(world), asyncio.Event().wait())
 
     async def handle(channel: Channel) -> None:
@@ -198,14 +198,14 @@ def test_killing_a_peer_stops_its_tasks_where_they_are_and_breaks_its_channels()
         network = MemoryNetwork()
         task = network.run_peer("b", peer(network))
         await asyncio.sleep(0)
-        channel = await network.transport("a").open("b", "talk")
+        channel = await network.transport("a").open("b", "stream")
         await channel.send(b"x")
         await asyncio.sleep(2.5)
         network.kill("b")
         with pytest.raises(PeerUnreachable):
             await channel.receive()
         with pytest.raises(PeerUnreachable):
-            await network.transport("a").open("b", "talk")
+            await network.transport("a").open("b", "stream")
         assert now() == 2.5
         await asyncio.sleep(5)
         assert task.cancelled()
@@ -226,7 +226,7 @@ def test_a_killed_peer_can_start_again_under_its_name():
         old = network.transport("b")
         network.kill("b")
         with pytest.raises(asyncio.CancelledError):
-            await old.open("a", "talk")
+            await old.open("a", "stream")
         channel = await connected(network)
         await channel.send(b"again")
         assert await channel.receive() == Message(b"again")
@@ -247,11 +247,11 @@ def test_a_fault_can_be_placed_at_any_frame():
 
     async def main():
         network = MemoryNetwork()
-        await network.transport("b").serve("talk", collect)
-        network.hook = lambda peer, method, index: network.kill(peer) if (peer, method, index) == ("a", "talk", 4) else None
+        await network.transport("b").serve("stream", collect)
+        network.hook = lambda peer, method, index: network.kill(peer) if (peer, method, index) == ("a", "stream", 4) else None
 
         async def peer() -> None:
-            await send_all(await network.transport("a").open("b", "talk"))
+            await send_all(await network.transport("a").open("b", "stream"))
 
         task = network.run_peer("a", peer())
         await asyncio.wait([task])
@@ -275,7 +275,7 @@ def test_silence_holds_frames_back_and_loses_none(silence: str):
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(channel.receive(), 100)
         with pytest.raises(PeerUnreachable):
-            await network.transport("a").open("b", "talk")
+            await network.transport("a").open("b", "stream")
         assert now() == pytest.approx(103.0)
         network.resume("b")
         network.heal()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.sync.merge import Donors, merge_alpha, merge_range, merged_rows, nearest_experts
+from spes_p2p.rounds.merge import Donors, merge_alpha, merge_range, merged_rows, nearest_experts
 
 
 def layout_of(layers: int, experts: int) -> Layout:

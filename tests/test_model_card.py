@@ -16,11 +16,11 @@ import yaml
 from aiohttp import web
 from synthetic_swarm import synthetic_swarm
 
-from spes_p2p.config import Campaign, load_campaign_config
+from spes_p2p.client.export import push_to_hub
+from spes_p2p.client.model_card import CARD_FILE, FACTS_FILE, Origin, card_files, origin_of
+from spes_p2p.config.campaign import Campaign, load_campaign_config
 from spes_p2p.errors import UserError
-from spes_p2p.exporting import push_to_hub
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.model_card import CARD_FILE, FACTS_FILE, Origin, card_files, origin_of
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 CAMPAIGN = Campaign(config=CONFIG, manifest_sha256="a" * 64, validation_manifest_sha256=None, tokenizer_sha256="b" * 64)

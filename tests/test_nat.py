@@ -17,7 +17,7 @@ import pytest
 from network_swarm import ENVIRONMENT, LocalPeer, LocalPeers, write_variant
 
 from spes_p2p.observe.events import WorkDropped
-from spes_p2p.simulate.namespaces import Namespaces, why_unavailable
+from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 
 BLOCKED = why_unavailable(routers=True)
 pytestmark = [

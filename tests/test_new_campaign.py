@@ -9,10 +9,10 @@ import yaml
 from network_swarm import LOOPBACK, LocalPeers, call
 from sample_text import TEXT
 
-from spes_p2p.config import parse_campaign_config
+from spes_p2p.campaign.init import SIZES, Answers, ask, campaign_yaml, make_schedule
+from spes_p2p.campaign.plan_table import describe_size
+from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.data.manifest import read_manifest
-from spes_p2p.new_campaign import SIZES, Answers, ask, campaign_yaml, make_schedule
-from spes_p2p.plan_table import describe_size
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_shapes import tiny_model, tiny_training
 
-from spes_p2p.config import parse_campaign_config
+from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, exact_expert, initial_state, layout_of
 from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes

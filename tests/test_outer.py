@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from spes_p2p.config import OuterConfig
+from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.messages.rounds import Member, Merge
 from spes_p2p.model.layout import Group
-from spes_p2p.simulate.swarm import LAYOUT, VirtualSwarm, campaign, simulate
-from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.codecs import CODECS, GroupCodecs
-from spes_p2p.sync.outer import base_size, first_base, momentum_offsets, outer_settings
-from spes_p2p.sync.parts import Part, part_table
+from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.codecs import CODECS, GroupCodecs
+from spes_p2p.rounds.outer import base_size, first_base, momentum_offsets, outer_settings
+from spes_p2p.rounds.parts import Part, part_table
+from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign, simulate
 
 PLAIN = OuterConfig()
 DILOCO = OuterConfig(shared_learning_rate=0.7, shared_momentum=0.9, router_learning_rate=0.5, experts_learning_rate=0.4,

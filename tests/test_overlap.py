@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p.config import Campaign
+from spes_p2p.config.campaign import Campaign
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
-from spes_p2p.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
-from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.sync.parts import Part
+from spes_p2p.rounds.parts import Part
+from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
 
 STEPS = 10
 PEERS = ("A", "B")
@@ -58,7 +58,7 @@ class Watching:
 
 
 class Reference:
-    """The formula of `sync/accounting.py` for peers that trained as many tokens each."""
+    """The formula of `rounds/accounting.py` for peers that trained as many tokens each."""
 
     def __init__(self, base: np.ndarray, seed: int):
         self.base = base.copy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.swarm.ownership import Owners, assign_experts
+from spes_p2p.rounds.ownership import Owners, assign_experts
 
 CAPACITIES = st.dictionaries(st.sampled_from("ABCDEFGH"), st.integers(0, 12), max_size=8)
 EXPERTS = st.integers(1, 16)

@@ -12,18 +12,17 @@ from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, memb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.config import SLOWEST_LINE_BITS, SyncConfig
+from spes_p2p.campaign.genesis import make_genesis
+from spes_p2p.config.campaign import SLOWEST_LINE_BITS, SyncConfig
 from spes_p2p.errors import Refused
-from spes_p2p.genesis import make_genesis
 from spes_p2p.messages.codec import WireError
-from spes_p2p.messages.consensus import Ballot, Head
+from spes_p2p.messages.consensus import Ballot, Commit
 from spes_p2p.messages.rounds import Announcement, Member
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
-from spes_p2p.sync import parts as part_rules
-from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.parts import (
+from spes_p2p.rounds import parts as part_rules
+from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.rounds.parts import (
     WORTH_HANDING_ON,
     Part,
     extra_copies,
@@ -34,7 +33,8 @@ from spes_p2p.sync.parts import (
     to_mask,
     weight,
 )
-from spes_p2p.sync.plan import Rules, alpha_due, check_announcement, check_staged, local_steps, make_plan
+from spes_p2p.rounds.plan import Rules, alpha_due, check_announcement, check_staged, local_steps, make_plan
+from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 
 CAMPAIGN = campaign()
 RULES = Rules(CAMPAIGN.config, CAMPAIGN.hash, NUM_SAMPLES)
@@ -156,14 +156,14 @@ def test_masks_round_trip(case: tuple[int, set[int]]) -> None:
 # Announcements ------------------------------------------------------------------------------------------------------------
 
 
-def head_with(**changes: Any) -> Head:
+def commit_with(**changes: Any) -> Commit:
     genesis = make_genesis(CAMPAIGN, "W", np.zeros(4, np.float32), "0" * 16)
     return dataclasses.replace(genesis, **changes)
 
 
 def announce(**changes: Any) -> Announcement:
     announcement = Announcement(
-        campaign=CAMPAIGN.hash, protocol=1, round=0, attempt=0, waited_s=0.0, head="h", base_digest="d", tokens=0,
+        campaign=CAMPAIGN.hash, protocol=1, round=0, attempt=0, waited_s=0.0, commit="h", base_digest="d", tokens=0,
         routed=(0,) * EXPERTS, capacity=EXPERTS, tokens_per_second=0.0, bandwidth=1.0, loss=0.0, validation_loss=None,
         untrained=(),
     )
@@ -184,12 +184,12 @@ def announce(**changes: Any) -> Announcement:
 )
 def test_a_malformed_announcement_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="malformed"):
-        check_announcement(announce(**changes), head_with(cursor=Cursor(0, 100)), RULES)
+        check_announcement(announce(**changes), commit_with(cursor=Cursor(0, 100)), RULES)
 
 
 def test_an_honest_announcement_is_taken() -> None:
-    check_announcement(announce(untrained=(Interval(0, 90, 100),)), head_with(cursor=Cursor(0, 100)), RULES)
-    check_announcement(announce(untrained=(Interval(0, 500, 1000),)), head_with(cursor=Cursor(1, 100)), RULES)
+    check_announcement(announce(untrained=(Interval(0, 90, 100),)), commit_with(cursor=Cursor(0, 100)), RULES)
+    check_announcement(announce(untrained=(Interval(0, 500, 1000),)), commit_with(cursor=Cursor(1, 100)), RULES)
 
 
 # Plans --------------------------------------------------------------------------------------------------------------------
@@ -197,15 +197,16 @@ def test_an_honest_announcement_is_taken() -> None:
 
 @given(speeds=st.lists(st.floats(0, 1e6), min_size=1, max_size=5), untrained=st.booleans())
 def test_duties_are_disjoint_and_move_the_cursor_by_what_they_hand_out(speeds: list[float], untrained: bool) -> None:
-    head = head_with(cursor=Cursor(0, 985), round=3)
+    commit = commit_with(cursor=Cursor(0, 985), round=3)
     back = (Interval(0, 7, 20),) if untrained else ()
     announcements = {"ABCDE"[i]: announce(tokens_per_second=speed) for i, speed in enumerate(speeds)}
     announcements["A"] = dataclasses.replace(announcements["A"], untrained=back)
-    plan = make_plan(head, Ballot(1, "A"), announcements, (), "d", None, RULES)
-    handed = [(i.epoch, p) for duty in plan.duties for i in duty.slices for p in range(i.start, i.stop)]
+    plan = make_plan(commit, Ballot(1, "A"), announcements, (), "d", None, RULES)
+    handed = [(i.epoch, p) for assignment in plan.assignments for i in assignment.slices for p in range(i.start, i.stop)]
     assert len(set(handed)) == len(handed)
-    assert all(sum(map(len, duty.slices)) == duty.steps * CAMPAIGN.config.training.batch_size for duty in plan.duties)
-    assert [duty.member for duty in plan.duties] == list(range(len(speeds)))
+    batch_size = CAMPAIGN.config.training.batch_size
+    assert all(sum(map(len, each.slices)) == each.steps * batch_size for each in plan.assignments)
+    assert [assignment.member for assignment in plan.assignments] == list(range(len(speeds)))
     assert set(handed[: len(back) * 13]) == {(0, p) for p in range(7, 20)} & set(handed)
     moved = plan.cursor.epoch * NUM_SAMPLES + plan.cursor.position - 985
     assert moved + sum(map(len, back)) == len(handed) + sum(map(len, plan.cursor.returned))
@@ -220,23 +221,23 @@ def test_faster_peers_do_more_steps_within_bounds() -> None:
 
 def test_merges_are_due_every_interval_and_only_after_training() -> None:
     """merge_interval 20, sync_steps 10, alpha 0.1 falling to 0 at step 100."""
-    assert alpha_due(head_with(step=0), 5, RULES) == 0
-    assert alpha_due(head_with(step=10), 5, RULES) == pytest.approx(0.08)
-    assert alpha_due(head_with(step=10), 0, RULES) == 0
-    assert alpha_due(head_with(step=30), 5, RULES) == pytest.approx(0.06)
+    assert alpha_due(commit_with(step=0), 5, RULES) == 0
+    assert alpha_due(commit_with(step=10), 5, RULES) == pytest.approx(0.08)
+    assert alpha_due(commit_with(step=10), 0, RULES) == 0
+    assert alpha_due(commit_with(step=30), 5, RULES) == pytest.approx(0.06)
 
 
 def test_after_the_last_step_nobody_has_anything_to_do() -> None:
-    head = head_with(step=50, round=5)
-    plan = make_plan(head, Ballot(1, "A"), {"A": announce(tokens=10, tokens_per_second=5.0)}, (), "d", None, RULES)
+    commit = commit_with(step=50, round=5)
+    plan = make_plan(commit, Ballot(1, "A"), {"A": announce(tokens=10, tokens_per_second=5.0)}, (), "d", None, RULES)
     assert plan.step == 60
-    assert [duty.steps for duty in plan.duties] == [0]
+    assert [assignment.steps for assignment in plan.assignments] == [0]
 
 
 def test_what_leavers_gave_back_is_handed_out_first() -> None:
-    head = head_with(cursor=Cursor(0, 100), round=3)
-    plan = make_plan(head, Ballot(1, "A"), {"A": announce()}, (Interval(0, 40, 50),), "d", None, RULES)
-    assert plan.duties[0].slices == (Interval(0, 40, 50), Interval(0, 100, 110))
+    commit = commit_with(cursor=Cursor(0, 100), round=3)
+    plan = make_plan(commit, Ballot(1, "A"), {"A": announce()}, (Interval(0, 40, 50),), "d", None, RULES)
+    assert plan.assignments[0].slices == (Interval(0, 40, 50), Interval(0, 100, 110))
 
 
 # Heads --------------------------------------------------------------------------------------------------------------------

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p.config import CampaignConfig
+from spes_p2p.campaign.planner import Choice, DiskBytes, bootstrap_disk_bytes, disk_bytes
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.output import VOTES
 from spes_p2p.content.bases import PINNED_S
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import Setup, device_bytes
-from spes_p2p.planner import Choice, DiskBytes, bootstrap_disk_bytes, disk_bytes
-from spes_p2p.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.store import SMALLEST_SPARE_BYTES, DirectoryStore
-from spes_p2p.sync.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.storage.store import SMALLEST_SPARE_BYTES, DirectoryStore
+from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -70,7 +70,7 @@ class Lives:
         self.run_dirs = {name: folder / name for name in "WA"}
         self.on_disk = dict.fromkeys("WA", 0)
         self._flush = os.fsync
-        monkeypatch.setattr("spes_p2p.swarm.store.os.fsync", self._look_at_disk)
+        monkeypatch.setattr("spes_p2p.storage.store.os.fsync", self._look_at_disk)
         self._archive = archive
 
     @property

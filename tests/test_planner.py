@@ -16,17 +16,10 @@ from model_shapes import tiny_campaign, tiny_model, tiny_training
 from network_swarm import Ended, call
 from torch.profiler import ProfilerActivity, profile
 
-from spes_p2p import free_memory, local_swarm
-from spes_p2p.config import CampaignConfig, ExpertsConfig, ModelConfig, OuterConfig, load_campaign_config, make_peer_config
-from spes_p2p.errors import UserError
-from spes_p2p.free_memory import available_bytes
-from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of
-from spes_p2p.model.memory import DeviceBytes, Setup, device_bytes, saved_activation_bytes, shared_elements, tensor_moment_bytes
-from spes_p2p.model.partitioned import PartitionedExperts
-from spes_p2p.model.stored import StoredFormat
-from spes_p2p.peer.resources import as_many_as_fit
-from spes_p2p.plan_table import join_flags
-from spes_p2p.planner import (
+from spes_p2p.campaign import free_memory
+from spes_p2p.campaign.free_memory import available_bytes
+from spes_p2p.campaign.plan_table import join_flags
+from spes_p2p.campaign.planner import (
     Device,
     alternatives,
     bootstrap_disk_bytes,
@@ -39,8 +32,23 @@ from spes_p2p.planner import (
     plan_peer,
     round_traffic,
 )
-from spes_p2p.quantities import parse_bits_per_second, parse_bytes
-from spes_p2p.sync.codecs import CODECS, group_codecs
+from spes_p2p.client import local_swarm
+from spes_p2p.config.campaign import (
+    CampaignConfig,
+    ExpertsConfig,
+    ModelConfig,
+    OuterConfig,
+    load_campaign_config,
+    make_peer_config,
+)
+from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of
+from spes_p2p.model.memory import DeviceBytes, Setup, device_bytes, saved_activation_bytes, shared_elements, tensor_moment_bytes
+from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.model.stored import StoredFormat
+from spes_p2p.rounds.codecs import CODECS, group_codecs
+from spes_p2p.session.resources import as_many_as_fit
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.trainer import checkpoint_activations

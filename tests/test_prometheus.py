@@ -20,7 +20,7 @@ import yaml
 from monitoring_files import ALERTS, BOOTSTRAP, alert_rules, dashboard_queries
 from network_swarm import LocalPeers, free_port, wait_until, write_variant
 
-from spes_p2p.swarm import die_with_parent
+from spes_p2p.net import die_with_parent
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,4 +1,4 @@
-"""A swarm that lost most of its electors goes on: the bootstrap peer opens a new epoch, and who comes back follows it."""
+"""A swarm that lost most of its electors goes on: the bootstrap peer opens a new term, and who comes back follows it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.swarm.memory import run_virtual
+from spes_p2p.testing.memory import run_virtual
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 
 @pytest.mark.parametrize("killed", ["AB", "ABC"])
@@ -54,18 +54,18 @@ def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
         for name in "ABCD":
             swarm.start(name)
         await swarm.until(lambda: swarm.round_of("D") >= 3)
-        # Three of five electors go on by themselves; the bootstrap and D see no majority and open a new epoch.
+        # Three of five electors go on by themselves; the bootstrap and D see no majority and open a new term.
         swarm.network.partition(["W", "D"], ["A", "B", "C"])
-        await swarm.until(lambda: swarm.peers["D"].node.log.head.epoch == 1 and swarm.round_of("A") >= 10)
+        await swarm.until(lambda: swarm.peers["D"].node.log.last.term == 1 and swarm.round_of("A") >= 10)
         forked = swarm.round_of("A")
-        assert swarm.peers["A"].node.log.head.epoch == 0
+        assert swarm.peers["A"].node.log.last.term == 0
         swarm.network.heal()
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in "ABCD"))
         assert forked >= 10
         last = {name: swarm.peers[name].replica.base for name in "ABCD"}
         assert len({base.digest for base in last.values()}) == 1
-        assert len({base.head for base in last.values()}) == 1
-        assert swarm.peers["A"].node.log.head.epoch == 1
+        assert len({base.commit for base in last.values()}) == 1
+        assert swarm.peers["A"].node.log.last.term == 1
 
     run_virtual(main())
 
@@ -85,7 +85,7 @@ def test_a_minority_is_reformed_however_long_its_attempts_take(total_steps: int,
         await swarm.until(lambda: swarm.round_of("D") >= 3)
         swarm.network.partition(["W", "D"], ["A", "B", "C"])
         cut_at = asyncio.get_running_loop().time()
-        await swarm.until(lambda: swarm.peers["D"].node.log.head.epoch == 1)
+        await swarm.until(lambda: swarm.peers["D"].node.log.last.term == 1)
         assert asyncio.get_running_loop().time() - cut_at < 30 + 14 * silence_s + 30
 
     run_virtual(main())
@@ -94,7 +94,7 @@ def test_a_minority_is_reformed_however_long_its_attempts_take(total_steps: int,
 @pytest.mark.parametrize("majority_comes_back", [False, True])
 @pytest.mark.sampled(1)
 def test_an_outage_that_ended_is_another_one_when_it_comes_back(majority_comes_back: bool) -> None:
-    """Between two rounds, so that no head tells them apart."""
+    """Between two rounds, so that no commit tells them apart."""
 
     async def main() -> tuple[float, float]:
         training = {"total_steps": 400, "sync_steps": 200}
@@ -132,6 +132,6 @@ def test_nothing_is_reformed_while_a_majority_is_there() -> None:
         await swarm.until(lambda: swarm.round_of("C") >= 2)
         swarm.kill("A")
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in "BC"))
-        assert swarm.peers["B"].node.log.head.epoch == 0
+        assert swarm.peers["B"].node.log.last.term == 0
 
     run_virtual(main())

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.relay import FANOUT, Relay
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.rounds import Passed
-from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
-from spes_p2p.swarm.relay import FANOUT, Relay
-from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
 RECORD = Message(bytes(range(256)), Kind.PLAN)
 
@@ -26,14 +26,14 @@ def members_of(count: int) -> list[str]:
 
 
 def relay_of(network: MemoryNetwork, name: str) -> Relay:
-    board = Switchboard(network.transport(name), 5.0)
+    board = RpcEndpoint(network.transport(name), 5.0)
     return Relay(board, Fetcher(board))
 
 
 async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str, Message], int]:
     """What each living member got of a coordinator "C", and the bytes that C sent."""
     network, members = MemoryNetwork(latency_s=0.05), members_of(count)
-    boards = {name: Switchboard(network.transport(name), 5.0) for name in ["C", *members]}
+    boards = {name: RpcEndpoint(network.transport(name), 5.0) for name in ["C", *members]}
     relays = {name: Relay(board, Fetcher(board)) for name, board in boards.items()}
 
     async def lie(name: str, index: int) -> bytes:

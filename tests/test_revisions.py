@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack
-from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.methods import PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.rounds import Announcement, Manifest
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.sync.codecs import CODECS, GroupCodecs
-from spes_p2p.sync.parts import to_mask
-from spes_p2p.sync.results import Results, bodies_name, load_results, results_name, save_results
-from spes_p2p.sync.spool import Spool
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.rounds.codecs import CODECS, GroupCodecs
+from spes_p2p.rounds.parts import to_mask
+from spes_p2p.rounds.results import Results, bodies_name, load_results, results_name, save_results
+from spes_p2p.rounds.spool import Spool
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 CODEC = GroupCodecs(CODECS["none"], CODECS["none"], CODECS["none"])
 PLAN = make_plan_of([
@@ -118,9 +118,9 @@ def victims(swarm: VirtualSwarm, member: str, count: int) -> list[str]:
     return sorted(contributors, key=lambda peer: (-contributors[peer], peer))[:count]
 
 
-def head_that_lost(swarm: VirtualSwarm) -> Head:
+def commit_that_lost(swarm: VirtualSwarm) -> Commit:
     log = next(iter(swarm.peers.values())).node.log
-    return next(head for head in map(log.head_at, range(log.round + 1)) if head.lost)
+    return next(commit for commit in map(log.commit_at, range(log.round + 1)) if commit.lost)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -134,12 +134,12 @@ def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(
         await swarm.until_finished()
         swarm.assert_replicas_agree()
         assert len(killed) == count
-        head = head_that_lost(swarm)
-        assert {head.members[i] for lost in head.lost for i in lost} <= set(killed)
+        commit = commit_that_lost(swarm)
+        assert {commit.members[i] for lost in commit.lost for i in lost} <= set(killed)
         survivor = min(swarm.peers)
         commits = swarm.recorders[survivor].commits()
-        alone = sum(bool(owners) and set(owners) <= set(killed) for owners in commits[head.round - 1].owners)
-        assert commits[head.round].dropped_parts <= alone, "only experts that nobody else trained may be missing"
+        alone = sum(bool(owners) and set(owners) <= set(killed) for owners in commits[commit.round - 1].owners)
+        assert commits[commit.round].dropped_parts <= alone, "only experts that nobody else trained may be missing"
 
     simulate(main)
 
@@ -173,13 +173,13 @@ def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: 
         await swarm.until_finished()
         swarm.assert_replicas_agree()
         assert killed
-        head = head_that_lost(swarm)
-        lost = {head.members[i] for lost in head.lost for i in lost}
+        commit = commit_that_lost(swarm)
+        lost = {commit.members[i] for lost in commit.lost for i in lost}
         assert lost == set(killed)
         commits = swarm.recorders["A"].commits()
-        gone_with_it = sum(set(owners) == set(killed) for owners in commits[head.round - 1].owners)
-        assert commits[head.round].dropped_parts <= gone_with_it, "A's experts are in"
-        assert "A" in {name for name, tokens, _ in commits[head.round].contributions if tokens}
+        gone_with_it = sum(set(owners) == set(killed) for owners in commits[commit.round - 1].owners)
+        assert commits[commit.round].dropped_parts <= gone_with_it, "A's experts are in"
+        assert "A" in {name for name, tokens, _ in commits[commit.round].contributions if tokens}
 
     simulate(main)
 
@@ -201,19 +201,19 @@ def test_a_member_that_takes_the_plan_and_never_reports_holds_nobody_up() -> Non
 
 async def take_part_and_idle(swarm: VirtualSwarm) -> None:
     """A peer that announces itself for every round, takes each plan, and does nothing with it but live."""
-    board = Switchboard(swarm.network.transport("X"), 5.0)
+    board = RpcEndpoint(swarm.network.transport("X"), 5.0)
     for peer, living in swarm.peers.items():
         board.transport.learn_addresses(peer, living.node.world.transport.addresses)
     while True:
         base = swarm.peers["A"].replica.base
         announcement = Announcement(
-            swarm.campaign.hash, PROTOCOL_VERSION, base.round + 1, 0, 0.0, base.head, base.digest,
+            swarm.campaign.hash, PROTOCOL_VERSION, base.round + 1, 0, 0.0, base.commit, base.digest,
             10, (1,) * 4, 4, 1.0, 1.0, 1.0, None, (),
         )
         try:
-            async with board.talk(swarm.peers["A"].node.coordinators()[0], ROUND) as talk:
-                await talk.send(pack(announcement))
+            async with board.stream(swarm.peers["A"].node.coordinators()[0], ROUND) as stream:
+                await stream.send(pack(announcement))
                 while True:
-                    await talk.message()
+                    await stream.message()
         except (PeerUnreachable, Refused):
             await asyncio.sleep(0.5)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.campaign import CampaignFiles, keep_campaign, read_run_dir, sha256
+from spes_p2p.campaign.files import CampaignFiles, keep_campaign, read_run_dir, sha256
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import BaseRestored
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.swarm.store import DirectoryStore
+from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 POINTS = [
-    ("append", "heads.log"), ("append:done", "heads.log"),
+    ("append", "commits.log"), ("append:done", "commits.log"),
     ("write:aside", "votes"), ("write:rename", "votes"), ("write:done", "votes"),
     ("write:rename", "bodies-of-results-3"), ("write:done", "bodies-of-results-3"),
     ("write:rename", "results-3"), ("write:done", "results-3"),
@@ -132,7 +132,7 @@ HARMS: dict[str, Callable[[bytes], bytes]] = {
     "a bit in the middle": lambda content: flipped(content, len(content) // 2),
     "a bit at the end": lambda content: flipped(content, len(content) - 1),
 }
-FILES = ("base", "checkpoint-1.safetensors", "heads.log", "votes", "results-3", "bodies-of-results-3")
+FILES = ("base", "checkpoint-1.safetensors", "commits.log", "votes", "results-3", "bodies-of-results-3")
 REFUSED = {"base"}
 """A damaged base is not thrown away without a person's word."""
 

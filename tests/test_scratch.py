@@ -16,15 +16,15 @@ from model_shapes import tiny_campaign, tiny_model
 from spes_p2p.messages.rounds import Member
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
-from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.store import DirectoryStore
-from spes_p2p.sync.accounting import Ledger
-from spes_p2p.sync.carried import Carried
-from spes_p2p.sync.parts import part_ranges, part_table
-from spes_p2p.sync.scratch import memory_scratch
+from spes_p2p.rounds.accounting import Ledger
+from spes_p2p.rounds.parts import part_ranges, part_table
+from spes_p2p.rounds.reducer_residual import Carried
+from spes_p2p.storage.scratch import memory_scratch
+from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.testing.simulate.swarm import simulate
+from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.interface import Phase
-from spes_p2p.training.synthetic import SyntheticTrainer
 from spes_p2p.training.trainer import COPIED_ELEMENTS, TorchTrainer
 
 PART_BYTES = 2**14
@@ -64,10 +64,10 @@ def test_a_round_takes_no_memory_for_what_was_trained(tmp_path: Path) -> None:
     _, took["settle"] = memory_of(ledger.settle, trainer, base, base + np.float32(1), accepted)
     set_aside, took["set aside"] = memory_of(ledger.set_aside, trainer, base)
     _, took["put back"] = memory_of(ledger.put_back, trainer, set_aside)
-    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainer, ledger, LAYOUT, base, "head", 1, None)
+    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainer, ledger, LAYOUT, base, "commit", 1, None)
     _, took["write it"] = memory_of(write_checkpoint, checkpoint)
     again = SyntheticTrainer(LAYOUT, base, (0, 1), 32, 1.0, seed=0)
-    _, took["restore it"] = memory_of(load_checkpoint, store, again, ledger, LAYOUT, "head", 1)
+    _, took["restore it"] = memory_of(load_checkpoint, store, again, ledger, LAYOUT, "commit", 1)
     _, took["hand over"] = memory_of(ledger.change_owned, trainer, (1,), base)
     assert max(took.values()) < ALLOWED, took
 
@@ -92,12 +92,12 @@ def test_the_real_trainer_takes_and_gives_weights_and_moments_piece_by_piece(tmp
     trainers = [TorchTrainer(tiny_campaign(MODEL), base, (0, 1), Text()) for _ in range(2)]
     trainers[0].train(replace(PHASE, slices=(Interval(0, 0, 4),)), lambda: False, lambda done, speed: None)
     took: dict[str, int] = {}
-    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainers[0], ledger, LAYOUT, base, "head", 1, None)
+    checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainers[0], ledger, LAYOUT, base, "commit", 1, None)
     write_checkpoint(checkpoint)
     _, took["set all weights"] = memory_of(trainers[0].load_base, base)
     assert 4 * LAYOUT.by_name["model.embed_tokens.weight"].spec.size > 1.5 * 4 * COPIED_ELEMENTS
     assert max(took.values()) < 1.2 * 4 * COPIED_ELEMENTS, took
-    assert load_checkpoint(store, trainers[1], ledger, LAYOUT, "head", 1) is not None
+    assert load_checkpoint(store, trainers[1], ledger, LAYOUT, "commit", 1) is not None
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -126,9 +126,9 @@ def test_what_was_dropped_long_ago_does_not_keep_the_files_of_its_rounds() -> No
             plan = make_plan_of([member("A", 10, routed, 50.0), member("B", 10, routed, 0.001)])
             played = await Round.open(plan, random_updates(plan, number), "int8", carried={"A": mine.by_start})
             await played.run()
-            exchange, head = played.exchanges["A"], played.commit()
+            exchange, commit = played.exchanges["A"], played.commit()
             before = {start: dropped.copy() for start, dropped in mine.by_start.items()}
-            mine.settle([exchange], exchange.results, {part.index for part in exchange.results.committed(head)})
+            mine.settle([exchange], exchange.results, {part.index for part in exchange.results.committed(commit)})
             assert before.keys() <= mine.by_start.keys()
             for start, dropped in mine.by_start.items():
                 np.testing.assert_array_equal(dropped, exchange.rounding.get(start, before.get(start)))

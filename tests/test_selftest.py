@@ -11,10 +11,10 @@ import pytest
 from spes_p2p.errors import UserError
 from spes_p2p.messages.rounds import Member
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.sync import selftest
-from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.codecs import CODECS, GroupCodecs
-from spes_p2p.sync.parts import part_table
+from spes_p2p.rounds import selftest
+from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.codecs import CODECS, GroupCodecs
+from spes_p2p.rounds.parts import part_table
 
 
 def test_this_machine_computes_the_known_answer() -> None:

@@ -23,18 +23,19 @@ from network_swarm import ENVIRONMENT, ROOT, call
 from spes_p2p.consensus.acceptor import Acceptor, VoteState
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import PhaseTrained, RoundCommitted
+from spes_p2p.peer.exchange import INDEX_BYTES, WEIGHT_BYTES, Exchange
 from spes_p2p.peer.phases import PhaseRunner
-from spes_p2p.simulate.audit import Audit
-from spes_p2p.simulate.command import simulate_virtual
-from spes_p2p.simulate.faults import KINDS, Fault, Standing, random_fault
-from spes_p2p.simulate.points import POINTS
-from spes_p2p.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
-from spes_p2p.simulate.virtual import SILENCE_S, SeedResult, run_seed
-from spes_p2p.swarm.ownership import Owners, assign_experts
-from spes_p2p.sync import plan, staging
-from spes_p2p.sync.accounting import Ledger
-from spes_p2p.sync.apply import NextBase
-from spes_p2p.sync.exchange import INDEX_BYTES, WEIGHT_BYTES, Exchange
+from spes_p2p.rounds import next_base as staging
+from spes_p2p.rounds import plan
+from spes_p2p.rounds.accounting import Ledger
+from spes_p2p.rounds.apply import NextBase
+from spes_p2p.rounds.ownership import Owners, assign_experts
+from spes_p2p.testing.simulate.audit import Audit
+from spes_p2p.testing.simulate.command import simulate_virtual
+from spes_p2p.testing.simulate.faults import KINDS, Fault, Standing, random_fault
+from spes_p2p.testing.simulate.points import POINTS
+from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
+from spes_p2p.testing.simulate.virtual import SILENCE_S, SeedResult, run_seed
 
 RARE = ("decide", "download", "donate", "replay", "leave")
 """Points that are reached only after some other fault."""
@@ -302,7 +303,7 @@ def test_bad_options_are_one_line_and_exit_code_2(options: tuple[str, ...], mess
 
 
 def test_an_event_log_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spes_p2p.simulate.command.run_seeds", None)
+    monkeypatch.setattr("spes_p2p.testing.simulate.command.run_seeds", None)
     progress = contextlib.nullcontext(lambda done, total: None)
     with pytest.raises(UserError, match="cannot be written"):
         simulate_virtual(None, {}, range(1), 1, tmp_path / "missing" / "log.txt", progress)
@@ -353,9 +354,9 @@ def _reducers_leave_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Exchange._take
 
     def broken(self: Exchange, sender: int, message: memoryview) -> None:
-        head = INDEX_BYTES + WEIGHT_BYTES
-        nothing = memoryview(bytes(message[:head]) + bytes(len(message) - head))
-        take(self, sender, nothing if sender == 1 and len(message) > head else message)
+        commit = INDEX_BYTES + WEIGHT_BYTES
+        nothing = memoryview(bytes(message[:commit]) + bytes(len(message) - commit))
+        take(self, sender, nothing if sender == 1 and len(message) > commit else message)
 
     monkeypatch.setattr(Exchange, "_take", broken)
 

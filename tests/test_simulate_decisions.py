@@ -8,30 +8,30 @@ import pytest
 
 from spes_p2p.consensus.output import LOG
 from spes_p2p.messages.codec import unpack
-from spes_p2p.messages.consensus import Decided, Head
+from spes_p2p.messages.consensus import CertifiedCommit, Commit
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, RoundCommitted
-from spes_p2p.simulate.audit import Audit
-from spes_p2p.simulate.decisions import Held, compare
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.audit import Audit
+from spes_p2p.testing.simulate.decisions import Held, compare
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
-Run = tuple[dict[str, list[Head]], list[Held]]
+Run = tuple[dict[str, list[Commit]], list[Held]]
 
 
 def run_with_a_reform() -> Run:
     """Logs and bases of four peers, of which three go on without the other one and the bootstrap until they meet again."""
     held: list[Held] = []
-    logs: dict[str, list[Head]] = {}
+    logs: dict[str, list[Commit]] = {}
 
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=300, sync={"min_peers": 4, "reform_after_s": 30.0}))
         swarm.start_all("ABCD")
         await swarm.until(lambda: swarm.round_of("D") >= 3)
         swarm.network.partition(["W", "D"], ["A", "B", "C"])
-        await swarm.until(lambda: swarm.peers["D"].node.log.head.epoch == 1 and swarm.round_of("A") >= 10)
+        await swarm.until(lambda: swarm.peers["D"].node.log.last.term == 1 and swarm.round_of("A") >= 10)
         swarm.network.heal()
         await swarm.until_finished()
         for name in "ABCD":
-            logs[name] = [unpack(Decided, record).head for record in swarm.stores[name].records(LOG)]
+            logs[name] = [unpack(CertifiedCommit, record).commit for record in swarm.stores[name].records(LOG)]
             committed = swarm.recorders[name].told(RoundCommitted)
             held.extend(Held(0.0, name, commit.round, commit.base_digest) for commit in committed)
 
@@ -58,13 +58,13 @@ def test_rounds_that_were_given_up_are_no_mismatch(run: Run) -> None:
     assert audit.reforms == 1
 
 
-def test_a_base_that_no_head_names_is_a_mismatch(run: Run) -> None:
+def test_a_base_that_no_commit_names_is_a_mismatch(run: Run) -> None:
     logs, held = run
     wrong = replace(held[5], peer="C", digest="0" * 64)
     assert [each.rule for each in audited((logs, [*held, wrong])).violations] == ["digest"]
 
 
-def test_two_heads_after_one_are_a_fork(run: Run) -> None:
+def test_two_commits_after_one_are_a_fork(run: Run) -> None:
     logs, held = run
     other = replace(logs["A"][4], step=10**6)
     assert "fork" in {each.rule for each in audited(({**logs, "E": [other]}, held)).violations}
@@ -72,13 +72,13 @@ def test_two_heads_after_one_are_a_fork(run: Run) -> None:
 
 def test_a_corrupted_base_counts_again_when_it_is_right() -> None:
     audit = Audit(4)
-    audit.has_base(1.0, "A", "head", 7, "right")
+    audit.has_base(1.0, "A", "commit", 7, "right")
     audit.corrupted("B")
-    audit.has_base(2.0, "B", "head", 7, "wrong")
+    audit.has_base(2.0, "B", "commit", 7, "wrong")
     audit.told(3.0, "B", DigestMismatch(7, "wrong", "right"))
     audit.told(4.0, "B", BaseRestored(7, 70, 100, 1, "wrong", "disk"))  # killed before the repair was on its disk
-    audit.has_base(4.0, "B", "head", 7, "wrong")
-    audit.has_base(5.0, "B", "head", 7, "right")
+    audit.has_base(4.0, "B", "commit", 7, "wrong")
+    audit.has_base(5.0, "B", "commit", 7, "right")
     assert not audit.violations
-    audit.has_base(6.0, "B", "head", 7, "wrong")
+    audit.has_base(6.0, "B", "commit", 7, "wrong")
     assert [each.rule for each in audit.violations] == ["digest"]

@@ -24,14 +24,14 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.content import PiecesRequest
 from spes_p2p.messages.methods import SNAPSHOT
+from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
 from spes_p2p.observe.events import DigestMismatch
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign, simulate
-from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.swarm.rpc import STALLED_SILENCES, Switchboard, Talk
-from spes_p2p.sync.base import save_base
-from spes_p2p.sync.digest import PIECE_ELEMENTS, state_digest
-from spes_p2p.sync.kept_results import KEPT_ROUNDS
+from spes_p2p.rounds.base import save_base
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, state_digest
+from spes_p2p.rounds.results import KEPT_ROUNDS
+from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SILENCE_S = 2.0
 SIZE = int(PIECE_ELEMENTS * (2 * SLOT_PIECES + 0.5))
@@ -42,20 +42,20 @@ def ignore(done: int, total: int) -> None:
     pass
 
 
-async def donor(network: MemoryNetwork, name: str, base: np.ndarray | None = None, head: str = "h") -> Snapshots:
+async def donor(network: MemoryNetwork, name: str, base: np.ndarray | None = None, commit: str = "h") -> Snapshots:
     """A peer that offers a base."""
-    board, snapshots = Switchboard(network.transport(name), SILENCE_S), Snapshots()
+    board, snapshots = RpcEndpoint(network.transport(name), SILENCE_S), Snapshots()
     if base is not None:
-        snapshots.publish(head, 3, base)
+        snapshots.publish(commit, 3, base)
     await snapshots.serve(board, ContentServer(board))
     return snapshots
 
 
-async def donors(network: MemoryNetwork, bases: dict[str, np.ndarray]) -> Switchboard:
+async def donors(network: MemoryNetwork, bases: dict[str, np.ndarray]) -> RpcEndpoint:
     """Let each peer offer its base; returns the downloader's board."""
     for name, base in bases.items():
         await donor(network, name, base)
-    return Switchboard(network.transport("me"), SILENCE_S)
+    return RpcEndpoint(network.transport("me"), SILENCE_S)
 
 
 def test_the_download_has_the_offered_bits() -> None:
@@ -93,7 +93,7 @@ def test_what_most_donors_agree_on_is_offered() -> None:
         board = await donors(MemoryNetwork(), {"A": other, "B": BASE, "C": BASE})
         offers = await collect_offers(board, ["A", "B", "C", "nobody"], "h", SIZE)
         assert [offer.donor for offer in offers] == ["B", "C"]
-        assert await collect_offers(board, ["A", "B"], "another head", SIZE) == []
+        assert await collect_offers(board, ["A", "B"], "another commit", SIZE) == []
         assert await collect_offers(board, ["A", "B"], "h", SIZE + 1) == []
 
     simulate(main)
@@ -145,7 +145,7 @@ def test_a_base_that_somebody_downloads_stays_until_he_is_done_for_a_while() -> 
     async def main() -> None:
         network = MemoryNetwork()
         snapshots = await donor(network, "A")
-        me = Switchboard(network.transport("me"), SILENCE_S)
+        me = RpcEndpoint(network.transport("me"), SILENCE_S)
         snapshots.publish("h0", 0, BASE)
         assert snapshots.oldest_pinned_round is None
         for number in range(1, 6):
@@ -183,9 +183,9 @@ def test_results_are_kept_for_who_downloads_longer_than_they_would_be() -> None:
         await swarm.until_round(2)
         replica = swarm.peers["A"].replica
         began = replica.base
-        joiner = Switchboard(swarm.network.transport("J"), SILENCE_S)
+        joiner = RpcEndpoint(swarm.network.transport("J"), SILENCE_S)
         while replica.base.round < began.round + 2 * KEPT_ROUNDS:
-            await joiner.ask("A", "base", pack(PiecesRequest(began.head, (0,))))
+            await joiner.ask("A", "base", pack(PiecesRequest(began.commit, (0,))))
             await asyncio.sleep(5.0)
         rounds = {results.plan.round for results in replica.results.by_plan.values()}
         assert set(range(began.round + 1, replica.base.round + 1)) <= rounds
@@ -234,9 +234,9 @@ def test_a_donor_serves_the_last_two_bases() -> None:
         snapshots = await donor(network, "A")
         for number in range(3):
             snapshots.publish(f"h{number}", number, BASE)
-        me = Switchboard(network.transport("me"), SILENCE_S)
-        for head in ("h1", "h2"):
-            offers = await collect_offers(me, ["A"], head, SIZE)
+        me = RpcEndpoint(network.transport("me"), SILENCE_S)
+        for commit in ("h1", "h2"):
+            offers = await collect_offers(me, ["A"], commit, SIZE)
             assert (await download(Fetcher(me), offers, None, ignore)).tobytes() == BASE.tobytes()
         with pytest.raises(Refused, match="not here"):
             await me.ask("A", "base", pack(PiecesRequest("h0", (0,))))
@@ -250,15 +250,15 @@ def test_a_donor_that_lives_and_never_answers_holds_nobody_up() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01)
         board = await donors(network, {"A": BASE})
-        mute = Switchboard(network.transport("mute"), SILENCE_S)
+        mute = RpcEndpoint(network.transport("mute"), SILENCE_S)
 
-        async def never(talk: Talk) -> None:
+        async def never(stream: Stream) -> None:
             await asyncio.Event().wait()
 
         await mute.serve(SNAPSHOT, never)
         began = asyncio.get_running_loop().time()
         assert [offer.donor for offer in await collect_offers(board, ["mute", "A"], "h", SIZE)] == ["A"]
-        assert [info.head for info in await newest_bases(board, ["mute", "A"])] == ["h"]
+        assert [info.commit for info in await newest_bases(board, ["mute", "A"])] == ["h"]
         assert asyncio.get_running_loop().time() - began == pytest.approx(2 * STALLED_SILENCES * SILENCE_S, abs=1)
 
     simulate(main)

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import codecs, head_before, make_plan_of, member
+from exchange_round import codecs, commit_before, make_plan_of, member
 
-from spes_p2p.config import OuterConfig
-from spes_p2p.messages.consensus import Head
+from spes_p2p.config.campaign import OuterConfig
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Manifest, Merge
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.sync import staging
-from spes_p2p.sync.apply import next_base
-from spes_p2p.sync.base import BASE, load_base, write_piece
-from spes_p2p.sync.digest import PIECE_ELEMENTS, content_digest, state_digest
-from spes_p2p.sync.outer import base_size
-from spes_p2p.sync.parts import to_mask
-from spes_p2p.sync.results import Results
-from spes_p2p.sync.staging import Staging
+from spes_p2p.rounds import next_base as staging
+from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.base import BASE, load_base, write_piece
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, state_digest
+from spes_p2p.rounds.next_base import Staging
+from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.parts import to_mask
+from spes_p2p.rounds.results import Results
+from spes_p2p.testing.memory_store import MemoryStore
 
 LAYOUT = Layout(
     [TensorSpec("embed", (2 * PIECE_ELEMENTS + 999,), "shared"), TensorSpec("gate", (2, 64), "router", 0)]
@@ -54,16 +54,16 @@ class Case:
     def staging(self) -> Staging:
         return Staging(self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking)
 
-    def head(self, dropped: Iterable[int] = ()) -> Head:
+    def commit(self, dropped: Iterable[int] = ()) -> Commit:
         for reducer in range(len(MEMBERS)):
             own = self.results.reduced_by(reducer)
             masks = b"".join(to_mask(part.contributors, len(MEMBERS)) for part in own)
             digests = b"".join(content_digest(self.encoded[part.index]) for part in own)
             self.results.add_manifest(Manifest(self.plan.id, reducer, 0, digests, masks))
-        return replace(head_before(self.plan), round=1, plan=self.plan.id, roots=self.results.roots(), dropped=tuple(dropped))
+        return replace(commit_before(self.plan), round=1, plan=self.plan.id, roots=self.results.roots(), dropped=tuple(dropped))
 
-    def expected(self, head: Head) -> np.ndarray:
-        parts = self.results.committed(head)
+    def expected(self, commit: Commit) -> np.ndarray:
+        parts = self.results.committed(commit)
         return np.concatenate(list(next_base(self.base, LAYOUT, parts, self.encoded, self.plan.merge, self.outer)))
 
     def put(self, *indices: int) -> None:
@@ -75,11 +75,11 @@ def check(case: Case, script: Callable[[Case], Awaitable[None]], dropped: Iterab
     async def main() -> None:
         staging = case.staging()
         await script(case)
-        head = case.head(dropped)
-        staged = await staging.finish(head, case.results)
-        assert staged.base.values.tobytes() == case.expected(head).tobytes()
+        commit = case.commit(dropped)
+        staged = await staging.finish(commit, case.results)
+        assert staged.base.values.tobytes() == case.expected(commit).tobytes()
         assert staged.base.digest == state_digest(staged.base.values)
-        staged.draft.commit()
+        staged.draft.publish()
         kept = load_base(case.store, case.base.size, "here")
         assert kept is not None
         assert (kept.digest, kept.plan) == (staged.base.digest, case.plan)

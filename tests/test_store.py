@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from spes_p2p.errors import UserError
-from spes_p2p.swarm.interfaces import Store
-from spes_p2p.swarm.memory_store import MemoryStore
-from spes_p2p.swarm.store import DirectoryStore
+from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.testing.memory_store import MemoryStore
 
 Reopen = Callable[[], Store]
 
 
 @pytest.fixture(params=["directory", "memory"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
+def incarnation(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
     """A function that opens the same disk again, as a restarted process would."""
     if request.param == "directory":
         return lambda: DirectoryStore(tmp_path / "store")
@@ -82,12 +82,12 @@ def test_a_draft_replaces_the_blob_when_it_is_committed(disk: Reopen) -> None:
     store.write("blob", [b"old"])
     draft, other = store.draft("blob"), store.draft("blob")
     draft.write(4, memoryview(b"tail"))
-    draft.write(0, b"head")
+    draft.write(0, b"commit")
     other.write(0, b"another attempt")
     assert (draft.read(2, 4), bytes(draft.view())) == (b"adta", b"headtail")
     assert bytes(store.read("blob") or b"") == b"old"
     view = draft.view()
-    draft.commit()
+    draft.publish()
     assert bytes(store.read("blob") or b"") == b"headtail"
     del draft, other
     store.delete("blob")
@@ -100,7 +100,7 @@ def test_files_that_drafts_replaced_are_used_again_but_never_while_somebody_maps
     def write(content: bytes) -> tuple[int, memoryview]:
         draft = store.draft("blob")
         draft.write(0, content * size)
-        draft.commit()
+        draft.publish()
         return os.stat(store.path / "blob").st_ino, draft.view()
 
     kept_file, kept_view = write(b"a")
@@ -123,7 +123,7 @@ def test_a_rounds_files_are_those_of_earlier_rounds(tmp_path: Path) -> None:
         bodies, base = store.draft(f"bodies-of-results-{number}"), store.draft("base")
         for draft in (bodies, base):
             draft.write(0, megabyte)
-            draft.commit()
+            draft.publish()
         store.write(f"checkpoint-{number % 2}", [megabyte])
         served = [*served, base.view()][-2:]
         if number >= 4:
@@ -151,7 +151,7 @@ def test_who_looks_at_a_running_peers_files_takes_nothing_away(tmp_path: Path) -
     draft = store.draft("blob")
     draft.write(0, b"in the middle")
     DirectoryStore(tmp_path / "store")
-    draft.commit()
+    draft.publish()
     assert bytes(store.read("blob") or b"") == b"in the middle"
 
 
@@ -160,7 +160,7 @@ def test_a_shorter_draft_leaves_nothing_of_the_file_that_it_uses_again(tmp_path:
     for content in (b"x" * 2**21, b"y" * 2**21, b"short"):
         draft = store.draft("blob")
         draft.write(0, content)
-        draft.commit()
+        draft.publish()
     assert bytes(store.read("blob") or b"") == b"short"
 
 
@@ -175,11 +175,11 @@ def test_a_draft_that_was_not_committed_leaves_no_trace(tmp_path: Path) -> None:
 def test_a_log_keeps_its_records_in_order(disk: Reopen) -> None:
     records = [b"first", b"", b"\0" * 40, bytes(range(256))]
     for record in records:
-        disk().append("heads", record)
-    assert disk().records("heads") == records
-    disk().delete("heads")
-    disk().delete("heads")
-    assert disk().records("heads") == []
+        disk().append("commits", record)
+    assert disk().records("commits") == records
+    disk().delete("commits")
+    disk().delete("commits")
+    assert disk().records("commits") == []
 
 
 @pytest.mark.parametrize("name", ["../outside", "/absolute", "", "a/../b", ".hidden", "a//b", "x.aside"])
@@ -312,7 +312,7 @@ def test_a_process_that_dies_at_any_step_leaves_the_old_content_or_the_new(
 WRITER = """
 import sys
 from pathlib import Path
-from spes_p2p.swarm.store import DirectoryStore
+from spes_p2p.storage.store import DirectoryStore
 
 store = DirectoryStore(Path(sys.argv[1]))
 number = len(store.records("log"))

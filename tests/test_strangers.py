@@ -11,9 +11,9 @@ from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Accept, Ballot, Leave, Prepare
 from spes_p2p.messages.methods import ACCEPT, LEAVE, PREPARE
 from spes_p2p.messages.samples import Interval
-from spes_p2p.simulate.swarm import VirtualSwarm, campaign
-from spes_p2p.swarm.memory import run_virtual
-from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.testing.memory import run_virtual
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 
 @pytest.mark.parametrize("name", ["X", "A"])
@@ -24,12 +24,12 @@ def test_a_strangers_ballots_are_refused_and_the_swarm_finishes(name: str) -> No
         for peer in "ABC":
             swarm.start(peer)
         await swarm.until(lambda: swarm.round_of("A") >= 2)
-        board = Switchboard(swarm.network.transport("X"), 5.0)
-        head = swarm.peers["A"].node.log.head
-        forged = replace(head, round=head.round + 1, parent=head.id, electorate=("X",), helpers=("X",), step=10**6)
+        board = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        commit = swarm.peers["A"].node.log.last
+        forged = replace(commit, round=commit.round + 1, parent=commit.id, electorate=("X",), helpers=("X",), step=10**6)
         for elector in ("A", "B", "C", "W"):
             with pytest.raises(Refused):
-                await board.ask(elector, PREPARE, pack(Prepare(head.round + 1, head.id, Ballot(2**63, name))), 5.0)
+                await board.ask(elector, PREPARE, pack(Prepare(commit.round + 1, commit.id, Ballot(2**63, name))), 5.0)
             with pytest.raises(Refused):
                 await board.ask(elector, ACCEPT, pack(Accept(Ballot(10**6, name), forged)), 5.0)
         await swarm.until(lambda: all(swarm.tasks[peer].done() for peer in "ABC"))
@@ -45,8 +45,8 @@ def test_who_leaves_gives_back_only_samples_that_were_handed_out(returned: Inter
         swarm.start_all("ABC")
         await swarm.until_round(1)
         swarm.kill("C")
-        board, head = Switchboard(swarm.network.transport("C"), 5.0), swarm.nodes["W"].log.head
+        board, commit = RpcEndpoint(swarm.network.transport("C"), 5.0), swarm.nodes["W"].log.last
         with pytest.raises(Refused):
-            await board.ask("W", LEAVE, pack(Leave(head.round + 1, (returned,))), 5.0)
+            await board.ask("W", LEAVE, pack(Leave(commit.round + 1, (returned,))), 5.0)
 
     run_virtual(main())

@@ -15,12 +15,12 @@ from spes_p2p.consensus.output import VOTES
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.methods import ROUND
+from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, Evaluated, PhaseTrained, RoundCommitted
-from spes_p2p.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
-from spes_p2p.swarm.durable import read_record
-from spes_p2p.swarm.rpc import Switchboard
-from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.digest import state_digest
+from spes_p2p.peer.durable import read_record
+from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.rounds.digest import state_digest
+from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
 
 SILENCE_S = 5.0
 
@@ -75,7 +75,7 @@ def test_a_base_in_memory_has_the_bits_of_one_on_disk_and_others_are_served_from
         assert bases["C"].values.flags.owndata
         assert not bases["A"].values.flags.owndata
         assert not bases["C"].values.flags.writeable
-        _, offered, _ = swarm.peers["C"].replica.store.snapshots._find(bases["C"].head)
+        _, offered, _ = swarm.peers["C"].replica.store.snapshots._find(bases["C"].commit)
         assert not offered.flags.owndata, "an old base that is still served takes no memory"
 
     simulate(main)
@@ -202,9 +202,10 @@ def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
         swarm = VirtualSwarm(campaign(sync={"min_peers": 3}))
         swarm.start_all("ABCD")
         await swarm.until_round(2)
-        head = swarm.peers["A"].node.log.head
-        first, second, *_ = coordinator_order(head)
-        announcement = dataclasses.replace(swarm.helper.announcer.announcement(attempt=1), round=head.round + 1, head=head.id)
+        commit = swarm.peers["A"].node.log.last
+        first, second, *_ = coordinator_order(commit)
+        announcement = swarm.helper.announcer.announcement(attempt=1)
+        announcement = dataclasses.replace(announcement, round=commit.round + 1, commit=commit.id)
         swarm.kill("W")
         lost: list[None] = []
 
@@ -216,9 +217,9 @@ def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
         swarm.network.hook = lose
         await swarm.until(lambda: bool(lost))
         await asyncio.sleep(1.0)
-        async with Switchboard(swarm.network.transport("W"), 5.0).talk(second, ROUND) as talk:
-            await talk.send(pack(announcement))
-            reply = await talk.any_message()
+        async with RpcEndpoint(swarm.network.transport("W"), 5.0).stream(second, ROUND) as stream:
+            await stream.send(pack(announcement))
+            reply = await stream.any_message()
         swarm.network.resume(first)
         return reply
 
@@ -226,7 +227,7 @@ def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
 
 
 @pytest.mark.parametrize("voters", [1, 2])
-def test_a_head_that_was_accepted_before_its_coordinator_died_is_the_one_decided(voters: int) -> None:
+def test_a_commit_that_was_accepted_before_its_coordinator_died_is_the_one_decided(voters: int) -> None:
     """With a majority of votes it was decided; with one, the next coordinator, which sees that vote, must propose it too."""
 
     async def main() -> None:
@@ -249,7 +250,7 @@ def test_a_head_that_was_accepted_before_its_coordinator_died_is_the_one_decided
         survivor = swarm.peers[min(swarm.peers)]
         assert voter is not None
         assert voter.accepted is not None
-        assert survivor.node.log.head_at(3).id == voter.accepted.id
+        assert survivor.node.log.commit_at(3).id == voter.accepted.id
         assert victim in voter.accepted.members
         await swarm.until_finished()
         swarm.assert_replicas_agree()
@@ -350,7 +351,7 @@ def test_a_whole_swarm_killed_at_once_continues_from_the_last_committed_round(de
         await swarm.until_finished()
         swarm.assert_replicas_agree()
         assert all(swarm.recorders[name].told(BaseRestored)[-1].source == "disk" for name in "ABC")
-        assert [swarm.peers["A"].node.log.head_at(number).step for number in range(7)] == list(range(0, 70, 10))
+        assert [swarm.peers["A"].node.log.commit_at(number).step for number in range(7)] == list(range(0, 70, 10))
 
     simulate(main)
 
@@ -383,7 +384,7 @@ def test_a_peer_that_was_silent_too_long_catches_up_and_its_work_is_not_lost(pau
         await swarm.until(lambda: swarm.round_of("B") >= resumed, 60)
         await swarm.until(lambda: "B" in max(swarm.recorders["A"].commits().items())[1].members, 60)
         await swarm.until_round(resumed + 4)
-        swarm.assert_same_heads()
+        swarm.assert_same_commits()
         commits = swarm.recorders["A"].commits()
         trained, announced = swarm.trained_tokens(), commits[max(commits)].total_tokens
         assert announced <= trained
@@ -423,9 +424,9 @@ def test_a_peer_that_cannot_be_dialled_trains_and_is_heard_but_reduces_nothing()
         commits = swarm.recorders["A"].commits()
         assert all("C" in commit.members for commit in commits.values())
         assert commits[6].total_tokens == swarm.trained_tokens()
-        head = swarm.peers["A"].node.log.head
-        assert "C" not in head.electorate
-        assert head.roots[head.members.index("C")] == b""
+        commit = swarm.peers["A"].node.log.last
+        assert "C" not in commit.electorate
+        assert commit.roots[commit.members.index("C")] == b""
 
     simulate(main)
 
@@ -578,15 +579,15 @@ def test_a_trainer_knows_how_many_average_with_it_in_each_phase() -> None:
     simulate(main)
 
 
-def test_a_head_whose_lost_members_cannot_be_is_nobodys_results_and_no_crash() -> None:
+def test_a_commit_whose_lost_members_cannot_be_is_nobodys_results_and_no_crash() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=60))
         swarm.start_all()
         await swarm.until_round(2)
         replica, log = swarm.peers["A"].replica, swarm.nodes["A"].log
         decided = log.at(log.round)
-        wrong = dataclasses.replace(decided, head=dataclasses.replace(decided.head, lost=((99,),)))
-        assert await replica._complete_results(decided.head) is not None
-        assert await replica._complete_results(wrong.head) is None
+        wrong = dataclasses.replace(decided, commit=dataclasses.replace(decided.commit, lost=((99,),)))
+        assert await replica._complete_results(decided.commit) is not None
+        assert await replica._complete_results(wrong.commit) is None
 
     simulate(main)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from spes_p2p.training.tensor_file import DTYPES, Source, read_tensors, tensor_chunks, tensor_header, whole
+from spes_p2p.storage.tensor_file import DTYPES, Source, read_tensors, tensor_chunks, tensor_header, whole
 
 ARRAYS = {
     **{f"of {name}": np.arange(6).astype(dtype).reshape(2, 3) for name, dtype in DTYPES.items()},
     "scalar": np.array(3, np.float32), "empty": np.zeros((0, 4), np.int64), "transposed": np.arange(6.0).reshape(2, 3).T,
 }
-METADATA = {"head": "abc", "owned": "1,2"}
+METADATA = {"commit": "abc", "owned": "1,2"}
 
 
 def sources(arrays: dict[str, np.ndarray]) -> dict[str, Source]:
@@ -71,7 +71,7 @@ def test_an_array_may_come_in_pieces_and_metadata_later() -> None:
     }
     content = b"".join(tensor_chunks(pieces, METADATA))
     assert content == CONTENT
-    header = tensor_header(pieces, {**METADATA, "head": "xyz"})
+    header = tensor_header(pieces, {**METADATA, "commit": "xyz"})
     arrays, metadata = read_tensors(header + content[len(header) :])
     assert_same(arrays)
-    assert metadata["head"] == "xyz"
+    assert metadata["commit"] == "xyz"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spes_p2p.swarm.throughput import FASTEST_BYTES_PER_S, UNKNOWN_BYTES_PER_S, Throughput
+from spes_p2p.net.throughput import FASTEST_BYTES_PER_S, UNKNOWN_BYTES_PER_S, Throughput
 
 
 def send(line: Throughput, size: int, bytes_per_s: float, begin_s: float, frame: int = 10_000) -> None:
@@ -23,13 +23,13 @@ def test_a_long_transfer_says_what_the_line_carries(rate: float, begin_s: float)
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
 
 
-@pytest.mark.parametrize("talks", [1, 3])
+@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("mbit", [1, 2, 8, 20, 100])
-def test_parts_that_take_a_thin_line_for_seconds_are_measured_too(mbit: float, talks: int) -> None:
-    """Several talks at once share the line."""
+def test_parts_that_take_a_thin_line_for_seconds_are_measured_too(mbit: float, streams: int) -> None:
+    """Several streams at once share the line."""
     line, rate, part = Throughput(), 125e3 * mbit, 2**19
-    for talk in range(talks):
-        send(line, 20 * part, rate / talks, 10 + 0.1 * talk, part)
+    for stream in range(streams):
+        send(line, 20 * part, rate / streams, 10 + 0.1 * stream, part)
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.15)
 
 

@@ -24,9 +24,9 @@ from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, piece_count, pieces_o
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import UserError
 from spes_p2p.messages.content import PIECES_A_REQUEST
-from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.simulate.swarm import simulate
 
 SILENCE_S = 2.0
 PIECES = 3 * PIECES_A_REQUEST + 1
@@ -66,7 +66,7 @@ class Place:
     async def library(
         self, name: str, shelf: TokenShelf, trainers: Sequence[str] = (), helpers: Sequence[str] = ("W",)
     ) -> TokenLibrary:
-        board = Switchboard(self.network.transport(name), SILENCE_S)
+        board = RpcEndpoint(self.network.transport(name), SILENCE_S)
         library = TokenLibrary(shelf, Fetcher(board), lambda: (trainers, helpers), inline, random.Random(0))
         await library.serve(ContentServer(board))
         return library

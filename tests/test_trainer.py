@@ -21,11 +21,11 @@ from spes_p2p.model.build import build_model, initial_state, layout_of, plain_mo
 from spes_p2p.model.flops import training_flops_per_token
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
+from spes_p2p.storage.tensor_file import Source
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.options import TrainingOptions, check_options
-from spes_p2p.training.tensor_file import Source
 from spes_p2p.training.trainer import TorchTrainer
 
 MODEL = tiny_model()
@@ -298,8 +298,8 @@ def test_the_formula_of_operations_counts_what_torch_counts(owned: tuple[int, ..
     with FlopCounterMode(display=False) as counter:
         forward_losses(model, blocks, ids, tiny_training()).total.backward()
     # Without the causal mask's zeros left out, attention counts twice; the last position of a sample has no loss.
-    attention, head = 6 * 2 * 16 * 32, 6 * 64 * 32 / 16
-    expected = training_flops_per_token(MODEL, 16, owned) + attention - head
+    attention, commit = 6 * 2 * 16 * 32, 6 * 64 * 32 / 16
+    expected = training_flops_per_token(MODEL, 16, owned) + attention - commit
     assert counter.get_total_flops() / ids.numel() == pytest.approx(expected, rel=1e-3)
 
 

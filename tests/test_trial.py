@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.messages.framing import Kind, Message
+from spes_p2p.net.interfaces import Channel
 from spes_p2p.observe.events import PhaseEntered
-from spes_p2p.simulate.trial import Orders, Trial
-from spes_p2p.swarm.interfaces import Channel
-from spes_p2p.swarm.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.testing.simulate.trial import Orders, Trial
 
 HEARTBEAT, SENT = Message(b"", Kind.HEARTBEAT), Message(b"an update of eight bytes and more", Kind.PART)
 

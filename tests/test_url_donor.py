@@ -23,9 +23,9 @@ from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, root_of
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.data.url_donor import FIRST_REST_S, LONGEST_REST_S, UrlDonor, UrlFailed
 from spes_p2p.errors import UserError
-from spes_p2p.simulate.swarm import simulate
-from spes_p2p.swarm.memory import MemoryNetwork
-from spes_p2p.swarm.rpc import Switchboard
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.simulate.swarm import simulate
 
 PATH = "/tokens/train.npy"
 PIECES = 9
@@ -226,7 +226,7 @@ async def inline(function: Any, *arguments: Any) -> Any:
 
 
 async def library(network: MemoryNetwork, name: str, shelf: TokenShelf, donor: UrlDonor) -> TokenLibrary:
-    board = Switchboard(network.transport(name), 2.0)
+    board = RpcEndpoint(network.transport(name), 2.0)
     made = TokenLibrary(shelf, Fetcher(board), lambda: ((), ("W",)), inline, random.Random(0), donor)
     await made.serve(ContentServer(board))
     return made

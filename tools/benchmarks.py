@@ -30,9 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from spes_p2p.config import CampaignConfig, load_campaign_config, parse_campaign_config
+from spes_p2p.campaign.free_memory import measured
+from spes_p2p.campaign.planner import Device, most_experts, plan_options
+from spes_p2p.config.campaign import CampaignConfig, load_campaign_config, parse_campaign_config
+from spes_p2p.config.quantities import parse_bytes
 from spes_p2p.errors import UserError
-from spes_p2p.free_memory import measured
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
@@ -40,8 +42,6 @@ from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.memory import DeviceKind, OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
-from spes_p2p.planner import Device, most_experts, plan_options
-from spes_p2p.quantities import parse_bytes
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedOptimizer

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.sync.codecs import CODECS
-from spes_p2p.sync.parts import PART_BYTES
+from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.rounds.parts import PART_BYTES
 
 VALUES = 2**25
 """128 MB of float32: more than a processor's caches hold."""

@@ -17,19 +17,19 @@ from pathlib import Path
 
 import numpy as np
 
-from spes_p2p.config import CodecConfig
+from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.consensus import Ballot
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.rounds import Member, Plan, PullRequest, PushHeader
 from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.swarm.memory import MemoryNetwork, run_virtual
-from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.sync.codecs import group_codecs
-from spes_p2p.sync.exchange import Exchange
-from spes_p2p.sync.parts import Part, part_table, weight
-from spes_p2p.sync.results import Results
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.peer.exchange import Exchange
+from spes_p2p.rounds.codecs import group_codecs
+from spes_p2p.rounds.parts import Part, part_table, weight
+from spes_p2p.rounds.results import Results
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
 CODECS = group_codecs(CodecConfig.model_validate("int8"))
 SHARED, EXPERTS = 200_000, 1_800_000
@@ -111,7 +111,7 @@ async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...],
     rng, exchanges = np.random.default_rng(0), {}
     for m in plan.members:
         pending = {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g)}
-        board = Switchboard(network.transport(m.peer), PATIENCE_S)
+        board = RpcEndpoint(network.transport(m.peer), PATIENCE_S)
         exchanges[m.peer] = Exchange(board, Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1)
         await _serve(board, exchanges[m.peer])
     started = asyncio.get_running_loop().time()
@@ -125,13 +125,13 @@ async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...],
     return seconds
 
 
-async def _serve(board: Switchboard, exchange: Exchange) -> None:
-    async def on_push(talk: Talk) -> None:
-        unpack(PushHeader, await talk.message())
-        await exchange.on_push(talk)
+async def _serve(board: RpcEndpoint, exchange: Exchange) -> None:
+    async def on_push(stream: Stream) -> None:
+        unpack(PushHeader, await stream.message())
+        await exchange.on_push(stream)
 
-    async def on_pull(talk: Talk) -> None:
-        await exchange.on_pull(talk, unpack(PullRequest, await talk.message()))
+    async def on_pull(stream: Stream) -> None:
+        await exchange.on_pull(stream, unpack(PullRequest, await stream.message()))
 
     await board.serve(PUSH, on_push)
     await board.serve(PULL, on_pull)

@@ -26,7 +26,7 @@ from typing import Any
 from round_benchmark import Process, end_all
 from round_contenders import EXPERTS, Report
 
-from spes_p2p.simulate.namespaces import Namespaces, why_unavailable
+from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 
 PROGRAM = Path(__file__).with_name("link_member.py")
 CASES = ("overlap", "even", "uneven")

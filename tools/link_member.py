@@ -48,8 +48,8 @@ def alone(spec: Spec) -> None:
 
 
 def paced_trainer(spec: Spec, layout: Any, base: np.ndarray, owned: tuple[int, ...]) -> Any:
+    from spes_p2p.testing.synthetic import SyntheticTrainer
     from spes_p2p.training.interface import Phase, PhaseReport
-    from spes_p2p.training.synthetic import SyntheticTrainer
 
     class PacedTrainer(SyntheticTrainer):
         """Its device computes for `phase_s` seconds while the cores are free; then all that is trained moves a bit."""
@@ -67,19 +67,19 @@ def paced_trainer(spec: Spec, layout: Any, base: np.ndarray, owned: tuple[int, .
 
 async def live(spec: Spec) -> None:
     """A trainer, or the bootstrap peer, which stays as a helper."""
-    from spes_p2p.genesis import make_genesis, save_base_0
+    from spes_p2p.campaign.genesis import make_genesis, save_base_0
     from spes_p2p.messages.codec import pack, unpack
-    from spes_p2p.messages.consensus import Head
+    from spes_p2p.messages.consensus import Commit
+    from spes_p2p.net.interfaces import World
+    from spes_p2p.net.libp2p import start_libp2p
     from spes_p2p.observe.events import Event, RoundCommitted
     from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+    from spes_p2p.peer.durable import voter_incarnation
     from spes_p2p.peer.life import Peer
-    from spes_p2p.swarm.durable import voter_incarnation
-    from spes_p2p.swarm.interfaces import World
-    from spes_p2p.swarm.latency import delayed
-    from spes_p2p.swarm.libp2p import start_libp2p
-    from spes_p2p.swarm.node import Node
-    from spes_p2p.swarm.store import DirectoryStore
-    from spes_p2p.sync.plan import Rules
+    from spes_p2p.peer.node import Node
+    from spes_p2p.rounds.plan import Rules
+    from spes_p2p.storage.store import DirectoryStore
+    from spes_p2p.testing.latency import delayed
 
     class Observer:
         """Reports each round."""
@@ -93,7 +93,7 @@ async def live(spec: Spec) -> None:
     folder, campaign, layout = Path(spec["folder"]), our_campaign(spec), our_layout(spec["elements"])
     net = await start_libp2p(folder / "identity.key", [f"/ip4/{spec['address']}/tcp/0"], (), spec.get("addresses", ()))
     store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
-    genesis = unpack(Head, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
+    genesis = unpack(Commit, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
         make_genesis(campaign, net.identity.peer_id, base0, voter_incarnation(store, random.Random())))
     save_base_0(store, genesis, base0)
     transport = delayed(net.transport, spec["latency_s"])

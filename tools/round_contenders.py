@@ -123,20 +123,20 @@ def our_member(spec: Spec) -> None:
 
 
 async def _our_life(spec: Spec) -> None:
-    from spes_p2p.genesis import make_genesis, save_base_0
+    from spes_p2p.campaign.genesis import make_genesis, save_base_0
     from spes_p2p.messages.codec import pack, unpack
-    from spes_p2p.messages.consensus import Head
+    from spes_p2p.messages.consensus import Commit
+    from spes_p2p.net.interfaces import World
+    from spes_p2p.net.libp2p import start_libp2p
     from spes_p2p.observe.events import Event, RoundCommitted
     from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+    from spes_p2p.peer.durable import voter_incarnation
     from spes_p2p.peer.life import Peer
-    from spes_p2p.swarm.durable import voter_incarnation
-    from spes_p2p.swarm.interfaces import World
-    from spes_p2p.swarm.libp2p import start_libp2p
-    from spes_p2p.swarm.node import Node
-    from spes_p2p.swarm.store import DirectoryStore
-    from spes_p2p.sync.plan import Rules
+    from spes_p2p.peer.node import Node
+    from spes_p2p.rounds.plan import Rules
+    from spes_p2p.storage.store import DirectoryStore
+    from spes_p2p.testing.synthetic import SyntheticTrainer
     from spes_p2p.training.interface import Phase, PhaseReport
-    from spes_p2p.training.synthetic import SyntheticTrainer
 
     meter = Meter(maps_files=True)
 
@@ -165,7 +165,7 @@ async def _our_life(spec: Spec) -> None:
     folder, campaign, layout = Path(spec["folder"]), our_campaign(spec), our_layout(spec["elements"])
     net = await start_libp2p(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"], (), spec.get("addresses", ()))
     store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
-    genesis = unpack(Head, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
+    genesis = unpack(Commit, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
         make_genesis(campaign, net.identity.peer_id, base0, voter_incarnation(store, random.Random())))
     save_base_0(store, genesis, base0)
     del base0
@@ -195,7 +195,7 @@ def our_layout(elements: int) -> Any:
 
 
 def our_campaign(spec: Spec) -> Any:
-    from spes_p2p.config import Campaign, parse_campaign_config
+    from spes_p2p.config.campaign import Campaign, parse_campaign_config
 
     raw = {
         "name": "bench",

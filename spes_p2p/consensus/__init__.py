@@ -1,4 +1,4 @@
-"""Which head follows which: single-decree Paxos for each round among the electors that the head before it names.
+"""Which commit follows which: single-decree Paxos for each round among the electors that the commit before it names.
 
 State machines without I/O: requests and replies in, messages and durable writes out. Whoever runs them makes an output's writes
 durable, applies them, and only then sends its reply. The package needs the wire records and the standard library, so the same
@@ -7,8 +7,8 @@ argument.
 
     acceptor      promises and votes of one elector
     proposer      the ballots of one coordinator in one attempt
-    commit_log    the certified heads from genesis on
-    certificate   what proves a head
+    commit_log    the certified commits from genesis on
+    certificate   what proves a commit
     electorate    who votes on a round, who coordinates it, what a majority is
     farewell      electors that give up their seat for a round
     reform        a helper opens a new term when no majority is left

@@ -1,7 +1,7 @@
 """The acceptor: what one elector promises and votes for. Every answer is durable before it is sent.
 
-An elector votes with an *incarnation*: the id of the disk content that its votes began with. A head lists the incarnation of
-each elector of the next round, so an elector that lost its votes does not vote until a head lists its new one.
+An elector votes with an *incarnation*: the id of the disk content that its votes began with. A commit lists the incarnation of
+each elector of the next round, so an elector that lost its votes does not vote until a commit lists its new one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import may_follow
-from spes_p2p.consensus.electorate import disks_of
+from spes_p2p.consensus.electorate import incarnations_of
 from spes_p2p.consensus.farewell import keeps_seat, signed_farewell
 from spes_p2p.consensus.output import VOTES, Identity, Output, Write
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, unpack
-from spes_p2p.messages.consensus import Accept, Ballot, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, Commit, Farewell, Prepare, Promise, Vote
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class VoteState:
     parent: str
     promised: Ballot | None
     accepted_ballot: Ballot | None
-    accepted: Head | None
+    accepted: Commit | None
     left: bool = False
     """Has it said farewell? Then it casts no vote in this round any more."""
 
@@ -74,9 +74,10 @@ def recovered_votes(record: bytes | None, log: CommitLog, me: str, rng: random.R
 def _last_vote_in_log(log: CommitLog, me: str, incarnation: str) -> tuple[int, int]:
     """Term and round of the last certificate that holds a vote of this incarnation."""
     for decided in reversed(log.since(-1)):
-        parent = log.head_at(decided.head.round - 1)
-        if decided.head.plan and disks_of(parent).get(me) == incarnation and any(vote.elector == me for vote in decided.votes):
-            return parent.epoch, decided.head.round
+        parent = log.commit_at(decided.commit.round - 1)
+        has_voted = any(vote.elector == me for vote in decided.votes)
+        if decided.commit.plan and has_voted and incarnations_of(parent).get(me) == incarnation:
+            return parent.term, decided.commit.round
     return 0, -1
 
 
@@ -111,34 +112,34 @@ class Acceptor:
         """Promise not to accept lower ballots, and tell what was accepted. Raises Refused.
 
         Each ballot is promised once: a coordinator that starts over, even after a crash, needs a new number, and no ballot
-        carries two heads.
+        carries two commits.
         """
         _check_sender(sender, request.ballot)
-        head = self._log.head
-        if request.round != head.round + 1 or request.parent != head.id:
-            return Output(Promise(head.round, False, None, None, None))
+        commit = self._log.last
+        if request.round != commit.round + 1 or request.parent != commit.id:
+            return Output(Promise(commit.round, False, None, None, None))
         self._require_elector()
         votes = self._current()
-        _check_ballot(request.ballot, head, votes)
+        _check_ballot(request.ballot, commit, votes)
         if votes.promised is not None and request.ballot <= votes.promised:
-            return Output(Promise(head.round, False, votes.promised, None, None))
-        promise = Promise(head.round, True, request.ballot, votes.accepted_ballot, votes.accepted)
+            return Output(Promise(commit.round, False, votes.promised, None, None))
+        promise = Promise(commit.round, True, request.ballot, votes.accepted_ballot, votes.accepted)
         return Output(promise, (Write(VOTES, replace(votes, promised=request.ballot)),))
 
     def accept(self, sender: str, request: Accept) -> Output[Vote]:
-        """Vote for a head. Raises Refused when a higher ballot was promised or the head does not follow the log's."""
+        """Vote for a commit. Raises Refused when a higher ballot was promised or the commit does not follow the log's."""
         _check_sender(sender, request.ballot)
-        head, proposed = self._log.head, request.head
-        if proposed.round != head.round + 1 or proposed.parent != head.id:
-            raise Refused(Code.CANNOT_VOTE, f"my head is round {head.round}")
-        kept = (proposed.campaign, proposed.epoch, proposed.helpers) == (head.campaign, head.epoch, head.helpers)
-        if not kept or not self._log.leads_to(head, proposed) or len(proposed.disks) != len(proposed.electorate):
-            raise Refused(Code.NOT_PROVEN, "a head that no plan of this campaign leads to")
-        if not may_follow(proposed.control, head, self._identity):
+        commit, proposed = self._log.last, request.commit
+        if proposed.round != commit.round + 1 or proposed.parent != commit.id:
+            raise Refused(Code.CANNOT_VOTE, f"my commit is round {commit.round}")
+        kept = (proposed.campaign, proposed.term, proposed.helpers) == (commit.campaign, commit.term, commit.helpers)
+        if not kept or not self._log.leads_to(commit, proposed) or len(proposed.incarnations) != len(proposed.electorate):
+            raise Refused(Code.NOT_PROVEN, "a commit that no plan of this campaign leads to")
+        if not may_follow(proposed.control, commit, self._identity):
             raise Refused(Code.NOT_PROVEN, "a control record that the owner did not sign, or an old one")
         self._require_elector()
         votes = self._current()
-        _check_ballot(request.ballot, head, votes)
+        _check_ballot(request.ballot, commit, votes)
         if votes.promised is not None and request.ballot < votes.promised:
             raise Refused(Code.OUTBID, f"promised ballot {votes.promised.number}")
         signature = self._identity.sign(vote_message(request.ballot, proposed.id))
@@ -147,36 +148,36 @@ class Acceptor:
 
     def leave(self) -> Output[Farewell | None]:
         """Give up the seat in the next round. None when there is none to give up, or a ballot was promised already."""
-        head, me = self._log.head, self._identity.peer_id
+        commit, me = self._log.last, self._identity.peer_id
         if (said := self.farewell()) is not None:
             return Output(said)
-        if keeps_seat(me, head) or not self.may_vote or (votes := self._current()).promised is not None:
+        if keeps_seat(me, commit) or not self.may_vote or (votes := self._current()).promised is not None:
             return Output(None)
-        return Output(signed_farewell(self._identity, head.id), (Write(VOTES, replace(votes, left=True)),))
+        return Output(signed_farewell(self._identity, commit.id), (Write(VOTES, replace(votes, left=True)),))
 
     def farewell(self) -> Farewell | None:
         """The farewell that gave up the seat in the next round; None when the seat was kept."""
-        head = self._log.head
-        has_left = self.votes.parent == head.id and self.votes.left
-        return signed_farewell(self._identity, head.id) if has_left else None
+        commit = self._log.last
+        has_left = self.votes.parent == commit.id and self.votes.left
+        return signed_farewell(self._identity, commit.id) if has_left else None
 
     def _require_elector(self) -> None:
-        head, me, votes = self._log.head, self._identity.peer_id, self.votes
-        if me not in head.electorate:
+        commit, me, votes = self._log.last, self._identity.peer_id, self.votes
+        if me not in commit.electorate:
             raise Refused(Code.CANNOT_VOTE, "not an elector of this round")
-        if disks_of(head)[me] != votes.incarnation:
+        if incarnations_of(commit)[me] != votes.incarnation:
             raise Refused(Code.CANNOT_VOTE, "my votes were lost: I vote again when a commit has listed my new disk")
-        if (head.epoch, head.round + 1) < (votes.term, votes.round):
+        if (commit.term, commit.round + 1) < (votes.term, votes.round):
             raise Refused(Code.CANNOT_VOTE, f"my log was cut: I voted on round {votes.round} already")
-        if votes.parent == head.id and votes.left:
+        if votes.parent == commit.id and votes.left:
             raise Refused(Code.CANNOT_VOTE, "I left this round")
 
     def _current(self) -> VoteState:
-        """The votes on the round after the log's head."""
-        head = self._log.head
-        if self.votes.parent == head.id:
+        """The votes on the round after the log's commit."""
+        commit = self._log.last
+        if self.votes.parent == commit.id:
             return self.votes
-        return VoteState(self.votes.incarnation, head.epoch, head.round + 1, head.id, None, None, None)
+        return VoteState(self.votes.incarnation, commit.term, commit.round + 1, commit.id, None, None, None)
 
 
 def _check_sender(sender: str, ballot: Ballot) -> None:
@@ -187,8 +188,8 @@ def _check_sender(sender: str, ballot: Ballot) -> None:
         raise Refused(Code.MALFORMED, "a ballot number out of range")
 
 
-def _check_ballot(ballot: Ballot, head: Head, votes: VoteState) -> None:
-    if ballot.coordinator not in head.electorate:
+def _check_ballot(ballot: Ballot, commit: Commit, votes: VoteState) -> None:
+    if ballot.coordinator not in commit.electorate:
         raise Refused(Code.NOT_ALLOWED, "a ballot of a peer that is no elector of this round")
     if ballot.number > (votes.promised.number if votes.promised is not None else 0) + BALLOT_STEP:
         raise Refused(Code.MALFORMED, "a ballot far above all that I promised")

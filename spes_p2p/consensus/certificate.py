@@ -1,4 +1,5 @@
-"""What proves a head: votes of a majority of the electorate that its parent names, or the owner's signature under a reform."""
+"""What proves a commit: votes of a majority of the electorate that its parent names, or the owner's signature under a reform.
+What proves a commit: votes of a majority of the electorate that its parent names, or the owner's signature under a reform."""
 
 from __future__ import annotations
 
@@ -6,26 +7,27 @@ from spes_p2p.consensus.control import may_follow, owner_of
 from spes_p2p.consensus.electorate import quorum
 from spes_p2p.consensus.farewell import remaining
 from spes_p2p.consensus.output import Identity
-from spes_p2p.consensus.reform import reform_head
+from spes_p2p.consensus.reform import reform_commit
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Ballot, Decided, Head
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit
 
 
-def vote_message(ballot: Ballot, head_id: str) -> bytes:
+def vote_message(ballot: Ballot, commit_id: str) -> bytes:
     """The bytes that an elector signs to vote."""
-    return b"spes accept\0" + pack(ballot) + head_id.encode()
+    return b"spes accept\0" + pack(ballot) + commit_id.encode()
 
 
-def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
-    """Did the electorate that `parent` names decide this head, or did the owner open a term with it?"""
-    head = decided.head
-    if (head.campaign, head.parent, head.round, head.helpers) != (parent.campaign, parent.id, parent.round + 1, parent.helpers):
+def proves(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool:
+    """Did the electorate that `parent` names decide this commit, or did the owner open a term with it?"""
+    commit = decided.commit
+    follows = (parent.campaign, parent.id, parent.round + 1, parent.helpers)
+    if (commit.campaign, commit.parent, commit.round, commit.helpers) != follows:
         return False
-    if not may_follow(head.control, parent, identity):
+    if not may_follow(commit.control, parent, identity):
         return False
-    if head.epoch != parent.epoch:
+    if commit.term != parent.term:
         return proves_reform(decided, parent, identity)
-    message = vote_message(decided.ballot, head.id)
+    message = vote_message(decided.ballot, commit.id)
     electorate = remaining(parent, decided.farewells, identity)
     valid = {
         vote.elector
@@ -35,10 +37,10 @@ def proves(decided: Decided, parent: Head, identity: Identity) -> bool:
     return len(valid) >= quorum(electorate)
 
 
-def proves_reform(decided: Decided, parent: Head, identity: Identity) -> bool:
-    """Did the owner open a higher term after `parent` with this head, and change nothing else?"""
-    head, owner = decided.head, owner_of(parent)
-    if head.epoch <= parent.epoch or head != reform_head(parent, head.epoch, owner, "".join(head.disks)):
+def proves_reform(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool:
+    """Did the owner open a higher term after `parent` with this commit, and change nothing else?"""
+    commit, owner = decided.commit, owner_of(parent)
+    if commit.term <= parent.term or commit != reform_commit(parent, commit.term, owner, "".join(commit.incarnations)):
         return False
-    message = vote_message(decided.ballot, head.id)
+    message = vote_message(decided.ballot, commit.id)
     return any(vote.elector == owner and identity.verify(owner, message, vote.signature) for vote in decided.votes)

@@ -1,4 +1,4 @@
-"""The certified heads from genesis on, as one peer knows them."""
+"""The certified commits from genesis on, as one peer knows them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import logging
 from collections.abc import Sequence
 
 from spes_p2p.consensus.certificate import proves
-from spes_p2p.consensus.control import is_rollback, rollback_head, rolls_back
+from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, unpack
-from spes_p2p.messages.consensus import Control, Decided, Head
+from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
 
 
 class CommitLog:
-    """A chain of heads, each proven by its certificate.
+    """A chain of commits, each proven by its certificate.
 
-    Of two heads for one round the one of the higher term wins: a reform is the only way to a fork, and this heals it.
+    Of two commits for one round the one of the higher term wins: a reform is the only way to a fork, and this heals it.
     """
 
-    def __init__(self, identity: Identity, genesis: Head, records: Sequence[bytes] = ()):
+    def __init__(self, identity: Identity, genesis: Commit, records: Sequence[bytes] = ()):
         """`records`: what the durable file holds; from the first one on that does not follow, they are dropped."""
         self._identity = identity
         self.genesis = genesis
-        self._decided: list[Decided] = []
+        self._decided: list[CertifiedCommit] = []
         self._given_up: set[str] = set()
         self.intact = 0
         """Records of the durable file that were taken up."""
@@ -36,81 +36,81 @@ class CommitLog:
             logger.warning("%s: record %d does not follow; what comes after it is learned again", LOG, self.intact)
 
     @property
-    def head(self) -> Head:
-        """The last certified head (genesis before round 0)."""
-        return self._decided[-1].head if self._decided else self.genesis
+    def last(self) -> Commit:
+        """The last certified commit (genesis before round 0)."""
+        return self._decided[-1].commit if self._decided else self.genesis
 
     @property
     def round(self) -> int:
         """Number of the last decided round; -1 before round 0."""
-        return self.head.round
+        return self.last.round
 
-    def at(self, round_number: int) -> Decided:
+    def at(self, round_number: int) -> CertifiedCommit:
         """The certificate of a round; IndexError when it is not known."""
         if not 0 <= round_number < len(self._decided):
             raise IndexError(round_number)
         return self._decided[round_number]
 
-    def head_at(self, round_number: int) -> Head:
-        """The head of a round; round -1 is genesis."""
-        return self.genesis if round_number < 0 else self.at(round_number).head
+    def commit_at(self, round_number: int) -> Commit:
+        """The commit of a round; round -1 is genesis."""
+        return self.genesis if round_number < 0 else self.at(round_number).commit
 
-    def has(self, head: str, round_number: int) -> bool:
-        """Is the head with this id the one that was decided in that round?"""
-        return round_number <= self.round and self.head_at(round_number).id == head
+    def has(self, commit: str, round_number: int) -> bool:
+        """Is the commit with this id the one that was decided in that round?"""
+        return round_number <= self.round and self.commit_at(round_number).id == commit
 
-    def gave_up(self, head: str) -> bool:
-        """Was this head decided in a branch that was given up for one of a higher term?"""
-        return head in self._given_up
+    def gave_up(self, commit: str) -> bool:
+        """Was this commit decided in a branch that was given up for one of a higher term?"""
+        return commit in self._given_up
 
-    def since(self, round_number: int) -> tuple[Decided, ...]:
+    def since(self, round_number: int) -> tuple[CertifiedCommit, ...]:
         """All certificates after that round."""
         return tuple(self._decided[max(-1, round_number) + 1 :])
 
-    def admits(self, decided: Decided) -> bool:
-        """Is this the next head, or one that replaces a branch? False when it is known already.
+    def admits(self, decided: CertifiedCommit) -> bool:
+        """Is this the next commit, or one that replaces a branch? False when it is known already.
 
         Raises Refused when it does not follow or is not proven.
         """
-        head = decided.head
-        if head.round <= self.round:
-            if head.id == self.head_at(head.round).id:
+        commit = decided.commit
+        if commit.round <= self.round:
+            if commit.id == self.commit_at(commit.round).id:
                 return False
-            if head.epoch <= self.head_at(head.round).epoch:
-                raise Refused(Code.NOT_PROVEN, f"round {head.round} was decided otherwise")
-        if head.round > self.round + 1:
-            raise Refused(Code.NOT_PROVEN, f"round {head.round} does not follow round {self.round}")
-        parent = self.head_at(head.round - 1)
-        if not proves(decided, parent, self._identity) or (head.epoch == parent.epoch and not self.leads_to(parent, head)):
-            raise Refused(Code.NOT_PROVEN, f"the certificate of round {head.round} does not hold")
+            if commit.term <= self.commit_at(commit.round).term:
+                raise Refused(Code.NOT_PROVEN, f"round {commit.round} was decided otherwise")
+        if commit.round > self.round + 1:
+            raise Refused(Code.NOT_PROVEN, f"round {commit.round} does not follow round {self.round}")
+        parent = self.commit_at(commit.round - 1)
+        if not proves(decided, parent, self._identity) or (commit.term == parent.term and not self.leads_to(parent, commit)):
+            raise Refused(Code.NOT_PROVEN, f"the certificate of round {commit.round} does not hold")
         return True
 
-    def put(self, decided: Decided) -> None:
-        """Make an admitted head the last one. Heads of its round and later ones, in a lower term, are given up."""
-        self._given_up.update(old.head.id for old in self._decided[decided.head.round :])
-        del self._decided[decided.head.round :]
+    def put(self, decided: CertifiedCommit) -> None:
+        """Make an admitted commit the last one. Heads of its round and later ones, in a lower term, are given up."""
+        self._given_up.update(old.commit.id for old in self._decided[decided.commit.round :])
+        del self._decided[decided.commit.round :]
         self._decided.append(decided)
 
-    def leads_to(self, parent: Head, head: Head) -> bool:
-        """Can a plan, or a record that rolls back, lead from a head of this log to this one, in the same term?"""
-        if head.plan:
-            return not rolls_back(head.control, parent)
-        return head == self.rolled_back(parent, head.control)
+    def leads_to(self, parent: Commit, commit: Commit) -> bool:
+        """Can a plan, or a record that rolls back, lead from a commit of this log to this one, in the same term?"""
+        if commit.plan:
+            return not rolls_back(commit.control, parent)
+        return commit == self.rolled_back(parent, commit.control)
 
-    def rolled_back(self, parent: Head, control: Control | None) -> Head | None:
-        """The head after `parent` that rolls back as this record says; None when it says no such thing or that cannot be."""
+    def rolled_back(self, parent: Commit, control: Control | None) -> Commit | None:
+        """The commit after `parent` that rolls back as this record says; None when it says no such thing or that cannot be."""
         if control is None or not rolls_back(control, parent):
             return None
         digest = self._digest_of_base(control.rollback, parent)
-        return rollback_head(parent, control, digest, self.head_at(control.rollback).step) if digest is not None else None
+        return rollback_commit(parent, control, digest, self.commit_at(control.rollback).step) if digest is not None else None
 
-    def _digest_of_base(self, round_number: int, last: Head) -> str | None:
-        """Of the base after this round, as the heads up to `last` certify it; None when they do not."""
+    def _digest_of_base(self, round_number: int, last: Commit) -> str | None:
+        """Of the base after this round, as the commits up to `last` certify it; None when they do not."""
         if round_number >= last.round:
             return None
-        if is_rollback(self.head_at(round_number)):
-            return self.head_at(round_number).base_digest
-        for later in map(self.head_at, range(round_number + 1, last.round + 1)):
+        if is_rollback(self.commit_at(round_number)):
+            return self.commit_at(round_number).base_digest
+        for later in map(self.commit_at, range(round_number + 1, last.round + 1)):
             if is_rollback(later):
                 return None
             if later.plan:
@@ -119,10 +119,10 @@ class CommitLog:
 
     def _take_up(self, record: bytes) -> bool:
         try:
-            decided = unpack(Decided, record)
+            decided = unpack(CertifiedCommit, record)
         except WireError:
             return False
-        if decided.head.round > self.round + 1 or decided.head.parent != self.head_at(decided.head.round - 1).id:
+        if decided.commit.round > self.round + 1 or decided.commit.parent != self.commit_at(decided.commit.round - 1).id:
             return False
         self.put(decided)
         return True

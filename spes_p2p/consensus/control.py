@@ -1,7 +1,8 @@
-"""Control records: what the campaign's owner orders, which record holds, and which ones a head may carry.
+"""Control records: what the campaign's owner orders, which record holds, and which ones a commit may carry.
 
-The owner is the bootstrap peer that made base 0: its key signs. The newest record goes into the next plan and head, and holds
-for everybody from that head on. No head is appended whose record the owner did not sign, or that is older than its parent's.
+The owner is the bootstrap peer that made base 0: its key signs. The newest record goes into the next plan and commit, and holds
+for everybody from that commit on. No commit is appended whose record the owner did not sign, or that is older than its
+parent's.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Protocol
 from spes_p2p.consensus.output import CONTROL, Identity, Output, Write
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Control, Head
+from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
 
 
-def owner_of(head: Head) -> str:
+def owner_of(commit: Commit) -> str:
     """The peer whose records count, and who alone opens terms: the first helper."""
-    return head.helpers[0]
+    return commit.helpers[0]
 
 
 def number_of(control: Control | None) -> int:
@@ -44,7 +45,7 @@ def runs(control: Control | None) -> bool:
     return control is None or control.state == "running"
 
 
-def rolls_back(control: Control | None, parent: Head) -> bool:
+def rolls_back(control: Control | None, parent: Commit) -> bool:
     """Can only a rollback apply this record after `parent`?"""
     return control is not None and control != parent.control and control.rollback >= 0
 
@@ -54,13 +55,13 @@ def is_news(control: Control, known: Control | None) -> bool:
     return control.number > number_of(known) and not is_stopped(known)
 
 
-def is_signed(control: Control, head: Head, identity: Identity) -> bool:
-    """Is this a record of the campaign's owner? `head`: any of the campaign."""
-    return control.campaign == head.campaign and identity.verify(owner_of(head), _message(control), control.signature)
+def is_signed(control: Control, commit: Commit, identity: Identity) -> bool:
+    """Is this a record of the campaign's owner? `commit`: any of the campaign."""
+    return control.campaign == commit.campaign and identity.verify(owner_of(commit), _message(control), control.signature)
 
 
-def may_follow(control: Control | None, parent: Head, identity: Identity) -> bool:
-    """May the head after `parent` carry this record: the same one again, or a newer one that the owner signed?"""
+def may_follow(control: Control | None, parent: Commit, identity: Identity) -> bool:
+    """May the commit after `parent` carry this record: the same one again, or a newer one that the owner signed?"""
     if control is None or control == parent.control:
         return control == parent.control
     return is_news(control, parent.control) and is_signed(control, parent, identity)
@@ -71,8 +72,8 @@ def signed(control: Control, identity: Identity) -> Control:
     return replace(control, signature=identity.sign(_message(control)))
 
 
-def rollback_head(parent: Head, control: Control, digest: str, step: int) -> Head:
-    """The head that returns to an earlier base: no work is exchanged, the same electors decide the next round.
+def rollback_commit(parent: Commit, control: Control, digest: str, step: int) -> Commit:
+    """The commit that returns to an earlier base: no work is exchanged, the same electors decide the next round.
 
     `digest`, `step`: of that base. Tokens and data cursor go on: samples are not trained twice.
     """
@@ -90,19 +91,19 @@ def rollback_head(parent: Head, control: Control, digest: str, step: int) -> Hea
     )
 
 
-def is_rollback(head: Head) -> bool:
-    """Does this head return to an earlier base? A reform, the other one without a plan, names no digest."""
-    return head.round >= 0 and not head.plan and head.base_digest != ""
+def is_rollback(commit: Commit) -> bool:
+    """Does this commit return to an earlier base? A reform, the other one without a plan, names no digest."""
+    return commit.round >= 0 and not commit.plan and commit.base_digest != ""
 
 
 class _Log(Protocol):
     @property
-    def head(self) -> Head:
-        """The last certified head."""
+    def last(self) -> Commit:
+        """The last certified commit."""
 
 
 class ControlRecords:
-    """The newest control record that this peer holds, applied by a head or not."""
+    """The newest control record that this peer holds, applied by a commit or not."""
 
     def __init__(self, log: _Log, identity: Identity, record: bytes | None):
         """`record`: what the durable file holds. A damaged record is dropped: other peers have it."""
@@ -115,12 +116,12 @@ class ControlRecords:
             except WireError:
                 logger.warning("the control record of this peer is damaged; others have it")
             else:
-                self._held = held if is_signed(held, log.head, identity) else None
+                self._held = held if is_signed(held, log.last, identity) else None
 
     @property
     def newest(self) -> Control | None:
-        """The newest record, whether a head has applied it or not."""
-        applied = self._log.head.control
+        """The newest record, whether a commit has applied it or not."""
+        applied = self._log.last.control
         return self._held if self._held is not None and is_news(self._held, applied) else applied
 
     @property
@@ -130,14 +131,14 @@ class ControlRecords:
 
     def take(self, control: Control | None) -> Output[bool]:
         """Keep a record; False when it is no news. Raises Refused when the owner of this campaign did not sign it."""
-        if control is None or control.number <= self.number or not is_news(control, self._log.head.control):
+        if control is None or control.number <= self.number or not is_news(control, self._log.last.control):
             return Output(False)
-        if not is_signed(control, self._log.head, self._identity):
+        if not is_signed(control, self._log.last, self._identity):
             raise Refused(Code.NOT_PROVEN, "a control record that the owner of this campaign did not sign")
         return Output(True, (Write(CONTROL, control),))
 
     def before_new_term(self) -> tuple[Write, ...]:
-        """Keep the newest record even if a reform gives up the head that applied it: it is news again then."""
+        """Keep the newest record even if a reform gives up the commit that applied it: it is news again then."""
         return (Write(CONTROL, self.newest),) if self.newest is not None and self.newest != self._held else ()
 
     def apply(self, control: Control) -> None:

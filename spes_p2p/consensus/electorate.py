@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.consensus import Commit
 
 MAX_ELECTORS = 7
 
@@ -15,9 +15,9 @@ def quorum(electorate: tuple[str, ...]) -> int:
     return len(electorate) // 2 + 1
 
 
-def disks_of(head: Head) -> Mapping[str, str]:
+def incarnations_of(commit: Commit) -> Mapping[str, str]:
     """The incarnation that each elector of the next round votes with."""
-    return dict(zip(head.electorate, head.disks, strict=True))
+    return dict(zip(commit.electorate, commit.incarnations, strict=True))
 
 
 def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,11 +34,11 @@ def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tu
     return tuple(sorted(chosen if len(chosen) % 2 else chosen[:-1]))
 
 
-def coordinator_order(head: Head) -> tuple[str, ...]:
+def coordinator_order(commit: Commit) -> tuple[str, ...]:
     """Coordinators of the next round by rank: its trainer electors by hash(campaign, term, round, id), then the helpers."""
 
     def rank(peer: str) -> tuple[bool, bytes]:
-        name = f"{head.campaign}/{head.epoch}/{head.round + 1}/{peer}"
-        return peer in head.helpers, hashlib.sha256(name.encode()).digest()
+        name = f"{commit.campaign}/{commit.term}/{commit.round + 1}/{peer}"
+        return peer in commit.helpers, hashlib.sha256(name.encode()).digest()
 
-    return tuple(sorted(head.electorate, key=rank))
+    return tuple(sorted(commit.electorate, key=rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spes_p2p.consensus.output import Identity
-from spes_p2p.messages.consensus import Farewell, Head
+from spes_p2p.messages.consensus import Commit, Farewell
 
 
 def farewell_message(parent: str) -> bytes:
@@ -18,27 +18,27 @@ def signed_farewell(identity: Identity, parent: str) -> Farewell:
     return Farewell(identity.peer_id, parent, identity.sign(farewell_message(parent)))
 
 
-def keeps_seat(elector: str, head: Head) -> bool:
+def keeps_seat(elector: str, commit: Commit) -> bool:
     """Must this elector stay? A helper and a lone elector must: otherwise nobody could vote once those who left are back."""
-    return elector in head.helpers or head.electorate == (elector,)
+    return elector in commit.helpers or commit.electorate == (elector,)
 
 
-def counted(farewells: Iterable[Farewell], head: Head, identity: Identity) -> tuple[Farewell, ...]:
-    """The farewells of electors of the round after `head` that hold."""
+def counted(farewells: Iterable[Farewell], commit: Commit, identity: Identity) -> tuple[Farewell, ...]:
+    """The farewells of electors of the round after `commit` that hold."""
     return tuple(
         farewell
         for farewell in farewells
-        if farewell.parent == head.id
-        and farewell.elector in head.electorate
-        and identity.verify(farewell.elector, farewell_message(head.id), farewell.signature)
+        if farewell.parent == commit.id
+        and farewell.elector in commit.electorate
+        and identity.verify(farewell.elector, farewell_message(commit.id), farewell.signature)
     )
 
 
-def remaining(head: Head, farewells: Iterable[Farewell], identity: Identity) -> tuple[str, ...]:
-    """The electors of the round after `head` whose majority decides: all but those that left.
+def remaining(commit: Commit, farewells: Iterable[Farewell], identity: Identity) -> tuple[str, ...]:
+    """The electors of the round after `commit` whose majority decides: all but those that left.
 
     An elector that left votes in no ballot of the round, so any two majorities, counted with or without it, share an elector.
     When all left, all count: a majority of nobody would prove anything.
     """
-    left = {farewell.elector for farewell in counted(farewells, head, identity)}
-    return tuple(elector for elector in head.electorate if elector not in left) or head.electorate
+    left = {farewell.elector for farewell in counted(farewells, commit, identity)}
+    return tuple(elector for elector in commit.electorate if elector not in left) or commit.electorate

@@ -9,7 +9,7 @@ from spes_p2p.messages.codec import pack
 
 T = TypeVar("T")
 
-LOG, VOTES, CONTROL = "heads.log", "votes", "control"
+LOG, VOTES, CONTROL = "commits.log", "votes", "control"
 """The durable files. A write to LOG appends a record, one to the others replaces the only record."""
 
 

@@ -11,9 +11,9 @@ from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import ControlRecords, owner_of
 from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Write
-from spes_p2p.consensus.reform import reform_head
+from spes_p2p.consensus.reform import reform_commit
 from spes_p2p.errors import Refused
-from spes_p2p.messages.consensus import Ballot, Control, Decided, Head, Vote
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Vote
 from spes_p2p.messages.refusals import Code
 
 
@@ -29,7 +29,7 @@ class Files:
 class Participant:
     """The durable state machine of one peer. Its state is what its writes made durable, and nothing else."""
 
-    def __init__(self, identity: Identity, genesis: Head, files: Files, rng: random.Random):
+    def __init__(self, identity: Identity, genesis: Commit, files: Files, rng: random.Random):
         """`rng`: draws an incarnation where the votes are lost. `recovery` must be durable before anything is handled."""
         self._identity = identity
         self.log = CommitLog(identity, genesis, files.log)
@@ -40,7 +40,7 @@ class Participant:
 
     def apply(self, write: Write) -> None:
         """Take up a write that is durable now."""
-        if write.file == LOG and isinstance(write.value, Decided):
+        if write.file == LOG and isinstance(write.value, CertifiedCommit):
             self.log.put(write.value)
         elif write.file == VOTES and isinstance(write.value, VoteState):
             self.acceptor.apply(write.value)
@@ -49,14 +49,14 @@ class Participant:
         else:
             raise TypeError(f"no record of {write.file}: {write.value!r}")
 
-    def learn(self, decided: Decided) -> Output[bool]:
-        """Append a certified head; False when it is known. Raises Refused when it does not follow or is not proven."""
+    def learn(self, decided: CertifiedCommit) -> Output[bool]:
+        """Append a certified commit; False when it is known. Raises Refused when it does not follow or is not proven."""
         if not self.log.admits(decided):
             return Output(False)
-        kept = self.controls.before_new_term() if decided.head.epoch > self.log.head.epoch else ()
+        kept = self.controls.before_new_term() if decided.commit.term > self.log.last.term else ()
         return Output(True, (*kept, Write(LOG, decided)))
 
-    def open_term(self, round_number: int) -> Output[Decided]:
+    def open_term(self, round_number: int) -> Output[CertifiedCommit]:
         """Open a term after this round of the log: the owner alone decides the round after that. Raises Refused for others.
 
         The term is above all that the owner has seen, and durable before anybody hears of it.
@@ -64,7 +64,7 @@ class Participant:
         me = self._identity.peer_id
         if me != owner_of(self.log.genesis):
             raise Refused(Code.NOT_ALLOWED, "only the owner of the campaign opens a term")
-        head = reform_head(self.log.head_at(round_number), self.log.head.epoch + 1, me, self.acceptor.incarnation)
+        commit = reform_commit(self.log.commit_at(round_number), self.log.last.term + 1, me, self.acceptor.incarnation)
         ballot = Ballot(0, me)
-        decided = Decided(head, ballot, (Vote(me, self._identity.sign(vote_message(ballot, head.id))),))
+        decided = CertifiedCommit(commit, ballot, (Vote(me, self._identity.sign(vote_message(ballot, commit.id))),))
         return Output(decided, (*self.controls.before_new_term(), Write(LOG, decided)))

@@ -1,8 +1,8 @@
 """The proposer: the ballots by which a coordinator brings its attempt at one round to a decision.
 
-Promises from a majority let it propose: the head that was accepted in the highest ballot that they tell of, or its own when
-they tell of none. Votes from a majority make a certificate. It sends one head in a ballot, and an outbid proposer goes on with
-a higher ballot.
+Promises from a majority let it propose: the commit that was accepted in the highest ballot that they tell of, or its own when
+they tell of none. Votes from a majority make a certificate. It sends one commit in a ballot, and an outbid proposer goes on
+with a higher ballot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.electorate import quorum
 from spes_p2p.consensus.farewell import counted, remaining
 from spes_p2p.consensus.output import Identity
-from spes_p2p.messages.consensus import Accept, Ballot, Decide, Decided, Farewell, Head, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Farewell, Prepare, Promise, Vote
 
 MAX_BALLOTS = 5
 """Ballots that one attempt tries before it fails."""
@@ -31,7 +31,7 @@ class Phase(Enum):
 
     IDLE = "nothing: prepare() begins"
     PREPARING = "promises"
-    PROMISED = "a head: propose() goes on"
+    PROMISED = "a commit: propose() goes on"
     PROPOSING = "votes"
     DECIDED = "nothing: there is a certificate"
     FAILED = "nothing: this attempt decides nothing"
@@ -45,8 +45,8 @@ class Send:
     request: Request
 
 
-def bound_head(granted: Iterable[Promise]) -> Head | None:
-    """The head that these promises bind a proposer to: the one accepted in the highest ballot; None leaves it free."""
+def bound_commit(granted: Iterable[Promise]) -> Commit | None:
+    """The commit that these promises bind a proposer to: the one accepted in the highest ballot; None leaves it free."""
     bound = [(p.accepted_ballot, p.accepted) for p in granted if p.accepted_ballot is not None]
     return max(bound, key=lambda pair: pair[0])[1] if bound else None
 
@@ -68,19 +68,19 @@ def is_outbid(ballot: Ballot, promises: Iterable[Promise]) -> bool:
 
 
 class Proposer:
-    """One attempt at the round after the log's head. Remembers nothing over a crash: acceptors promise each ballot once."""
+    """One attempt at the round after the log's commit. Remembers nothing over a crash: acceptors promise each ballot once."""
 
     def __init__(self, log: CommitLog, identity: Identity, number: int = 0):
         """`number`: the first ballot's is above it."""
         self._log = log
         self._identity = identity
-        self.parent = log.head
+        self.parent = log.last
         self.phase = Phase.IDLE
         self.ballot = Ballot(number, identity.peer_id)
-        self.bound: Head | None = None
+        self.bound: Commit | None = None
         """What must be proposed, once promised; None leaves it free."""
-        self.proposal: Head | None = None
-        self.decided: Decided | None = None
+        self.proposal: Commit | None = None
+        self.decided: CertifiedCommit | None = None
         self.failure = ""
         self._ballots = 0
         self.electorate: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Proposer:
         self._answers: dict[str, Promise | Vote | None] = {}
         """To the current request, by elector; None where none comes."""
         self._caught_up: set[str] = set()
-        """Electors that were sent the heads they had missed."""
+        """Electors that were sent the commits they had missed."""
 
     @property
     def waits(self) -> bool:
@@ -103,13 +103,13 @@ class Proposer:
         self.phase = Phase.PREPARING
         return self._next_ballot(self.ballot.number)
 
-    def propose(self, head: Head, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
-        """Ask for votes on a head: the bound one, where promises bind."""
+    def propose(self, commit: Commit, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
+        """Ask for votes on a commit: the bound one, where promises bind."""
         assert self.phase is Phase.PROMISED
-        assert self.bound is None or head == self.bound
+        assert self.bound is None or commit == self.bound
         self.hear(farewells)
-        self.phase, self.proposal, self._answers = Phase.PROPOSING, head, {}
-        return self._to_all(Accept(self.ballot, head))
+        self.phase, self.proposal, self._answers = Phase.PROPOSING, commit, {}
+        return self._to_all(Accept(self.ballot, commit))
 
     def receive(self, elector: str, request: Request, reply: Reply | None) -> tuple[Send, ...]:
         """Take up an elector's reply to a request, None when it will not come. A reply to an earlier ballot is ignored."""
@@ -139,7 +139,7 @@ class Proposer:
         promises = [answer for answer in self._answers.values() if isinstance(answer, Promise)]
         granted = [promise for promise in promises if promise.granted]
         if has_majority(len(granted), self.electorate):
-            self.phase, self.bound = Phase.PROMISED, bound_head(granted)
+            self.phase, self.bound = Phase.PROMISED, bound_commit(granted)
             return ()
         outbid = len(promises) >= quorum(self.electorate) and is_outbid(self.ballot, promises)
         if not outbid and len(self._answers) < len(self.electorate):
@@ -158,7 +158,7 @@ class Proposer:
         self._answers[elector] = vote if valid else None
         votes = tuple(answer for answer in self._answers.values() if isinstance(answer, Vote))
         if len(votes) >= quorum(self.electorate):
-            self.phase, self.decided = Phase.DECIDED, Decided(self.proposal, self.ballot, votes, self._farewells)
+            self.phase, self.decided = Phase.DECIDED, CertifiedCommit(self.proposal, self.ballot, votes, self._farewells)
         elif len(self._answers) == len(self.electorate):
             self._fail(f"no quorum: {len(votes)} of {len(self.electorate)} electors voted")
 

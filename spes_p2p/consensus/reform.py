@@ -1,7 +1,7 @@
 """Reform: the bootstrap peer opens a new term when a swarm cannot go on. The only way to fork, so it waits until it is sure.
 
-Two things stop a swarm. A majority of the electors is gone, and nothing can be decided after the last head. Or nobody has the
-base of the last head, and nothing can be trained on top of it.
+Two things stop a swarm. A majority of the electors is gone, and nothing can be decided after the last commit. Or nobody has the
+base of the last commit, and nothing can be trained on top of it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.electorate import quorum
-from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Pong
 
 
-def reform_head(parent: Head, term: int, helper: str, incarnation: str) -> Head:
-    """The head that opens a new term: nothing moves, and the helper alone decides the next round.
+def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> Commit:
+    """The commit that opens a new term: nothing moves, and the helper alone decides the next round.
 
-    `parent`: the helper's last head, or an earlier one when the bases after it are lost. `term`: above all that the helper
+    `parent`: the helper's last commit, or an earlier one when the bases after it are lost. `term`: above all that the helper
     has seen. `incarnation`: the one that the helper votes with.
     """
     return replace(
         parent,
-        epoch=term,
+        term=term,
         round=parent.round + 1,
         parent=parent.id,
         plan="",
@@ -32,13 +32,13 @@ def reform_head(parent: Head, term: int, helper: str, incarnation: str) -> Head:
         members=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),
-        disks=(incarnation,),
+        incarnations=(incarnation,),
     )
 
 
-def is_reform(head: Head) -> bool:
-    """Does this head open a new term?"""
-    return head.round >= 0 and not head.plan and head.base_digest == ""
+def is_reform(commit: Commit) -> bool:
+    """Does this commit open a new term?"""
+    return commit.round >= 0 and not commit.plan and commit.base_digest == ""
 
 
 def sees_majority(pongs: Iterable[Pong | None], electorate: tuple[str, ...], round_number: int) -> bool:
@@ -54,8 +54,8 @@ def sees_majority(pongs: Iterable[Pong | None], electorate: tuple[str, ...], rou
 class Outage:
     """No majority of the electors, in every look since."""
 
-    head: str
-    """The last head: nothing was decided after it."""
+    commit: str
+    """The last commit: nothing was decided after it."""
     since: float
     """Seconds, of the caller's clock."""
 
@@ -66,12 +66,12 @@ class OutageWatch:
     def __init__(self) -> None:
         self.outage: Outage | None = None
 
-    def saw(self, head: str, majority: bool, now: float) -> Outage | None:
-        """Take up one look at the electors of the round after `head`. Returns the outage that lasts, if any."""
+    def saw(self, commit: str, majority: bool, now: float) -> Outage | None:
+        """Take up one look at the electors of the round after `commit`. Returns the outage that lasts, if any."""
         if majority:
             self.outage = None
-        elif self.outage is None or self.outage.head != head:
-            self.outage = Outage(head, now)
+        elif self.outage is None or self.outage.commit != commit:
+            self.outage = Outage(commit, now)
         return self.outage
 
 

@@ -23,10 +23,10 @@ from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.content import SnapshotInfo, SnapshotRequest
 from spes_p2p.messages.methods import SNAPSHOT
 from spes_p2p.messages.refusals import Code
-from spes_p2p.swarm.interfaces import Store
-from spes_p2p.swarm.rpc import Switchboard, Talk
-from spes_p2p.sync.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
-from spes_p2p.sync.scratch import Scratch, memory_scratch
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
+from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.scratch import Scratch, memory_scratch
 
 logger = logging.getLogger(__name__)
 
@@ -62,25 +62,25 @@ class Snapshots:
     @property
     def oldest_pinned_round(self) -> int | None:
         """Of the bases that somebody downloads, or has just downloaded and brings up to date; None when there are none."""
-        return min((self._bases[head][0].round for head in self._pinned()), default=None)
+        return min((self._bases[commit][0].round for commit in self._pinned()), default=None)
 
     @property
     def infos(self) -> tuple[SnapshotInfo, ...]:
         """Of all bases that are served."""
         return tuple(info for info, _, _ in self._bases.values())
 
-    async def serve(self, board: Switchboard, server: ContentServer) -> None:
+    async def serve(self, board: RpcEndpoint, server: ContentServer) -> None:
         """Answer from now on."""
         self._clock = asyncio.get_running_loop().time
         await board.serve(SNAPSHOT, self._on_snapshot)
         await server.serve("base_hashes", self._digests, UPLOADS_AT_ONCE)
         await server.serve("base", self._piece, UPLOADS_AT_ONCE)
 
-    def publish(self, head: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
+    def publish(self, commit: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
         """Serve this base from now on; it must never change. Returns its digest. `digests`: of its pieces, where known."""
         digests = piece_digests(base) if digests is None else digests
         digest = root_digest(digests)
-        self._bases[head] = (SnapshotInfo(head, round_number, base.size, digest), base, digests)
+        self._bases[commit] = (SnapshotInfo(commit, round_number, base.size, digest), base, digests)
         kept = {*list(self._bases)[-KEPT_SNAPSHOTS:], *self._pinned()[: MAX_SNAPSHOTS - KEPT_SNAPSHOTS]}
         for old in set(self._bases) - kept:
             del self._bases[old]
@@ -90,31 +90,31 @@ class Snapshots:
     def _pinned(self) -> list[str]:
         """Heads whose bases are in use; older than the newest ones first, of these the last used one."""
         now, newest = self._clock(), list(self._bases)[-KEPT_SNAPSHOTS:]
-        used = [head for head, at in self._used_at.items() if now - at < PINNED_S and head in self._bases]
-        return sorted(used, key=lambda head: (head in newest, -self._used_at[head]))
+        used = [commit for commit, at in self._used_at.items() if now - at < PINNED_S and commit in self._bases]
+        return sorted(used, key=lambda commit: (commit in newest, -self._used_at[commit]))
 
-    async def _on_snapshot(self, talk: Talk) -> None:
-        await talk.send(pack(self._find(unpack(SnapshotRequest, await talk.message()).head)[0]))
+    async def _on_snapshot(self, stream: Stream) -> None:
+        await stream.send(pack(self._find(unpack(SnapshotRequest, await stream.message()).commit)[0]))
 
-    async def _digests(self, head: str, index: int) -> Body | None:
-        return self._find(head)[2] if index == 0 else None
+    async def _digests(self, commit: str, index: int) -> Body | None:
+        return self._find(commit)[2] if index == 0 else None
 
-    async def _piece(self, head: str, index: int) -> Body | None:
-        _, base, _ = self._find(head)
-        self._used_at[head] = self._clock()
+    async def _piece(self, commit: str, index: int) -> Body | None:
+        _, base, _ = self._find(commit)
+        self._used_at[commit] = self._clock()
         start = index * PIECE_ELEMENTS
         if not 0 <= start < base.size:
             return None
         return np.ascontiguousarray(base[start : start + PIECE_ELEMENTS], "<f4").data.cast("B")
 
-    def _find(self, head: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
+    def _find(self, commit: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
         if not self._bases:
             raise Refused(Code.NOT_HERE, "no base here yet")
-        if not head:
+        if not commit:
             return next(reversed(self._bases.values()))
-        if head not in self._bases:
+        if commit not in self._bases:
             raise Refused(Code.NOT_HERE, "that base is not here")
-        return self._bases[head]
+        return self._bases[commit]
 
 
 class KeptPieces:
@@ -144,14 +144,14 @@ class KeptPieces:
 
 
 async def collect_offers(
-    board: Switchboard, donors: Sequence[str], head: str, elements: int, known: Collection[str] = ()
+    board: RpcEndpoint, donors: Sequence[str], commit: str, elements: int, known: Collection[str] = ()
 ) -> list[Offer]:
-    """Ask all donors for a head's base. Only offers that most of them agree on come back; the others are logged.
+    """Ask all donors for a commit's base. Only offers that most of them agree on come back; the others are logged.
 
     `known`: peers whose word counts, when one of them answers; of strangers in the registry there may be any number.
     """
-    infos = zip(donors, await asyncio.gather(*(_ask_info(board, donor, head) for donor in donors)), strict=True)
-    offers = [Offer(donor, info) for donor, info in infos if info and _is_offer(info, head, elements)]
+    infos = zip(donors, await asyncio.gather(*(_ask_info(board, donor, commit) for donor in donors)), strict=True)
+    offers = [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
     if not offers:
         return []
     counting = [offer for offer in offers if offer.donor in known] or offers
@@ -162,23 +162,23 @@ async def collect_offers(
     return [offer for offer in offers if offer.info.digest == agreed]
 
 
-async def newest_bases(board: Switchboard, peers: Iterable[str]) -> list[SnapshotInfo]:
+async def newest_bases(board: RpcEndpoint, peers: Iterable[str]) -> list[SnapshotInfo]:
     """What these peers say of the newest base that they have; who has none, or does not answer, is left out."""
     infos = await asyncio.gather(*(_ask_info(board, peer, "") for peer in peers))
     return [info for info in infos if info is not None]
 
 
-def _is_offer(info: SnapshotInfo, head: str, elements: int) -> bool:
+def _is_offer(info: SnapshotInfo, commit: str, elements: int) -> bool:
     with contextlib.suppress(WireError):
-        return (info.head, info.elements) == (head, elements) and bool(from_hex(info.digest))
+        return (info.commit, info.elements) == (commit, elements) and bool(from_hex(info.digest))
     return False
 
 
-async def _ask_info(board: Switchboard, donor: str, head: str) -> SnapshotInfo | None:
+async def _ask_info(board: RpcEndpoint, donor: str, commit: str) -> SnapshotInfo | None:
     try:
-        async with board.talk(donor, SNAPSHOT) as talk:
-            await talk.send(pack(SnapshotRequest(head)))
-            return unpack(SnapshotInfo, bytes(await talk.prompt_message()))
+        async with board.stream(donor, SNAPSHOT) as stream:
+            await stream.send(pack(SnapshotRequest(commit)))
+            return unpack(SnapshotInfo, bytes(await stream.prompt_message()))
     except (PeerUnreachable, Refused, WireError) as error:
         logger.debug("no base from %s: %s", donor[-6:], error)
         return None
@@ -200,7 +200,7 @@ async def download(
     """
     info, donors = offers[0].info, [fetcher.peers(offer.donor for offer in offers)]
     count = -(-info.elements // PIECE_ELEMENTS)
-    listing = single("base_hashes", info.head, from_hex(info.digest), 32 * count)
+    listing = single("base_hashes", info.commit, from_hex(info.digest), 32 * count)
     digests = bytes(await fetcher.fetch_single(listing, donors))
     if len(digests) != 32 * count:
         raise PeerUnreachable("the offered base has another number of pieces")
@@ -228,7 +228,7 @@ async def download(
                 kept.save(slot, state)
             on_progress(total - len(left), total)
 
-    if await fetcher.fetch(listed("base", info.head, digests, 4 * PIECE_ELEMENTS), missing, donors, keep):
+    if await fetcher.fetch(listed("base", info.commit, digests, 4 * PIECE_ELEMENTS), missing, donors, keep):
         raise PeerUnreachable("all donors are gone before the base was complete")
     return state
 

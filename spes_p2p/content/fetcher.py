@@ -26,8 +26,8 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.content import PIECES_A_REQUEST
 from spes_p2p.messages.refusals import Code
-from spes_p2p.swarm.rpc import STALLED_SILENCES, Switchboard
-from spes_p2p.swarm.tasks import end_tasks
+from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
+from spes_p2p.net.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ Tiers = Sequence[Sequence[Donor]]
 class Fetcher:
     """All downloads of one peer."""
 
-    def __init__(self, board: Switchboard):
+    def __init__(self, board: RpcEndpoint):
         self._board = board
         self._slots: dict[str, asyncio.Semaphore] = {}
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.content import ContentKind
-from spes_p2p.sync.digest import content_digest
+from spes_p2p.rounds.digest import content_digest
 
 Body = bytes | memoryview
 

@@ -18,7 +18,7 @@ from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.content import ContentKind, PiecesRequest
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
-from spes_p2p.swarm.rpc import STALLED_SILENCES, Switchboard, Talk
+from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
 
 CHUNK_BYTES = 2**16
 """Bytes in one message: what a download's progress is measured in."""
@@ -32,7 +32,7 @@ BUSY_RETRY_S = 1.0
 class ContentServer:
     """A peer's end that serves: any kind of content, each from its own source."""
 
-    def __init__(self, board: Switchboard):
+    def __init__(self, board: RpcEndpoint):
         self._board = board
         self._open: dict[ContentKind, Counter[str]] = {}
         """Requests that are being answered, by kind and peer."""
@@ -43,11 +43,11 @@ class ContentServer:
         `peers_at_once`: others are told that this peer is busy, so that uploads leave room for its own rounds. None: no limit.
         """
 
-        async def answer(talk: Talk) -> None:
-            request = unpack(PiecesRequest, await talk.message())
-            with self._upload(kind, talk.remote, peers_at_once):
+        async def answer(stream: Stream) -> None:
+            request = unpack(PiecesRequest, await stream.message())
+            with self._upload(kind, stream.remote, peers_at_once):
                 for index in request.pieces:
-                    await self._send(talk, await talk.alive(source(request.name, index)))
+                    await self._send(stream, await stream.alive(source(request.name, index)))
 
         await self._board.serve(kind, answer)
 
@@ -69,43 +69,43 @@ class ContentServer:
             if not served[peer]:
                 del served[peer]
 
-    async def _send(self, talk: Talk, body: Body | None) -> None:
+    async def _send(self, stream: Stream, body: Body | None) -> None:
         if body is None:
-            await self._unless_stalled(talk, b"")
+            await self._unless_stalled(stream, b"")
             return
         view = memoryview(body)
-        await self._unless_stalled(talk, len(view).to_bytes(SIZE_BYTES, "big"), view[:CHUNK_BYTES])
+        await self._unless_stalled(stream, len(view).to_bytes(SIZE_BYTES, "big"), view[:CHUNK_BYTES])
         for start in range(CHUNK_BYTES, len(view), CHUNK_BYTES):
-            await self._unless_stalled(talk, view[start : start + CHUNK_BYTES])
+            await self._unless_stalled(stream, view[start : start + CHUNK_BYTES])
 
-    async def _unless_stalled(self, talk: Talk, *chunk: bytes | memoryview) -> None:
+    async def _unless_stalled(self, stream: Stream, *chunk: bytes | memoryview) -> None:
         """A peer that stays connected and takes nothing frees its place."""
         stalled_s = STALLED_SILENCES * self._board.silence_s
         try:
-            await asyncio.wait_for(talk.send(*chunk, kind=Kind.CONTENT), stalled_s)
+            await asyncio.wait_for(stream.send(*chunk, kind=Kind.CONTENT), stalled_s)
         except asyncio.TimeoutError:
-            raise PeerUnreachable(f"{talk.remote[-6:]} lives, but takes nothing for {stalled_s:g} s") from None
+            raise PeerUnreachable(f"{stream.remote[-6:]} lives, but takes nothing for {stalled_s:g} s") from None
 
 
 @dataclass(frozen=True)
 class PeerDonor:
-    """Another peer, asked over its talks."""
+    """Another peer, asked over its streams."""
 
-    board: Switchboard
+    board: RpcEndpoint
     name: str
     patience_s: float | None = None
 
     async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
         """Ask for the pieces and pass them on as they come. Raises PeerUnreachable, Refused, WireError."""
-        async with self.board.talk(self.name, content.kind) as talk:
-            await talk.send(pack(PiecesRequest(content.name, tuple(indices))))
+        async with self.board.stream(self.name, content.kind) as stream:
+            await stream.send(pack(PiecesRequest(content.name, tuple(indices))))
             for index in indices:
-                await delivery.put(index, await _receive(talk, content.piece(index).max_bytes, delivery))
+                await delivery.put(index, await _receive(stream, content.piece(index).max_bytes, delivery))
 
 
-async def _receive(talk: Talk, max_bytes: int, delivery: Delivery) -> Body | None:
+async def _receive(stream: Stream, max_bytes: int, delivery: Delivery) -> Body | None:
     """One piece of at most this size, or None. Raises WireError when it is larger than allowed."""
-    message = await talk.message_view(Kind.CONTENT)
+    message = await stream.message_view(Kind.CONTENT)
     if not message:
         return None
     if len(message) < SIZE_BYTES:
@@ -118,7 +118,7 @@ async def _receive(talk: Talk, max_bytes: int, delivery: Delivery) -> Body | Non
         return chunk
     body = bytearray(chunk)
     while len(body) < size:
-        chunk = await talk.message_view(Kind.CONTENT)
+        chunk = await stream.message_view(Kind.CONTENT)
         if not chunk:
             raise WireError("a piece that ends too soon")
         delivery.count(len(chunk))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -36,16 +36,24 @@ class _Unusable(Exception):
     """The URL answers, and only its owner can put right what."""
 
 
+@dataclass
+class _State:
+    """What is known of one file's URL. The lock is held for a request: threads take turns at a URL."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    opened: _Published | None = None
+    failures: int = 0
+    """In a row."""
+    rests_until: float = 0.0
+    problem: str = ""
+
+
 class UrlDonor:
     """Gives pieces of the token files that have a URL. Its methods may be called from several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._published: dict[TokenFile, _Published] = {}
-        self._problems: dict[TokenFile, str] = {}
-        self._failures: defaultdict[TokenFile, int] = defaultdict(int)
-        self._rests_until: dict[TokenFile, float] = {}
-        self._locks: defaultdict[TokenFile, threading.Lock] = defaultdict(threading.Lock)
+        self._states: dict[TokenFile, _State] = {}
 
     def fetch(self, file: TokenFile, pieces: Sequence[int], keep: Callable[[int, bytes], bool]) -> None:
         """Read these pieces, given in ascending order; hand each to `keep`, which says whether it is the campaign's. Blocks.
@@ -55,40 +63,39 @@ class UrlDonor:
         """
         if file.url is None:
             return
-        with self._locks[file]:
-            if self._clock() < self._rests_until.get(file, 0.0):
+        state = self._states.setdefault(file, _State())
+        with state.lock:
+            if self._clock() < state.rests_until:
                 return
             for run in _runs(pieces):
-                content = self._read(file, file.url, run)
+                content = self._read(file, file.url, state, run)
                 for index in run:
                     start = (index - run.start) * PIECE_BYTES
                     if not keep(index, content[start : start + PIECE_BYTES]):
-                        raise self._failed(file, _Unusable(f"piece {index} differs from the campaign's"))
-            self._failures.pop(file, None)
-            self._problems.pop(file, None)
+                        raise self._failed(file, state, _Unusable(f"piece {index} differs from the campaign's"))
+            state.failures, state.problem = 0, ""
 
     def problem(self, file: TokenFile) -> str:
         """URL and reason of the newest failure; empty when the last fetch went well, or there was none."""
-        return self._problems.get(file, "")
+        return self._states[file].problem if file in self._states else ""
 
-    def _read(self, file: TokenFile, url: str, run: range) -> bytes:
+    def _read(self, file: TokenFile, url: str, state: _State, run: range) -> bytes:
         try:
-            if file not in self._published:
-                self._published[file] = _Published(url, file.num_bytes)
-            return self._published[file].read(run.start * PIECE_BYTES, min(run.stop * PIECE_BYTES, file.num_bytes))
+            if state.opened is None:
+                state.opened = _Published(url, file.num_bytes)
+            return state.opened.read(run.start * PIECE_BYTES, min(run.stop * PIECE_BYTES, file.num_bytes))
         except Exception as error:  # the libraries below raise errors of many kinds
-            raise self._failed(file, error) from None
+            raise self._failed(file, state, error) from None
 
-    def _failed(self, file: TokenFile, error: Exception) -> UrlFailed:
+    def _failed(self, file: TokenFile, state: _State, error: Exception) -> UrlFailed:
         """Let the URL rest."""
-        self._published.pop(file, None)
-        self._failures[file] += 1
         is_final = _is_final(error)
-        rest_s = LONGEST_REST_S if is_final else min(FIRST_REST_S * 2 ** (self._failures[file] - 1), LONGEST_REST_S)
-        self._rests_until[file] = self._clock() + rest_s
-        self._problems[file] = f"{file.url}: {_reason(error)}"
+        rest_s = LONGEST_REST_S if is_final else min(FIRST_REST_S * 2.0 ** min(state.failures, 10), LONGEST_REST_S)
+        state.opened, state.failures = None, state.failures + 1
+        state.rests_until = self._clock() + rest_s
+        state.problem = f"{file.url}: {_reason(error)}"
         advice = "tell who runs the campaign; " if is_final else ""
-        return UrlFailed(f"{file.path}: {self._problems[file]}; {advice}trying peers, and the URL again in {rest_s:.0f} s")
+        return UrlFailed(f"{file.path}: {state.problem}; {advice}trying peers, and the URL again in {rest_s:.0f} s")
 
 
 class _Published:

@@ -1,4 +1,4 @@
-"""How a round is decided: heads, ballots and votes, and the orders of the campaign's owner."""
+"""How a round is decided: commits, ballots and votes, and the orders of the campaign's owner."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spes_p2p.messages.fields import (
     Archived,
     Count,
     Digest,
-    Disk,
     Electorate,
+    Incarnation,
     Lost,
     MemberIndex,
     PartIndex,
@@ -62,7 +62,7 @@ class Control:
     changes: Annotated[tuple[Change, ...], MaxLen(MAX_CHANGES)]
     """All there ever were, by round; of two that change one field the later one holds."""
     rollback: Round
-    """Round whose base everybody goes back to with the head that applies this record; -1: none."""
+    """Round whose base everybody goes back to with the commit that applies this record; -1: none."""
     signature: Signature
     """By the key of the owner, under everything above."""
 
@@ -76,21 +76,21 @@ class Ballot:
 
 
 @dataclass(frozen=True)
-class Head:
+class Commit:
     """A commit: the decided record of a round."""
 
     campaign: Digest
-    epoch: Term
+    term: Term
     round: Round
     parent: Digest
     plan: Digest
-    """Id of the plan; empty for the genesis head, a reform and a rollback."""
+    """Id of the plan; empty for the genesis commit, a reform and a rollback."""
     roots: Roots
     """Root of each member's manifest, revision by revision: `[revisions][members]`; empty bytes for members without one."""
     dropped: Annotated[tuple[PartIndex, ...], MaxLen(MAX_PARTS)]
     """Parts that had contributors but are left out: the base keeps its old value there."""
     base_digest: Digest
-    """Of the parent's base; of base 0 in the genesis head, of the base gone back to in a rollback; empty in a reform."""
+    """Of the parent's base; of base 0 in the genesis commit, of the base gone back to in a rollback; empty in a reform."""
     step: Steps
     tokens: Count
     """Included since the campaign began."""
@@ -101,22 +101,22 @@ class Head:
     helpers: Annotated[tuple[PeerId, ...], MaxLen(MAX_HELPERS)]
     electorate: Electorate
     """Whose majority decides the next round."""
-    disks: Annotated[tuple[Disk, ...], MaxLen(MAX_ELECTORATE)]
+    incarnations: Annotated[tuple[Incarnation, ...], MaxLen(MAX_ELECTORATE)]
     """Of each elector, the id of the disk that it votes with: its votes on another one, or on none, do not count."""
     lost: Lost = ()
     """Members that were lost before each revision of the part table (indices into `members`)."""
     control: Control | None = None
-    """The newest record that is applied: by everybody, with this head or one before it. None: the owner never gave one."""
+    """The newest record that is applied: by everybody, with this commit or one before it. None: the owner never gave one."""
 
     @cached_property
     def id(self) -> str:
-        """Hex sha256 of the head's bytes."""
+        """Hex sha256 of the commit's bytes."""
         return record_id(self)
 
 
 @dataclass(frozen=True)
 class Vote:
-    """An elector's signature under one (ballot, head)."""
+    """An elector's signature under one (ballot, commit)."""
 
     elector: PeerId
     signature: Signature
@@ -132,10 +132,10 @@ class Farewell:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """A head with its certificate: accepted by a majority of the electorate in one ballot. It proves itself."""
+class CertifiedCommit:
+    """A commit with its certificate: accepted by a majority of the electorate in one ballot. It proves itself."""
 
-    head: Head
+    commit: Commit
     ballot: Ballot
     votes: Annotated[tuple[Vote, ...], MaxLen(MAX_ELECTORATE)]
     farewells: Annotated[tuple[Farewell, ...], MaxLen(MAX_ELECTORATE)] = ()
@@ -156,31 +156,31 @@ class Promise:
     """An elector's answer to Prepare."""
 
     round: Round
-    """Last round that the elector knows as decided; to one that is behind, the coordinator sends the missing heads first."""
+    """Last round that the elector knows as decided; to one that is behind, the coordinator sends the missing commits first."""
     granted: bool
     promised: Ballot | None
     """The highest ballot that it has promised in this round."""
     accepted_ballot: Ballot | None
-    accepted: Head | None
+    accepted: Commit | None
 
 
 @dataclass(frozen=True)
 class Accept:
-    """A coordinator asks for votes on one head."""
+    """A coordinator asks for votes on one commit."""
 
     ballot: Ballot
-    head: Head
+    commit: Commit
 
 
 @dataclass(frozen=True)
 class Decide:
     """Heads with their certificates, in order."""
 
-    decided: Annotated[tuple[Decided, ...], MaxLen(MAX_PAGE)]
+    decided: Annotated[tuple[CertifiedCommit, ...], MaxLen(MAX_PAGE)]
 
 
 @dataclass(frozen=True)
-class HeadsRequest(Extensible):
+class CommitsRequest(Extensible):
     """All certificates after this round."""
 
     after: Round
@@ -188,10 +188,10 @@ class HeadsRequest(Extensible):
 
 @dataclass(frozen=True)
 class ReformRequest(Extensible):
-    """A trainer finds no majority after this head, or no base."""
+    """A trainer finds no majority after this commit, or no base."""
 
-    head: Digest
-    """Id of the asking peer's last head."""
+    commit: Digest
+    """Id of the asking peer's last commit."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ class Known(Extensible):
     newest: Control | None
     """Applied or not."""
     applied: Count
-    """Number of the record that its head carries; 0: none."""
+    """Number of the record that its commit carries; 0: none."""
     round: Round
-    """Of its head."""
+    """Of its commit."""
     step: Steps
-    """Campaign step of its head."""
+    """Campaign step of its commit."""
     archived: Archived
     """Rounds whose bases it keeps."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import MaxLen
 
 from spes_p2p.messages.codec import Extensible
-from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import Count, Digest, PieceIndex, Round, Version
 
 PIECES_A_REQUEST = 16
@@ -30,7 +30,7 @@ class CampaignRecord(Extensible):
     """The campaign as a bootstrap or any member serves it."""
 
     campaign_json: Annotated[bytes, MaxLen(2**20)]
-    genesis: Head
+    genesis: Commit
     blobs: Annotated[tuple[tuple[Digest, Count], ...], MaxLen(2**6)] = field(default=())
     """sha256 and bytes of each file that can be fetched: tokenizer, manifests."""
 
@@ -46,16 +46,16 @@ class PiecesRequest(Extensible):
 
 @dataclass(frozen=True)
 class SnapshotRequest(Extensible):
-    """Ask for a base: of this head, or the newest one ("")."""
+    """Ask for a base: of this commit, or the newest one ("")."""
 
-    head: Digest
+    commit: Digest
 
 
 @dataclass(frozen=True)
 class SnapshotInfo(Extensible):
     """A donor's answer."""
 
-    head: Digest
+    commit: Digest
     round: Round
     elements: Count
     digest: Digest

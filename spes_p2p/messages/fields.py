@@ -42,7 +42,7 @@ PeerId = Annotated[str, MaxLen(128)]
 """A libp2p id is a multihash in base58: 46 characters for RSA, 52 for Ed25519."""
 Digest = Annotated[str, MaxLen(64)]
 """32 bytes in hex: id of a record, hash of a file, digest of a base; empty where there is none."""
-Disk = Annotated[str, MaxLen(32)]
+Incarnation = Annotated[str, MaxLen(32)]
 """Id of an elector's disk: 8 bytes in hex."""
 Root = Annotated[bytes, MaxLen(32)]
 """A sha256; empty where there is none."""

@@ -41,9 +41,9 @@ class Kind(IntEnum):
     PLAN = 8
     """The plan of the round."""
     DECIDED = 9
-    """The decided head of the round, with its certificate."""
+    """The decided commit of the round, with its certificate."""
     PASSED = 10
-    """A Passed: where the plan or head is that belongs here."""
+    """A Passed: where the plan or commit is that belongs here."""
     REVISION = 11
     """Reducers were lost; the plan has another part table."""
     IN_FULL = 12

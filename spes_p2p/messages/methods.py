@@ -10,7 +10,7 @@ from spes_p2p.messages.framing import MAX_FRAME_BYTES
 PROTOCOL_VERSION = 10
 """Changes whenever peers of the old and the new code could not train together: peers of another version are refused."""
 
-ROUND, PREPARE, ACCEPT, DECIDE, HEADS = "round", "prepare", "accept", "decide", "heads"
+ROUND, PREPARE, ACCEPT, DECIDE, COMMITS = "round", "prepare", "accept", "decide", "commits"
 PING, LEAVE, REFORM, CONTROL = "ping", "leave", "reform", "control"
 PUSH, PULL, CAMPAIGN, SNAPSHOT = "push", "pull", "campaign", "snapshot"
 STATUS, HISTORY, CLOCK, DIAL_BACK, SPEED = "status", "history", "clock", "dial_back", "speed"
@@ -21,7 +21,7 @@ SMALL = 2**12
 LISTS = 2**21
 """A record with MAX_INTERVALS stretches of samples (28 bytes each), or MAX_ARCHIVED rounds."""
 WHOLE = MAX_FRAME_BYTES
-"""A plan, a head or certificates, which grow with members and parts; a part of an update."""
+"""A plan, a commit or certificates, which grow with members and parts; a part of an update."""
 CHUNK = 2**18
 """A chunk of a piece; of what measures a line."""
 
@@ -52,13 +52,13 @@ METHODS = {
         Method(CAMPAIGN, "anybody", "CampaignRequest", "CampaignRecord", answer_bytes=WHOLE),
         Method(STATUS, "anybody", "empty", "a msgpack mapping (`PeerStatus`)", answer_bytes=LISTS),
         Method(HISTORY, "anybody", "HistoryRequest", "HistoryPage", answer_bytes=LISTS),
-        Method(HEADS, "members", "HeadsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
+        Method(COMMITS, "members", "CommitsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
         Method(PING, "members", "Ping", "Pong"),
         Method(LEAVE, "members", "Leave", "empty", request_bytes=LISTS),
         Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),
         Method(ROUND, "members, at the coordinator", "Announcement, later REPORT with a Staged",
-               "PLAN with a Plan, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a Decided; PASSED with a "
-               "Passed in place of plan or head", request_bytes=WHOLE, answer_bytes=WHOLE),
+               "PLAN with a Plan, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; PASSED "
+               "with a Passed in place of plan or commit", request_bytes=WHOLE, answer_bytes=WHOLE),
         Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=LISTS, answer_bytes=LISTS),
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
         Method(ACCEPT, "the coordinator, at electors", "Accept", "Vote", request_bytes=WHOLE),
@@ -70,14 +70,14 @@ METHODS = {
                request_bytes=WHOLE, answer_bytes=WHOLE),
         Method(SNAPSHOT, "joiners", "SnapshotRequest", "SnapshotInfo"),
         _pieces("file", "anybody", "a tokenizer or manifest, by its sha256"),
-        _pieces("base_hashes", "joiners", "the BLAKE3 of each piece of a base, 32 bytes each, by head"),
-        _pieces("base", "joiners", "pieces of a base, float32, by head"),
+        _pieces("base_hashes", "joiners", "the BLAKE3 of each piece of a base, 32 bytes each, by commit"),
+        _pieces("base", "joiners", "pieces of a base, float32, by commit"),
         _pieces("token_hashes", "trainers", "the sha256 of each piece of a token file, 32 bytes each, by root"),
         _pieces("tokens", "trainers", "pieces of a token file, by root"),
         _pieces("plan", "late members", "a Plan, by its id"),
         _pieces("manifests", "late members", "Manifests of a plan, by revision * members + reducer"),
         _pieces("parts", "late members", "encoded results of a plan, by index of the part"),
-        _pieces("record", "members", "a plan or head as the coordinator sends it, by its sha256"),
+        _pieces("record", "members", "a plan or commit as the coordinator sends it, by its sha256"),
         Method(CLOCK, "`doctor`", "empty", "Clock"),
         Method(DIAL_BACK, "`doctor`", "DialBackRequest", "DialBack", answer_bytes=LISTS),
         Method(SPEED, "`doctor`", "SpeedRequest", "CONTENT one way, END, then Moved", request_bytes=CHUNK, answer_bytes=CHUNK),

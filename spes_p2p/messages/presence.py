@@ -45,12 +45,12 @@ class Contact(Extensible):
     """trainer or helper."""
     round: Round
     """Number of the last committed round; -1 before the first."""
-    head: Digest
+    commit: Digest
     addresses: Addresses
     control: Count = 0
     """Number of the newest control record that it holds; 0: none. Who has an older one asks for it."""
     validation_loss: Loss | None = None
-    """Held-out loss of the base of `head`, when this peer evaluated it. After the last round no announcement carries it."""
+    """Held-out loss of the base of `commit`, when this peer evaluated it. After the last round no announcement carries it."""
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="ignore"))

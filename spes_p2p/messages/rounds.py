@@ -22,10 +22,10 @@ from spes_p2p.messages.fields import (
     Archived,
     Count,
     Digest,
-    Disk,
     ExpertCount,
     Experts,
     FrameKind,
+    Incarnation,
     Lane,
     Loss,
     Lost,
@@ -58,11 +58,11 @@ class Announcement(Extensible):
     campaign: Digest
     protocol: Version
     round: Round
-    """The round it wants to take part in: one more than its head's."""
+    """The round it wants to take part in: one more than its commit's."""
     attempt: Count
     waited_s: Seconds
     """Seconds since its phase was done: a new coordinator counts how long everybody has waited for a straggler already."""
-    head: Digest
+    commit: Digest
     base_digest: Digest
     tokens: Tokens
     """Trained and not yet included in a base."""
@@ -99,7 +99,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Duty:
+class Assignment:
     """What one member does in the next phase."""
 
     member: MemberIndex
@@ -120,10 +120,11 @@ class Merge:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is in the round, with which weights, what happens after it, and the next phase's duties. The same for all members."""
+    """Who is in the round, with which weights, what happens after it, and the next phase's assignments. The same for all
+    members."""
 
     campaign: Digest
-    epoch: Term
+    term: Term
     round: Round
     parent: Digest
     ballot: Ballot
@@ -139,14 +140,15 @@ class Plan:
     step: Steps
     """Campaign step that is reached with this round."""
     merge: Merge | None
-    duties: Annotated[tuple[Duty, ...], MaxLen(MAX_MEMBERS)]
+    assignments: Annotated[tuple[Assignment, ...], MaxLen(MAX_MEMBERS)]
     """One a member, in the members' order."""
     cursor: Cursor
-    lateness: Annotated[tuple[Share, ...], MaxLen(MAX_MEMBERS)] = ()
-    """Of members that had a duty: how much later than the first half of the work each announced, as a share of the time until
-    then. The next rounds' patience with stragglers is learnt from it."""
+    straggler_delay: Annotated[tuple[Share, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Of members that had an assignment: how much later than the first half of the work each announced, as a share of the time
+    until then. The next rounds' patience with stragglers is learnt from it."""
     phase_step: Steps = 0
-    """Campaign step at which the duties begin: `step`, and the phase that goes on during this round on top (`sync.overlap`)."""
+    """Campaign step at which the assignments begin: `step`, and the phase that goes on during this round on top
+    (`sync.overlap`)."""
     control: Control | None = None
     """What holds after this round."""
 
@@ -196,8 +198,8 @@ class Staged(Extensible):
     """Those roots, empty bytes for the missing ones, when the coordinator asked for them: somebody got other manifests."""
     parts: Annotated[bytes, MaxLen(MAX_PARTS // 8)]
     """One bit a part of the plan: held here, matching its manifest."""
-    disk: Disk
-    """What I vote with, if the head makes me an elector."""
+    incarnation: Incarnation
+    """What I vote with, if the commit makes me an elector."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Revision:
 
     plan: Digest
     lost: Lost
-    """Members lost before each revision, in order: what the head will say."""
+    """Members lost before each revision, in order: what the commit will say."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class Ping(Extensible):
 
 @dataclass(frozen=True)
 class Passed:
-    """In place of a plan or a decided head: where it is."""
+    """In place of a plan or a decided commit: where it is."""
 
     kind: FrameKind
     """Of the frame that would have held the record."""

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from annotated_types import MaxLen
 
-from spes_p2p.messages.fields import MAX_INTERVALS, Position, Term
+from spes_p2p.messages.fields import MAX_INTERVALS, Count, Position
 
 
 @dataclass(frozen=True, order=True)
 class Interval:
     """Positions `[start, stop)` of one epoch."""
 
-    epoch: Term
+    epoch: Count
     start: Position
     stop: Position
 
@@ -29,6 +29,6 @@ class Cursor:
     `returned` is sorted, disjoint and without touching neighbours, so equal sets are equal cursors.
     """
 
-    epoch: Term = 0
+    epoch: Count = 0
     position: Position = 0
     returned: Annotated[tuple[Interval, ...], MaxLen(MAX_INTERVALS)] = ()

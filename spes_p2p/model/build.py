@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config.campaign import ModelConfig
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.layout import Layout, TensorSpec

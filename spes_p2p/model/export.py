@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config.campaign import ModelConfig
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import State, layout_of, plain_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config.campaign import ModelConfig
 from spes_p2p.model.build import layout_of
 
 PEAK_BF16_FLOPS = {

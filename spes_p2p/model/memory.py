@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config.campaign import ModelConfig
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.staging import SLOTS

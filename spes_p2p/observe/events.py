@@ -76,7 +76,7 @@ class RoundCommitted:
     """A new base is in place."""
 
     round: int
-    """0 for the round that assembled the swarm: it gives duties and moves no weights."""
+    """0 for the round that assembled the swarm: it gives assignments and moves no weights."""
     campaign_step: int
     total_steps: int
     tokens: int

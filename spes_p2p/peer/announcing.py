@@ -8,11 +8,11 @@ from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.peer.capacity import Capacity
 from spes_p2p.peer.evaluation import Evaluation
+from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
+from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.samples import AssignedSamples
-from spes_p2p.swarm.node import Node
-from spes_p2p.sync.archive import archived_rounds
-from spes_p2p.sync.replica import Replica
+from spes_p2p.rounds.archive import archived_rounds
 
 
 class Announcer:
@@ -49,7 +49,7 @@ class Announcer:
             attempt=attempt,
             waited_s=asyncio.get_running_loop().time() - self._frozen_at_s,
             trains=trains,
-            head=base.head,
+            commit=base.commit,
             base_digest=base.digest,
             tokens=announced.tokens,
             routed=announced.routed,

@@ -10,10 +10,10 @@ from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.refusals import Code
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.leaving import LeaveRequest
+from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
+from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
-from spes_p2p.swarm.node import Node
-from spes_p2p.sync.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class RoundDecision:
         The base changes only where it had to be repaired. `seconds` gets the duration of each part of the last attempt.
         """
         target, attempt = self._replica.base.round + 1, 0
-        while self._node.log.head.id == self._replica.base.head and not self._leave.is_made:
+        while self._node.log.last.id == self._replica.base.commit and not self._leave.is_made:
             seconds.clear()
             order = self._node.coordinators()
             coordinator = order[attempt % len(order)]
@@ -58,7 +58,7 @@ class RoundDecision:
             except Refused as error:
                 attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
             if attempt and attempt % len(order) == 0:
-                await self._look_around(attempt // len(order))
+                await self._rediscover(attempt // len(order))
 
     async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, refused: Refused) -> int:
         """Fix what a refusal names; returns the attempt to go on with. Raises UserError when this peer cannot take part."""
@@ -66,7 +66,7 @@ class RoundDecision:
             raise UserError(f"refused by {coordinator}: {refused.detail}")
         if refused.code is Code.BEHIND:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                await self._node.learn_heads(coordinator)
+                await self._node.learn_commits(coordinator)
             return attempt if self._node.log.round >= target else attempt + 1
         if refused.code is Code.DIGEST:
             return await self._repair(target, attempt, refused.detail)
@@ -88,7 +88,7 @@ class RoundDecision:
             await self._leave.wait(BACKOFF_S)
             return attempt + 1
 
-    async def _look_around(self, times_tried: int) -> None:
+    async def _rediscover(self, times_tried: int) -> None:
         """Every coordinator was tried: see who is there and what was decided meanwhile; ask for a reform where it is needed."""
         await self._leave.wait(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S))
         await self._node.meet()

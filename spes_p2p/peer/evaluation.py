@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 from spes_p2p.consensus.control import is_stopped
+from spes_p2p.peer.node import Node
+from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter, trainers_of
-from spes_p2p.swarm.node import Node
-from spes_p2p.sync.replica import Replica
 
 
 def has_last_base(node: Node, replica: Replica) -> bool:
     """Whether the base includes the campaign's last round: the one at the last step, or in which the owner stopped it."""
-    head = node.log.head
-    is_over = head.step >= node.training_after(head).total_steps or is_stopped(head.control)
-    return is_over and replica.has_base and replica.base.head == head.id
+    commit = node.log.last
+    is_over = commit.step >= node.training_after(commit).total_steps or is_stopped(commit.control)
+    return is_over and replica.has_base and replica.base.commit == commit.id
 
 
 class Evaluation:
@@ -22,16 +22,16 @@ class Evaluation:
 
     def __init__(self, node: Node, replica: Replica, reporter: EventReporter):
         self._evaluated = "", math.nan
-        """The head whose base this peer evaluated last, and the loss."""
+        """The commit whose base this peer evaluated last, and the loss."""
         self._node, self._replica, self._reporter = node, replica, reporter
         self._every_rounds = node.campaign.config.evaluation.every_rounds
         """0: never."""
 
     @property
     def loss(self) -> float | None:
-        """Held-out loss of the last head's base, in nats a token; None unless this peer has evaluated it."""
-        head, loss = self._evaluated
-        return loss if head == self._node.log.head.id else None
+        """Held-out loss of the last commit's base, in nats a token; None unless this peer has evaluated it."""
+        commit, loss = self._evaluated
+        return loss if commit == self._node.log.last.id else None
 
     async def evaluate_if_due(self) -> None:
         """Evaluate a new base when it is this peer's turn."""
@@ -41,14 +41,14 @@ class Evaluation:
         self._reporter.set_state("evaluating")
         loss = float(await self._node.world.run_blocking(self._replica.validation_loss))
         if math.isfinite(loss):
-            self._evaluated = base.head, loss
+            self._evaluated = base.commit, loss
             self._reporter.evaluated(base.round, loss)
 
     def learn_last_loss(self) -> bool:
         """Take the loss of the last base from its evaluator's contact; returns whether no more is to be learned."""
         base, evaluator = self._replica.base, self._evaluator()
         contact = self._node.contacts.get(evaluator or "")
-        loss = contact.validation_loss if contact is not None and contact.head == base.head else None
+        loss = contact.validation_loss if contact is not None and contact.commit == base.commit else None
         if loss is not None and math.isfinite(loss) and self._reporter.evaluated_round != base.round:
             self._reporter.evaluated(base.round, loss)
         return evaluator is None or self._reporter.evaluated_round == base.round

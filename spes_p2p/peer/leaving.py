@@ -8,9 +8,9 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from spes_p2p.peer.evaluation import Evaluation
+from spes_p2p.peer.node import Node
+from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.samples import AssignedSamples
-from spes_p2p.swarm.node import Node
-from spes_p2p.sync.replica import Replica
 
 T = TypeVar("T")
 
@@ -54,10 +54,10 @@ class LeaveRequest:
 
 async def hand_back(node: Node, replica: Replica, samples: AssignedSamples) -> None:
     """Tell the electors that this peer leaves, with the samples of all its work that is in no round: none of it will be."""
-    duty, head = None, ""
+    assignment, commit = None, ""
     if replica.has_base:
-        duty, head = replica.base.duty(node.peer_id), replica.base.head
-    await node.leave(samples.to_hand_back(head, duty.slices if duty is not None else ()))
+        assignment, commit = replica.base.assignment(node.peer_id), replica.base.commit
+    await node.leave(samples.to_hand_back(commit, assignment.slices if assignment is not None else ()))
 
 
 async def linger(node: Node, evaluation: Evaluation, request: LeaveRequest) -> None:

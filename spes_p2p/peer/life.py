@@ -14,6 +14,7 @@ from spes_p2p.consensus.control import is_rollback
 from spes_p2p.errors import Refused
 from spes_p2p.messages.refusals import Code
 from spes_p2p.model.layout import Layout
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, WorkDropped
 from spes_p2p.peer.announcing import Announcer
 from spes_p2p.peer.attempt import RoundMember
@@ -21,16 +22,15 @@ from spes_p2p.peer.capacity import Capacity
 from spes_p2p.peer.deciding import RoundDecision
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
 from spes_p2p.peer.leaving import LeaveRequest, hand_back, linger, serve_on
+from spes_p2p.peer.node import Hooks, Node
 from spes_p2p.peer.phases import PhaseRunner
+from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
-from spes_p2p.swarm.node import Hooks, Node
-from spes_p2p.swarm.tasks import end_tasks
-from spes_p2p.sync.archive import NO_ARCHIVE, Archive
-from spes_p2p.sync.merge import Donors, nearest_experts
-from spes_p2p.sync.replica import Replica
-from spes_p2p.sync.results import Results
-from spes_p2p.sync.selftest import check_arithmetic
+from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.merge import Donors, nearest_experts
+from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.selftest import check_arithmetic
 from spes_p2p.training.checkpoint import load_checkpoint
 from spes_p2p.training.interface import Trainer
 
@@ -107,7 +107,7 @@ class Peer:
         hooks = Hooks(
             results_of=lambda plan: Results.empty(plan, self.layout, self.replica.codecs),
             donors=self._donors,
-            duties=self._duties,
+            assignments=self._assignments,
             stop_phase=self.phases.stop_after,
             phase=lambda: self._reporter.state,
             status=self._status,
@@ -124,13 +124,13 @@ class Peer:
             self._reporter.set_state("downloading")
             await self._leave.unless_made(self.replica.join(self._reporter.downloading))
         else:
-            await self._leave.unless_made(self.replica.learn_own_head())
+            await self._leave.unless_made(self.replica.learn_own_commit())
         if self._leave.is_made:
             return
         if self._make_trainer is not None:
             await self._begin_training(self._make_trainer, restored)
         base = self.replica.base
-        if self.node.log.has(base.head, base.round):  # else that branch was given up, and another base comes
+        if self.node.log.has(base.commit, base.round):  # else that branch was given up, and another base comes
             self._reporter.restored("disk" if restored else "download")
         await self.node.learn_from_all()
         if restored:
@@ -139,21 +139,21 @@ class Peer:
 
     async def _begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
         base = self.replica.base
-        duty = base.duty(self.node.peer_id)
-        owned = duty.owned if duty is not None else ()
+        assignment = base.assignment(self.node.peer_id)
+        owned = assignment.owned if assignment is not None else ()
         trainer = self.replica.trainer = await self.node.world.run_blocking(make_trainer, base.values, owned)
         if restored:
             store, ledger = self.node.world.store, self.replica.ledger
-            found = load_checkpoint(store, trainer, ledger, self.layout, base.head, base.round)
+            found = load_checkpoint(store, trainer, ledger, self.layout, base.commit, base.round)
             if found is not None:
                 self.replica.store.checkpoint = found
                 self.replica.announce()
 
     async def _sync(self) -> None:
         """Bring the next round to a decision and apply it, until there is another base."""
-        before, seconds = self.replica.base.head, dict[str, float]()
+        before, seconds = self.replica.base.commit, dict[str, float]()
         await self.announcer.freeze_update()
-        while self.replica.base.head == before and not self._leave.is_made:
+        while self.replica.base.commit == before and not self._leave.is_made:
             await self._decision.reach(seconds)
             await self._advance(seconds)
 
@@ -175,29 +175,29 @@ class Peer:
 
     async def _advance(self, seconds: dict[str, float]) -> None:
         """Apply what was decided, and report it; then archive and evaluate the base."""
-        if self.replica.base.head == self.node.log.head.id:
+        if self.replica.base.commit == self.node.log.last.id:
             return
         self._reporter.set_state("applying")
         started = asyncio.get_running_loop().time()
         applied = await self.replica.advance()
-        if not applied and self.replica.base.head != self.node.log.head.id:
+        if not applied and self.replica.base.commit != self.node.log.last.id:
             return  # the peer leaves, and could not get the newest base
         seconds["apply"] = asyncio.get_running_loop().time() - started
         self._samples.decided()
         self.phases.round_applied()
         for each in applied:
-            self.node.lateness.extend(each.plan.lateness)
+            self.node.straggler_delay.extend(each.plan.straggler_delay)
             self._reporter.committed(each, seconds)
-        if not applied or applied[-1].decided.head.id != self.replica.base.head:
+        if not applied or applied[-1].decided.commit.id != self.replica.base.commit:
             self._reporter.restored(self._source_of_base())
         await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base, self._wanted_round())
         await self._evaluation.evaluate_if_due()
         await self.node.meet()
 
     def _source_of_base(self) -> str:
-        """Why the base of the last head is here, though no round was applied."""
-        head = self.node.log.head
-        return "rollback" if is_rollback(head) else "download" if head.plan else "reform"
+        """Why the base of the last commit is here, though no round was applied."""
+        commit = self.node.log.last
+        return "rollback" if is_rollback(commit) else "download" if commit.plan else "reform"
 
     def _wanted_round(self) -> int:
         """The round that the newest control record goes back to, or went; -1: none."""
@@ -218,12 +218,12 @@ class Peer:
         if tokens:
             self._observer.tell(WorkDropped(self.replica.base.round, tokens, "the campaign ended before a round included it"))
 
-    def _duties(self) -> dict[str, int] | None:
+    def _assignments(self) -> dict[str, int] | None:
         base = self.replica.base if self.replica.has_base else None
-        if base is None or base.head != self.node.log.head.id or base.plan is None:
+        if base is None or base.commit != self.node.log.last.id or base.plan is None:
             return None
         members, overlap = base.plan.members, self.node.campaign.config.sync.overlap
-        return {members[d.member].peer: max(d.steps, overlap and members[d.member].trains) for d in base.plan.duties}
+        return {members[d.member].peer: max(d.steps, overlap and members[d.member].trains) for d in base.plan.assignments}
 
     async def _donors(self) -> Donors:
         merge = self.node.campaign.config.merge

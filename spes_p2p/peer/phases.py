@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from spes_p2p.observe.events import Observer, PhaseTrained, TrainingProgress
 from spes_p2p.peer.leaving import LeaveRequest
+from spes_p2p.peer.node import Node
+from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
-from spes_p2p.swarm.node import Node
-from spes_p2p.sync.replica import Replica
 from spes_p2p.training.balance import load_violation, share_of
 from spes_p2p.training.interface import Phase, PhaseReport, averaged_peers
 
@@ -39,8 +39,8 @@ class PhaseRunner:
     @property
     def assigned_steps(self) -> int:
         """Steps of the phase that the base's plan assigns to this peer."""
-        duty = self.replica.base.duty(self.node.peer_id)
-        return duty.steps if duty is not None else 0
+        assignment = self.replica.base.assignment(self.node.peer_id)
+        return assignment.steps if assignment is not None else 0
 
     def stop_after(self, round_number: int) -> None:
         """The coordinator waits no longer for the phase that follows this round: announce what is done."""
@@ -58,16 +58,17 @@ class PhaseRunner:
     async def train(self, round_under_way: asyncio.Future[None] | None = None) -> None:
         """Train the assigned phase, if there is one; it ends early when the round that runs beside it fails."""
         base = self.replica.base
-        duty = base.duty(self.node.peer_id)
-        if self.replica.trainer is None or base.plan is None or duty is None or duty.steps == 0:
+        assignment = base.assignment(self.node.peer_id)
+        if self.replica.trainer is None or base.plan is None or assignment is None or assignment.steps == 0:
             return
-        if not self.node.log.has(base.head, base.round):
+        if not self.node.log.has(base.commit, base.round):
             return  # that branch was given up
         self._reporter.set_state("training")
-        self._samples.begin(base.head, duty.slices)
-        training = self.node.training_after(self.node.log.head_at(base.round))
-        peers = averaged_peers([each.steps for each in base.plan.duties])
-        phase = Phase(base.round + 1, base.plan.phase_step, training.sync_steps, duty.steps, duty.slices, training, peers)
+        self._samples.begin(base.commit, assignment.slices)
+        training = self.node.training_after(self.node.log.commit_at(base.round))
+        peers = averaged_peers([each.steps for each in base.plan.assignments])
+        steps, slices = assignment.steps, assignment.slices
+        phase = Phase(base.round + 1, base.plan.phase_step, training.sync_steps, steps, slices, training, peers)
         trainer = self.replica.trainer
         async with self.lock:
             report: PhaseReport = await self.node.world.run_blocking(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from spes_p2p.campaign.orders import describe
 from spes_p2p.consensus.control import is_stopped
-from spes_p2p.messages.consensus import Head
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Plan
 from spes_p2p.observe.events import (
     BaseRestored,
@@ -20,10 +21,9 @@ from spes_p2p.observe.events import (
     RoundFailed,
     RoundMeasured,
 )
-from spes_p2p.orders import describe
-from spes_p2p.swarm.node import Node
-from spes_p2p.sync.plan import contributions
-from spes_p2p.sync.replica import Applied, Replica
+from spes_p2p.peer.node import Node
+from spes_p2p.peer.replica import Applied, Replica
+from spes_p2p.rounds.plan import contributions
 from spes_p2p.training.optimizer import learning_rate
 
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "parts": "pull", **dict.fromkeys(
@@ -59,75 +59,75 @@ class EventReporter:
 
     def restored(self, source: str) -> None:
         """Report a base that no applied round gave: from "disk", "download", "reform" or "rollback"."""
-        head = self._node.log.head_at(self._replica.base.round)
+        commit = self._node.log.commit_at(self._replica.base.round)
         self._observer.tell(
             BaseRestored(
-                round=head.round,
-                campaign_step=head.step,
-                total_steps=self._node.training_after(head).total_steps,
-                total_tokens=head.tokens,
+                round=commit.round,
+                campaign_step=commit.step,
+                total_steps=self._node.training_after(commit).total_steps,
+                total_tokens=commit.tokens,
                 base_digest=self._replica.base.digest,
                 source=source,
-                owners=owners_of(head),
-                total_rounds=self._total_rounds(head),
+                owners=owners_of(commit),
+                total_rounds=self._total_rounds(commit),
             )
         )
-        self._tell_control(head)
+        self._tell_control(commit)
 
     def committed(self, applied: Applied, seconds: Mapping[str, float]) -> None:
         """Report a round that was applied; `seconds` by part of the round."""
-        head, plan = applied.decided.head, applied.plan
-        training = self._node.training_after(head)
+        commit, plan = applied.decided.commit, applied.plan
+        training = self._node.training_after(commit)
         sent, received = self._bytes()
-        if plan.validation_loss is not None and self.evaluated_round != head.round - 1:
-            self._observer.tell(Evaluated(head.round - 1, plan.validation_loss))
+        if plan.validation_loss is not None and self.evaluated_round != commit.round - 1:
+            self._observer.tell(Evaluated(commit.round - 1, plan.validation_loss))
         self._observer.tell(
             RoundCommitted(
-                round=head.round,
-                campaign_step=head.step,
+                round=commit.round,
+                campaign_step=commit.step,
                 total_steps=training.total_steps,
-                tokens=head.tokens - self._node.log.head_at(head.round - 1).tokens,
-                total_tokens=head.tokens,
+                tokens=commit.tokens - self._node.log.commit_at(commit.round - 1).tokens,
+                total_tokens=commit.tokens,
                 loss=plan.loss if plan.tokens else float("nan"),
                 members=trainers_of(plan),
-                owners=owners_of(head),
+                owners=owners_of(commit),
                 base_digest=applied.base_digest,
                 parts=len(applied.results.parts),
-                dropped_parts=len(applied.results.parts) - len(applied.results.committed(head)),
+                dropped_parts=len(applied.results.parts) - len(applied.results.committed(commit)),
                 sent_bytes=sent,
                 received_bytes=received,
                 seconds=dict(seconds),
                 merge_alpha=plan.merge.alpha if plan.merge is not None else 0.0,
-                learning_rate=learning_rate(head.step, training),
-                contributions=contributions(head, applied.results, training.batch_size * training.sequence_length),
-                total_rounds=self._total_rounds(head),
-                control=describe(head.control),
+                learning_rate=learning_rate(commit.step, training),
+                contributions=contributions(commit, applied.results, training.batch_size * training.sequence_length),
+                total_rounds=self._total_rounds(commit),
+                control=describe(commit.control),
             )
         )
-        self._tell_control(head)
+        self._tell_control(commit)
 
-        if head.round == self._replica.base.round:
+        if commit.round == self._replica.base.round:
             drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
-            self._observer.tell(RoundMeasured(head.round, drift, expert_tokens_of(plan)))
+            self._observer.tell(RoundMeasured(commit.round, drift, expert_tokens_of(plan)))
 
     def downloading(self, done: int, total: int) -> None:
         """Report the progress of a base's download, in bytes."""
         self._observer.tell(DownloadProgress("the base", done, total))
 
-    def _total_rounds(self, head: Head) -> int:
+    def _total_rounds(self, commit: Commit) -> int:
         """Number of the last round. One that resumes or reforms is one more; another schedule or a rollback moves the end."""
-        training, config = self._node.training_after(head), self._node.campaign.config
-        if is_stopped(head.control):
-            return head.round
-        left = -(-max(0, training.total_steps - head.step) // training.sync_steps)
-        return max(0, head.round) + left + (config.sync.overlap and head.round < 1)
+        training, config = self._node.training_after(commit), self._node.campaign.config
+        if is_stopped(commit.control):
+            return commit.round
+        left = -(-max(0, training.total_steps - commit.step) // training.sync_steps)
+        return max(0, commit.round) + left + (config.sync.overlap and commit.round < 1)
 
-    def _tell_control(self, head: Head) -> None:
+    def _tell_control(self, commit: Commit) -> None:
         """The owner's order, once."""
-        control = head.control
+        control = commit.control
         if control is not None and control.number != self._control:
             self._control = control.number
-            self._observer.tell(Controlled(head.round, control.number, control.state, describe(control)))
+            self._observer.tell(Controlled(commit.round, control.number, control.state, describe(control)))
 
     def _bytes(self) -> tuple[int, int]:
         """Report what crossed the transport since the last time; returns (sent, received) in all."""
@@ -154,6 +154,6 @@ def expert_tokens_of(plan: Plan) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(member.routed for member in plan.members), strict=True)))
 
 
-def owners_of(head: Head) -> tuple[tuple[str, ...], ...]:
-    """Peer ids of each expert's owners in the phase after this head."""
-    return tuple(tuple(head.members[i] for i in owners) for owners in head.owners)
+def owners_of(commit: Commit) -> tuple[tuple[str, ...], ...]:
+    """Peer ids of each expert's owners in the phase after this commit."""
+    return tuple(tuple(commit.members[i] for i in owners) for owners in commit.owners)

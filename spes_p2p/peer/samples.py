@@ -16,14 +16,14 @@ class AssignedSamples:
         self._left_over: Slices = ()
         """Left over by the last phase; announced with the next update."""
         self._begun_on = ""
-        """Head whose assignment was begun last."""
+        """Commit whose assignment was begun last."""
         self._in_phase: Slices = ()
         """Of that assignment, until its work is announced."""
         self._announced: Slices = ()
 
-    def begin(self, head: str, slices: Slices) -> None:
-        """A phase begins on the assignment that this head gave."""
-        self._begun_on, self._in_phase = head, slices
+    def begin(self, commit: str, slices: Slices) -> None:
+        """A phase begins on the assignment that this commit gave."""
+        self._begun_on, self._in_phase = commit, slices
 
     def trained(self, left_over: Slices) -> None:
         """The phase ended without these samples."""
@@ -38,6 +38,6 @@ class AssignedSamples:
         """The round with the announced work was decided."""
         self.untrained = self._announced = ()
 
-    def to_hand_back(self, head: str, assigned: Slices) -> Slices:
-        """What others have to train when this peer leaves; `assigned` is what `head` gives for the next phase."""
-        return (*self._announced, *self._in_phase, *(assigned if head != self._begun_on else ()))
+    def to_hand_back(self, commit: str, assigned: Slices) -> Slices:
+        """What others have to train when this peer leaves; `assigned` is what `commit` gives for the next phase."""
+        return (*self._announced, *self._in_phase, *(assigned if commit != self._begun_on else ()))

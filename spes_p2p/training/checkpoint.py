@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from spes_p2p.model.layout import Layout
-from spes_p2p.swarm.interfaces import Draft, Store
+from spes_p2p.storage.interfaces import Draft, Store
+from spes_p2p.storage.tensor_file import Source, read_tensors, tensor_chunks, tensor_header, whole
 from spes_p2p.training.interface import Trainer
 from spes_p2p.training.pending import add_pending, pending_pieces, trained_groups
-from spes_p2p.training.tensor_file import Source, read_tensors, tensor_chunks, tensor_header, whole
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ CRC, NO_CRC = "crc32", "0" * 8
 
 
 class Account(Protocol):
-    """What stands behind pending work (`sync/accounting.py`)."""
+    """What stands behind pending work (`rounds/accounting.py`)."""
 
     def state(self) -> dict[str, np.ndarray]:
         """By name."""
@@ -78,7 +78,7 @@ def write_checkpoint(checkpoint: Checkpoint) -> None:
     """Make it durable in place of the one of its name."""
     arrays, _ = read_tensors(checkpoint.draft.view())
     checkpoint.draft.write(0, tensor_header(checkpoint.sources, {**checkpoint.metadata, CRC: _crc(arrays)}))
-    checkpoint.draft.commit()
+    checkpoint.draft.publish()
 
 
 def load_checkpoint(

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from spes_p2p.config import TrainingConfig
+from spes_p2p.config.campaign import TrainingConfig
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Group, Layout
-from spes_p2p.training.tensor_file import Source
+from spes_p2p.storage.tensor_file import Source
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spes_p2p.config import TrainingConfig
+from spes_p2p.config.campaign import TrainingConfig
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.head_loss import HeadLoss, head_loss
 

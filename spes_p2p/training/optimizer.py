@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spes_p2p.config import TrainingConfig
+from spes_p2p.config.campaign import TrainingConfig
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.memory import OptimizerKind, is_muons
 from spes_p2p.training.adamw import AdamW, Arrays, make_adamw, state_tensors

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config.campaign import ModelConfig
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.memory import OptimizerKind
 from spes_p2p.model.stored import StoredFormat, StoredPlace

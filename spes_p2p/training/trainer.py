@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spes_p2p.config import CampaignConfig
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, build_model, exact_expert, layout_of
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.storage.tensor_file import Source
 from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import forward_losses, next_token_loss
 from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.tensor_file import Source
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,218 @@
+"""A campaign's files: read from disk by the bootstrap peer, fetched from the swarm by everybody else, kept in each run-dir."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spes_p2p.config.campaign import Campaign, load_campaign_config, parse_campaign
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.files import fetch_file
+from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest, write_whole
+from spes_p2p.data.tokenizers import check_tokenizer
+from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.content import CampaignRecord, CampaignRequest
+from spes_p2p.messages.methods import CAMPAIGN, PROTOCOL_VERSION
+from spes_p2p.messages.refusals import Code
+from spes_p2p.net.contacts import find_contacts
+from spes_p2p.net.interfaces import Registry
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.storage.store import frame_record, read_frame
+
+CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
+MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
+GENESIS_FILE = "genesis"
+UPDATE = "install the version of spes_p2p that the bootstrap peer has"
+
+
+@dataclass(frozen=True)
+class CampaignFiles:
+    """What a peer must have to take part, beside token files and the base."""
+
+    campaign: Campaign
+    manifest: bytes
+    validation_manifest: bytes | None
+    tokenizer: bytes
+    folders: tuple[Path, ...]
+    """Where the manifests' token files are looked for."""
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        """The files by sha256, as they are served to others."""
+        files = (self.manifest, self.validation_manifest, self.tokenizer)
+        return {sha256(content): content for content in files if content is not None}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch of the training text."""
+        length = self.campaign.config.training.sequence_length
+        return sum(file.tokens // length for file in self.training_manifest.files)
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Of the training text, and of the held-out text where there is one."""
+        held_out = self.held_out_manifest
+        return (self.training_manifest,) if held_out is None else (self.training_manifest, held_out)
+
+    @property
+    def token_files(self) -> tuple[TokenFile, ...]:
+        """All of them."""
+        return tuple(file for manifest in self.manifests for file in manifest.files)
+
+    @property
+    def training_manifest(self) -> Manifest:
+        """The parsed manifest of the training text."""
+        return Manifest.from_json(self.manifest, MANIFEST_FILE)
+
+    @property
+    def held_out_manifest(self) -> Manifest | None:
+        """The parsed manifest of the held-out text."""
+        return None if self.validation_manifest is None else Manifest.from_json(self.validation_manifest, VALIDATION_FILE)
+
+
+def read_campaign(config_path: Path) -> CampaignFiles:
+    """A campaign file with all that it names. Raises UserError for anything that does not fit together."""
+    config = load_campaign_config(config_path)
+    folder = config_path.resolve().parent
+    tokenizer_path, manifest_path = folder / config.data.tokenizer, folder / config.data.manifest
+    identity = check_tokenizer(tokenizer_path, config.data.eos_token, config.model.vocab_size)
+    validation_path = folder / config.data.validation_manifest if config.data.validation_manifest else None
+    for path in filter(None, (manifest_path, validation_path)):
+        check_vocabulary(read_manifest(path), identity.sha256, config.model.vocab_size, str(path))
+    manifest = manifest_path.read_bytes()
+    validation = validation_path.read_bytes() if validation_path else None
+    campaign = Campaign(
+        config=config,
+        manifest_sha256=sha256(manifest),
+        validation_manifest_sha256=sha256(validation) if validation is not None else None,
+        tokenizer_sha256=identity.sha256,
+    )
+    folders = tuple(dict.fromkeys(path.parent for path in (manifest_path, validation_path) if path))
+    files = CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders)
+    if files.num_samples == 0:
+        raise UserError(
+            f"{manifest_path}: no token file holds a whole sample of {config.training.sequence_length} tokens; "
+            "add text or lower training.sequence_length"
+        )
+    return files
+
+
+async def fetch_campaign(
+    board: RpcEndpoint, peers: Sequence[str], registry: Registry | None = None, folders: Sequence[Path] = ()
+) -> tuple[CampaignFiles, Commit]:
+    """The campaign that these peers serve and its genesis commit; its files come from them and from all that the registry
+    shows.
+
+    Everything is verified by hash. `folders`: where its token files are looked for on this machine. Raises UserError.
+    """
+    record, donors = await _agreed_record(board, peers)
+    campaign = parse_campaign(record.campaign_json, f"peer {donors[0]}")
+    if record.genesis.campaign != campaign.hash:
+        raise UserError(f"peer {donors[0]}: serves a genesis of another campaign; ask who runs the campaign")
+    if registry is not None:
+        with contextlib.suppress(PeerUnreachable):
+            donors += sorted(await find_contacts(registry, board.transport, campaign.hash))
+    donors = [peer for peer in dict.fromkeys(donors) if peer != board.peer_id]
+    fetcher, sizes = Fetcher(board), dict(record.blobs)
+    wanted = (campaign.manifest_sha256, campaign.validation_manifest_sha256, campaign.tokenizer_sha256)
+    files = [None if sha is None else await fetch_file(fetcher, sha, sizes.get(sha, 0), donors) for sha in wanted]
+    manifest, validation, tokenizer = files
+    assert manifest is not None
+    assert tokenizer is not None
+    return CampaignFiles(campaign, manifest, validation, tokenizer, tuple(folders)), record.genesis
+
+
+def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
+    """Does the run-dir hold this campaign? False when it holds none; UserError when it belongs to another one."""
+    known = read_run_dir(run_dir)
+    if known is None:
+        return False
+    ours, theirs = known[0].campaign, files.campaign
+    if ours.hash != theirs.hash:
+        raise UserError(
+            f"{run_dir}: belongs to campaign {ours.config.name} ({ours.hash[:12]}), not to {theirs.config.name} "
+            f"({theirs.hash[:12]}); give another --run-dir"
+        )
+    if known[1].id != genesis.id:
+        raise UserError(f"{run_dir}: belongs to another start of campaign {ours.config.name}; give another --run-dir")
+    return True
+
+
+def keep_campaign(files: CampaignFiles, genesis: Commit, run_dir: Path) -> None:
+    """Write the campaign into the run-dir. Raises UserError when that belongs to another campaign."""
+    if check_run_dir(files, genesis, run_dir):
+        return
+    for name, content in (
+        (TOKENIZER_FILE, files.tokenizer),
+        (MANIFEST_FILE, files.manifest),
+        (VALIDATION_FILE, files.validation_manifest),
+        (GENESIS_FILE, frame_record(pack(genesis))),
+        (CAMPAIGN_FILE, files.campaign.canonical_json()),
+    ):
+        if content is not None:
+            write_whole(run_dir / name, content)
+
+
+def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
+    """What `keep_campaign` wrote; None for a run-dir without a campaign. Raises UserError when it is damaged."""
+    path = run_dir / CAMPAIGN_FILE
+    if not path.exists():
+        return None
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        raise UserError(f"{path}: damaged; copy it from another peer's run-dir") from None
+    try:
+        campaign = parse_campaign(path.read_bytes(), str(path))
+        genesis = unpack(Commit, read_frame((run_dir / GENESIS_FILE).read_bytes())[0])
+        validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
+        manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run_dir}: incomplete run-dir ({error}); remove it to start again") from None
+    for name, content, digest in (
+        (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
+        (MANIFEST_FILE, manifest, campaign.manifest_sha256),
+        (VALIDATION_FILE, validation, campaign.validation_manifest_sha256),
+    ):
+        if content is not None and sha256(content) != digest:
+            raise UserError(f"{run_dir / name}: damaged; copy it from another peer's run-dir")
+    if genesis.campaign != campaign.hash:
+        raise UserError(f"{run_dir / GENESIS_FILE}: not of this run-dir's campaign; copy both from another peer's run-dir")
+    return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
+
+
+def sha256(content: bytes) -> str:
+    """Hex digest."""
+    return hashlib.sha256(content).hexdigest()
+
+
+async def _agreed_record(board: RpcEndpoint, peers: Sequence[str]) -> tuple[CampaignRecord, list[str]]:
+    """The record that all answering peers serve, and these peers. A file is as large as the largest of them says."""
+    found: dict[str, tuple[CampaignRecord, list[str]]] = {}
+    sizes: dict[str, int] = {}
+    problems = []
+    for peer in peers:
+        try:
+            reply = await board.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * board.silence_s)
+            record = unpack(CampaignRecord, reply)
+            found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, []))[1].append(peer)
+            sizes.update((sha, max(size, sizes.get(sha, 0))) for sha, size in record.blobs)
+        except Refused as error:
+            if error.code is Code.VERSION:
+                raise UserError(f"refused by {peer}: {error.detail}; {UPDATE}") from None
+            problems.append(f"{peer}: {error}")
+        except (PeerUnreachable, WireError) as error:
+            problems.append(f"{peer}: {error}")
+    if len(found) > 1:
+        named = ", ".join(serving[0] for _, serving in found.values())
+        raise UserError(f"the addresses lead to different campaigns ({named}); give those of one campaign")
+    if not found:
+        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); check it with who runs the campaign")
+    record, serving = next(iter(found.values()))
+    return replace(record, blobs=tuple(sizes.items())), serving

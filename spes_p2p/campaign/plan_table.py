@@ -1,0 +1,94 @@
+"""A peer's plan as a table for people and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from spes_p2p.campaign.planner import Choice, PeerPlan
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.memory import Setup
+from spes_p2p.observe.plain import plain
+from spes_p2p.observe.units import human_bytes, human_count, human_seconds
+
+_OPTIMIZERS = {"adamw": "AdamW float32", "adamw8bit": "AdamW 8-bit"}
+
+
+def plan_json(plan: PeerPlan) -> dict[str, Any]:
+    """All numbers of a plan; sizes are bytes, `minutes` the time of a round's traffic."""
+    values: dict[str, Any] = plain(plan)
+    values["choice"]["device"]["total"] = plan.choice.device.total
+    values["host"]["total"], values["disk"]["total"] = plan.host.total, plan.disk.total
+    values["host_with_base"]["total"] = plan.host_with_base.total
+    values["bootstrap_disk"]["total"] = plan.bootstrap_disk.total
+    values["target"]["reserved"] = plan.target.reserved
+    values["join_with"] = join_flags(plan.choice.setup)
+    values["traffic"]["minutes"] = plan.traffic.seconds / 60
+    return values
+
+
+def describe_setup(setup: Setup, num_experts: int) -> str:
+    """'12 of 16 experts, AdamW float32, foreign experts bf16, micro-batch 1'."""
+    words = [f"{setup.owned} of {num_experts} experts", "Muon and " * setup.muon + _OPTIMIZERS[setup.optimizer]]
+    if setup.owned < num_experts:
+        words.append(f"foreign experts {setup.stored}" + (" in host memory" if setup.stored_on == "host" else ""))
+    words.append(f"micro-batch {setup.micro_batch}")
+    return ", ".join(words + ["checkpointing"] * setup.checkpointing)
+
+
+def render_plan(plan: PeerPlan) -> Table:
+    """Two columns: what, how much."""
+    table = Table("", title=f"{plan.campaign}: one peer with {human_bytes(plan.target.memory)}", show_header=False)
+    whole, shared, expert = map(_parameters, (plan.parameters, plan.shared_parameters, plan.expert_parameters))
+    table.add_row("parameters", f"{whole} ({shared} shared, {plan.num_experts} experts of {expert})")
+    table.add_row("fits", describe_setup(plan.choice.setup, plan.num_experts))
+    table.add_row("join with", join_flags(plan.choice.setup))
+    table.add_row("device memory", _device(plan.choice, plan.target.reserved))
+    with_base = human_bytes(plan.host_with_base.total)
+    table.add_row("host memory", f"{_sizes(plan.host)}; with --base ram {with_base}; what else is free speeds up the disk")
+    table.add_row("disk", f"{_sizes(plan.disk)}; fetched text comes on top, at most --token-cache")
+    table.add_row("a bootstrap peer's", f"{_sizes(plan.bootstrap_disk)}")
+    traffic = plan.traffic
+    alike = f"{traffic.peers} peers alike, {traffic.owned} experts each"
+    if traffic.owned_by_anyone < plan.num_experts:
+        alike += f" (only {traffic.owned_by_anyone} of {plan.num_experts} trained)"
+    moved = f"{human_bytes(traffic.up_bytes)} up, {human_bytes(traffic.down_bytes)} down"
+    speed = f"{human_count(traffic.bits_per_second)}bit/s"
+    table.add_row("a round", f"{moved}, {human_seconds(traffic.seconds)} at {speed} ({alike})")
+    table.add_section()
+    for alternative in plan.alternatives:
+        table.add_row(alternative.means, describe_setup(alternative.choice.setup, plan.num_experts))
+    return table
+
+
+def join_flags(setup: Setup) -> str:
+    """The options of `spes-p2p join` that make a peer train in this setup."""
+    flags = [f"--experts {setup.owned}"] if setup.owned else []
+    flags += [f"--stored {setup.stored}", f"--micro-batch-size {setup.micro_batch}"]
+    flags += ["--stored-on host"] * (setup.stored_on == "host")
+    flags += [f"--optimizer {setup.optimizer}"] * (setup.optimizer != "adamw")
+    return " ".join(flags + ["--activation-checkpointing"] * setup.checkpointing)
+
+
+def _parameters(number: int) -> str:
+    return human_count(number).replace("G", "B")
+
+
+def _device(choice: Choice, reserved: int) -> str:
+    sizes = {name: size for name, size in plain(choice.device).items() if size}
+    listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
+    return f"{human_bytes(choice.device.total)} ({listed}); {human_bytes(reserved)} kept free"
+
+
+def _sizes(group: Any) -> str:
+    listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in plain(group).items() if size)
+    return f"{human_bytes(group.total)} ({listed})"
+
+
+def describe_size(config: CampaignConfig) -> str:
+    """'olmoe, 4 layers, 8 experts, 4.5M parameters'."""
+    model = config.model
+    parameters = human_count(layout_of(model).size).replace("G", "B")
+    return f"{model.architecture}, {model.num_hidden_layers} layers, {model.moe_num_experts} experts, {parameters} parameters"

@@ -1,0 +1,142 @@
+"""What the page shows, as JSON values: pure functions of the peers' answers. Peers are named by their place in the list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from spes_p2p.client.dashboard.schedule import schedule
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.messages.consensus import Control
+from spes_p2p.messages.presence import PeerStatus, RoundRecord
+from spes_p2p.observe.plain import plain
+from spes_p2p.observe.rounds import Totals
+from spes_p2p.observe.status import gather
+from spes_p2p.observe.table import troubles
+
+MAX_POINTS = 600
+"""A curve has at most so many points: more cannot be seen."""
+TIMELINE_ROUNDS = 8
+
+
+Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
+"""For each round, the bytes (sent, received) that each peer told of itself."""
+
+
+def swarm_view(
+    statuses: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]], totals: Totals, now: float
+) -> dict[str, Any]:
+    """The state of the swarm. What `status --json` says stands here under the same names.
+
+    `rounds`: the last rounds of each peer as it told them itself, by our clock. `now`: unix time.
+    """
+    swarm = gather(statuses)
+    places = {status.peer_id: place for place, status in enumerate(swarm.peers)}
+    tokens = {each.peer: each.tokens for each in totals.contributions}
+    steps = {each.peer: each.expert_steps for each in totals.contributions}
+    document: dict[str, Any] = plain(replace(swarm, peers=(), owners=()))
+    document["peers"] = [
+        {
+            **_lean(status),
+            "tokens": tokens.get(status.peer_id, 0),
+            "expert_steps": steps.get(status.peer_id, 0),
+            "timeline": _timeline(status, rounds.get(status.peer_id, ()), now),
+        }
+        for status in swarm.peers
+    ]
+    document["owners"] = [[places[peer] for peer in owners if peer in places] for owners in swarm.owners]
+    document["gone"] = [
+        {"peer_id": each.peer, "tokens": each.tokens, "expert_steps": each.expert_steps}
+        for each in totals.contributions
+        if each.peer not in places
+    ]
+    document["troubles"] = troubles(swarm)
+    document["assembled"], document["done"] = swarm.assembled, swarm.done
+    return document
+
+
+def series(
+    records: Sequence[RoundRecord], traffic: Traffic, config: CampaignConfig, control: Control | None = None
+) -> dict[str, Any]:
+    """Curves since the campaign began, a column a quantity, and the schedule to its end.
+
+    `records`: by round. `control`: what the campaign's owner ordered last.
+    """
+    rates = _rates(records)
+    sent, received = ([_mean_bytes(traffic.get(record.round, {}), i) for record in records] for i in (0, 1))
+    kept = thinned(len(records), MAX_POINTS)
+    columns = {
+        "round": [records[i].round for i in kept],
+        "step": [records[i].campaign_step for i in kept],
+        "time": [records[i].time for i in kept],
+        "tokens": [records[i].total_tokens for i in kept],
+        "loss": [records[i].loss for i in kept],
+        "tokens_per_second": [rates[i] for i in kept],
+        "sent_bytes": [sent[i] for i in kept],
+        "received_bytes": [received[i] for i in kept],
+        "members": [records[i].members for i in kept],
+        "dropped_parts": [records[i].dropped_parts for i in kept],
+        "failed_attempts": [records[i].failed_attempts for i in kept],
+        "merge_alpha": [records[i].merge_alpha for i in kept],
+    }
+    evaluated = [record for record in records if math.isfinite(record.validation_loss)]
+    held_out = [evaluated[i] for i in thinned(len(evaluated), MAX_POINTS)]
+    document: dict[str, Any] = plain(
+        {
+            "rounds": columns,
+            "held_out": [(record.round, record.total_tokens, record.validation_loss) for record in held_out],
+            "schedule": schedule(records, config, control),
+        }
+    )
+    return document
+
+
+def _mean_bytes(told: Mapping[str, tuple[int, int]], direction: int) -> float:
+    """Of one peer; NaN when nobody told."""
+    return sum(pair[direction] for pair in told.values()) / len(told) if told else math.nan
+
+
+def thinned(count: int, at_most: int) -> list[int]:
+    """At most so many of the indices 0 to count - 1, evenly spread, the last one among them."""
+    if count <= at_most:
+        return list(range(count))
+    return [(i + 1) * count // at_most - 1 for i in range(at_most)]
+
+
+def _lean(status: PeerStatus) -> dict[str, Any]:
+    """Without what is the same for all peers and long."""
+    document: dict[str, Any] = plain(replace(status, owners=(), members=(), electorate=()))
+    for name in ("owners", "members", "electorate", "phases"):
+        del document[name]
+    return document
+
+
+def _timeline(status: PeerStatus, records: Sequence[RoundRecord], now: float) -> list[tuple[str, float, float]]:
+    """(phase, began, ended) of the last rounds and the one under way, in seconds before `now`; the present phase ends at 0."""
+    spans: list[tuple[str, float, float]] = []
+    for record in records[-TIMELINE_ROUNDS:]:
+        ended, in_round = now - record.time, []
+        for phase, seconds in reversed(record.seconds):
+            in_round.append((phase, ended + seconds, ended))
+            ended += seconds
+        spans.extend(reversed(in_round))
+    under_way = status.phases or ((status.phase, status.phase_seconds),)
+    ends = [*(began for _, began in under_way[1:]), 0.0]
+    spans.extend((_SHORT.get(name, name), began, end) for (name, began), end in zip(under_way, ends, strict=True))
+    return [(phase, round(began, 2), round(ended, 2)) for phase, began, ended in spans]
+
+
+_SHORT = {"training": "train", "announcing": "announce", "exchanging": "exchange", "committing": "commit", "applying": "apply"}
+
+
+def _rates(records: Sequence[RoundRecord]) -> list[float]:
+    """Tokens a second of the whole swarm from one round to the next; NaN where the one before is not known."""
+    rates = [math.nan] * len(records)
+    for i, (before, record) in enumerate(pairwise(records), start=1):
+        seconds = record.time - before.time
+        if record.round == before.round + 1 and seconds > 0:
+            rates[i] = record.tokens / seconds
+    return rates

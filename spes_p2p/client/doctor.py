@@ -1,0 +1,222 @@
+"""`spes-p2p doctor`: can this machine train in that campaign? Measures against the peers at the given addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from spes_p2p.campaign.files import CampaignFiles, fetch_campaign
+from spes_p2p.campaign.free_memory import choose_device, measured
+from spes_p2p.campaign.plan_table import describe_setup, join_flags
+from spes_p2p.campaign.planner import Choice, disk_bytes, host_bytes, join_options, most_experts, round_traffic
+from spes_p2p.client.doctor_checks import (
+    Check,
+    judge_bandwidth,
+    judge_clock,
+    judge_dht,
+    judge_nat,
+    judge_reachability,
+    judge_space,
+    judge_versions,
+)
+from spes_p2p.config.addresses import DEFAULT_LISTEN, is_loopback, listen_beside, peer_of
+from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import WireError
+from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.messages.presence import DialBack
+from spes_p2p.model.build import layout_of
+from spes_p2p.net.checkup import Skew, ask_dial_back, measure_clock, measure_down, measure_up
+from spes_p2p.net.contacts import registry_key
+from spes_p2p.net.dht import DHTRegistry, join_dht
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.libp2p import check_addresses
+from spes_p2p.net.p2pd import relayed_by, start_daemon
+from spes_p2p.net.reachability import ports_of
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.transport import Libp2pTransport
+from spes_p2p.observe.plain import plain
+from spes_p2p.observe.units import human_bytes
+
+START_TIMEOUT_S = 30.0
+SILENCE_S = 10.0
+RELAY_TIMEOUT_S = 10.0
+
+
+async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]:
+    """Everything that a volunteer can have wrong. Raises UserError when the addresses lead to no campaign."""
+    check_addresses((), settings.announce, addresses)
+    listen = settings.listen or listen_beside(addresses)
+    check_addresses(listen, (), ())
+    with tempfile.TemporaryDirectory(prefix="spes-doctor-") as folder:
+        async with _listening(Path(folder) / "identity.key", addresses, listen, settings.announce) as transport:
+            board = RpcEndpoint(transport, SILENCE_S)
+            skews, silent = await _clocks(board, [peer_of(address) for address in addresses])
+            if not skews:
+                raise UserError(f"no peer that a doctor can ask at {', '.join(addresses)} ({'; '.join(silent)}); "
+                                "check the address with who runs the campaign")
+            checks = [judge_versions([skew.clock for skew in skews.values()], torch.__version__)]
+            checks += [Check("address", "failure", why, "leave this address out, or have its peer started") for why in silent]
+            checks += [judge_clock(peer, skew) for peer, skew in skews.items()]
+            if any(skew.clock.protocol != PROTOCOL_VERSION for skew in skews.values()):
+                return checks
+            files, _ = await fetch_campaign(board, list(skews), folders=settings.data_dir)
+            checks.append(await _dht(Path(folder), [a for a in addresses if peer_of(a) in skews], files.campaign.hash))
+            checks += await _reachability(board, transport, {peer_of(a): a for a in addresses if peer_of(a) in skews})
+            checks += await _capacity(board, list(skews), files, settings)
+    return checks
+
+
+def report(checks: Sequence[Check]) -> dict[str, Any]:
+    """What `spes-p2p doctor --json` prints."""
+    return {"result": worst(checks), "checks": plain(list(checks))}
+
+
+def worst(checks: Sequence[Check]) -> str:
+    """pass, warning or failure."""
+    return max((check.result for check in checks), key=("pass", "warning", "failure").index)
+
+
+@contextlib.asynccontextmanager
+async def _listening(
+    identity: Path, addresses: Sequence[str], listen: Sequence[str], announce: Sequence[str]
+) -> AsyncIterator[Libp2pTransport]:
+    """Connected as a joining peer is, but in no DHT: a wrong clock would keep us out of that."""
+    RSAIdentity(identity)
+    public = not all(map(is_loopback, listen))
+    daemon = await start_daemon(
+        addresses, START_TIMEOUT_S, host_maddrs=list(listen), announce_maddrs=list(announce) or None,
+        identity_path=str(identity), nat_port_map=public, auto_nat=public, use_relay=public,
+    )
+    try:
+        visible = await daemon.get_visible_maddrs(latest=True)
+        yield Libp2pTransport(daemon, tuple(str(address) for address in visible))
+    finally:
+        await daemon.close()
+
+
+async def _clocks(board: RpcEndpoint, peers: Sequence[str]) -> tuple[dict[str, Skew], list[str]]:
+    """Clocks of the peers that answer, and why the others do not."""
+    skews, silent = {}, []
+    for peer in peers:
+        try:
+            skews[peer] = await measure_clock(board, peer, time.time)
+        except (PeerUnreachable, Refused, WireError) as error:
+            silent.append(f"{peer}: {error}")
+    return skews, silent
+
+
+async def _dht(folder: Path, addresses: Sequence[str], campaign_hash: str) -> Check:
+    seen = await asyncio.gather(*(_peers_seen_from(folder / f"{i}.key", a, campaign_hash) for i, a in enumerate(addresses)))
+    return judge_dht(dict(zip(addresses, seen, strict=True)))
+
+
+async def _peers_seen_from(identity: Path, address: str, campaign_hash: str) -> frozenset[str] | str:
+    """Peers in the registry of the DHT that one address leads to; in words why there is none."""
+    daemon = None
+    try:
+        daemon = await start_daemon(
+            [address], START_TIMEOUT_S, no_listen=True, dht_mode="client", auto_nat=False, nat_port_map=False
+        )
+        key = RSAIdentity(identity)
+        registry = DHTRegistry(await join_dht(daemon, key, [address], START_TIMEOUT_S, client_mode=True), key)
+        return frozenset(await registry.get(registry_key(campaign_hash)))
+    except (UserError, PeerUnreachable) as error:
+        return str(error)
+    finally:
+        if daemon is not None:
+            await daemon.close()
+
+
+async def _reachability(board: RpcEndpoint, transport: Libp2pTransport, peers: Mapping[str, str]) -> list[Check]:
+    """`peers`: address by peer id."""
+    ports = ports_of(transport.addresses)
+    answers: dict[str, DialBack] = {}
+    for peer in peers:
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            answers[peer] = await ask_dial_back(board, peer, ports)
+    needs_relay = not all(answer.reached for answer in answers.values()) and not all(map(is_loopback, transport.addresses))
+    relays = await _relays(tuple(peers.values())) if needs_relay else []
+    return [judge_reachability(answers, ports, relays), judge_nat(answers, _own_hosts(), ports)]
+
+
+async def _relays(addresses: Sequence[str]) -> list[str]:
+    """Addresses that a peer which cannot be dialled gets by way of these peers."""
+    daemon = await start_daemon(
+        addresses, START_TIMEOUT_S, host_maddrs=list(DEFAULT_LISTEN), dht_mode="client", auto_nat=False, nat_port_map=False,
+        use_relay=True, force_reachability="private", **relayed_by(addresses),
+    )
+    deadline = time.monotonic() + RELAY_TIMEOUT_S
+    try:
+        while True:
+            visible = [str(address) for address in await daemon.get_visible_maddrs(latest=True)]
+            relays = [address for address in visible if "p2p-circuit" in address]
+            if relays or time.monotonic() > deadline:
+                return relays
+            await asyncio.sleep(0.2)
+    finally:
+        await daemon.close()
+
+
+async def _capacity(board: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, settings: PeerConfig) -> list[Check]:
+    """What this machine would train, and whether memory, disk and link suffice for it."""
+    config = files.campaign.config
+    try:
+        device = choose_device(settings.device)
+        free = replace(measured(device), base_in_memory=settings.base == "ram")
+        choice = most_experts(config, free, join_options(config, free.kind), f"free memory ({device})")
+    except UserError as error:
+        return [Check("device", "failure", str(error), "see spes-p2p plan for what a device needs")]
+    setup = describe_setup(choice.setup, config.model.moe_num_experts)
+    found = f"{device} with {human_bytes(free.memory)} free trains {setup}"
+    values = {"device": device, "free_bytes": free.memory, "experts": choice.setup.owned, "join_with": join_flags(choice.setup)}
+    checks = [Check("device", "pass", found, values=values)]
+    if choice.setup.owned == 0:
+        advice = "it trains the shared weights only; free memory, or see spes-p2p plan for options that need less"
+        checks = [Check("device", "warning", found, advice, values)]
+    if free.kind != "cpu":
+        available = psutil.virtual_memory().available
+        needed = host_bytes(config, choice, free.base_in_memory).total
+        checks.append(judge_space("host memory", needed, available, "close other programs"))
+    share = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
+    disk = shutil.disk_usage(_existing(settings.run_dir)).free
+    needed = disk_bytes(config, choice).total + min(share, settings.token_cache_bytes)
+    checks.append(judge_space("disk", needed, disk, "make room, or choose another --run-dir"))
+    return [*checks, await _bandwidth(board, peers, files, choice)]
+
+
+async def _bandwidth(board: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, choice: Choice) -> Check:
+    config = files.campaign.config
+    problem = ""
+    for peer in peers:
+        try:
+            up, down = await measure_up(board, peer), await measure_down(board, peer)
+        except (PeerUnreachable, Refused, WireError) as error:
+            problem = str(error)
+            continue
+        others = max(2, config.sync.min_peers)
+        traffic = round_traffic(config, choice.setup.owned, others, up.bits_per_second)
+        base_bytes = 4 * layout_of(config.model).size
+        return judge_bandwidth(up.bits_per_second, down.bits_per_second, traffic.up_bytes, traffic.down_bytes, base_bytes,
+                               config.sync.exchange_timeout_s)
+    return Check("bandwidth", "warning", f"not measured ({problem})", "try again in a moment")
+
+
+def _own_hosts() -> frozenset[str]:
+    """IP addresses of this machine's interfaces."""
+    return frozenset(entry.address for entries in psutil.net_if_addrs().values() for entry in entries)
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())

@@ -1,0 +1,237 @@
+"""A bootstrap peer and trainers as processes on this machine, watched: what `spes-p2p swarm` runs and the demo uses.
+
+What takes seconds to import is imported in the functions that need it: the peers are started before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spes_p2p.campaign.files import read_campaign
+from spes_p2p.data.local_files import check_local
+from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net import die_with_parent
+from spes_p2p.observe.events import Evaluated, RoundCommitted
+from spes_p2p.observe.history import Entry, read_history
+from spes_p2p.observe.plot import plot_loss
+from spes_p2p.observe.table import SwarmView
+
+BOOTSTRAP = "bootstrap"
+ADDRESS_FILE = "address"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+START_TIMEOUT_S = 90.0
+LEAVE_TIMEOUT_S = 30.0
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a swarm run came to; written to summary.json."""
+
+    peers: int
+    rounds: int
+    """Rounds that moved the weights; the one that assembled the swarm is not counted."""
+    tokens: int
+    val_loss_first: float | None
+    val_loss_last: float | None
+    digests_equal: bool
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    failed_peers: tuple[str, ...]
+
+
+async def run_swarm(
+    config_path: Path, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None] = lambda: None
+) -> Summary:
+    """Run until the campaign is complete, or `rounds` are committed, or every trainer has ended. Raises UserError.
+
+    `on_started` is called before anything is shown.
+    """
+    if peers < 1:
+        raise UserError(f"--peers {peers}: a swarm needs at least one trainer")
+    if rounds is not None and rounds < 1:
+        raise UserError(f"--rounds {rounds}: give at least 1, or leave it out for the whole campaign")
+    files = read_campaign(config_path)
+    needed = files.campaign.config.sync.min_peers
+    if peers < needed:
+        raise UserError(f"--peers {peers}: the campaign starts with sync.min_peers = {needed} trainers; give at least {needed}")
+    for manifest in files.manifests:
+        check_local(manifest, files.folders)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
+    started = time.monotonic()
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    try:
+        processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
+        address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
+        processes.update(start_trainers(address, peers, run_dir, files.folders))
+        await _watch(processes, address, run_dir, rounds, stopped, on_started)
+    finally:
+        failed = await _end(processes)
+    summary = summarise(run_dir, [f"peer-{i}" for i in range(peers)], time.monotonic() - started, failed)
+    (run_dir / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    return summary
+
+
+def start_trainers(
+    address: str, peers: int, run_dir: Path, folders: Sequence[Path]
+) -> dict[str, subprocess.Popen[bytes]]:
+    """Processes by name; `folders` hold their token files.
+
+    Each gets its share of the memory: it would count on all that is free before the others start.
+    """
+    from spes_p2p.campaign.free_memory import choose_device, measured
+
+    options = ["--memory", f"{measured(choose_device('auto')).memory // peers}B"]
+    options += [part for folder in folders for part in ("--data-dir", str(folder))]
+    return {f"peer-{i}": start_peer(run_dir, f"peer-{i}", ["join", address, *options]) for i in range(peers)}
+
+
+def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:
+    """Put the peers' histories together, and draw the loss plot."""
+    histories = {name: read_history(run_dir / name / "history.jsonl") for name in names}
+    events = {name: [entry.event for entry in history] for name, history in histories.items()}
+    commits = {name: [e for e in found if isinstance(e, RoundCommitted)] for name, found in events.items()}
+    everything = [event for found in commits.values() for event in found]
+    held_out = {e.round: e.validation_loss for found in events.values() for e in found if isinstance(e, Evaluated)}
+    newest = max((event.round for event in everything), default=-1)
+    digests: dict[int, set[str]] = {}
+    for event in everything:
+        digests.setdefault(event.round, set()).add(event.base_digest)
+    _plot(histories, run_dir)
+    return Summary(
+        peers=len(names),
+        rounds=max(0, newest),
+        tokens=max((event.total_tokens for event in everything), default=0),
+        val_loss_first=held_out[min(held_out)] if held_out else None,
+        val_loss_last=held_out[max(held_out)] if held_out else None,
+        digests_equal=bool(digests) and all(len(found) == 1 for found in digests.values()),
+        bytes_sent=sum(event.sent_bytes for event in everything),
+        bytes_received=sum(event.received_bytes for event in everything),
+        seconds=round(seconds, 1),
+        failed_peers=failed,
+    )
+
+
+def start_peer(
+    run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = (),
+    program: Sequence[str] = ("spes_p2p",),
+) -> subprocess.Popen[bytes]:
+    """Start one peer: one compute thread, its log in its run-dir, dead when this process dies.
+
+    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`. `program`: the
+    module that Python runs, with its first arguments.
+    """
+    folder = run_dir / name
+    folder.mkdir(exist_ok=True)
+    (folder / ADDRESS_FILE).unlink(missing_ok=True)
+    command = [sys.executable, "-m", *program, *arguments, "--run-dir", str(folder), "--listen", listen]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen([*before, *guard, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+
+
+async def _address(folder: Path, process: subprocess.Popen[bytes]) -> str:
+    """The bootstrap's address, as soon as it says so."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if (folder / ADDRESS_FILE).exists():
+            return (folder / ADDRESS_FILE).read_text().strip()
+        if process.poll() is not None:
+            raise UserError(f"the bootstrap peer ended at once: {last_line(folder / 'log.txt')}")
+        await asyncio.sleep(0.1)
+    raise UserError(f"the bootstrap peer gave no address within {START_TIMEOUT_S:.0f} s; see {folder / 'log.txt'}")
+
+
+async def _watch(
+    processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, stopped: asyncio.Event,
+    on_started: Callable[[], None],
+) -> None:
+    """Show the swarm until it is done."""
+    from spes_p2p.client.visitor import visiting
+
+    async with visiting([address]) as visit:
+        last_seen: list[PeerStatus] = []
+        on_started()
+        with SwarmView() as view:
+            while not stopped.is_set():
+                statuses: list[PeerStatus] = await visit.ask_all()
+                notes = [
+                    f"{name} ended with code {process.returncode}: {last_line(run_dir / name / 'log.txt')}"
+                    for name, process in processes.items()
+                    if process.poll() not in (None, 0)
+                ]
+                last_seen = _with_the_finished(last_seen, statuses)
+                if last_seen:
+                    view.update(last_seen, notes)
+                trainers = [process for name, process in processes.items() if name != BOOTSTRAP]
+                if all(process.poll() is not None for process in trainers) or processes[BOOTSTRAP].poll() is not None:
+                    return
+                committed = [status.round for status in statuses if status.role == "trainer"]
+                if rounds is not None and committed and min(committed) >= rounds:
+                    return
+                await asyncio.sleep(POLL_S)
+
+
+def _with_the_finished(before: list[PeerStatus], now: list[PeerStatus]) -> list[PeerStatus]:
+    """The latest answers; trainers that have left because the campaign is complete stay as they were last seen."""
+    answering = {status.peer_id for status in now}
+    finished = [s for s in before if s.role == "trainer" and s.peer_id not in answering and s.round >= s.total_rounds]
+    complete = any(s.role == "trainer" and s.round >= s.total_rounds for s in (*before, *now))
+    gone = [s for s in before if s.peer_id not in answering and s not in finished] if complete else []
+    return [*now, *finished, *gone]
+
+
+async def _end(processes: dict[str, subprocess.Popen[bytes]]) -> tuple[str, ...]:
+    """Ask everybody to leave, trainers first; returns the names of those that failed."""
+    failed = [name for name, process in processes.items() if process.poll() not in (None, 0)]
+    for names in ([name for name in processes if name != BOOTSTRAP], [BOOTSTRAP]):
+        running = [processes[name] for name in names if name in processes and processes[name].poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return tuple(failed)
+
+
+def _plot(histories: dict[str, list[Entry]], run_dir: Path) -> None:
+    events = [entry.event for history in histories.values() for entry in history]
+    if any(isinstance(event, RoundCommitted) and math.isfinite(event.loss) for event in events):
+        plot_loss(histories, run_dir / "loss.png", f"{run_dir.name}: loss against tokens")
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log, for a person to see why its process ended."""
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1][-300:] if lines else "no message"
+
+
+def is_good(summary: Summary) -> bool:
+    """Did nothing fail, and did all peers agree?"""
+    return summary.digests_equal and not summary.failed_peers and all(
+        loss is None or math.isfinite(loss) for loss in (summary.val_loss_first, summary.val_loss_last)
+    )
+

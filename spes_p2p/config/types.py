@@ -1,0 +1,58 @@
+"""Types of single settings: strict (text is no number, true is not 1), each with what would be right in its error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from spes_p2p.config.addresses import is_host
+from spes_p2p.config.problems import broken_rule
+
+Whole = Annotated[int, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
+NonNegative = Annotated[float, Field(strict=True, ge=0)]
+PositiveNumber = Annotated[float, Field(strict=True, gt=0)]
+Text = Annotated[str, Field(min_length=1)]
+CodecName = Literal["none", "fp16", "int8", "int4"]
+CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
+"""none is float32; int8 and int4 share a scale in blocks."""
+Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
+
+
+def checked(rule: str, holds: Callable[[str], object]) -> AfterValidator:
+    """Of a text for which `holds` gives something false, the error says the rule."""
+
+    def check(value: str) -> str:
+        if not holds(value):
+            raise broken_rule(rule)
+        return value
+
+    return AfterValidator(check)
+
+
+def _is_multiaddr(address: str) -> bool:
+    match = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/(tcp|udp)/(\d{1,5})(/\S+)?", address)
+    return match is not None and int(match[4]) <= 65535 and is_host(match[1], match[2])
+
+
+def _auto_or_positive(value: object) -> object:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number == "auto" or (isinstance(number, int) and not isinstance(number, bool) and number > 0):
+        return number
+    raise broken_rule("must be auto or a whole number greater than 0")
+
+
+CampaignName = Annotated[str, checked(
+    "must be 1 to 63 letters, digits, '.', '_' or '-', and begin with a letter or digit",
+    re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}").fullmatch)]
+Multiaddr = Annotated[str, checked("must be a multiaddress such as /ip4/0.0.0.0/tcp/31337", _is_multiaddr)]
+IPAddress = Annotated[str, checked(
+    "must be an address of this machine such as 127.0.0.1, or 0.0.0.0 for all of them",
+    lambda host: is_host("ip6" if ":" in host else "ip4", host))]
+AutoOrPositive = Annotated[Literal["auto"] | Positive, BeforeValidator(_auto_or_positive)]

@@ -1,0 +1,87 @@
+"""How long a peer may be silent before it counts as dead: learnt from the heartbeats of this swarm, not guessed by a user.
+
+While a stream is open each end sends a heartbeat every HEARTBEAT_S. The bound is median + K * 1.4826 * MAD of the gaps that
+were seen between them (of this peer where it showed enough, else of everybody), never below a floor that covers a lost packet's
+resending, never above the campaign's `silence_s`. MAD is the median absolute deviation; 1.4826 scales it to a standard
+deviation of normal gaps (Hampel 1974).
+
+On a thin line heartbeats wait behind megabytes of other streams. Whatever comes from a peer, in any stream and be it a part of
+a frame, therefore shows that it lives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from spes_p2p.observe.outliers import outlier_bound
+
+HEARTBEAT_S = 1.0
+"""Seconds between heartbeats; a quarter of the ceiling where that is less."""
+FLOOR_HEARTBEATS = 5.0
+"""Heartbeats that may be missing however regular they were."""
+CLOCK_ERROR_S = 1e-3
+"""A timer may ring so much too early."""
+KEPT_GAPS, ENOUGH_GAPS = 64, 16
+ELSEWHERE_CEILINGS = 3.0
+"""A stream in which nothing comes is given up after so many times the ceiling, though its peer be heard in other streams: its
+connection may be dead, and the peer have come back over another one."""
+
+
+def silence_bound(gaps: Sequence[float], floor_s: float, ceiling_s: float) -> float:
+    """Seconds of silence that mean death, from heartbeat gaps in seconds; the ceiling while there are too few of them."""
+    if len(gaps) < ENOUGH_GAPS:
+        return ceiling_s
+    return min(max(outlier_bound(gaps), floor_s), ceiling_s)
+
+
+class SilenceDetector:
+    """The bound of each peer, from what it and the whole swarm showed."""
+
+    def __init__(self, ceiling_s: float):
+        """`ceiling_s`: the campaign's `silence_s`, the same on all peers."""
+        self.ceiling_s = ceiling_s
+        self.heartbeat_s = min(HEARTBEAT_S, ceiling_s / 4)
+        self._all: deque[float] = deque(maxlen=KEPT_GAPS)
+        self._of: dict[str, deque[float]] = {}
+        self._bounds: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
+        self._lost_at: dict[str, float] = {}
+
+    def saw_gap(self, peer: str, gap_s: float) -> None:
+        """Two heartbeats of a peer came so many seconds apart."""
+        self._of.setdefault(peer, deque(maxlen=KEPT_GAPS)).append(gap_s)
+        self._all.append(gap_s)
+        self._bounds.clear()
+
+    def heard(self, peer: str, now_s: float) -> None:
+        """Something came from this peer."""
+        self._heard_at[peer] = now_s
+        self._lost_at.pop(peer, None)
+
+    def dead_at(self, peer: str, heard_s: float) -> float:
+        """When a stream with this peer is to be given up in which something last came at `heard_s`."""
+        elsewhere_s = min(self._heard_at.get(peer, heard_s) + self.bound(peer), heard_s + ELSEWHERE_CEILINGS * self.ceiling_s)
+        return max(heard_s + self.bound(peer), elsewhere_s)
+
+    def lost(self, peer: str, now_s: float) -> None:
+        """A stream with this peer, or one that was to be opened, was silent for too long; nothing if it is heard elsewhere."""
+        if now_s + CLOCK_ERROR_S >= self._heard_at.get(peer, -math.inf) + self.bound(peer):
+            self._lost_at[peer] = now_s
+
+    def is_lost(self, peer: str, now_s: float) -> bool:
+        """Was it silent for too long a moment ago, and not heard since? Then nobody needs to wait for it once more."""
+        return peer in self._lost_at and now_s - self._lost_at[peer] < self.bound(peer)
+
+    def forget_losses(self) -> None:
+        """Who was silent a moment ago is waited for once more."""
+        self._lost_at.clear()
+
+    def bound(self, peer: str) -> float:
+        """Seconds of silence after which this peer counts as dead."""
+        if peer not in self._bounds:
+            own = self._of.get(peer, ())
+            gaps = own if len(own) >= ENOUGH_GAPS else self._all
+            self._bounds[peer] = silence_bound(tuple(gaps), FLOOR_HEARTBEATS * self.heartbeat_s, self.ceiling_s)
+        return self._bounds[peer]

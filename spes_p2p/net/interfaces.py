@@ -1,0 +1,116 @@
+"""What a peer needs of the world: transport, registry, identity, store, clock.
+
+Each has a real form (libp2p, the Hivemind DHT, an RSA key, a directory) and an in-memory form (`testing/memory.py`) with delays
+and faults. The peer's code sees only these protocols, so the simulator runs the very same code.
+Time inside a peer is the running event loop's time (`loop.time()`, `asyncio.sleep`, `asyncio.wait_for`): the simulator gives a
+loop whose time is virtual. Wall-clock time (for records that others read) comes from `World.wall_time`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from spes_p2p.messages.framing import Kind, Message
+from spes_p2p.net.limits import UNLIMITED, Line
+from spes_p2p.storage.interfaces import Store
+
+T = TypeVar("T")
+
+MAX_RECORD_BYTES = 1024
+"""The largest value that may be put into the registry."""
+
+
+class Channel(Protocol):
+    """A bidirectional stream of frames with one peer, authenticated and encrypted by the transport."""
+
+    @property
+    def remote(self) -> str:
+        """The peer at the other end, as the transport authenticated it."""
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        """Call this whenever something comes from the other end, be it a part of a frame."""
+
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        """Send one frame, these bytes one after the other; waits while the other end is slow. They must not change any more.
+
+        Raises PeerUnreachable when the stream is gone.
+        """
+
+    async def receive(self) -> Message | None:
+        """The next frame; None after the other end called `finish`. Raises PeerUnreachable when the stream broke."""
+
+    async def finish(self) -> None:
+        """Say that no more frames will come from this end; the other direction stays open."""
+
+    def abort(self) -> None:
+        """Drop the stream in both directions, now. Safe to call twice, and after `finish`."""
+
+
+Handler = Callable[[Channel], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """Streams to peers by id. Connecting, encryption, relays and NAT are the transport's business."""
+
+    @property
+    def peer_id(self) -> str:
+        """My own id (base58 libp2p peer id)."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Multiaddrs, each ending in /p2p/<my id>, under which others can dial me."""
+
+    def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
+        """Remember where a peer said it can be dialled."""
+
+    async def serve(self, method: str, handler: Handler) -> None:
+        """Call `handler` for every stream that a peer opens for `method`. The channel is dropped when the handler returns."""
+
+    async def open(self, peer: str, method: str) -> Channel:
+        """Open a stream. Raises PeerUnreachable when the peer is gone, Refused when it does not serve the method."""
+
+    async def close(self) -> None:
+        """End all streams and child processes."""
+
+
+class Registry(Protocol):
+    """The DHT: small values that expire, `key -> {peer id: value}`. A peer can write only under its own id."""
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Store `value` (at most MAX_RECORD_BYTES) under (key, my id) for `ttl_s` seconds."""
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """All living values under key, by the peer that wrote them."""
+
+
+class Identity(Protocol):
+    """A peer's key pair. Its id is derived from the public key, so a signature proves who signed."""
+
+    @property
+    def peer_id(self) -> str:
+        """The id that the transport uses too."""
+
+    def sign(self, message: bytes) -> bytes:
+        """A signature that carries whatever `verify` needs."""
+
+    def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
+        """Did `peer_id` sign exactly this message?"""
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything impure that a peer touches, passed in from outside."""
+
+    transport: Transport
+    registry: Registry
+    identity: Identity
+    store: Store
+    wall_time: Callable[[], float]
+    rng: random.Random
+    run_blocking: Callable[..., Awaitable[Any]]
+    """`await run_blocking(f, *args)`: a worker thread in the real world, inline (with modelled seconds) in the simulator."""
+    line: Line = UNLIMITED
+    """This peer's rate limits."""

@@ -1,0 +1,476 @@
+"""Talks between peers: typed messages with refusals and heartbeats, on top of the transport's channels.
+
+What each kind of frame means, and what is done with a kind that is not known here: `messages/framing.py`.
+
+While a stream is open both ends send heartbeats from their event loop. Silence beyond the bound (`detector.py`) in all streams
+with a peer therefore means that it is dead, paused or cut off, never that it is busy; a broken connection counts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import WireError, pack
+from spes_p2p.messages.framing import IGNORABLE, MAX_FRAME_BYTES, Kind, Message
+from spes_p2p.messages.methods import METHODS
+from spes_p2p.messages.refusals import Code
+from spes_p2p.net.detector import CLOCK_ERROR_S, SilenceDetector
+from spes_p2p.net.interfaces import Channel, Transport
+from spes_p2p.net.limits import UNLIMITED, Line
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.net.throughput import Throughput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STALLED_SILENCES = 2.0
+"""A stream in which nothing moves, though it should, is given up after so many times the longest silence."""
+QUEUED_FRAMES = 8
+"""Received frames that wait to be read; beyond that the sender is slowed down."""
+
+
+SEQUENCES = (Kind.CONTENT, Kind.PART, Kind.MANIFEST)
+"""Kinds of which several follow each other until END."""
+TAKEN_KINDS = frozenset(int(kind) for kind in Kind) - {Kind.FINISHED}
+Count = Callable[[int, int, float], None]
+"""Of one message: bytes sent, bytes received, and when that began."""
+
+
+class Stream:
+    """One open conversation with one peer."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        detector: SilenceDetector,
+        count: Count,
+        line: Line = UNLIMITED,
+        longest: int = MAX_FRAME_BYTES,
+    ):
+        """`count` is told what was sent or received. `longest`: bytes of a message; a longer one is refused."""
+        self.remote = channel.remote
+        self._channel = channel
+        self._detector = detector
+        self._count = count
+        self._line = line
+        self._longest = longest
+        self._incoming: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
+        self._news = asyncio.Event()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sending = asyncio.Lock()
+        self._ended = False
+        self._has_refused = False
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+        self._loop = asyncio.get_running_loop()
+        self._heard_at, self._reading = self._loop.time(), True
+        channel.watch(self._hear)
+        self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
+
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        """Send one message, these bytes one after the other. Raises PeerUnreachable when the stream is broken."""
+        size = sum(map(len, pieces))
+        if self._line.up is not None:
+            await self._line.up.let_pass(size)
+        began = self._loop.time()
+        await self._send(*pieces, kind=kind)
+        self._count(size, 0, began)
+
+    async def refuse(self, refused: Refused) -> None:
+        """Tell the other end why not; its `receive` raises the same."""
+        if not self._has_refused:
+            self._has_refused = True
+            await self._send(pack(refused.refusal), kind=Kind.REFUSAL)
+
+    async def receive(self, kind: Kind = Kind.MESSAGE) -> bytes | None:
+        """The next message; None when the other end has finished or ended the sequence.
+
+        Raises PeerUnreachable, Refused, WireError (a message of another kind). What came before the stream broke is delivered.
+        """
+        received = await self.receive_view(kind)
+        return None if received is None else bytes(received)
+
+    async def receive_view(self, kind: Kind = Kind.MESSAGE) -> memoryview | None:
+        """As `receive`, for large messages: not copied."""
+        received = await self.receive_any()
+        if received is None or (received.kind == Kind.END and kind in SEQUENCES):
+            return None
+        if received.kind != kind:
+            raise WireError(f"a frame of kind {received.kind} where {kind.name} belongs")
+        return memoryview(received.body)
+
+    async def receive_any(self) -> Message | None:
+        """The next message, of any kind; None when the other end has finished. Raises PeerUnreachable, Refused."""
+        if self._ended:
+            return None
+        while self._incoming.empty():
+            if self._broken.done():
+                self._broken.result()
+            self._news.clear()
+            await self._news.wait()
+        received = self._incoming.get_nowait()
+        self._ended = received is None
+        return received
+
+    async def message(self, kind: Kind = Kind.MESSAGE) -> bytes:
+        """As `receive`; a finished stream counts as broken."""
+        return bytes(await self.message_view(kind))
+
+    async def message_view(self, kind: Kind = Kind.MESSAGE) -> memoryview:
+        """As `message`, for large ones: not copied."""
+        received = await self.receive_view(kind)
+        if received is None:
+            raise PeerUnreachable(f"{self.remote[-6:]} ended the stream early")
+        return received
+
+    async def any_message(self) -> Message:
+        """As `message`, of any kind."""
+        received = await self.receive_any()
+        if received is None:
+            raise PeerUnreachable(f"{self.remote[-6:]} ended the stream early")
+        return received
+
+    async def prompt_message(self, kind: Kind = Kind.MESSAGE) -> memoryview:
+        """As `message_view`, of an end that has nothing to wait for: one that lives and sends nothing counts as unreachable."""
+        return await self._promptly(self.message_view(kind))
+
+    async def prompt_receive(self, kind: Kind) -> memoryview | None:
+        """As `receive_view`, of an end that has nothing to wait for."""
+        return await self._promptly(self.receive_view(kind))
+
+    async def _promptly(self, awaited: Coroutine[Any, Any, T]) -> T:
+        stalled_s = STALLED_SILENCES * self._detector.ceiling_s
+        try:
+            return await _within(awaited, stalled_s)
+        except asyncio.TimeoutError:
+            raise PeerUnreachable(f"{self.remote[-6:]} lives, but nothing came for {stalled_s:g} s") from None
+
+    async def alive(self, awaited: Awaitable[T]) -> T:
+        """Wait for anything as long as the other end lives. Raises PeerUnreachable or Refused when the stream breaks first."""
+        task = asyncio.ensure_future(awaited)
+        either: set[asyncio.Future[Any]] = {task, self._broken}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._broken.result()
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+            del task, either  # its error's traceback has this frame, which would keep all that is on the stack in a ring
+
+    async def finish(self) -> None:
+        """Say that nothing more comes from here."""
+        async with self._sending:
+            await self._channel.finish()
+
+    def break_off(self, refused: Refused) -> None:
+        """Whoever waits on this stream here gets this refusal, and so does the other end when it is served here."""
+        self._break(refused)
+
+    async def close(self) -> None:
+        """Drop the stream. Safe to call at any time."""
+        for task in self._tasks:
+            task.cancel()
+        self._silence.cancel()
+        self._channel.abort()
+        self._break(PeerUnreachable("the stream is closed"))
+
+    async def _send(self, *pieces: bytes | memoryview, kind: int) -> None:
+        async with self._sending:
+            await self._channel.send(*pieces, kind=kind)
+
+    def _hear(self) -> None:
+        self._heard_at = self._loop.time()
+        self._detector.heard(self.remote, self._heard_at)
+
+    async def _read(self) -> None:
+        beats, frame_at = 0, self._loop.time()
+        try:
+            while True:
+                message = await self._channel.receive()
+                beats = beats + 1 if message is not None and message.kind == Kind.HEARTBEAT else 0
+                if beats > 1:
+                    self._detector.saw_gap(self.remote, self._loop.time() - frame_at)
+                frame_at = self._loop.time()
+                if message is None:
+                    self._silence.cancel()
+                    await self._put(None)
+                    return
+                if message.kind == Kind.REFUSAL:
+                    raise Refused.read(message.body)
+                if message.kind == Kind.HEARTBEAT or message.kind >= IGNORABLE:
+                    continue
+                if (refused := self._objection(message)) is not None:
+                    with contextlib.suppress(PeerUnreachable, asyncio.TimeoutError):
+                        await asyncio.wait_for(self.refuse(refused), self._detector.ceiling_s)
+                    raise refused
+                self._count(0, len(message.body), self._loop.time())
+                await self._put(message)
+        except (PeerUnreachable, Refused) as error:
+            self._break(error)
+        except WireError as error:
+            self._break(PeerUnreachable(f"{self.remote[-6:]} does not keep to the protocol: {error}"))
+
+    def _objection(self, message: Message) -> Refused | None:
+        """Why a frame cannot be taken, whatever it is about."""
+        if message.kind not in TAKEN_KINDS:
+            return Refused(Code.UNKNOWN_KIND, f"a frame of kind {message.kind}")
+        if len(message.body) > self._longest:
+            return Refused(Code.TOO_LARGE, f"{len(message.body)} bytes where at most {self._longest} are taken")
+        return None
+
+    async def _put(self, message: Message | None) -> None:
+        """For `receive`. While nothing is read here, nobody there is silent."""
+        self._reading = False
+        if self._line.down is not None and message is not None and message.body:
+            await self._line.down.let_pass(len(message.body))
+        await self._incoming.put(message)
+        self._reading = True
+        self._heard_at = self._loop.time()
+        self._news.set()
+
+    def _check_silence(self) -> None:
+        heard_at = self._heard_at if self._reading else self._loop.time()
+        left_s = self._detector.dead_at(self.remote, heard_at) - self._loop.time()
+        if left_s > CLOCK_ERROR_S:
+            self._silence = self._loop.call_later(left_s, self._check_silence)
+            return
+        self._tasks[0].cancel()
+        self._detector.lost(self.remote, self._loop.time())
+        self._break(PeerUnreachable(f"{self.remote[-6:]} is silent in this stream for {self._loop.time() - heard_at:.3g} s"))
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(PeerUnreachable):
+            while True:
+                await asyncio.sleep(self._detector.heartbeat_s)
+                await self._send(kind=Kind.HEARTBEAT)
+
+    def _break(self, error: Exception) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()
+            self._news.set()
+
+
+TalkHandler = Callable[[Stream], Awaitable[None]]
+
+
+class RpcEndpoint:
+    """Opens and serves streams by method name; a peer can stream to itself. Counts payload bytes by kind."""
+
+    def __init__(self, transport: Transport, silence_s: float, line: Line = UNLIMITED):
+        """`silence_s`: the longest silence of a living peer; the same on all peers. `line`: my own rate limits."""
+        self.transport = transport
+        self._line = line
+        self.upload = Throughput(line.up.bytes_per_s if line.up is not None else None)
+        self.detector = SilenceDetector(silence_s)
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self._handlers: dict[str, TalkHandler] = {}
+        self._own: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer_id(self) -> str:
+        """My own id."""
+        return self.transport.peer_id
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds after which any silent peer counts as dead."""
+        return self.detector.ceiling_s
+
+    async def is_there(self, peer: str, method: str, request: bytes) -> bytes | None:
+        """Ask for something that is answered at once; None from a peer that is dead, silent (also a moment ago) or refuses."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        if self.detector.is_lost(peer, began):
+            return None
+        asking = asyncio.ensure_future(self.ask(peer, method, request))
+        try:
+            while not asking.done():
+                left_s = self.detector.dead_at(peer, began) - clock()
+                if left_s <= CLOCK_ERROR_S:
+                    self.detector.lost(peer, clock())
+                    return None
+                await asyncio.wait({asking}, timeout=left_s)
+            return asking.result()
+        except (PeerUnreachable, Refused) as error:
+            logger.debug("%s: %s", peer[-6:], error)
+            return None
+        finally:
+            await end_tasks([asking])
+
+    async def serve(self, method: str, handler: TalkHandler) -> None:
+        """Answer streams for `method`. What the handler raises as Refused or WireError is told to the other end."""
+        self._handlers[method] = handler
+        await self.transport.serve(method, lambda channel: self._answer(method, channel))
+
+    @contextlib.asynccontextmanager
+    async def stream(self, peer: str, method: str) -> AsyncIterator[Stream]:
+        """Open a stream; it is closed on leaving. Raises PeerUnreachable, Refused."""
+        if peer == self.peer_id:
+            channel = self._call_myself(method)
+        else:
+            channel = await self._open(peer, method)
+        longest = METHODS[method].answer_bytes if method in METHODS else MAX_FRAME_BYTES
+        stream = Stream(channel, self.detector, self._counter(method, peer), self._line_to(peer), longest)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+    async def ask(self, peer: str, method: str, request: bytes, timeout_s: float | None = None) -> bytes:
+        """One request, one answer. Raises PeerUnreachable (also when `timeout_s` runs out), Refused."""
+
+        async def once() -> bytes:
+            async with self.stream(peer, method) as stream:
+                await stream.send(request)
+                return await stream.message()
+
+        try:
+            return await _within(once(), timeout_s)
+        except asyncio.TimeoutError:
+            if timeout_s is not None and timeout_s >= self.detector.bound(peer):
+                self.detector.lost(peer, asyncio.get_running_loop().time())
+            raise PeerUnreachable(f"{peer[-6:]} did not answer {method} within {timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """End streams with myself."""
+        for task in tuple(self._own):
+            task.cancel()
+
+    async def _answer(self, method: str, channel: Channel) -> None:
+        remote, longest = channel.remote, METHODS[method].request_bytes if method in METHODS else MAX_FRAME_BYTES
+        stream = Stream(channel, self.detector, self._counter(method, remote), self._line_to(remote), longest)
+        try:
+            await self._handlers[method](stream)
+            await stream.finish()
+            await asyncio.wait_for(_until_finished(stream), self.silence_s)
+        except (Refused, WireError) as error:
+            refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
+            with contextlib.suppress(PeerUnreachable, Refused, asyncio.TimeoutError):
+                await stream.refuse(refused)
+                await stream.finish()
+                await asyncio.wait_for(_until_finished(stream), self.silence_s)
+        except (PeerUnreachable, asyncio.TimeoutError) as error:
+            logger.debug("%s from %s: %s", method, channel.remote[-6:], error)
+        except UserError as error:
+            logger.error("%s from %s: %s", method, channel.remote[-6:], error)
+        except Exception:
+            logger.exception("%s from %s failed", method, channel.remote[-6:])
+        finally:
+            await stream.close()
+
+    async def _open(self, peer: str, method: str) -> Channel:
+        try:
+            return await _within(self.transport.open(peer, method), self.silence_s)
+        except asyncio.TimeoutError:
+            self.detector.lost(peer, asyncio.get_running_loop().time())
+            raise PeerUnreachable(f"{peer[-6:]} did not answer within {self.silence_s:g} s") from None
+
+    def _call_myself(self, method: str) -> Channel:
+        if method not in self._handlers:
+            raise Refused(Code.UNKNOWN_METHOD, f"no such method: {method}")
+        near, far = _pipe(self.peer_id)
+        task = asyncio.create_task(self._answer(method, far))
+        self._own.add(task)
+        task.add_done_callback(self._own.discard)
+        return near
+
+    def _line_to(self, peer: str) -> Line:
+        return UNLIMITED if peer == self.peer_id else self._line
+
+    def _counter(self, method: str, peer: str) -> Count:
+        if peer == self.peer_id:
+            return lambda sent, received, began_s: None
+
+        clock = asyncio.get_running_loop().time
+
+        def count(sent: int, received: int, began_s: float) -> None:
+            if sent:
+                self.upload.count(sent, began_s, clock())
+            self.sent[method] += sent
+            self.received[method] += received
+
+        return count
+
+
+async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    """As `asyncio.wait_for`. Work that fails in the moment in which its caller is cancelled fails silently."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        await end_tasks([task])
+
+
+async def _until_finished(stream: Stream) -> None:
+    """Let the other end read everything before the channel is dropped."""
+    while await stream.receive_any() is not None:
+        pass
+
+
+class _PipeEnd:
+    """One end of a channel inside one process."""
+
+    def __init__(self, remote: str, outgoing: asyncio.Queue[Message | None], incoming: asyncio.Queue[Message | None]):
+        self.remote = remote
+        self._outgoing, self._incoming = outgoing, incoming
+        self._heard: Callable[[], None] = lambda: None
+        self._peer: _PipeEnd | None = None
+        self._aborted = asyncio.Event()
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        self._heard = heard
+
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        if self._aborted.is_set():
+            raise PeerUnreachable("closed")
+        put = asyncio.ensure_future(self._outgoing.put(Message(b"".join(pieces), kind)))
+        await self._or_aborted(put)
+
+    async def receive(self) -> Message | None:
+        if self._incoming.empty() and self._aborted.is_set():
+            raise PeerUnreachable("closed")
+        frame = await self._or_aborted(asyncio.ensure_future(self._incoming.get()))
+        self._heard()
+        return frame
+
+    async def finish(self) -> None:
+        if not self._aborted.is_set():
+            await self._or_aborted(asyncio.ensure_future(self._outgoing.put(None)))
+
+    def abort(self) -> None:
+        self._aborted.set()
+        if self._peer is not None:
+            self._peer._aborted.set()
+
+    async def _or_aborted(self, task: asyncio.Future[T]) -> T:
+        stop = asyncio.ensure_future(self._aborted.wait())
+        either: set[asyncio.Future[Any]] = {task, stop}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise PeerUnreachable("closed")
+            return task.result()
+        finally:
+            task.cancel()
+            stop.cancel()
+
+
+def _pipe(peer: str) -> tuple[_PipeEnd, _PipeEnd]:
+    there: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
+    back: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
+    near, far = _PipeEnd(peer, there, back), _PipeEnd(peer, back, there)
+    near._peer, far._peer = far, near
+    return near, far

@@ -1,0 +1,109 @@
+"""Channels to peers by id over a libp2p daemon (`interfaces.Transport`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+
+from spes_p2p.config.addresses import is_loopback, is_peer_address
+from spes_p2p.errors import PeerUnreachable
+from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.channels import StreamChannel
+from spes_p2p.net.interfaces import Handler
+from spes_p2p.net.p2pd import Daemon
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_PREFIX = "/spes/2/"
+"""Changes with the framing: a peer of an older one is told that its method is not served."""
+OPEN_TIMEOUT_S = 10.0
+ADDRESSES_EVERY_S = 2.0
+
+
+class Libp2pTransport:
+    """Channels over libp2p streams (`interfaces.Transport`)."""
+
+    def __init__(self, daemon: Daemon, addresses: tuple[str, ...]):
+        self.daemon = daemon
+        self._addresses = addresses
+        self._known: dict[str, tuple[str, ...]] = {}
+        self._dialled: set[str] = set()
+
+    @property
+    def peer_id(self) -> str:
+        """Base58 libp2p id."""
+        return str(self.daemon.peer_id)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Multiaddrs under which I can be dialled, those of this machine only at the end."""
+        return self._addresses
+
+    async def keep_addresses(self) -> None:
+        """Follow what the daemon finds out about them: ports that a router opened for it, relays. Never returns."""
+        while True:
+            await asyncio.sleep(ADDRESSES_EVERY_S)
+            with suppress(ControlFailure, OSError, EOFError, ValueError):
+                self._addresses = await visible_addresses(self.daemon)
+
+    def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
+        """Remember where to dial a peer; what is not a peer address is ignored."""
+        usable = tuple(address for address in addresses if is_peer_address(address))
+        if usable and usable != self._known.get(peer):
+            self._known[peer] = usable
+            self._dialled.discard(peer)
+
+    async def seen_at(self, peer: str) -> tuple[str, ...]:
+        """Multiaddrs of the connections that I have with a peer, as they look from here."""
+        connected = await self.daemon.list_peers()
+        return tuple(str(address) for info in connected if str(info.peer_id) == peer for address in info.addrs)
+
+    async def serve(self, method: str, handler: Handler) -> None:
+        """Call `handler` for each incoming stream. Its failure ends that channel only."""
+
+        async def serve_stream(remote: str, stream: ByteStream) -> None:
+            channel = StreamChannel(remote, stream)
+            try:
+                await handler(channel)
+            except Exception:
+                log.debug("the handler of %s for %s failed", method, remote, exc_info=True)
+            finally:
+                channel.abort()
+
+        await self.daemon.serve_streams(PROTOCOL_PREFIX + method, serve_stream)
+
+    async def open(self, peer: str, method: str) -> StreamChannel:
+        """Open a stream within OPEN_TIMEOUT_S. Raises PeerUnreachable (at once when the connection is refused) or Refused."""
+        if peer == self.peer_id:
+            raise ValueError("a peer cannot dial itself")
+        try:
+            stream = await asyncio.wait_for(self._open(peer, PROTOCOL_PREFIX + method), OPEN_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise PeerUnreachable(f"{peer}: no answer for {OPEN_TIMEOUT_S:g} s") from None
+        return StreamChannel(peer, stream)
+
+    async def close(self) -> None:
+        """End all streams and the daemon."""
+        await self.daemon.close()
+
+    async def _open(self, peer: str, protocol: str) -> ByteStream:
+        addresses = self._known.get(peer, ())
+        if peer in self._dialled or not addresses:
+            try:
+                return await self.daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
+            except PeerUnreachable:
+                self._dialled.discard(peer)
+                if not addresses:
+                    raise
+        await self.daemon.connect(peer, addresses, OPEN_TIMEOUT_S)
+        self._dialled.add(peer)
+        return await self.daemon.open_stream(peer, protocol, OPEN_TIMEOUT_S)
+
+
+async def visible_addresses(daemon: Daemon) -> tuple[str, ...]:
+    """Of this machine, those that lead nowhere from elsewhere at the end."""
+    return tuple(sorted((str(address) for address in await daemon.get_visible_maddrs(latest=True)), key=is_loopback))

@@ -1,0 +1,61 @@
+"""The consensus core on a store: what recovers from its files, and writes that are durable before their reply goes out."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+from spes_p2p.consensus.acceptor import fresh_votes, read_votes
+from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Output, Write
+from spes_p2p.consensus.participant import Files, Participant
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.net.interfaces import Identity
+from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.store import frame_record, parse_records
+
+T = TypeVar("T")
+
+
+def open_participant(store: Store, identity: Identity, genesis: Commit, rng: random.Random) -> Participant:
+    """This peer's part in the decisions, from its files. Damaged ones are replaced; raises UserError when that fails."""
+    records = store.records(LOG)
+    participant = Participant(identity, genesis, Files(read_record(store, VOTES), records, read_record(store, CONTROL)), rng)
+    if participant.log.intact < len(records):
+        store.delete(LOG)
+        for record in records[: participant.log.intact]:
+            store.append(LOG, record)
+    for write in participant.recovery:
+        _write(store, write)
+    return participant
+
+
+def perform(store: Store, participant: Participant, output: Output[T]) -> T:
+    """Make the writes durable, apply them, and return the reply. Raises UserError where a write fails: it did not happen."""
+    for write in output.writes:
+        _write(store, write)
+        participant.apply(write)
+    return output.reply
+
+
+def read_record(store: Store, name: str) -> bytes | None:
+    """The only record of a file; None when it is missing or damaged."""
+    blob = store.read(name)
+    records = parse_records(bytes(blob)) if blob is not None else []
+    return records[0] if len(records) == 1 else None
+
+
+def voter_incarnation(store: Store, rng: random.Random) -> str:
+    """The incarnation that the peer of this store votes with, made durable if it is new."""
+    votes = read_votes(read_record(store, VOTES))
+    if votes is not None:
+        return votes.incarnation
+    votes = fresh_votes(rng)
+    _write(store, Write(VOTES, votes))
+    return votes.incarnation
+
+
+def _write(store: Store, write: Write) -> None:
+    if write.file == LOG:
+        store.append(LOG, write.record)
+    else:
+        store.write(write.file, [frame_record(write.record)])

@@ -1,0 +1,433 @@
+"""One member's side of a round's exchange: push updates to reducers, reduce, pull everybody's results.
+
+When a reducer is lost, another exchange runs beside it over the parts that moved to backups (a revision of the part table).
+
+A contributor pushes its encoded update of each part to the part's reducer, and how many tokens stand behind it. A reducer sums
+by these weights, closes a part when every contributor has sent, is lost or is too late, encodes the mean once, and serves it;
+its manifest says what it made and who is in it. A part's only contributor is its own reducer where its line bears that: its
+codes are passed on unchanged, and it does not get them back. Every member pulls every other part. Nothing is decoded that the
+plan does not allow: sender, part and size are checked first; values that are not finite are nobody's update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+
+import numpy as np
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import PULL, PUSH
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Manifest, PullRequest, PushHeader
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.rounds.parts import Part, mask_bytes, pulls, to_mask, weight
+from spes_p2p.rounds.plan import MAX_TOKENS
+from spes_p2p.rounds.results import ABSENT, Results
+from spes_p2p.storage.scratch import Scratch, memory_scratch, side_by_side
+
+logger = logging.getLogger(__name__)
+
+PUSH_SHARE = 0.5
+"""Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
+PUSH_FIRST = 2.0
+"""My updates go first, since others wait for them to reduce: a member is served results when mine are on their way to it, or
+to all reducers, or after so many times the seconds that my line needs for them."""
+PULL_TALKS, LANE_BYTES = 16, 2**20
+"""Results come in so many streams at once, shared out among the reducers, of so many bytes each at least; in one stream with
+each where these are more. libp2p's muxer lets 256 KiB of a stream be under way, and more only on an idle line: its permission
+for the next ones waits behind what this peer sends, so that a thin line that pushes would be half empty downwards."""
+WINDOW_BYTES, UNDER_WAY_S = 2**18, 1.5
+"""More than one stream with a reducer only where a line, by what it carries upwards, takes no longer than this for all that is
+under way then: whatever else is sent waits behind it."""
+INDEX_BYTES, WEIGHT_BYTES = 8, 8
+"""Of a part's index and of the tokens behind an update, little-endian: as many as keep the values behind them aligned."""
+BREATHE_EVERY = 8
+"""Parts that are encoded in a row before other tasks get their turn."""
+
+
+class Exchange:
+    """The exchange of one part table of a plan at one member. `run` ends when everything that will come has come."""
+
+    def __init__(
+        self,
+        board: RpcEndpoint,
+        results: Results,
+        pending: Mapping[str, np.ndarray],
+        carried: Mapping[int, np.ndarray],
+        timeout_s: float,
+        behind: Callable[[Part], int],
+        revision: int = 0,
+        scratch: Scratch = memory_scratch,
+    ):
+        """`pending`: my update by group name; it is overwritten with what was sent. `behind`: tokens behind a part of it.
+
+        `carried`: what my encoding dropped before, by start of the part's range.
+
+        `revision`: which of the results' part tables is exchanged. `scratch`: where sums and what encoding drops are kept.
+        """
+        self.results = results
+        self.plan = results.plan
+        self.revision = revision
+        self.sent: dict[int, tuple[Part, np.ndarray]] = {}
+        """What I contributed, as the reducer decoded it; by part index."""
+        self.rounding: dict[int, np.ndarray] = {}
+        """What my encoding as a reducer dropped in this round, by start of the part's range."""
+        me = self.plan.index(board.peer_id)
+        if me is None:
+            raise ValueError("not a member of this plan")
+        self.me = me
+        self._board = board
+        self._pending = pending
+        self._carried = carried
+        self._timeout_s = timeout_s
+        self._behind = behind
+        self._scratch = scratch
+        self._names = [member.peer for member in self.plan.members]
+        self._weights: dict[int, int] = {}
+        """Tokens behind what is summed, by part index."""
+        self._arrived: dict[int, set[int]] = {}
+        self._codes: dict[int, bytes | memoryview] = {}
+        self._masks: dict[int, bytes] = {}
+        self._lost: set[int] = set()
+        self._pushing: set[int] = set()
+        self._mine = {part.index: part for part in self._reduced_by(me)}
+        several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
+        self._sums = side_by_side(scratch, "sums", {index: part.size for index, part in several.items()})
+        """Sum of updates times tokens, of the planned tokens, by part index; of a closed part, what its encoding dropped."""
+        self._closed: set[int] = set()
+        self._order: list[int] = []
+        """Of my parts, as they were closed."""
+        self._next_closed = asyncio.Event()
+        self._manifest_ready = asyncio.Event()
+        self._is_over = False
+        self._pushed = {i: asyncio.Event() for i in range(len(self._names))}
+        """Set when my updates for this reducer are on their way; of a member that gets none, when all are."""
+        self._unsent = set(range(len(self._names))) - {me}
+        """Members that are still sent mine."""
+        self._someone_left = asyncio.Event()
+
+    def beside(self, revision: int) -> Exchange:
+        """An exchange of the same updates over the parts that this revision of the part table moved."""
+        return Exchange(
+            self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._scratch,
+        )
+
+    async def run(self) -> None:
+        """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else.
+
+        When this ends, also when it is cancelled, I refuse those who wait for what I did not make of my parts, or push to me.
+        """
+        others = [i for i in range(len(self._names)) if i != self.me]
+        tasks = [asyncio.create_task(self._reduce())]
+        tasks += [asyncio.create_task(self._push_to(i)) for i in others]
+        tasks += [asyncio.create_task(each) for i in others for each in self._pulls_from(i)]
+        try:
+            await asyncio.wait(tasks, timeout=self._timeout_s)
+        finally:
+            self._is_over = True
+            for awaited in (self._next_closed, self._manifest_ready, *self._pushed.values()):
+                awaited.set()
+            await end_tasks(tasks)
+        self.results.discard_unverified(self.revision)
+
+    # Serving -----------------------------------------------------------------------------------------------------------
+
+    async def on_push(self, stream: Stream) -> None:
+        """A contributor's parts."""
+        sender = self.plan.index(stream.remote)
+        if sender is None or sender == self.me:
+            raise Refused(Code.NOT_ALLOWED, "not a contributor of this plan")
+        self._pushing.add(sender)
+        try:
+            while (message := await stream.receive_view(Kind.PART)) is not None:
+                self._take(sender, message)
+            await stream.send()
+        finally:
+            self._lost.add(sender)
+            self._someone_left.set()
+
+    async def on_pull(self, stream: Stream, request: PullRequest) -> None:
+        """Serve results as they come: what is ready never waits for an update that is still on its way to me."""
+        puller = self.plan.index(stream.remote)
+        if puller is None:
+            raise Refused(Code.NOT_ALLOWED, "not a member of this plan")
+        if not 0 <= request.lane < request.lanes <= PULL_TALKS:
+            raise Refused(Code.MALFORMED, f"no lane {request.lane} of {request.lanes}")
+        wanted = [index for index, part in self._mine.items() if pulls(part, puller)]
+        in_lane = set(wanted[request.lane :: request.lanes])
+        with contextlib.suppress(asyncio.TimeoutError):
+            await stream.alive(asyncio.wait_for(self._pushed[puller].wait(), PUSH_FIRST * self._push_s()))
+        served = 0
+        while served < len(self._mine):
+            if served == len(self._order):
+                self._require_going_on()
+                await stream.alive(self._next_closed.wait())
+                continue
+            index = self._order[served]
+            if index in in_lane:
+                await stream.send(_numbered(index), self.results.encoded.get(index, b""), kind=Kind.PART)
+            served += 1
+        if request.lane == 0:
+            await stream.alive(self._manifest_ready.wait())
+            manifest = self.results.manifests.get((self.revision, self.me))
+            if manifest is None:
+                raise Refused(Code.NOT_HERE, "I have no manifest in this exchange")
+            await stream.send(pack(manifest), kind=Kind.MANIFEST)
+
+    def _require_going_on(self) -> None:
+        if self._is_over:
+            raise Refused(Code.CLOSED, "my part in this exchange is over")
+
+    def _take(self, sender: int, message: memoryview) -> None:
+        index, tokens, body = _unframe_push(message)
+        part = self._mine.get(index)
+        if part is None or sender not in part.contributors:
+            raise Refused(Code.NOT_ALLOWED, f"part {index} is not for me from you")
+        if len(self._closed) < len(self._mine):
+            self._require_going_on()
+        arrived = self._arrived.setdefault(index, set())
+        if sender in arrived or index in self._closed:
+            return
+        if len(body) != part.encoded_bytes:
+            raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
+        if not 0 < tokens <= MAX_TOKENS:
+            raise Refused(Code.MALFORMED, f"part {index} cannot have {tokens} tokens behind it")
+        if not part.codec.is_finite(body, part.size):
+            raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
+        if len(part.contributors) == 1:
+            self._codes[index] = body
+        else:
+            self._add(part, part.codec.decode(body, part.size), tokens)
+        arrived.add(sender)
+        if self._complete(part):
+            self._close(part)
+            if len(self._closed) == len(self._mine):
+                self._someone_left.set()
+
+    # Reducing ----------------------------------------------------------------------------------------------------------
+
+    async def _reduce(self) -> None:
+        """Close my parts; those that wait for others are closed as the last update arrives or its sender is lost."""
+        await self._close_complete()
+        started = asyncio.get_running_loop().time()
+        while len(self._closed) < len(self._mine):
+            self._someone_left.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._someone_left.wait(), self._board.silence_s / 4)
+            waited_s = asyncio.get_running_loop().time() - started
+            silent = {i for i, peer in enumerate(self._names) if waited_s >= self._board.detector.bound(peer)}
+            self._lost |= silent - self._pushing - {self.me}
+            if waited_s >= PUSH_SHARE * self._timeout_s:
+                self._lost |= set(range(len(self._names))) - {self.me}
+            await self._close_complete()
+        self._sign_off()
+
+    async def _close_complete(self) -> None:
+        for count, (index, part) in enumerate(self._mine.items()):
+            if index not in self._closed and self._complete(part):
+                self._close(part)
+                if count % BREATHE_EVERY == 0:
+                    await asyncio.sleep(0)
+
+    def _sign_off(self) -> None:
+        """Say in a manifest what I made of my parts."""
+        own = self._reduced_by(self.me)
+        if own:
+            nobody = bytes(mask_bytes(len(self._names)))
+            digests = b"".join(self.results.digests.get(part.index, ABSENT) for part in own)
+            masks = b"".join(self._masks.get(part.index, nobody) for part in own)
+            self.results.add_manifest(Manifest(self.plan.id, self.me, self.revision, digests, masks))
+        self._manifest_ready.set()
+
+    def _complete(self, part: Part) -> bool:
+        expected = set(part.contributors) - {self.me}
+        return expected <= self._arrived.get(part.index, set()) | self._lost
+
+    def _close(self, part: Part) -> None:
+        contributors = set(self._arrived.get(part.index, ()))
+        if self._has_update(part):
+            contributors.add(self.me)
+            self._contribute(part)
+        if contributors:
+            if len(part.contributors) > 1:
+                self._codes[part.index] = self._encode_mean(part)
+            self._put(part, self._codes.pop(part.index))
+            self._masks[part.index] = to_mask(contributors, len(self._names))
+        self._closed.add(part.index)
+        self._order.append(part.index)
+        self._next_closed.set()
+        self._next_closed = asyncio.Event()
+
+    def _contribute(self, part: Part) -> None:
+        """My own update of a part that I reduce: a sole one is encoded as the result, any other one is summed as it is."""
+        if len(part.contributors) == 1:
+            self._codes[part.index] = self._encode_own(part)
+        else:
+            update = self._own(part)
+            self._add(part, update, self._behind(part))
+            self.sent[part.index] = (part, update)
+
+    def _add(self, part: Part, update: np.ndarray, tokens: int) -> None:
+        total = self._sums[part.index]
+        if part.index not in self._weights:
+            total[:] = 0
+        total += update * np.float32(tokens / self._planned_weight(part))
+        self._weights[part.index] = self._weights.get(part.index, 0) + tokens
+
+    def _planned_weight(self, part: Part) -> int:
+        """What all contributors together tally, unless earlier rounds treated a part of a group otherwise than the rest."""
+        return sum(weight(self.plan.members[i], part.group) for i in part.contributors)
+
+    def _encode_mean(self, part: Part) -> bytes:
+        """The mean by tokens of what arrived, and what earlier rounds' encoding dropped, encoded."""
+        mean = self._sums[part.index]
+        arrived = self._weights[part.index] / self._planned_weight(part)
+        if arrived != 1:
+            mean = mean * np.float32(1 / arrived)
+        carried = self._carried.get(part.start)
+        if carried is not None and carried.size == mean.size:
+            mean = mean + carried
+        codes = part.codec.encode(mean)
+        if part.codec.is_lossy:
+            dropped = self.rounding[part.start] = self._sums[part.index]
+            np.subtract(mean, part.codec.decode(codes, part.size), out=dropped)
+        return codes
+
+    def _reduced_by(self, reducer: int) -> list[Part]:
+        return self.results.reduced_by(reducer, self.revision)
+
+    def _put(self, part: Part, encoded: bytes | memoryview) -> None:
+        """Take a result, unless a later revision has moved its part away."""
+        if self.results.parts[part.index].revision == self.revision:
+            self.results.put(part.index, encoded)
+
+    def _own(self, part: Part) -> np.ndarray:
+        return self._pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
+
+    def _has_update(self, part: Part) -> bool:
+        """Do I contribute to it? Not where the round before took all that I trained, but not all of the group."""
+        return self.me in part.contributors and self._behind(part) > 0 and bool(np.isfinite(self._own(part)).all())
+
+    def _encode_own(self, part: Part) -> bytes:
+        """Encode my update; from now on it is what the others decode: what the codec dropped stays with the trainer."""
+        update = self._own(part)
+        codes = part.codec.encode(update)
+        if part.codec.is_lossy:
+            np.copyto(update, part.codec.decode(codes, part.size))
+        self.sent[part.index] = (part, update)
+        return codes
+
+    # Calling -----------------------------------------------------------------------------------------------------------
+
+    def _push_s(self) -> float:
+        """How long my line needs for my updates alone. 0 when it is not known: nobody can dial me."""
+        others = (part for i in range(len(self._names)) if i != self.me for part in self._reduced_by(i))
+        pushed = sum(part.encoded_bytes for part in others if self.me in part.contributors)
+        bandwidth = self.plan.members[self.me].bandwidth
+        return pushed / bandwidth if bandwidth else 0.0
+
+    async def _push_to(self, reducer: int) -> None:
+        mine = [part for part in self._reduced_by(reducer) if self.me in part.contributors]
+        if mine:
+            try:
+                async with self._board.stream(self._names[reducer], PUSH) as stream:
+                    await self._send_updates(stream, mine)
+                    self._pushed[reducer].set()
+                    self._has_sent(reducer)
+                    await stream.message()
+            except (PeerUnreachable, Refused, WireError) as error:
+                logger.info("push to %s: %s", self._names[reducer][-6:], error)
+        self._has_sent(reducer)
+
+    async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
+        await stream.send(pack(PushHeader(self.plan.id, self.revision)))
+        for part in filter(self._has_update, parts):
+            tokens = self._behind(part).to_bytes(WEIGHT_BYTES, "little")
+            codes = self._encode_own(part)
+            if not pulls(part, self.me):
+                self._put(part, codes)
+            await stream.send(_numbered(part.index), tokens, codes, kind=Kind.PART)
+        await stream.send(kind=Kind.END)
+
+    def _has_sent(self, reducer: int) -> None:
+        """This reducer has my updates, or will not get them."""
+        self._unsent.discard(reducer)
+        if not self._unsent:
+            for pushed in self._pushed.values():
+                pushed.set()
+
+    def _pulls_from(self, reducer: int) -> Iterator[Coroutine[None, None, None]]:
+        """The streams in which this reducer's results come."""
+        reduced = self._reduced_by(reducer)
+        if reduced:
+            wanted = [part for part in reduced if pulls(part, self.me)]
+            lanes = self._lanes(reducer, sum(part.encoded_bytes for part in wanted))
+            for lane in range(lanes):
+                yield self._pull(reducer, lane, lanes, {part.index: part for part in wanted[lane::lanes]})
+
+    def _lanes(self, reducer: int, size: int) -> int:
+        """In how many streams so many bytes come from this reducer."""
+        others = len(self._names) - 1
+        bandwidth = min(self._board.upload.last_bytes_per_s, self.plan.members[reducer].bandwidth)
+        bearable = bandwidth * UNDER_WAY_S / WINDOW_BYTES / others
+        return max(1, int(min(bearable, PULL_TALKS / others, size / LANE_BYTES)))
+
+    async def _pull(self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part]) -> None:
+        try:
+            async with self._board.stream(self._names[reducer], PULL) as stream:
+                await stream.send(pack(PullRequest(self.plan.id, self.revision, lane, lanes)))
+                for _ in range(len(wanted)):
+                    _store_part(self.results, await stream.message_view(Kind.PART), wanted)
+                if lane == 0:
+                    self._take_manifest(reducer, await stream.message(Kind.MANIFEST))
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.info("pull from %s: %s", self._names[reducer][-6:], error)
+
+    def _take_manifest(self, reducer: int, message: bytes) -> None:
+        manifest = unpack(Manifest, message)
+        if (manifest.revision, manifest.reducer) != (self.revision, reducer):
+            raise WireError("a manifest of another reducer")
+        self.results.add_manifest(manifest)
+
+
+def _store_part(results: Results, message: memoryview, wanted: dict[int, Part]) -> None:
+    """Take one served part of those wanted (by index). Raises WireError when it is none of them, or of another size.
+
+    One that a later revision moved comes from its backup instead.
+    """
+    index, body = _unframe(message)
+    part = wanted.pop(index, None)
+    if part is None:
+        raise WireError(f"part {index} was not asked for")
+    if body:
+        if len(body) != part.encoded_bytes:
+            raise WireError(f"part {index} has {len(body)} bytes")
+        if not part.codec.is_finite(body, part.size):
+            raise WireError(f"part {index} has values that are not finite")
+        if results.parts[index].revision == part.revision:
+            results.put(index, body)
+
+
+def _numbered(index: int) -> bytes:
+    """What a part's bytes follow in a message."""
+    return index.to_bytes(INDEX_BYTES, "little")
+
+
+def _unframe(message: memoryview) -> tuple[int, memoryview]:
+    if len(message) < INDEX_BYTES:
+        raise WireError("a part without its index")
+    return int.from_bytes(message[:INDEX_BYTES], "little"), message[INDEX_BYTES:]
+
+
+def _unframe_push(message: memoryview) -> tuple[int, int, memoryview]:
+    """Index of the part, tokens behind its update, the encoded update."""
+    index, rest = _unframe(message)
+    if len(rest) < WEIGHT_BYTES:
+        raise WireError("an update without its weight")
+    return index, int.from_bytes(rest[:WEIGHT_BYTES], "little"), rest[WEIGHT_BYTES:]

@@ -1,0 +1,139 @@
+"""Who takes part in a round: its coordinator waits for announcements, and for stragglers as far as the swarm's pace allows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping
+
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.methods import PING
+from spes_p2p.messages.rounds import Announcement, Ping, Pong
+from spes_p2p.net.rpc import Stream
+from spes_p2p.peer.round_context import AttemptFailed, RoundContext
+from spes_p2p.rounds.stragglers import patience, straggler_delay
+
+logger = logging.getLogger(__name__)
+
+PING_EVERY_S = 1.0
+
+
+class Gathering:
+    """The members of one attempt: what they announced, and which of them still hold their stream to the coordinator."""
+
+    def __init__(self, context: RoundContext):
+        self._context = context
+        self.announced: dict[str, Announcement] = {}
+        self.alive: dict[str, Stream] = {}
+        self.changed = asyncio.Event()
+        """Set when a member comes, goes or reports; whoever waits clears it."""
+        self._done_at: dict[str, float] = {}
+        """Loop time at which each member's phase was done."""
+        self._quorum_at: float | None = None
+        self._dead: set[str] = set()
+
+    def join(self, stream: Stream, announcement: Announcement) -> None:
+        """A member announces."""
+        peer = stream.remote
+        self._context.too_late.discard(peer)
+        self.announced[peer] = announcement
+        done_at = asyncio.get_running_loop().time() - announcement.waited_s
+        self._done_at.setdefault(peer, max(done_at, self._context.phase_began))
+        self.alive[peer] = stream
+        self._dead.discard(peer)
+        self.changed.set()
+
+    def part(self, stream: Stream) -> None:
+        """A member's stream has ended."""
+        if self.alive.get(stream.remote) is stream:
+            del self.alive[stream.remote]
+        self.changed.set()
+
+    def keeps_base_of(self, round_number: int) -> bool:
+        """Does a member that is present keep the base of this round?"""
+        return any(round_number in self.announced[peer].archived for peer in self.alive)
+
+    async def wait(self) -> None:
+        """Wait until every living trainer with an assignment has announced; tell late ones to stop, then leave them behind.
+
+        A peer that came too late for a round is waited for, up to the bound of silence: the short phases of a few would keep it
+        out for ever otherwise. A phase without assignments, the first of a campaign or of a term, is a time to join.
+        Raises AttemptFailed when the round is decided elsewhere.
+        """
+        context, all_there_at = self._context, None
+        sync = context.rules.config.sync
+        while True:
+            context.require_open()
+            self.changed.clear()
+            now = asyncio.get_running_loop().time()
+            trainers = {peer for peer in self.alive if self.announced[peer].trains}
+            expected = self._expected()
+            missing = expected.keys() - self.announced.keys()
+            coming = context.too_late - self.announced.keys() - self._dead - context.returned().keys()
+            quorum_at = self._quorum_of(trainers, expected)
+            self._quorum_at = quorum_at if self._quorum_at is None else self._quorum_at
+            waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
+            if trainers and expected and not missing:
+                all_there_at = now if all_there_at is None else all_there_at
+                if not coming or now - all_there_at >= sync.silence_s:
+                    context.too_late.difference_update(coming)
+                    return
+            if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
+                return
+            late = bool(expected) and waited_s > self._patience()
+            if late and waited_s > self._patience() + sync.silence_s:
+                return
+            if missing or coming:
+                await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in sorted(missing | coming)))
+                context.too_late.difference_update(self._dead)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), PING_EVERY_S)
+
+    def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
+        """How late each member with an assignment was. After a failed attempt nobody can tell."""
+        if self._quorum_at is None or any(self.announced[peer].attempt for peer in members):
+            return ()
+        began = self._context.phase_began
+        quorum_s = self._quorum_at - began
+        timed = [peer for peer in members if peer in self._context.assignments]
+        return tuple(straggler_delay(self._done_at[peer] - began, quorum_s) for peer in timed)
+
+    def _expected(self) -> dict[str, int]:
+        """Steps in this phase of the peers that have an assignment, live and have not left."""
+        gone = self._dead | set(self._context.returned())
+        return {peer: steps for peer, steps in self._context.assignments.items() if peer not in gone}
+
+    def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
+        """When those with half of the phase's work were done with it; without assignments: when enough trainers to begin were
+        there.
+
+        Loop time; None while they are not.
+        """
+        enough = self._context.rules.config.sync.min_peers if self._context.commit.round < 0 else 1
+        needed, there = (sum(expected.values()) / 2 if expected else enough), 0
+        for peer in sorted(trainers, key=lambda peer: self._done_at[peer]):
+            there += expected.get(peer, 0) if expected else 1
+            if there >= needed:
+                return self._done_at[peer]
+        return None
+
+    def _patience(self) -> float:
+        """Seconds after the quorum until stragglers are told to stop."""
+        if self._quorum_at is None:
+            return 0.0
+        return patience(self._context.straggler_delay, self._quorum_at - self._context.phase_began)
+
+    async def _ping(self, peer: str, stop: bool) -> None:
+        """Is it there? Raises AttemptFailed when it is ahead: then this round is over, and nobody will come."""
+        commit = self._context.commit
+        answer = await self._context.board.is_there(peer, PING, pack(Ping(commit.round if stop else -1)))
+        try:
+            pong = unpack(Pong, answer) if answer is not None else None
+        except WireError:
+            pong = None
+        if pong is None:
+            logger.info("%s is not there for round %d", peer[-6:], commit.round + 1)
+            self._dead.add(peer)
+        elif pong.round > commit.round:
+            raise AttemptFailed(f"{peer[-6:]} knows of later rounds")

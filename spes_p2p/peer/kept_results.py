@@ -1,0 +1,152 @@
+"""Results of the last rounds, by plan: kept for peers that replay them, completed from peers that keep them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+from spes_p2p.content.fetcher import Fetcher, Tiers
+from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
+from spes_p2p.content.transfer import ContentServer
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.framing import MAX_FRAME_BYTES
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Manifest, Plan
+from spes_p2p.model.layout import Layout
+from spes_p2p.net.interfaces import World
+from spes_p2p.rounds.codecs import GroupCodecs
+from spes_p2p.rounds.results import (
+    BODIES_OF,
+    KEPT_ROUNDS,
+    MAX_KEPT_ROUNDS,
+    RESULTS_OF,
+    Results,
+    bodies_name,
+    load_results,
+    results_name,
+    round_of,
+    save_results,
+)
+from spes_p2p.rounds.spool import Spool
+
+UPLOADS_AT_ONCE = 8
+"""Peers that replay rounds from this one at the same time."""
+
+
+class KeptResults:
+    """Staged or fetched results; on the disk, in part, as they arrive."""
+
+    def __init__(self, world: World, layout: Layout, codecs: GroupCodecs):
+        self.by_plan: dict[str, Results] = {}
+        self._store, self._run = world.store, world.run_blocking
+        self._layout, self._codecs = layout, codecs
+
+    def load(self) -> None:
+        """Take up what was staged in an earlier life; what was damaged on the disk is left."""
+        for name in self._store.names(RESULTS_OF):
+            with contextlib.suppress(ValueError):
+                results = load_results(self._store, name, self._layout, self._codecs)
+                if results is not None:
+                    self.by_plan[results.plan.id] = results
+
+    async def serve(self, server: ContentServer) -> None:
+        """Answer peers that replay rounds, from now on."""
+        await server.serve("plan", self._plan, UPLOADS_AT_ONCE)
+        await server.serve("manifests", self._manifest, UPLOADS_AT_ONCE)
+        await server.serve("parts", self._part, UPLOADS_AT_ONCE)
+
+    def begin(self, plan: Plan, lost: tuple[tuple[int, ...], ...] = ()) -> Results:
+        """Results of a plan that are kept from now on. Raises WireError when `lost` names no members of the plan."""
+        results = Results.empty(plan, self._layout, self._codecs, lost=lost)
+        if results.parts:
+            results.spool = Spool(self._store.draft(bodies_name(results_name(plan))), results.parts)
+        self.by_plan[plan.id] = results
+        return results
+
+    async def stage(self, results: Results) -> None:
+        """Make results durable before they are reported as staged."""
+        await self._run(save_results, self._store, results)
+
+    def forget(self, base_round: int, pinned_round: int | None) -> None:
+        """Let old results go. `pinned_round`: of the oldest base that somebody downloads."""
+        oldest = base_round - KEPT_ROUNDS
+        if pinned_round is not None:
+            oldest = max(min(oldest, pinned_round), base_round - MAX_KEPT_ROUNDS)
+        for plan_id in [plan_id for plan_id, results in self.by_plan.items() if results.plan.round <= oldest]:
+            del self.by_plan[plan_id]
+        for name in (*self._store.names(RESULTS_OF), *self._store.names(BODIES_OF)):
+            if round_of(name) <= oldest:
+                self._store.delete(name)
+
+    # Completing what is missing ------------------------------------------------------------------------------------------
+
+    async def complete(self, commit: Commit, fetcher: Fetcher, peers: Iterable[str]) -> Results | None:
+        """The commit's results with every committed part, fetched from these peers where they are missing.
+
+        None when none of them has them any more.
+        """
+        donors = [fetcher.peers(peers)]
+        with contextlib.suppress(PeerUnreachable, WireError):
+            results = await self._of(commit, fetcher, donors)
+            await self._fetch_manifests(commit, results, fetcher, donors)
+            results.discard_unverified()
+            await self._fetch_parts(commit, results, fetcher, donors)
+            if all(results.verified(part) for part in results.committed(commit)):
+                return results
+        return None
+
+    async def _of(self, commit: Commit, fetcher: Fetcher, donors: Tiers) -> Results:
+        """What is kept of the commit's plan, under its revisions; at least the plan. Raises PeerUnreachable, WireError."""
+        results = self.by_plan.get(commit.plan)
+        if results is None:
+            content = single("plan", commit.plan, from_hex(commit.plan), MAX_FRAME_BYTES)
+            plan = unpack(Plan, bytes(await fetcher.fetch_single(content, donors)))
+            return self.begin(plan, commit.lost)
+        results = self.by_plan[commit.plan] = results.under(commit.lost)
+        return results
+
+    async def _fetch_manifests(self, commit: Commit, results: Results, fetcher: Fetcher, donors: Tiers) -> None:
+        """Those that the commit names. Raises PeerUnreachable when nobody has them."""
+        places = enumerate(zip(results.roots(), commit.roots, strict=True))
+        missing = [place for place, (mine, root) in places if root and mine != root]
+
+        async def keep(place: int, body: Body) -> None:
+            results.add_manifest(unpack(Manifest, bytes(body)))
+
+        content = Content("manifests", commit.plan, lambda place: Piece(commit.roots[place], MAX_FRAME_BYTES))
+        if await fetcher.fetch(content, missing, donors, keep):
+            raise PeerUnreachable("nobody has the manifests")
+
+    async def _fetch_parts(self, commit: Commit, results: Results, fetcher: Fetcher, donors: Tiers) -> None:
+        def piece(index: int) -> Piece:
+            part = results.parts[index]
+            return Piece(results.digest_of(part) or b"", part.encoded_bytes)
+
+        async def keep(index: int, body: Body) -> None:
+            results.put(index, body)
+
+        missing = [part.index for part in results.committed(commit) if part.index not in results.encoded]
+        await fetcher.fetch(Content("parts", commit.plan, piece), missing, donors, keep)
+
+    # Serving -------------------------------------------------------------------------------------------------------------
+
+    async def _plan(self, plan: str, index: int) -> Body | None:
+        return pack(self._find(plan).plan) if index == 0 else None
+
+    async def _manifest(self, plan: str, place: int) -> Body | None:
+        results = self._find(plan)
+        manifest = results.manifests.get(divmod(place, len(results.plan.members)))
+        return None if manifest is None else pack(manifest)
+
+    async def _part(self, plan: str, index: int) -> Body | None:
+        results = self._find(plan)
+        if not 0 <= index < len(results.parts) or not results.verified(results.parts[index]):
+            return None
+        return results.encoded[index]
+
+    def _find(self, plan: str) -> Results:
+        if plan not in self.by_plan:
+            raise Refused(Code.NOT_HERE, "no results of that plan here")
+        return self.by_plan[plan]

@@ -1,0 +1,119 @@
+"""What this peer trained and no round has included yet, and what becomes of it when the base changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spes_p2p.model.layout import Layout
+from spes_p2p.peer.exchange import Exchange
+from spes_p2p.rounds.accounting import Ledger
+from spes_p2p.rounds.base import Base
+from spes_p2p.rounds.codecs import GroupCodecs
+from spes_p2p.rounds.parts import Part, part_ranges
+from spes_p2p.rounds.reducer_residual import Carried
+from spes_p2p.rounds.results import Results
+from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.scratch import Scratch
+from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint
+from spes_p2p.training.interface import Trainer
+
+
+class OwnWork:
+    """The trainer of this peer with its ledger; a helper has no trainer, and only what its encodings dropped as a reducer.
+
+    Methods that compute are called in a worker thread.
+    """
+
+    def __init__(self, peer_id: str, layout: Layout, codecs: GroupCodecs, scratch: Scratch):
+        self.trainer: Trainer | None = None
+        self.ledger = Ledger(layout, part_ranges(layout, codecs), scratch)
+        self.carried = Carried(scratch)
+        self.codes_lost = False
+        """Was this peer restarted, so that a push of its last life may be in a round that it knows nothing of?"""
+        self._peer_id, self._layout = peer_id, layout
+
+    def announce(self, base: np.ndarray) -> None:
+        """Take what is pending now as the update of the next round; a helper has none."""
+        if self.trainer is not None:
+            self.ledger.announce(self.trainer, base)
+
+    def validation_loss(self, base: np.ndarray) -> float:
+        """Held-out loss of the base; work that is pending is set aside meanwhile. Called between two steps."""
+        trainer = self.trainer
+        assert trainer is not None
+        if not self.ledger.most_behind:
+            return trainer.validation_loss()
+        set_aside = self.ledger.set_aside(trainer, base)
+        trainer.load_base(base)
+        loss = trainer.validation_loss()
+        self.ledger.put_back(trainer, set_aside)
+        return loss
+
+    def checkpoint(self, store: Store, base: Base, before: str | None) -> Checkpoint:
+        """What the trainer has on top of this base. `before`: name of the checkpoint that is on disk."""
+        assert self.trainer is not None
+        return take_checkpoint(store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before)
+
+    def settle(self, old: Base, new: Base, results: Results, committed: set[int], exchanges: Sequence[Exchange]) -> int:
+        """A round was applied: what it included of this peer's work is in the base, the rest stays pending.
+
+        Returns the tokens of work that is given up, since it was left out of more than two rounds.
+        """
+        assert self.trainer is not None
+        me = results.plan.index(self._peer_id)
+
+        def included(index: int) -> bool:
+            return index in committed and me in results.contributors(results.parts[index])
+
+        sent = {index: each for exchange in exchanges for index, each in exchange.sent.items()}
+        if not exchanges:
+            sent = self._sent_before_restart(old, results, included)
+        accepted = [each for index, each in sent.items() if included(index)]
+        dropped = self.ledger.settle(self.trainer, old.values, new.values, accepted)
+        self.take_assignment(new)
+        return dropped
+
+    def rebase(self, old: Base, new: Base, keep_pending: bool, rolled_back: bool) -> int:
+        """The base was replaced by another one than the next round's; returns the tokens of work that is given up.
+
+        A rollback gives up everything that was trained since.
+        """
+        self.codes_lost = False
+        if rolled_back:
+            self.carried.clear()
+        if self.trainer is None:
+            return 0
+        if rolled_back:
+            dropped = self.ledger.give_up(self.trainer, new.values)
+        else:
+            dropped = self.ledger.rebase(self.trainer, old.values, new.values, keep_pending)
+        self.take_assignment(new)
+        return dropped
+
+    def take_assignment(self, base: Base) -> None:
+        """Train the experts that the plan of this base gives to this peer."""
+        if self.trainer is None:
+            return
+        assignment = base.assignment(self._peer_id)
+        owned = assignment.owned if assignment is not None else ()
+        if owned != self.trainer.owned:
+            self.ledger.change_owned(self.trainer, owned, base.values)
+
+    def _sent_before_restart(
+        self, base: Base, results: Results, included: Callable[[int], bool]
+    ) -> dict[int, tuple[Part, np.ndarray]]:
+        """What a push of the last life contributed: its codes were lost in the crash, so what is pending there counts as sent,
+        or it would be included twice."""
+        assert self.trainer is not None
+        sent, pushed = {}, dict[str, np.ndarray | None]()
+        for part in results.parts:
+            if included(part.index):
+                name, start = part.group.name, part.start - part.group.start
+                if name not in pushed:
+                    pushed[name] = self.ledger.may_be_sent(self.trainer, base.values, part.group)
+                values = pushed[name]
+                if values is not None:
+                    sent[part.index] = (part, values[start : start + part.size])
+        return sent

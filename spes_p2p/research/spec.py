@@ -1,0 +1,221 @@
+"""What an experiment file says: arms, their learning rates and seeds, and which runs follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from spes_p2p.config.campaign import CampaignConfig, Section, parse_campaign_config
+from spes_p2p.config.problems import broken_rule, validated
+from spes_p2p.config.types import Count, Positive, PositiveNumber, Text
+from spes_p2p.config.yaml_file import read_yaml_mapping
+from spes_p2p.errors import UserError
+
+Overrides = dict[str, dict[str, Any]]
+
+
+class Yardstick(Section):
+    """Between which arms the share of the gap is measured."""
+
+    alone: Text
+    centralised: Text
+
+
+class First(Section):
+    """Train a smaller model first, then split its experts (`upcycle.py`). The learning rate's schedule goes over both; moments
+    and whatever else counts steps (merging) begin anew, and the result's `series` is of the second stage."""
+
+    steps: Positive
+    """Of the arm's steps; the rest is the large model's."""
+    model: dict[str, Any]
+    """What is smaller: `{moe_num_experts: 4, moe_top_k: 1}`."""
+
+
+class Arm(Section):
+    """One way of training, compared with others at equal data and schedule."""
+
+    name: Text
+    mode: Literal["centralised", "diloco", "spes"] = "spes"
+    """centralised: one peer with the whole batch; diloco: every peer trains everything; spes: owned experts only."""
+    peers: Positive = 4
+    batch: Positive = 8
+    """Samples of one peer's step; a centralised arm takes peers x batch."""
+    sync_steps: Positive = 30
+    owners: Positive = 1
+    """Owners an expert has (spes)."""
+    learning_rates: tuple[PositiveNumber, ...]
+    """All are tried with the first seed, the best one with the others."""
+    seeds: Positive = 1
+    domains: Literal["mixed", "one a peer"] = "mixed"
+    """What text a peer trains on: all domains, or one, peer after peer; no peer then sees what another one has."""
+    campaign: Overrides = Field(default_factory=dict)
+    """Sections of the campaign file that differ: `outer: {shared_momentum: 0.9}`."""
+    first: First | None = None
+    """None: the model is what it is from the beginning."""
+    yardstick: Yardstick | None = None
+    """Where not the experiment's: an arm that changes what centralised training could change too has its own ends."""
+
+
+class Experiment(Section):
+    """An experiment file."""
+
+    name: Text
+    text: Text
+    """Prepared text, relative to the experiment file."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What computes; every arm runs there, with foreign experts stored in float32."""
+    campaign: Overrides
+    """Sections of the campaign file that all arms share: model, training."""
+    yardstick: Yardstick | None = None
+    evaluations: Positive = 12
+    """Times that the held-out loss is measured, at even distances."""
+    samples: Positive = 32
+    """Held-out samples of each domain, used each time."""
+    final_samples: Positive = 128
+    """The same at the end."""
+    measured_rounds: Count = 6
+    """Rounds for which the diagnostics are taken."""
+    pictured: tuple[Text, ...] = ()
+    """Arms that the pictures show; none named: all. The tables have all of them."""
+    note: str = ""
+    """What the report says below its tables."""
+    arms: tuple[Arm, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Experiment:
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) != len(names):
+            raise broken_rule("two arms have one name", "arms", next(name for name in names if names.count(name) > 1))
+        for name in self.pictured:
+            if name not in names:
+                raise broken_rule("must be the name of an arm of this file", "pictured", name)
+        return self
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: an arm at a learning rate, with a seed."""
+
+    experiment: Experiment
+    arm: Arm
+    rate: float
+    seed: int
+
+    @property
+    def config(self) -> CampaignConfig:
+        """The campaign that this run is. Raises UserError when the file asks for what no campaign can be."""
+        return parse_campaign_config(_campaign(self), f"arm {self.arm.name}")
+
+    @property
+    def members(self) -> int:
+        """Peers that train."""
+        return 1 if self.arm.mode == "centralised" else self.arm.peers
+
+    @property
+    def experts_per_peer(self) -> int:
+        """Most experts that one peer trains."""
+        experts = self.config.model.moe_num_experts
+        return experts if self.arm.mode != "spes" else -(-experts * min(self.arm.owners, self.members) // self.members)
+
+    @property
+    def stages(self) -> tuple[tuple[Run, int], ...]:
+        """Runs that follow each other, each with the step at which it begins."""
+        first, total = self.arm.first, self.config.training.total_steps
+        if first is None:
+            return ((self, 0),)
+        few = self._changed({"model": first.model, "training": {"total_steps": first.steps}})
+        return (few, 0), (self._changed({"training": {"total_steps": total - first.steps}}), first.steps)
+
+    def _changed(self, sections: Overrides) -> Run:
+        campaign = {name: dict(values) for name, values in self.arm.campaign.items()}
+        for section, values in sections.items():
+            campaign[section] = {**campaign.get(section, {}), **values}
+        return replace(self, arm=self.arm.model_copy(update={"first": None, "campaign": campaign}))
+
+    def key(self, text_digest: str) -> str:
+        """Names what the result depends on, as far as the files say: a run whose key is among the results is not done again.
+
+        Settings that no file gives do not count, so that a new one with a neutral default leaves old results valid.
+        """
+        config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
+        samples = self.experiment.final_samples
+        unusual: list[Any] = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
+        if self.arm.first is not None:
+            unusual.append(self.arm.first.model_dump(mode="json"))
+        content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *unusual], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read an experiment file. Raises UserError: one line with file, field and what would be right."""
+    file = read_yaml_mapping(path, "experiment file")
+    experiment = validated(Experiment, file.values, file.where)
+    for arm in experiment.arms:
+        try:
+            for stage, _ in Run(experiment, arm, arm.learning_rates[0], 0).stages:
+                parse_campaign_config(_campaign(stage), f"arm {arm.name}")
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    return experiment
+
+
+def open_runs(experiment: Experiment, losses: Mapping[tuple[str, float, int], float]) -> Iterator[Run]:
+    """Runs that remain, given the final losses of those that are done, by (arm, rate, seed): the most informative first.
+
+    With seed 0 every arm's first learning rate, then their second ones, ...; then seed after seed, each arm at its best rate.
+    """
+    for place in range(max(len(arm.learning_rates) for arm in experiment.arms)):
+        for arm in experiment.arms:
+            for rate in arm.learning_rates[place : place + 1]:
+                if (arm.name, rate, 0) not in losses:
+                    yield Run(experiment, arm, rate, 0)
+    for seed in range(1, max(arm.seeds for arm in experiment.arms)):
+        for arm in experiment.arms:
+            best = best_rate(arm, losses)
+            if seed < arm.seeds and best is not None and (arm.name, best, seed) not in losses:
+                yield Run(experiment, arm, best, seed)
+
+
+def best_rate(arm: Arm, losses: Mapping[tuple[str, float, int], float]) -> float | None:
+    """The learning rate with the lowest final loss at seed 0; None while the sweep is not complete."""
+    swept = {rate: losses[arm.name, rate, 0] for rate in arm.learning_rates if (arm.name, rate, 0) in losses}
+    return min(swept, key=lambda rate: swept[rate]) if len(swept) == len(arm.learning_rates) else None
+
+
+def _campaign(run: Run) -> dict[str, Any]:
+    arm, central = run.arm, run.arm.mode == "centralised"
+    sections: Overrides = {section: dict(values) for section, values in run.experiment.campaign.items()}
+    for section, values in _of_mode(run).items():
+        sections[section] = {**sections.get(section, {}), **values}
+    for section, values in arm.campaign.items():
+        sections[section] = {**sections.get(section, {}), **values}
+    batch = arm.batch * (arm.peers if central else 1)
+    training = sections["training"]
+    micro = training.get("micro_batch_size")
+    training |= {"batch_size": batch, "sync_steps": arm.sync_steps, "learning_rate": run.rate, "seed": run.seed}
+    training["micro_batch_size"] = min(micro, batch) if micro is not None else None
+    sections["model"] = {**sections["model"], "seed": run.seed}
+    return {"name": "experiment", "data": {"manifest": "-", "tokenizer": "-"}, **sections}
+
+
+def _of_mode(run: Run) -> Overrides:
+    evaluation = {"every_rounds": 0, "max_samples": run.experiment.samples}
+    sync = {"min_peers": run.members, "join_grace_s": 0.0}
+    if run.arm.mode == "centralised":
+        return {"evaluation": evaluation, "sync": {**sync, "codec": "none"}, "experts": {"redundancy": 1}}
+    owners = run.arm.peers if run.arm.mode == "diloco" else run.arm.owners
+    return {"evaluation": evaluation, "sync": sync, "experts": {"redundancy": owners}}
+
+
+def arm_named(experiment: Experiment, name: str) -> Arm:
+    """The arm of that name. Raises UserError when there is none."""
+    found: Sequence[Arm] = [arm for arm in experiment.arms if arm.name == name]
+    if not found:
+        raise UserError(f"experiment {experiment.name}: has no arm {name!r}")
+    return found[0]

@@ -1,0 +1,340 @@
+"""One training run: the life of real peers (`peer.py`) on the in-memory network under virtual time, watched from outside.
+
+Training, plan, exchange, commit, outer step, merge and accounting are the product's own; only clock, transport and disk are in
+memory. Every phase counts as equally fast, so that all peers do the same number of steps. A centralised run is a swarm of one
+peer with the whole batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from spes_p2p.campaign.genesis import make_genesis, save_base_0
+from spes_p2p.config.campaign import Campaign, CampaignConfig, TrainingConfig
+from spes_p2p.data.samples import SampleReader, Samples
+from spes_p2p.messages.samples import Interval
+from spes_p2p.model.build import State, initial_state, layout_of
+from spes_p2p.model.layout import Layout
+from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, RoundMeasured, WorkDropped
+from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.durable import voter_incarnation
+from spes_p2p.peer.life import Peer
+from spes_p2p.peer.node import Node
+from spes_p2p.research import probe
+from spes_p2p.research.series import RoundSeries
+from spes_p2p.research.spec import Run
+from spes_p2p.research.text import Text
+from spes_p2p.research.upcycle import split_experts
+from spes_p2p.rounds.outer import first_base
+from spes_p2p.rounds.plan import Rules
+from spes_p2p.storage.tensor_file import Source
+from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.training.interface import Phase, PhaseReport, Trainer
+from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.trainer import Reader, TorchTrainer
+
+Record = dict[str, Any]
+
+BOOTSTRAP = "bootstrap"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one peer did in a phase, kept when the round is measured."""
+
+    routed: tuple[int, ...]
+    tokens: int
+    owned: tuple[int, ...]
+    updates: Mapping[str, State]
+    """Local weights minus base by group."""
+    loss: float
+    """Held-out loss of the peer's local weights, before the round."""
+    routing: probe.Routing
+
+
+class WatchedTrainer(TorchTrainer):
+    """A trainer whose phases take equal time, and that shows its work where a round is measured."""
+
+    watch: Watch
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        """Do the phase's steps, at their place in the whole run's schedule."""
+        place = replace(phase, first_step=phase.first_step + self.watch.first_step, training=self.watch.schedule)
+        report = super().train(place, should_stop, on_step)
+        self.watch.trained(self, phase, report)
+        return replace(report, seconds=float(report.steps))
+
+    def optimizer_state(self) -> dict[str, Source]:
+        """None: nothing is restarted here, and saving moments every round would cost time."""
+        return {}
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to load."""
+
+
+@dataclass
+class Watch:
+    """Collects a run's results: held-out losses, bytes, and the diagnostics of some rounds."""
+
+    run: Run
+    config: CampaignConfig
+    judge: probe.Judge
+    base: State
+    schedule: TrainingConfig
+    """Of the whole run, whose stage this is."""
+    first_step: int
+    """Where in it the stage begins."""
+    curve: list[Record] = field(default_factory=list)
+    rounds: list[Record] = field(default_factory=list)
+    work: dict[int, list[Work]] = field(default_factory=dict)
+    sent_bytes: int = 0
+    """By all peers."""
+    failed: int = 0
+    dropped_tokens: int = 0
+    layout: Layout = field(init=False)
+    train_losses: list[float] = field(default_factory=list)
+    memory_bytes: int = 0
+    series: RoundSeries = field(default_factory=RoundSeries)
+    last_round: int = 0
+
+    def __post_init__(self) -> None:
+        self.layout = layout_of(self.config.model)
+
+    def trained(self, trainer: TorchTrainer, phase: Phase, report: PhaseReport) -> None:
+        """A phase ended: keep what the round's diagnostics need."""
+        self.memory_bytes = max(self.memory_bytes, trainer.state_bytes())
+        self.series.trained(phase.round, report, trainer.owned)
+        if phase.round not in spread(self.config.total_rounds, self.run.experiment.measured_rounds):
+            return
+        groups = [g for g in trainer.layout.groups if g.expert is None or g.expert in trainer.owned]
+        updates = {g.name: trainer.read(g) - self.base[g.start : g.stop] for g in groups}
+        loss = probe.loss_of(trainer.model, self.judge.fixed)
+        routing = probe.routing_of(trainer.model, self.judge.fixed)
+        self.work.setdefault(phase.round, []).append(
+            Work(report.routed, report.tokens, trainer.owned, updates, loss, routing)
+        )
+
+    def tell(self, peer: Peer, event: Event) -> None:
+        """What a peer told."""
+        if isinstance(event, RoundFailed):
+            self.failed += 1
+        elif isinstance(event, WorkDropped):
+            self.dropped_tokens += event.tokens
+        elif isinstance(event, PhaseTrained):
+            self.train_losses.append(event.loss)
+        elif isinstance(event, RoundMeasured):
+            self.series.measured(event)
+        elif isinstance(event, RoundCommitted):
+            self.sent_bytes += event.sent_bytes
+            if event.round > self.last_round:
+                self.last_round = event.round
+                self._committed(event, peer.replica.base.values)
+
+    def _committed(self, event: RoundCommitted, new: State) -> None:
+        experiment, total = self.run.experiment, self.config.total_rounds
+        if event.round in self.work:
+            self.rounds.append(self._diagnose(event, new, self.work.pop(event.round)))
+        if event.round in spread(total, experiment.evaluations):
+            last = event.round == total
+            losses = self.judge.losses(new, experiment.final_samples if last else experiment.samples)
+            self.curve.append({
+                "step": event.campaign_step, "tokens": event.total_tokens, "sent_bytes": self.sent_bytes // self.run.members,
+                "loss": float(np.mean(list(losses.values()))), "domains": losses,
+                "train_loss": float(np.mean(self.train_losses)) if self.train_losses else None,
+                "expert_similarity": probe.similarity(new, self.layout), "weight_norms": probe.norms(new, self.layout),
+            })
+            self.train_losses.clear()
+        self.base = new.copy()
+
+    def _diagnose(self, event: RoundCommitted, new: State, work: Sequence[Work]) -> Record:
+        layout, model = self.layout, self.config.model
+        before, after = self.judge.routing(self.base), self.judge.routing(new)
+        assignments = model.moe_top_k * model.num_hidden_layers * sum(w.tokens for w in work)
+        owner_tokens = np.sum([w.routed for w in work], axis=0)
+        peers: dict[str, list[State]] = {}
+        for each in work:
+            for name, update in each.updates.items():
+                peers.setdefault(layout.group(name).kind, []).append(update) if layout.group(name).expert is None else (
+                    peers.setdefault(name, []).append(update)
+                )
+        drifts = {name: found for name, updates in peers.items() if (found := probe.drift(updates)) is not None}
+        experts = [found for name, found in drifts.items() if name.startswith("expert.")]
+        if experts:
+            drifts = {n: d for n, d in drifts.items() if not n.startswith("expert.")}
+            drifts["expert"] = {key: float(np.mean([each[key] for each in experts])) for key in experts[0]}
+        return {
+            "round": event.round, "step": event.campaign_step, "tokens": event.total_tokens,
+            "drift": drifts,
+            "loss_before": float(np.mean([w.loss for w in work])),
+            "loss_after": self._fixed_loss(new),
+            "owner_share": (owner_tokens / assignments * layout.num_experts).tolist(),
+            "topk_agreement_local": float(np.mean([probe.agreement(w.routing, after) for w in work])),
+            "topk_agreement_base": probe.agreement(before, after),
+            "load_violation": probe.load_violation(after, layout.num_experts),
+            "owned_share_local": float(np.mean([sum(w.routed) / (assignments * w.tokens / sum(v.tokens for v in work))
+                                                for w in work])),
+            "owned_share_global": float(np.mean([probe.share_of(after, w.owned) for w in work])),
+            "expert_similarity": probe.similarity(new, layout),
+            "update_norms": probe.norms(new[: layout.size] - self.base[: layout.size], layout),
+            "weight_norms": probe.norms(new, layout),
+            "merge_alpha": event.merge_alpha,
+        }
+
+    def _fixed_loss(self, base: State) -> float:
+        return self.judge.loss(base, self.judge.fixed)
+
+
+def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: None) -> Record:
+    """Do a run from base 0 to its end; everything that is known of it, ready for JSON. `keep` gets the last base."""
+    started, cpu = time.monotonic(), time.process_time()
+    config, layout = run.config, layout_of(run.config.model)
+    watches: list[Watch] = []
+    for stage, first_step in run.stages:
+        base0 = _first_base_of(stage, watches[-1] if watches else None)
+        watch = Watch(stage, stage.config, _judge(stage, base0, text), base0, config.training, first_step)
+        readers = readers_of(run, text, first_step * config.training.batch_size * run.members)
+        run_virtual(_live(stage, stage.config, watch.layout, base0, readers, watch))
+        watches.append(watch)
+    last, peers = watches[-1], run.members
+    keep(last.base[: layout.size])
+    curve = _joined([watch.curve for watch in watches], ("step", "tokens", "sent_bytes"))
+    return {
+        "experiment": run.experiment.name, "arm": run.arm.name, "mode": run.arm.mode, "rate": run.rate, "seed": run.seed,
+        "device": run.experiment.device, "key": run.key(text.digest), "peers": peers, "owners": run.arm.owners,
+        "sync_steps": config.training.sync_steps,
+        "batch_tokens": config.training.batch_size * config.training.sequence_length,
+        "steps": config.training.total_steps,
+        "tokens": curve[-1]["tokens"], "loss": curve[-1]["loss"], "domains": curve[-1]["domains"],
+        "memory_bytes": max(watch.memory_bytes for watch in watches), "base_bytes": base0.nbytes,
+        "sent_bytes": sum(watch.sent_bytes for watch in watches) // peers,
+        "failed_rounds": sum(watch.failed for watch in watches),
+        "dropped_tokens": sum(watch.dropped_tokens for watch in watches),
+        "cpu_seconds": round(time.process_time() - cpu, 1), "seconds": round(time.monotonic() - started, 1),
+        "campaign": run.arm.campaign, "curve": curve,
+        "rounds": _joined([watch.rounds for watch in watches], ("round", "step", "tokens")),
+        "series": last.series.columns(),
+    }
+
+
+def _first_base_of(stage: Run, before: Watch | None) -> State:
+    """Fresh weights, or those of the stage before with its experts split."""
+    config = stage.config
+    layout = layout_of(config.model)
+    if before is None:
+        weights = initial_state(config.model)
+    else:
+        weights = split_experts(before.base[: before.layout.size], before.layout, layout, stage.seed)
+    return first_base(weights, layout, config.outer)
+
+
+def _judge(stage: Run, base0: State, text: Text) -> probe.Judge:
+    held_out = text.held_out_readers(stage.config.training.sequence_length)
+    return probe.Judge(stage.config, base0, held_out, stage.experiment.device)
+
+
+def _joined(stages: Sequence[Sequence[Record]], counted: Sequence[str]) -> list[Record]:
+    """The stages' records one after the other; what is counted goes on from where the stage before ended."""
+    joined: list[Record] = []
+    for records in stages:
+        before = {name: joined[-1][name] if joined else 0 for name in counted}
+        joined += [{**record, **{name: record[name] + before[name] for name in counted}} for record in records]
+    return joined
+
+
+def readers_of(run: Run, text: Text, first_sample: int = 0) -> list[Reader]:
+    """Each peer's training text. The plan hands out positions; each peer reads them in its own reader.
+
+    `first_sample`: as many samples were trained by an earlier stage.
+    """
+    training = run.config.training
+    if run.arm.domains == "mixed":
+        found = [text.reader(training.sequence_length, training.seed)] * run.members
+    else:
+        found = [
+            text.reader(training.sequence_length, training.seed, [text.domains[number % len(text.domains)]])
+            for number in range(run.members)
+        ]
+    return [_From(reader, first_sample) for reader in found] if first_sample else list(found)
+
+
+@dataclass(frozen=True)
+class _From:
+    """A reader without its first samples (of its first epoch)."""
+
+    reader: SampleReader
+    first: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.reader.num_samples - self.first
+
+    def read(self, interval: Interval) -> Samples:
+        return self.reader.read(Interval(interval.epoch, interval.start + self.first, interval.stop + self.first))
+
+    def read_spread(self, count: int) -> Samples:
+        return self.reader.read_spread(count)
+
+
+async def _live(
+    run: Run, config: CampaignConfig, layout: Layout, base0: State, readers: Sequence[Reader], watch: Watch
+) -> None:
+    """All lives on one network, until every trainer has come to the end of the campaign."""
+    campaign = Campaign(config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="0" * 64)
+    network = MemoryNetwork(run.seed)
+    world = in_memory_world(network, BOOTSTRAP)
+    genesis = make_genesis(campaign, BOOTSTRAP, base0, voter_incarnation(world.store, world.rng))
+    rules = Rules(config, campaign.hash, min(reader.num_samples for reader in readers))
+
+    save_base_0(world.store, genesis, base0)
+    node = Node(world, campaign, genesis, rules, "helper", {}, _Silent())
+    helper = Peer(node, layout, None, NOTHING_TO_TRAIN, _Silent(), lambda: b"", BOOTSTRAP)
+    network.run_peer(BOOTSTRAP, helper.run())
+    lives = []
+    for number, reader in enumerate(readers):
+        name, make_trainer = f"peer-{number}", partial(_trainer, run, config, watch, reader)
+        observer = _Teller(watch)
+        node = Node(in_memory_world(network, name), campaign, genesis, rules, "trainer", {}, observer)
+        observer.peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
+        lives.append(network.run_peer(name, observer.peer.run()))
+    await asyncio.gather(*lives)
+    helper.leave()
+
+
+def _trainer(
+    run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State, owned: tuple[int, ...]
+) -> Trainer:
+    options = TrainingOptions(stored="fp32")
+    trainer = WatchedTrainer(config, base, owned, reader, device=run.experiment.device, options=options)
+    trainer.watch = watch
+    return trainer
+
+
+class _Silent:
+    def tell(self, event: Event) -> None:
+        """Nothing."""
+
+
+class _Teller:
+    """Passes one peer's events on, with the peer."""
+
+    peer: Peer
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
+
+    def tell(self, event: Event) -> None:
+        """Pass it on."""
+        if hasattr(self, "peer"):
+            self._watch.tell(self.peer, event)
+
+
+def spread(total: int, count: int) -> frozenset[int]:
+    """At most `count` rounds of 1 to `total`, at even distances; the last one is among them."""
+    return frozenset(-(-total * i // count) for i in range(1, count + 1)) if count else frozenset()

@@ -1,0 +1,106 @@
+"""The text of learning experiments: several domains, each tokenized for itself, with a small tokenizer of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from spes_p2p.config.campaign import ModelConfig
+from spes_p2p.data.documents import read_documents
+from spes_p2p.data.local_files import open_corpus
+from spes_p2p.data.manifest import MANIFEST_NAME, Manifest, read_manifest
+from spes_p2p.data.samples import SampleReader
+from spes_p2p.data.token_files import TokenArray
+from spes_p2p.data.tokenizers import END_OF_TEXT, train_tokenizer
+from spes_p2p.data.tokenizing import tokenize
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import State
+from spes_p2p.model.export import export_checkpoint
+
+TRAIN, HELD_OUT = "train", "val"
+SUFFIX = ".jsonl.zst"
+TOKENIZER = "tokenizer.json"
+EVERY, CHARACTERS = 8, 20_000
+"""The tokenizer is trained on the beginning of every eighth document."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prepared folder: token files of each domain."""
+
+    train: Mapping[str, Sequence[TokenArray]]
+    held_out: Mapping[str, Sequence[TokenArray]]
+    digest: str
+    """`text_digest` of the folder."""
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the domains, sorted."""
+        return tuple(sorted(self.train))
+
+    def reader(self, sequence_length: int, seed: int, domains: Sequence[str] = ()) -> SampleReader:
+        """Training samples of these domains (default: all) in a shuffled order, one sample a piece."""
+        files = [file for domain in domains or self.domains for file in self.train[domain]]
+        return SampleReader(files, sequence_length, seed, piece_samples=1)
+
+    def held_out_readers(self, sequence_length: int) -> dict[str, SampleReader]:
+        """Held-out samples by domain."""
+        return {domain: SampleReader(self.held_out[domain], sequence_length, 0) for domain in self.domains}
+
+
+def prepare(source: Path, output: Path, vocab_size: int) -> None:
+    """Tokenize `{domain}.train.jsonl.zst` and `{domain}.val.jsonl.zst` of a folder into `output`. Raises UserError."""
+    domains = sorted(path.name.partition(".")[0] for path in source.glob(f"*.{TRAIN}{SUFFIX}"))
+    if not domains:
+        raise UserError(f"{source}: holds no *.{TRAIN}{SUFFIX}; name a folder with one such file a domain")
+    output.mkdir(parents=True, exist_ok=True)
+    beginnings = (text for domain in domains for text in _beginnings(source / f"{domain}.{TRAIN}{SUFFIX}"))
+    train_tokenizer(beginnings, vocab_size).save(str(output / TOKENIZER), pretty=False)
+    for domain in domains:
+        for part in (TRAIN, HELD_OUT):
+            path = source / f"{domain}.{part}{SUFFIX}"
+            tokenize([path], output / TOKENIZER, output, prefix=f"{domain}_{part}_", overwrite=True)
+
+
+def open_text(folder: Path) -> Text:
+    """A folder that `prepare` made. Raises UserError when there is none."""
+    manifests = _manifests(folder)
+    train, held_out = (
+        {name.removesuffix(f"_{part}_{MANIFEST_NAME}"): open_corpus(manifest, [folder])
+         for name, manifest in manifests.items() if name.endswith(f"_{part}_{MANIFEST_NAME}")}
+        for part in (TRAIN, HELD_OUT)
+    )
+    return Text(train, held_out, text_digest(folder))
+
+
+def text_digest(folder: Path) -> str:
+    """Of all token files of a prepared folder: results on other text are other results. Raises UserError when there is none."""
+    files = (file.sha256 for manifest in _manifests(folder).values() for file in manifest.files)
+    return hashlib.sha256("".join(files).encode()).hexdigest()
+
+
+def endpoint_of(folder: Path, key: str) -> Path:
+    """Where the checkpoint of a run's end lies, in a prepared folder."""
+    return folder / "endpoints" / key
+
+
+def keep_endpoint(folder: Path, key: str, model: ModelConfig, weights: State) -> None:
+    """Export the end of a run for `tools/experiments evaluate`; one of an earlier attempt is replaced."""
+    output = endpoint_of(folder, key)
+    shutil.rmtree(output, ignore_errors=True)
+    export_checkpoint(model, weights, folder / TOKENIZER, END_OF_TEXT, None, output)
+
+
+def _manifests(folder: Path) -> dict[str, Manifest]:
+    manifests = {path.name: read_manifest(path) for path in sorted(folder.glob(f"*{MANIFEST_NAME}"))}
+    if not manifests:
+        raise UserError(f"{folder}: holds no prepared text; make it: tools/experiments prepare --text FOLDER --output {folder}")
+    return manifests
+
+
+def _beginnings(path: Path) -> Iterator[str]:
+    return (text[:CHARACTERS] for text, _ in islice(read_documents(path, "text"), 0, None, EVERY))

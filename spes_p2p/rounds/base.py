@@ -1,0 +1,137 @@
+"""The base on disk: the values, the commit that they belong to, and the plan that led there (it holds this phase's
+assignments).
+
+The values come first, so that they can be memory-mapped as they lie; then the header and its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spes_p2p.errors import UserError
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.rounds import Assignment, Plan
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, root_digest, state_digest
+from spes_p2p.storage.interfaces import Draft, Store
+from spes_p2p.storage.store import frame_record, read_frame
+
+BASE = "base"
+LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Base:
+    """What all members agreed on at one commit, bit for bit."""
+
+    commit: str
+    round: int
+    values: np.ndarray
+    """float32 `[base_size]` (outer.py): weights, then outer momentum; never written to; memory-mapped, or `in_memory`."""
+    digest: str
+    plan: Plan | None
+    """The plan of that round; None for base 0 and for a base that was downloaded."""
+
+    def assignment(self, peer: str) -> Assignment | None:
+        """What the peer has to do in the phase after this base."""
+        index = self.plan.index(peer) if self.plan is not None else None
+        return None if self.plan is None or index is None else self.plan.assignments[index]
+
+
+@dataclass(frozen=True)
+class StagedBase:
+    """A base that is written and in use, and not yet durable."""
+
+    base: Base
+    digests: bytes
+    """Of each piece (digest.py)."""
+    draft: Draft
+
+
+@dataclass(frozen=True)
+class _Header:
+    commit: str
+    round: int
+    elements: int
+    digest: str
+    plan: Plan | None
+
+
+def stage_base(
+    store: Store, commit: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray], name: str = BASE
+) -> StagedBase:
+    """Write a base piece by piece beside the stored one. `pieces`: float32, PIECE_ELEMENTS each but the last.
+
+    The stored one stays until the draft is committed.
+    """
+    draft, elements = store.draft(name), 0
+    digests: list[bytes] = []
+    for piece in pieces:
+        digests.append(write_piece(draft, len(digests), piece))
+        elements += piece.size
+    return close_base(draft, commit, round_number, plan, elements, b"".join(digests))
+
+
+def write_piece(draft: Draft, number: int, piece: np.ndarray) -> bytes:
+    """Put one piece of a base into its draft; returns its digest."""
+    draft.write(4 * PIECE_ELEMENTS * number, np.ascontiguousarray(piece, "<f4").data)
+    return piece_digest(piece)
+
+
+def close_base(
+    draft: Draft, commit: str, round_number: int, plan: Plan | None, elements: int, digests: bytes
+) -> StagedBase:
+    """Write a base's header behind its pieces, and map it."""
+    digest = root_digest(digests)
+    header = frame_record(pack(_Header(commit, round_number, elements, digest, plan)))
+    draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
+    values = np.frombuffer(draft.view(), "<f4", elements)
+    return StagedBase(Base(commit, round_number, values, digest, plan), digests, draft)
+
+
+def in_memory(base: Base) -> Base:
+    """The same base with its values in memory of this process, not in a mapped file."""
+    values = np.array(base.values)
+    values.flags.writeable = False
+    return replace(base, values=values)
+
+
+def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:
+    """Views of a whole base's pieces."""
+    return (values[a : a + PIECE_ELEMENTS] for a in range(0, values.size, PIECE_ELEMENTS))
+
+
+def save_base(store: Store, base: Base, name: str = BASE) -> None:
+    """Replace the stored base, durably and whole."""
+    stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name).draft.publish()
+
+
+def load_base(store: Store, elements: int, where: str, name: str = BASE) -> Base | None:
+    """The stored base, checked against its digest; None when there is none. Raises UserError when it is damaged.
+
+    `where` names the run-dir in that message.
+    """
+    blob = store.read(name)
+    if blob is None:
+        return None
+    damaged = UserError(f"{where}/{name}: cut short or damaged; delete this file to download the base again")
+    try:
+        end = len(blob) - LENGTH_BYTES
+        start = end - int.from_bytes(blob[end:], "little")
+        if not 0 <= start <= end:
+            raise damaged
+        header = unpack(_Header, read_frame(blob[start:end])[0])
+        if 4 * header.elements != start:
+            raise damaged
+        values = np.frombuffer(blob, "<f4", header.elements)
+    except ValueError:
+        raise damaged from None
+    if header.elements != elements:
+        raise UserError(
+            f"{where}/{name}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
+        )
+    if state_digest(values) != header.digest:
+        raise damaged
+    return Base(header.commit, header.round, values, header.digest, header.plan)

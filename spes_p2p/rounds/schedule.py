@@ -1,0 +1,38 @@
+"""The training schedule of a phase: the campaign's own, with the changes that the owner ordered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
+from spes_p2p.errors import UserError
+from spes_p2p.messages.consensus import Control
+
+SCHEDULE_FIELDS = ("learning_rate", "min_lr_ratio", "sync_steps", "total_steps", "warmup_steps")
+"""Fields of `training` that the owner can change while the campaign runs."""
+
+
+def scheduled(config: CampaignConfig, control: Control | None, round_number: int) -> CampaignConfig:
+    """The campaign's rules in the phase that leads to this round, where this record holds.
+
+    A change that would break a rule is left out, by everybody alike; the owner's command signs none.
+    """
+    for change in control.changes if control is not None else ():
+        if change.round <= round_number:
+            with contextlib.suppress(UserError):
+                config = changed(config, change.training, "control record")
+    return config
+
+
+def changed(config: CampaignConfig, training: str, where: str) -> CampaignConfig:
+    """The rules with these fields of `training` (JSON). Raises UserError naming `where`, the field and what would be right."""
+    try:
+        fields = dict(json.loads(training))
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"{where}: a change is a JSON object of fields of training") from None
+    unknown = sorted(set(fields) - set(SCHEDULE_FIELDS))
+    if unknown:
+        raise UserError(f"{where}: training.{unknown[0]} cannot be changed; give one of {', '.join(SCHEDULE_FIELDS)}")
+    raw = config.model_dump()
+    return parse_campaign_config({**raw, "training": {**raw["training"], **fields}}, where)

@@ -1,0 +1,66 @@
+"""Known answers of the arithmetic that all peers repeat. A machine that computes them otherwise must not join."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from spes_p2p.config.campaign import OuterConfig
+from spes_p2p.errors import UserError
+from spes_p2p.messages.rounds import Member, Merge
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.codecs import CODECS, GroupCodecs
+from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.parts import part_table
+
+KNOWN_ANSWER = "c3aa12a8ae07adfffa57730dd0528314d7d550663214730dc1efb294bcf6d327"
+
+
+def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base) -> None:
+    """Raises UserError when decoding, the outer step or the merge give other bits here than everywhere else.
+
+    `step` makes the pieces of the next base.
+    """
+    found = _answer(step)
+    if found != KNOWN_ANSWER:
+        raise UserError(
+            f"this machine's float32 arithmetic differs from the swarm's (self-test {found[:12]}, not {KNOWN_ANSWER[:12]}); "
+            "a library may have switched denormals off: this machine cannot train with others"
+        )
+
+
+def _answer(step: Callable[..., Iterable[np.ndarray]]) -> str:
+    """Hex digest over a small round in every codec, with and without momentum, with denormals, signed zeros, large values."""
+    layout = Layout(
+        [TensorSpec("shared", (64,), "shared")]
+        + [
+            TensorSpec(f"layers.0.experts.{e}.{name}", shape, "expert", 0, e)
+            for e in range(3)
+            for name, shape in (("gate_up_proj", (8, 4)), ("down_proj", (4, 4)))
+        ]
+    )
+    momentum = OuterConfig(shared_learning_rate=0.7, shared_momentum=0.9, experts_learning_rate=0.3, experts_momentum=0.5)
+    base = _values(base_size(layout, momentum), 1)
+    digest = hashlib.sha256()
+    members = (Member("a", 3, (5, 0, 2), 1.0),)
+    merge = Merge(0.1, (((1, 2), (2,), ()),))
+    for codec in CODECS.values():
+        parts = part_table(layout, members, GroupCodecs(codec, codec, codec), 64)
+        update = _values(layout.size, 2)
+        encoded = {part.index: codec.encode(update[part.start : part.stop]) for part in parts}
+        for outer in (OuterConfig(), momentum):
+            for piece in step(base, layout, parts, encoded, merge, outer):
+                digest.update(piece.astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+def _values(count: int, seed: int) -> np.ndarray:
+    """float32 values spread over many exponents, by integer arithmetic alone."""
+    words = np.frombuffer(hashlib.shake_256(bytes([seed])).digest(4 * count), "<u4").copy()
+    exponents = np.uint32(96) + (words >> np.uint32(24)) % np.uint32(40)
+    bits = (words & np.uint32(0x807FFFFF)) | (exponents << np.uint32(23))
+    bits[:4] = [0x80000000, 0x00000001, 0x80000001, 0x007FFFFF]
+    return bits.view(np.float32)

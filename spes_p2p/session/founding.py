@@ -1,0 +1,60 @@
+"""What a bootstrap peer starts from: the genesis commit, with base 0 where it is the first one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, read_run_dir
+from spes_p2p.campaign.genesis import make_genesis, save_base_0
+from spes_p2p.config.addresses import peer_of
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.errors import UserError
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.peer.durable import voter_incarnation
+from spes_p2p.rounds.base import BASE
+from spes_p2p.rounds.digest import state_digest
+from spes_p2p.rounds.outer import base_size
+from spes_p2p.storage.interfaces import Store
+
+
+def founded(files: CampaignFiles, run_dir: Path, store: Store, bootstrap: str) -> Commit:
+    """The genesis commit that this run-dir holds, or a new one; base 0 is made once and kept there. Raises UserError."""
+    config = files.campaign.config
+    known = read_run_dir(run_dir)
+    if known is not None:
+        check_run_dir(files, known[1], run_dir)
+        if store.read(BASE) is None and state_digest(values := _base_0(config, store)) == known[1].base_digest:
+            save_base_0(store, known[1], values)
+        return known[1]
+    values = _base_0(config, store)
+    genesis = make_genesis(files.campaign, bootstrap, values, voter_incarnation(store, random.Random()))
+    if store.read(BASE) is None:
+        save_base_0(store, genesis, values)
+    return genesis
+
+
+async def fetch_genesis(board: RpcEndpoint, others: Sequence[str], files: CampaignFiles, run_dir: Path) -> Commit:
+    """The genesis commit that other bootstrap peers serve. Raises UserError when their campaign is not this one."""
+    theirs, genesis = await fetch_campaign(board, [peer_of(address) for address in others])
+    if theirs.campaign.hash != files.campaign.hash:
+        raise UserError(
+            f"--peer {others[0]}: has campaign {theirs.campaign.config.name} ({theirs.campaign.hash[:12]}), not "
+            f"{files.campaign.config.name} ({files.campaign.hash[:12]}); give all bootstrap peers the same files"
+        )
+    check_run_dir(files, genesis, run_dir)
+    return genesis
+
+
+def _base_0(config: CampaignConfig, store: Store) -> np.ndarray:
+    """Initial weights with momentum 0, in a file until they are written as a base."""
+    layout = layout_of(config.model)
+    values = store.scratch("aside", base_size(layout, config.outer))
+    initial_state(config.model, values[: layout.size])
+    values[layout.size :] = 0
+    return values

@@ -1,0 +1,84 @@
+"""A peer's place in the swarm: its libp2p network, its world and node, and its end when the daemon ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+from spes_p2p.campaign.files import CampaignFiles
+from spes_p2p.config.addresses import listen_beside
+from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.errors import Broken
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.net.checkup import Checkup
+from spes_p2p.net.interfaces import World
+from spes_p2p.net.libp2p import Libp2p, check_addresses, start_libp2p
+from spes_p2p.net.limits import limited_line
+from spes_p2p.net.reachability import probe_dialable
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.observe.events import Observer
+from spes_p2p.observe.metrics import Metrics
+from spes_p2p.peer.node import Node
+from spes_p2p.rounds.plan import Rules
+from spes_p2p.session.run_dir import made_run_dir
+from spes_p2p.storage.interfaces import Store
+
+FIRST_CONTACT_SILENCE_S = 10.0
+"""Silence timeout while the campaign's own is not known yet."""
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[tuple[Libp2p, bool]]:
+    """In the swarm's DHT, with the identity of the run-dir; and whether others can dial this peer.
+
+    Raises UserError (also for a metrics port in use, before anything is started).
+    """
+    if settings.metrics_port:
+        Metrics().serve(settings.metrics_port, settings.metrics_host).close()
+    listen = settings.listen or listen_beside(addresses)
+    check_addresses(listen, settings.announce, addresses)
+    with made_run_dir(settings.run_dir):
+        dialable = await probe_dialable(addresses, listen, settings.announce) if addresses else True
+        net = await start_libp2p(
+            settings.identity_path, listen, settings.announce, addresses, reachability="public" if dialable else "private"
+        )
+        try:
+            yield net, dialable
+        finally:
+            await net.close()
+
+
+def first_contact(net: Libp2p) -> RpcEndpoint:
+    """For asking about the campaign before there is a node."""
+    return RpcEndpoint(net.transport, FIRST_CONTACT_SILENCE_S)
+
+
+def world_of(net: Libp2p, store: Store, settings: PeerConfig) -> World:
+    """The real world around a peer, within the rates that the settings allow."""
+    return net.world(store, limited_line(settings.max_upload, settings.max_download))
+
+
+async def make_node(
+    net: Libp2p, world: World, files: CampaignFiles, genesis: Commit, role: str, observer: Observer
+) -> Node:
+    """A node of the campaign; it answers peers that examine themselves against it from now on."""
+    rules = Rules(files.campaign.config, files.campaign.hash, files.num_samples)
+    node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer)
+    await Checkup(time.time, net.transport.seen_at).serve(node.board)
+    return node
+
+
+async def live_on(net: Libp2p, life: Coroutine[Any, Any, None]) -> None:
+    """Run a peer's life as long as its libp2p daemon lives. Raises Broken when the daemon ends first."""
+    living = asyncio.ensure_future(life)
+    gone = asyncio.ensure_future(net.wait_daemon_exit())
+    await asyncio.wait({living, gone}, return_when=asyncio.FIRST_COMPLETED)
+    await end_tasks([gone])
+    if not living.done():
+        await end_tasks([living])
+        raise Broken("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
+    await living

@@ -1,0 +1,86 @@
+"""The observers of one peer: status, metrics, journal, console and tracker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+from spes_p2p.campaign.files import CampaignFiles
+from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.messages.methods import HISTORY
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.tasks import beside
+from spes_p2p.observe.console import RoundLog
+from spes_p2p.observe.events import Observer, Observers
+from spes_p2p.observe.history import History
+from spes_p2p.observe.metrics import Metrics
+from spes_p2p.observe.progress import ProgressLine
+from spes_p2p.observe.status import StatusBoard
+from spes_p2p.observe.tracker import Tracker
+from spes_p2p.observe.units import short_peer
+from spes_p2p.peer.history_sync import remember, serving
+from spes_p2p.peer.node import Node
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """The observers, and those among them that others ask."""
+
+    observers: Observers
+    board: StatusBoard
+    history: History
+
+    def status(self) -> bytes:
+        """What a status call gets."""
+        return self.board.status.to_bytes()
+
+
+@contextlib.contextmanager
+def watching(
+    files: CampaignFiles, settings: PeerConfig, peer_id: str, role: str, more: Sequence[Observer] = ()
+) -> Iterator[Watchers]:
+    """The observers that the settings ask for and `more`, as long as the block runs."""
+    config, campaign_hash = files.campaign.config, files.campaign.hash
+    status = PeerStatus(
+        peer_id=peer_id, role=role, campaign=config.name, campaign_hash=campaign_hash, total_rounds=config.total_rounds
+    )
+    board = StatusBoard(status, time.monotonic)
+    metrics = Metrics(peer_id, config.name, campaign_hash)
+    history = History(peer_id, settings.run_dir)
+    progress = ProgressLine(board)
+    server = metrics.serve(settings.metrics_port, settings.metrics_host) if settings.metrics_port is not None else None
+    if server is not None:
+        logger.info("metrics on %s", server.url)
+    try:
+        tracker = _tracker(files, settings, f"{role} {short_peer(peer_id)}")
+        trackers = [] if tracker is None else [tracker]
+        log = RoundLog(board, time.monotonic)
+        progress.start()
+        yield Watchers(Observers(board, metrics, history, log, progress, *trackers, *more), board, history)
+        if tracker is not None:
+            tracker.close()
+    finally:
+        progress.close()
+        history.close()
+        if server is not None:
+            server.close()
+
+
+@contextlib.asynccontextmanager
+async def remembering(node: Node, history: History) -> AsyncIterator[None]:
+    """Serve what this peer remembers of the rounds, and complete it from others, as long as the block runs."""
+    await node.board.serve(HISTORY, serving(history.rounds, time.time))
+    async with beside(remember(node, history)):
+        yield
+
+
+def _tracker(files: CampaignFiles, settings: PeerConfig, name: str) -> Tracker | None:
+    if settings.tracker == "none":
+        return None
+    config = files.campaign.config
+    return Tracker(settings.tracker, config.name, name, config.model_dump(mode="json"))

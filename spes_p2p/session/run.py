@@ -1,0 +1,155 @@
+"""Peers in the real world: libp2p, disk, clock, signals and observers put together around a life (`life.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_run_dir
+from spes_p2p.config.addresses import peer_of
+from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.errors import NobodyAnswers
+from spes_p2p.model.build import layout_of
+from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
+from spes_p2p.net.reachability import Reachability, describe
+from spes_p2p.net.tasks import beside
+from spes_p2p.observe.console import farewell
+from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.life import Peer
+from spes_p2p.rounds.archive import Archive
+from spes_p2p.session.extension import NO_EXTENSION, Extension
+from spes_p2p.session.founding import fetch_genesis, founded
+from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
+from spes_p2p.session.observers import remembering, watching
+from spes_p2p.session.resources import choose_resources
+from spes_p2p.session.signals import leave_on_signals
+from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
+from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.training.trainer import TorchTrainer
+
+logger = logging.getLogger(__name__)
+
+WARN_EVERY_TRIES = 12
+"""While nobody answers, warn about once in two minutes."""
+
+
+async def run_bootstrap(
+    files: CampaignFiles,
+    settings: PeerConfig,
+    others: Sequence[str],
+    on_address: Callable[[str], None],
+    extension: Extension = NO_EXTENSION,
+) -> None:
+    """Be a bootstrap peer of a campaign until a signal comes: the first one, or one more beside `others`.
+
+    Started again on its run-dir it goes on without the others when none of them answers. `on_address` gets the address that
+    volunteers join with.
+    """
+    try:
+        async with connected(settings, others) as (net, dialable):
+            if not dialable:
+                logger.warning("others cannot dial this bootstrap peer: volunteers cannot join by its address; open its port")
+            async with beside(net.keep_finding(others)):
+                await _live_as_bootstrap(net, files, settings, others, on_address, extension)
+    except NobodyAnswers as error:
+        if read_run_dir(settings.run_dir) is None:
+            raise
+        logger.warning("%s; starting without them", error)
+        async with connected(settings, ()) as (net, _), beside(net.keep_finding(others)):
+            await _live_as_bootstrap(net, files, settings, (), on_address, extension)
+
+
+async def _live_as_bootstrap(
+    net: Libp2p,
+    files: CampaignFiles,
+    settings: PeerConfig,
+    others: Sequence[str],
+    on_address: Callable[[str], None],
+    extension: Extension,
+) -> None:
+    store = DirectoryStore(settings.run_dir)
+    if others:
+        genesis = await fetch_genesis(first_contact(net), others, files, settings.run_dir)
+    else:
+        genesis = await asyncio.to_thread(founded, files, settings.run_dir, store, net.identity.peer_id)
+    keep_campaign(files, genesis, settings.run_dir)
+    with watching(files, settings, net.identity.peer_id, "helper", extension.observers) as watchers:
+        world = extension.around(world_of(net, store, settings))
+        node = await make_node(net, world, files, genesis, "helper", watchers.observers)
+        await serve_text(node, await asyncio.to_thread(text_to_serve, files, settings.run_dir))
+        helper = Peer(
+            node, layout_of(files.campaign.config.model), None, NOTHING_TO_TRAIN, watchers.observers, watchers.status,
+            str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
+        )
+        leave_on_signals(helper.leave)
+        async with remembering(node, watchers.history):
+            on_address(net.transport.addresses[0])
+            await live_on(net, helper.run())
+
+
+async def run_join(
+    addresses: Sequence[str],
+    settings: PeerConfig,
+    on_joined: Callable[[CampaignFiles, str], None],
+    extension: Extension = NO_EXTENSION,
+) -> None:
+    """Train in the campaign at these addresses until it is complete or a signal comes.
+
+    Started again on its run-dir it waits until somebody answers there: the bootstrap peer may be away for a while too.
+    """
+    tries = 0
+    while True:
+        try:
+            return await _join(addresses, settings, on_joined, extension)
+        except NobodyAnswers as error:
+            if read_run_dir(settings.run_dir) is None:
+                raise
+            if tries % WARN_EVERY_TRIES == 0:
+                logger.warning("%s; trying again until somebody answers", error)
+        tries += 1
+        await asyncio.sleep(FIND_EVERY_S)
+
+
+async def _join(
+    addresses: Sequence[str],
+    settings: PeerConfig,
+    on_joined: Callable[[CampaignFiles, str], None],
+    extension: Extension,
+) -> None:
+    async with connected(settings, addresses) as (net, dialable):
+        peers = [peer_of(address) for address in addresses]
+        files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
+        config = files.campaign.config
+        check_run_dir(files, genesis, settings.run_dir)
+        resources = choose_resources(settings, config)
+        shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
+        keep_campaign(files, genesis, settings.run_dir)
+        on_joined(files, net.transport.addresses[0])
+        logger.info("room for %s", resources.description)
+        if not dialable:
+            logger.warning("%s", describe(dialable))
+
+        store = DirectoryStore(settings.run_dir)
+        with watching(files, settings, net.identity.peer_id, "trainer", extension.observers) as watchers:
+            world = extension.around(world_of(net, store, settings))
+            node = await make_node(net, world, files, genesis, "trainer", watchers.observers)
+            library = await serve_text(node, shelf)
+            text, held_out = make_readers(files, shelf, library)
+
+            def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
+                return TorchTrainer(config, base, owned, text, held_out, resources.device, resources.options)
+
+            reachability = Reachability(node.board, net.transport, node.others, node.world.rng, dialable)
+            capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)
+            peer = Peer(
+                node, layout_of(config.model), make_trainer, capacity, watchers.observers, watchers.status,
+                str(settings.run_dir), base_in_memory=settings.base == "ram",
+            )
+            leave_on_signals(peer.leave)
+            around = (reachability.keep_measuring(), net.keep_finding(addresses))
+            async with remembering(node, watchers.history), beside(*around):
+                await live_on(net, peer.run())
+            logger.info("%s", farewell(watchers.board.status, watchers.history.rounds.records, settings.run_dir))

@@ -1,0 +1,58 @@
+"""A peer's run-dir: made for a start that may fail, and read for its last base."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, read_run_dir
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
+from spes_p2p.rounds.archive import archived_rounds, load_archived
+from spes_p2p.rounds.base import Base, load_base
+from spes_p2p.rounds.outer import base_size
+from spes_p2p.storage.store import DirectoryStore
+
+
+@contextlib.contextmanager
+def made_run_dir(run_dir: Path) -> Iterator[None]:
+    """Make the run-dir. After a UserError, while it holds no campaign yet, remove what was written since.
+
+    Raises UserError when it cannot be made.
+    """
+    before = set(run_dir.iterdir()) if run_dir.is_dir() else None
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be a run-dir ({error.strerror}); choose another --run-dir") from None
+    try:
+        yield
+    except UserError:
+        if not (run_dir / CAMPAIGN_FILE).exists():
+            for path in set(run_dir.iterdir()) - (before or set()):
+                path.unlink()
+            if before is None:
+                run_dir.rmdir()
+        raise
+
+
+def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[CampaignFiles, Base]:
+    """The campaign and the last committed base of a run-dir, or one that is archived there.
+
+    Raises UserError when there is none or it is damaged.
+    """
+    known = read_run_dir(run_dir)
+    if known is None:
+        raise UserError(f"{run_dir}: not a peer's run-dir (it holds no campaign); give the --run-dir of a peer")
+    config = known[0].campaign.config
+    store, size = DirectoryStore(run_dir), base_size(layout_of(config.model), config.outer)
+    base = load_base(store, size, str(run_dir))
+    if round_number is not None and (base is None or base.round != round_number):
+        base = load_archived(store, round_number, size, str(run_dir))
+        if base is None:
+            kept = ", ".join(map(str, archived_rounds(store))) or "none"
+            raise UserError(f"--round {round_number}: not kept in {run_dir}; rounds archived there: {kept}")
+    if base is None:
+        raise UserError(f"{run_dir}: holds no base yet; wait until the peer has downloaded one")
+    return known[0], base

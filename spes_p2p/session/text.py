@@ -1,0 +1,90 @@
+"""The campaign's text at a peer: what lies on this machine, what is served, and the readers that fetch the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spes_p2p.campaign.files import CampaignFiles
+from spes_p2p.content.tokens import TokenLibrary
+from spes_p2p.data.local_files import find_hashes, find_local, locate_file
+from spes_p2p.data.manifest import HASHES, Manifest
+from spes_p2p.data.pieces import pieces_of_samples
+from spes_p2p.data.samples import SampleReader
+from spes_p2p.data.shelf import TokenShelf
+from spes_p2p.errors import UserError
+from spes_p2p.peer.node import Node
+
+logger = logging.getLogger(__name__)
+
+VERIFIED_FILE, TOKENS_FOLDER = "verified_files.json", "tokens"
+
+
+def open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int) -> TokenShelf:
+    """What this machine has of the text, verified; the rest is fetched when it is trained on. Raises UserError."""
+    local = {
+        file: path
+        for manifest in files.manifests
+        for file, path in find_local(manifest, files.folders, run_dir / VERIFIED_FILE).items()
+    }
+    return _with_hash_lists(TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local, cache_bytes), files)
+
+
+def text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
+    """As `open_text`, for a peer that does not train: it verifies what it is asked for, and goes without what is not there."""
+    local = {}
+    for file in files.token_files:
+        try:
+            local[file] = locate_file(file, files.folders)
+        except UserError as error:
+            if file.url is None:
+                logger.warning("not served to volunteers: %s", error)
+    shelf = _with_hash_lists(TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local), files)
+    for file in files.token_files:
+        if file not in local and file.url is not None:
+            if shelf.hashes(file.pieces_sha256) is None:
+                logger.warning("%s: missing or wrong, no piece can be verified; copy it to the manifest", file.path + HASHES)
+            else:
+                logger.info("%s is not here: volunteers read it from %s", file.path, file.url)
+    return shelf
+
+
+async def serve_text(node: Node, shelf: TokenShelf) -> TokenLibrary:
+    """Serve the shelf; what it lacks is fetched."""
+    library = TokenLibrary(
+        shelf, node.fetcher, lambda: (node.others("trainer"), node.others("helper")), node.world.run_blocking, node.world.rng
+    )
+    await library.serve(node.content)
+    return library
+
+
+def make_readers(files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary) -> tuple[SampleReader, SampleReader | None]:
+    """Readers of the training and of the held-out text, for worker threads; this event loop fetches what is missing."""
+    training = files.campaign.config.training
+    loop = asyncio.get_running_loop()
+
+    def reader(manifest: Manifest, holder: str) -> SampleReader:
+        def fetch(number: int, samples: npt.NDArray[np.int64]) -> None:
+            file = manifest.files[number]
+            if not shelf.is_local(file):
+                pieces = pieces_of_samples(samples, training.sequence_length * np.dtype(file.dtype).itemsize)
+                shelf.hold(holder, file.pieces_sha256, pieces)
+                asyncio.run_coroutine_threadsafe(library.ensure(file, pieces), loop).result()
+
+        arrays = [shelf.array(file) for file in manifest.files]
+        return SampleReader(arrays, training.sequence_length, training.seed, fetch)
+
+    held_out = files.held_out_manifest
+    return reader(files.training_manifest, "training"), None if held_out is None else reader(held_out, "held-out")
+
+
+def _with_hash_lists(shelf: TokenShelf, files: CampaignFiles) -> TokenShelf:
+    """The shelf, which knows the lists of piece hashes that lie where token files are looked for."""
+    for file in files.token_files:
+        if (hashes := find_hashes(file, files.folders)) is not None:
+            shelf.learn_hashes(file.pieces_sha256, hashes)
+    return shelf

@@ -1,0 +1,712 @@
+"""A swarm inside one process: an event loop with virtual time, and a network with delays and faults.
+
+These are no mocks: the simulator and the tests run whole peers on them, unchanged. Everything is deterministic: time moves only
+when nothing is left to do at the present instant, and jitter comes from the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import random
+import selectors
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
+from spes_p2p.messages.refusals import Code
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Handler, Identity, World
+from spes_p2p.storage.interfaces import Store
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+UNREAD_FRAMES = 64
+"""`send` waits while so many frames of the channel are not yet read at the other end."""
+
+EPOCH_S = 1_700_000_000.0
+"""The wall time at virtual time 0."""
+
+
+class DeadlockError(RuntimeError):
+    """Every task waits and no timer is set: nothing can ever happen again."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Sockets do not work on it."""
+
+    def __init__(self) -> None:
+        self._clock = _JumpingSelector(self)
+        super().__init__(self._clock)
+        self.stopped_units: dict[_Unit | None, list[asyncio.Handle]] = {}
+        """Units that do nothing at the moment, with what they would do next."""
+        self.set_task_factory(_create_task_of_unit)
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._clock.now
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """As every loop does; what a stopped peer would do next waits until the peer goes on."""
+        if self.stopped_units:
+            held = self.stopped_units.get((contextvars.copy_context() if context is None else context).get(_UNIT))
+            if held is not None:
+                handle = asyncio.Handle(callback, args, self, context)
+                held.append(handle)
+                return handle
+        return super().call_soon(callback, *args, context=context)
+
+    def go_on(self, unit: _Unit) -> None:
+        """A stopped unit continues with what it would have done."""
+        for handle in self.stopped_units.pop(unit, ()):
+            if not handle.cancelled():
+                self.call_soon(handle._run)
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+    ) -> asyncio.Future[T]:
+        """Call `func` here and now: threads would make runs differ."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where the loop would sleep, it moves the clock."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        super().__init__()
+        self.now = 0.0
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            waiting = ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self._loop)))
+            raise DeadlockError(f"nothing is ready and no timer is set at {self.now:.3f} s; waiting: {waiting or 'no task'}")
+        self.now += max(timeout, 0.0)
+        return []
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` under virtual time; like `asyncio.run`, what it left running is cancelled at the end. Raises DeadlockError."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        with suppress(DeadlockError):
+            loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+FrameHook = Callable[[str, str, int], None]
+"""Called with (sender, method, index of the frame at the sender's end of the channel) before a frame is sent."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame that is about to be sent."""
+
+    sender: str
+    receiver: str
+    method: str
+    is_answer: bool
+    """From the peer that was called to the one that opened the channel."""
+    index: int
+    """Of the frame at the sender's end of the channel."""
+    body: bytes
+    kind: int = Kind.MESSAGE
+
+
+FrameTap = Callable[[Frame], Frame]
+"""Sees a frame before it is sent; kind and body of what it returns are sent."""
+
+
+class MemoryNetwork:
+    """Peers by name, the links between them, and their registry.
+
+    A frame occupies the sender's uplink for size / bandwidth, travels for the link's latency, then occupies the receiver's
+    downlink. Units: seconds, bytes per second. `registry_delay_s`: until others see what a peer put.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        latency_s: float = 0.0,
+        jitter: float = 0.0,
+        bandwidth_bytes_per_s: float = float("inf"),
+        registry_delay_s: float = 0.0,
+        open_timeout_s: float = 10.0,
+    ):
+        self.seed = seed
+        self.open_timeout_s = open_timeout_s
+        self.registry_delay_s = registry_delay_s
+        self.hook: FrameHook | None = None
+        self.tap: FrameTap | None = None
+        self.sent_bytes: dict[tuple[str, str], int] = {}
+        """Payload that left, by (sender, receiver)."""
+        self._latency_s, self._jitter, self._bandwidth = latency_s, jitter, bandwidth_bytes_per_s
+        self._rng = random.Random(f"network/{seed}")
+        self._pair_latency: dict[frozenset[str], float] = {}
+        self._links: dict[str, _Link] = {}
+        self._units: dict[str, _Unit] = {}
+        self._paused: set[str] = set()
+        self._groups: dict[str, int] = {}
+        self._cut_since_s = 0.0
+        self._reachable_again = asyncio.Event()
+        self._held: dict[_Pipe, None] = {}
+        self._records: dict[str, dict[str, list[_Record]]] = {}
+
+    def transport(self, peer: str) -> MemoryTransport:
+        """The transport of a peer; for one that was killed or closed, a new life under the same id."""
+        unit = self._units.get(peer)
+        if unit is None or not unit.alive:
+            unit = self._units[peer] = _Unit(peer, 0 if unit is None else unit.lives_before + 1)
+        return MemoryTransport(self, unit)
+
+    def registry(self, peer: str) -> MemoryRegistry:
+        """The registry as this peer sees it."""
+        return MemoryRegistry(self, self.transport(peer).unit)
+
+    def run_peer(self, peer: str, main: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a peer's coroutine as a unit: `kill(peer)` ends it together with every task that it started."""
+        unit = self.transport(peer).unit
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(_create_task_of_unit)
+        context = contextvars.copy_context()
+        context.run(_UNIT.set, unit)
+        return context.run(loop.create_task, main)
+
+    def wall_time(self) -> float:
+        """Virtual seconds since 1970."""
+        return EPOCH_S + asyncio.get_running_loop().time()
+
+    def is_alive(self, peer: str) -> bool:
+        """Has the peer a transport that was neither killed nor closed?"""
+        unit = self._units.get(peer)
+        return unit is not None and unit.alive
+
+    def set_latency(self, a: str, b: str, latency_s: float) -> None:
+        """One-way seconds between two peers, both ways."""
+        self._pair_latency[frozenset((a, b))] = latency_s
+
+    def set_bandwidth(self, peer: str, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+        """What a peer's line carries; 0 is not a bandwidth (use `pause`)."""
+        link = self._link(peer)
+        link.up, link.down = up_bytes_per_s, down_bytes_per_s
+
+    def kill(self, peer: str) -> None:
+        """End a peer as SIGKILL would: its tasks stop where they are, its channels break, opens to it are refused at once."""
+        unit = self._units.get(peer)
+        if unit is None or not unit.alive:
+            return
+        self._end(unit)
+        self.resume(peer)
+        for store in unit.stores:
+            store.crash()
+        for task in list(unit.tasks):
+            task.cancel()
+
+    def pause(self, peer: str) -> None:
+        """Silence: nothing reaches the peer or leaves it, until `resume`. Nothing is lost."""
+        self._paused.add(peer)
+
+    def stop(self, peer: str) -> None:
+        """SIGSTOP: silence, and the peer itself does nothing either, until `resume`; its timers expire meanwhile."""
+        unit, loop = self._units.get(peer), asyncio.get_running_loop()
+        self.pause(peer)
+        if unit is not None and unit.alive and isinstance(loop, VirtualLoop):
+            loop.stopped_units.setdefault(unit, [])
+
+    def resume(self, peer: str) -> None:
+        """End the silence; what was held back arrives now, and a stopped peer goes on."""
+        self._paused.discard(peer)
+        unit, loop = self._units.get(peer), asyncio.get_running_loop()
+        if unit is not None and isinstance(loop, VirtualLoop):
+            loop.go_on(unit)
+        self._release()
+
+    def partition(self, *groups: Iterable[str]) -> None:
+        """From now on frames pass only between peers of one group; peers that no group names are one more. `heal` ends it."""
+        self._groups = {peer: number for number, group in enumerate(groups, start=1) for peer in group}
+        self._cut_since_s = asyncio.get_running_loop().time()
+
+    def heal(self) -> None:
+        """End the partition; what was held back arrives now."""
+        self._groups = {}
+        self._release()
+
+    def disconnect(self, a: str, b: str) -> None:
+        """Their connection breaks: channels between the two end, with all that is under way. They can open new ones at once."""
+        for one, other in ((a, b), (b, a)):
+            unit = self._units.get(one)
+            for channel in [] if unit is None else [each for each in unit.channels if each.remote == other]:
+                channel.sever()
+
+    def _end(self, unit: _Unit) -> None:
+        unit.alive = False
+        for channel in list(unit.channels):
+            channel.sever()
+
+    def _release(self) -> None:
+        self._reachable_again.set()
+        self._reachable_again = asyncio.Event()
+        held, self._held = self._held, {}
+        for pipe in held:
+            pipe.flush()
+
+    def _is_cut(self, a: str, b: str) -> bool:
+        return a in self._paused or b in self._paused or self._groups.get(a, 0) != self._groups.get(b, 0)
+
+    def _delay(self, a: str, b: str) -> float:
+        latency_s = self._pair_latency.get(frozenset((a, b)), self._latency_s)
+        return latency_s * (1.0 + self._jitter * self._rng.random()) if self._jitter else latency_s
+
+    def _link(self, peer: str) -> _Link:
+        return self._links.setdefault(peer, _Link(self._bandwidth, self._bandwidth))
+
+    async def _until(self, is_possible: Callable[[], bool], what: str) -> None:
+        """Wait for the end of a silence, at most `open_timeout_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.open_timeout_s
+        while not is_possible():
+            try:
+                await asyncio.wait_for(self._reachable_again.wait(), deadline - loop.time())
+            except asyncio.TimeoutError:
+                raise PeerUnreachable(f"{what}: no answer for {self.open_timeout_s:g} s") from None
+
+
+class MemoryTransport:
+    """One peer's end of a MemoryNetwork (`interfaces.Transport`)."""
+
+    def __init__(self, network: MemoryNetwork, unit: _Unit):
+        self._network = network
+        self.unit = unit
+
+    @property
+    def peer_id(self) -> str:
+        """The name."""
+        return self.unit.peer
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Something to publish; nobody needs it to dial."""
+        return (f"/memory/{self.peer_id}/p2p/{self.peer_id}",)
+
+    def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
+        """Names are enough here."""
+
+    async def serve(self, method: str, handler: Handler) -> None:
+        """Call `handler` for every channel opened for `method`, as a task of this peer."""
+        self.unit.check_alive()
+        self.unit.handlers[method] = (handler, contextvars.copy_context())
+
+    async def open(self, peer: str, method: str) -> MemoryChannel:
+        """Takes one round trip. Raises PeerUnreachable (refused at once; silent: after `open_timeout_s`) or Refused."""
+        network, me = self._network, self.peer_id
+        self.unit.check_alive()
+        if peer == me:
+            raise ValueError("a peer cannot dial itself")
+        await network._until(lambda: not network._is_cut(me, peer), peer)
+        await asyncio.sleep(network._delay(me, peer) + network._delay(peer, me))
+        self.unit.check_alive()
+        unit = network._units.get(peer)
+        if unit is None or not unit.alive:
+            raise PeerUnreachable(f"{peer} refused the connection")
+        if method not in unit.handlers:
+            raise Refused(Code.UNKNOWN_METHOD, f"{peer} does not serve {method}")
+        there, back = _Pipe(network, me, peer), _Pipe(network, peer, me)
+        handler, context = unit.handlers[method]
+        context.copy().run(unit.start, _serve(handler, MemoryChannel(network, unit, method, back, there, is_answer=True)))
+        return MemoryChannel(network, self.unit, method, there, back, is_answer=False)
+
+    async def close(self) -> None:
+        """End all channels; opens to this peer are refused from now on."""
+        if self.unit.alive:
+            self._network._end(self.unit)
+
+
+class MemoryChannel:
+    """One end of a stream between two peers (`interfaces.Channel`)."""
+
+    def __init__(self, network: MemoryNetwork, unit: _Unit, method: str, out: _Pipe, into: _Pipe, is_answer: bool):
+        self._network, self._unit, self._method = network, unit, method
+        self._is_answer = is_answer
+        self._out, self._in = out, into
+        self._sent = 0
+        self._heard: Callable[[], None] = lambda: None
+        self._aborted = False
+        unit.channels[self] = None
+
+    @property
+    def remote(self) -> str:
+        """The peer at the other end."""
+        return self._in.source
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        """Call this whenever a frame is received."""
+        self._heard = heard
+
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        """Send one frame; waits for the uplink, and while UNREAD_FRAMES are unread. Raises PeerUnreachable."""
+        body = b"".join(pieces)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        self._check_open()
+        if self._network.hook is not None:
+            self._network.hook(self._unit.peer, self._method, self._sent)
+        self._sent += 1
+        if self._network.tap is not None:
+            frame = Frame(self._unit.peer, self.remote, self._method, self._is_answer, self._sent - 1, body, kind)
+            changed = self._network.tap(frame)
+            body, kind = changed.body, changed.kind
+        await self._out.put(Message(body, kind), self._check_open)
+
+    async def receive(self) -> Message | None:
+        """The next frame, None after the other end's `finish`. Raises PeerUnreachable."""
+        frame = await self._in.get(self._check_open)
+        self._heard()
+        if frame is None:
+            self._forget_when_done()
+        return frame
+
+    async def finish(self) -> None:
+        """No more frames from this end."""
+        self._check_open()
+        self._out.end(_FINISHED)
+        self._forget_when_done()
+
+    def abort(self) -> None:
+        """Drop the stream; what was sent before a `finish` still arrives."""
+        if not self._out.is_ended:
+            self.sever()
+        elif not self._aborted:
+            self._aborted = True
+            self._in.leave()
+            self._unit.channels.pop(self, None)
+
+    def sever(self) -> None:
+        """Drop the stream with all that is under way."""
+        self._aborted = True
+        self._out.break_off()
+        self._in.leave()
+        self._unit.channels.pop(self, None)
+
+    def _check_open(self) -> None:
+        self._unit.check_alive()
+        if self._aborted:
+            raise PeerUnreachable(f"the channel to {self.remote} was closed here")
+
+    def _forget_when_done(self) -> None:
+        if self._out.is_ended and self._in.is_read_out:
+            self._unit.channels.pop(self, None)
+
+
+class MemoryRegistry:
+    """The DHT of a MemoryNetwork (`interfaces.Registry`): records expire by virtual time and need a while to be seen."""
+
+    def __init__(self, network: MemoryNetwork, unit: _Unit):
+        self._network, self._unit = network, unit
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Store under (key, my id). Raises ValueError when it is too large, PeerUnreachable when I am cut off."""
+        if len(value) > MAX_RECORD_BYTES:
+            raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
+        await self._round_trip()
+        now = asyncio.get_running_loop().time()
+        history = self._network._records.setdefault(key, {}).setdefault(self._unit.peer, [])
+        history.append(_Record(bytes(value), now + self._network.registry_delay_s, now + ttl_s))
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """All living values under key, by the peer that wrote them; across a partition, those from before it."""
+        await self._round_trip()
+        now = asyncio.get_running_loop().time()
+        seen = {}
+        for writer, history in sorted(self._network._records.get(key, {}).items()):
+            record = self._latest(writer, history, now)
+            if record is not None and record.expires_at > now:
+                seen[writer] = record.value
+        return seen
+
+    def _latest(self, writer: str, history: list[_Record], now: float) -> _Record | None:
+        network, me = self._network, self._unit.peer
+        if writer == me:
+            return history[-1]
+        is_across = network._groups.get(writer, 0) != network._groups.get(me, 0)
+        seen_by = network._cut_since_s if is_across else now
+        return next((record for record in reversed(history) if record.visible_at <= seen_by), None)
+
+    async def _round_trip(self) -> None:
+        network, me = self._network, self._unit.peer
+        self._unit.check_alive()
+        await network._until(lambda: me not in network._paused, "the registry")
+        await asyncio.sleep(2 * network._latency_s)
+        self._unit.check_alive()
+
+
+def in_memory_world(
+    network: MemoryNetwork,
+    name: str,
+    *,
+    store: Store | None = None,
+    identity: Identity | None = None,
+    seconds: Callable[[Callable[..., Any], Sequence[Any]], float] | None = None,
+) -> World:
+    """The world of one peer on `network`: store in memory, work inline, randomness from the network's seed, name and life.
+
+    `seconds(f, args)` models how long `run_blocking(f, *args)` takes; default: no time.
+    """
+    store = MemoryStore() if store is None else store
+    transport = network.transport(name)
+    if isinstance(store, MemoryStore):
+        transport.unit.stores.append(store)
+
+    async def run_blocking(function: Callable[..., T], *args: Any) -> T:
+        transport.unit.check_alive()
+        result = function(*args)
+        await asyncio.sleep(0.0 if seconds is None else seconds(function, args))
+        return result
+
+    return World(
+        transport=transport,
+        registry=network.registry(name),
+        identity=SimulatedIdentity(name) if identity is None else identity,
+        store=store,
+        wall_time=network.wall_time,
+        rng=random.Random(f"peer/{network.seed}/{name}/{transport.unit.lives_before}"),
+        run_blocking=run_blocking,
+    )
+
+
+@dataclass
+class _Link:
+    """One peer's line: bytes per second each way, and until when each way is busy."""
+
+    up: float
+    down: float
+    up_free_at: float = 0.0
+    down_free_at: float = 0.0
+
+    def reserve_up(self, now: float, size: int) -> float:
+        self.up_free_at = max(now, self.up_free_at) + size / self.up
+        return self.up_free_at
+
+    def reserve_down(self, now: float, size: int) -> float:
+        self.down_free_at = max(now, self.down_free_at) + size / self.down
+        return self.down_free_at
+
+
+@dataclass(frozen=True)
+class _Record:
+    value: bytes
+    visible_at: float
+    expires_at: float
+
+
+_Content = Message | None | Exception
+"""What travels through a pipe: frames, then one end: None (finished) or the exception that `receive` raises."""
+
+_FINISHED = None
+
+
+@dataclass(eq=False)
+class _InFlight:
+    content: _Content
+    arrived: bool = False
+
+
+class _Pipe:
+    """One direction of a channel: in flight -> landing (the receiver's downlink) -> inbox, always in order."""
+
+    def __init__(self, network: MemoryNetwork, source: str, target: str):
+        self.source, self.target = source, target
+        self.is_ended = False
+        self.is_read_out = False
+        self._network = network
+        self._in_flight: deque[_InFlight] = deque()
+        self._landing: deque[_Content] = deque()
+        self._inbox: deque[_Content] = deque()
+        self._unread = 0
+        self._reader_left = False
+        self._writer_knows = False
+        self._readable = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def put(self, frame: Message, check_open: Callable[[], None]) -> None:
+        while True:
+            check_open()
+            if self.is_ended:
+                raise ValueError("nothing can be sent after finish")
+            if self._writer_knows:
+                raise PeerUnreachable(f"{self.target} closed the channel")
+            if self._unread < UNREAD_FRAMES:
+                break
+            self._room.clear()
+            await self._room.wait()
+        self._unread += 1
+        pair, size = (self.source, self.target), len(frame.body)
+        self._network.sent_bytes[pair] = self._network.sent_bytes.get(pair, 0) + size
+        now = asyncio.get_running_loop().time()
+        departs = self._network._link(self.source).reserve_up(now, size)
+        self._dispatch(frame, departs)
+        if departs > now:
+            await asyncio.sleep(departs - now)
+        check_open()
+
+    async def get(self, check_open: Callable[[], None]) -> Message | None:
+        while True:
+            check_open()
+            if self._inbox:
+                break
+            self._readable.clear()
+            await self._readable.wait()
+        content = self._inbox[0]
+        if isinstance(content, Message):
+            self._inbox.popleft()
+            self._unread -= 1
+            self._room.set()
+            return content
+        self.is_read_out = True
+        if content is None:
+            return None
+        raise content
+
+    def end(self, content: _Content) -> None:
+        if not self.is_ended:
+            self.is_ended = True
+            departs = self._network._link(self.source).reserve_up(asyncio.get_running_loop().time(), 0)
+            self._dispatch(content, departs)
+
+    def break_off(self) -> None:
+        self.is_ended = True
+        self._in_flight.clear()
+        self._room.set()
+        self._dispatch(PeerUnreachable(f"{self.source} broke the channel"), asyncio.get_running_loop().time())
+
+    def leave(self) -> None:
+        """The reader is gone; the writer hears of it after the link's latency."""
+        if not self._reader_left:
+            self._reader_left = True
+            self._readable.set()
+            asyncio.get_running_loop().call_later(self._network._delay(self.target, self.source), self.flush)
+
+    def flush(self) -> None:
+        """Move on what has arrived, unless a silence holds it back."""
+        if self._network._is_cut(self.source, self.target):
+            self._network._held[self] = None
+            return
+        if self._reader_left:
+            self._writer_knows = True
+            self._room.set()
+        loop = asyncio.get_running_loop()
+        while self._in_flight and self._in_flight[0].arrived:
+            content = self._in_flight.popleft().content
+            size = len(content.body) if isinstance(content, Message) else 0
+            ready_at = self._network._link(self.target).reserve_down(loop.time(), size)
+            self._landing.append(content)
+            if ready_at <= loop.time() and len(self._landing) == 1:
+                self._land()
+            else:
+                loop.call_at(ready_at, self._land)
+
+    def _dispatch(self, content: _Content, departs: float) -> None:
+        item = _InFlight(content)
+        self._in_flight.append(item)
+        arrives = departs + self._network._delay(self.source, self.target)
+        loop = asyncio.get_running_loop()
+        if arrives <= loop.time():
+            self._arrive(item)
+        else:
+            loop.call_at(arrives, self._arrive, item)
+
+    def _arrive(self, item: _InFlight) -> None:
+        item.arrived = True
+        self.flush()
+
+    def _land(self) -> None:
+        self._inbox.append(self._landing.popleft())
+        self._readable.set()
+
+
+async def _serve(handler: Handler, channel: MemoryChannel) -> None:
+    """A handler's failure ends its channel and nothing else."""
+    try:
+        await handler(channel)
+    except Exception:
+        log.debug("the handler for a channel of %s failed", channel.remote, exc_info=True)
+    finally:
+        channel.abort()
+
+
+@dataclass(eq=False)
+class _Unit:
+    """One life of a peer: what it serves, its channels, its tasks, its stores."""
+
+    peer: str
+    lives_before: int = 0
+    alive: bool = True
+    handlers: dict[str, tuple[Handler, contextvars.Context]] = field(default_factory=dict)
+    channels: dict[MemoryChannel, None] = field(default_factory=dict)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    """All that are not done, and some that are."""
+    stores: list[MemoryStore] = field(default_factory=list)
+    _tidy_at: int = 64
+
+    def check_alive(self) -> None:
+        """A dead process does nothing more: whoever still runs in its name is cancelled."""
+        if not self.alive:
+            raise asyncio.CancelledError(f"{self.peer} is dead")
+
+    def start(self, main: Coroutine[Any, Any, None]) -> None:
+        _UNIT.set(self)
+        self.adopt(asyncio.get_running_loop().create_task(main))
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.append(task)
+        if len(self.tasks) >= self._tidy_at:
+            self.tasks = [task for task in self.tasks if not task.done()]
+            self._tidy_at = 2 * len(self.tasks) + 64
+
+
+_UNIT: contextvars.ContextVar[_Unit | None] = contextvars.ContextVar("unit", default=None)
+
+
+def _create_task_of_unit(
+    loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
+) -> asyncio.Task[T]:
+    task = asyncio.Task(main, loop=loop, **options)
+    unit = _UNIT.get()
+    if unit is not None:
+        unit.adopt(task)
+    return task
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    frames = task.get_stack()
+    place = f"{frames[-1].f_code.co_name}:{frames[-1].f_lineno}" if frames else "its start"
+    return f"{task.get_name()} in {place}"

@@ -1,0 +1,527 @@
+"""The slow form of the simulator: a bootstrap and trainers as processes on this machine, with kill -9, SIGSTOP and the like.
+
+Faults strike at a random moment of a round, or when a peer reaches a named point: there it stops itself (`trial.py`), and the
+simulation does the rest. What is known of the peers is what they write into their histories; the rules are those of the virtual
+form (`audit.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from spes_p2p.campaign.files import read_campaign
+from spes_p2p.client.local_swarm import ADDRESS_FILE, BOOTSTRAP, START_TIMEOUT_S, last_line, start_peer
+from spes_p2p.errors import UserError
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.observe.events import Evaluated, RoundCommitted
+from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
+from spes_p2p.testing.simulate.audit import Audit
+from spes_p2p.testing.simulate.decisions import Held, commits_of, compare
+from spes_p2p.testing.simulate.faults import CORRUPTIONS, KINDS, Fault, Standing, random_fault
+from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
+from spes_p2p.testing.simulate.points import AT_ONCE
+from spes_p2p.testing.simulate.report import RunReport
+from spes_p2p.testing.simulate.scenario import Scenario
+from spes_p2p.testing.simulate.slowing import Slowing
+from spes_p2p.testing.simulate.trial import Orders
+from spes_p2p.testing.simulate.trial_peer import trial_program
+
+VIRTUAL_ONLY, NOT_CORRUPTIBLE = "disconnect", "base"
+"""A real process's connections and memory are out of reach."""
+STUCK_S = 180.0
+QUIET_ROUNDS = 2
+POLL_S, SETTLED_S = 0.2, 0.5
+LEAVE_TIMEOUT_S, CHILDREN_END_WITHIN_S, STOPS_WITHIN_S = 60.0, 5.0, 2.0
+DURATIONS_S = (1.0, 4.0, 8.0, 15.0)
+"""Of a random stop, partition, or time until a new start."""
+LATE_ROUNDS = 3
+"""A round may be past a fault's point when its order arrives: then the fault may strike in one of the next."""
+BOOTSTRAP_PORT = 31337
+ORDERS_FOLDER, FAULTS_FILE = "orders", "faults.txt"
+
+
+@dataclass(frozen=True)
+class ProcessRun:
+    """What a run came to."""
+
+    report: RunReport
+    held_out_losses: dict[int, float]
+    """Of the base after each round."""
+    total_tokens: dict[int, int]
+    """Included in the base after each round."""
+
+
+def check_scenario(scenario: Scenario) -> tuple[str, ...]:
+    """The kinds of random faults that are possible here. Raises UserError for a fault that real processes cannot have."""
+    blocked = why_unavailable()
+    for fault in scenario.faults:
+        if fault.kind == "corrupt" and fault.what == NOT_CORRUPTIBLE:
+            raise UserError(f"{fault}: the memory of a process cannot be changed from outside; use --virtual")
+        if fault.kind == VIRTUAL_ONLY:
+            raise UserError(f"{fault}: a process's connections cannot be broken from outside; use --virtual")
+        if fault.kind == "partition" and blocked is not None:
+            raise UserError(f"{fault}: a partition of processes is not possible here: {blocked}; use --virtual")
+    if scenario.are_kinds_chosen and "partition" in scenario.kinds and blocked is not None:
+        raise UserError(f"--faults partition: not possible with processes here: {blocked}")
+    if scenario.are_kinds_chosen and VIRTUAL_ONLY in scenario.kinds:
+        raise UserError(f"--faults {VIRTUAL_ONLY}: a process's connections cannot be broken from outside; use --virtual")
+    impossible = {VIRTUAL_ONLY, *(("partition",) if blocked is not None else ())}
+    return tuple(kind for kind in KINDS if kind in scenario.kinds and kind not in impossible)
+
+
+def run_processes(
+    scenario: Scenario, kinds: tuple[str, ...], config: Path, run_dir: Path, seed: int, on_round: Callable[[int, int], None]
+) -> ProcessRun:
+    """Run until the rounds are committed and everybody has followed, or something stands still. Raises UserError."""
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise UserError(f"--run-dir {run_dir}: not empty; name a new folder")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    uses_partitions = "partition" in kinds or any(fault.kind == "partition" for fault in scenario.faults)
+    with _machines(uses_partitions) as machines:
+        run = _Run(scenario, kinds, config, run_dir, seed, machines, on_round)
+        try:
+            run.main()
+        finally:
+            run.end()
+    return run.result()
+
+
+@contextlib.contextmanager
+def _machines(wanted: bool) -> Iterator[Namespaces | None]:
+    machines = Namespaces() if wanted else None
+    try:
+        yield machines
+    finally:
+        if machines is not None:
+            machines.close()
+
+
+@dataclass
+class _Process:
+    """One peer: its last process, and how much of its history was read."""
+
+    name: str
+    folder: Path
+    peer_id: str
+    process: subprocess.Popen[bytes]
+    round: int = -2
+    read: int = 0
+    entries: list[Entry] = field(default_factory=list)
+    is_wanted: bool = True
+    """Not killed and not asked to leave."""
+
+
+class _Run:
+    """One swarm of processes and its faults."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        kinds: tuple[str, ...],
+        config: Path,
+        run_dir: Path,
+        seed: int,
+        machines: Namespaces | None,
+        on_round: Callable[[int, int], None],
+    ):
+        self._scenario, self._kinds, self._config, self._run_dir = scenario, kinds, config, run_dir
+        self._seed, self._machines, self._on_round = seed, machines, on_round
+        self._folders = read_campaign(config).folders
+        self._rng = random.Random(f"processes/{seed}")
+        self._audit = Audit(0, overlap=scenario.overlap)
+        self._peers: dict[str, _Process] = {}
+        self._children: set[psutil.Process] = set()
+        self._struck: Counter[str] = Counter()
+        self._struck_at: Counter[str] = Counter()
+        self._losses: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+        self._bases: list[Held] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._orders = Orders(run_dir / ORDERS_FOLDER)
+        self._armed: dict[int, Fault] = {}
+        """By number of the order to stop at its point."""
+        self._held: set[str] = set()
+        self._stopped: set[str] = set()
+        self._slowed: dict[str, Slowing] = {}
+        self._script = sorted(scenario.faults, key=lambda fault: fault.round)
+        self._planned_for = 0
+        self._joined = 0
+        self._over = False
+        self._orphans = 0
+        self._cut: tuple[str, ...] = ()
+        self._address = ""
+        self._began = time.time()
+        self._last_fault_s = 0.0
+
+    def main(self) -> None:
+        """Start everybody, let the faults strike, and see everybody go on."""
+        self._start_bootstrap()
+        for name in self._scenario.peer_names:
+            self._start(name)
+        if self._until(lambda: self._newest() >= self._scenario.rounds):
+            self._lift()
+            goal = self._newest() + QUIET_ROUNDS
+            self._until(lambda: all(peer.round >= goal for peer in self._trainers()))
+
+    def end(self) -> None:
+        """Ask everybody to leave, trainers first, and look for what is left of them."""
+        self._over = True
+        self._let_go()
+        trainers = [peer for name, peer in self._peers.items() if name != BOOTSTRAP]
+        for group in (trainers, [peer for name, peer in self._peers.items() if name == BOOTSTRAP]):
+            running = [peer for peer in group if peer.process.poll() is None]
+            for peer in running:
+                self._note_children(peer)
+                peer.process.send_signal(signal.SIGCONT)
+                peer.process.send_signal(signal.SIGTERM)
+            for peer in running:
+                try:
+                    peer.process.wait(LEAVE_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    self._audit.violated(self._now(), "stuck", f"{peer.name} does not leave within {LEAVE_TIMEOUT_S:g} s")
+                    peer.process.kill()
+                    peer.process.wait()
+        logs = {peer.name: commits_of(peer.folder) for peer in self._peers.values()}
+        compare(self._audit, self._now(), logs, self._bases)
+        _, alive = psutil.wait_procs(self._children, timeout=CHILDREN_END_WITHIN_S)
+        self._orphans = len(alive)
+        for child in alive:
+            child.kill()
+
+    def result(self) -> ProcessRun:
+        """What came of it; what was pending when the peers left counts as lost."""
+        figures = self._audit.figures(0)
+        violations = tuple(self._audit.violations)
+        report = RunReport(self._seed, figures, violations, dict(self._struck), dict(self._struck_at), self._orphans)
+        return ProcessRun(report, dict(sorted(self._losses.items())), self._tokens)
+
+    # Processes ---------------------------------------------------------------------------------------------------------
+
+    def _start_bootstrap(self) -> None:
+        self._port = BOOTSTRAP_PORT if self._machines is not None else _free_port()
+        self._start(BOOTSTRAP)
+        process = self._peers[BOOTSTRAP]
+        address, deadline = process.folder / ADDRESS_FILE, time.monotonic() + START_TIMEOUT_S
+        while not address.exists() or not address.read_text().endswith("\n"):
+            if process.process.poll() is not None or time.monotonic() > deadline:
+                raise UserError(f"the bootstrap peer does not start: {last_line(process.folder / 'log.txt')}")
+            time.sleep(POLL_S)
+        self._address = address.read_text().strip()
+
+    def _start(self, name: str) -> None:
+        if name == BOOTSTRAP:
+            self._spawn(BOOTSTRAP, ["bootstrap", "--config", str(self._config)], self._port)
+            return
+        experts = self._scenario.machine(name).experts
+        options = ["--experts", str(experts)] if experts is not None else []
+        options += [part for folder in self._folders for part in ("--data-dir", str(folder))]
+        self._spawn(name, ["join", self._address, *options], 0)
+
+    def _spawn(self, name: str, arguments: list[str], port: int) -> _Process:
+        known = self._peers.get(name)
+        host, before = "127.0.0.1", list[str]()
+        if self._machines is not None:
+            if known is None:
+                link = self._scenario.machine(name).bandwidth_bytes_per_s or self._scenario.bandwidth_bytes_per_s
+                self._machines.add(name, link)
+            host, before = self._machines.address(name), self._machines.command(name)
+        folder = self._run_dir / name
+        folder.mkdir(exist_ok=True)
+        peer_id = RSAIdentity(folder / "identity.key").peer_id
+        machine = self._scenario.machine(name)
+        latency_s = self._scenario.latency_s if machine.latency_s is None else machine.latency_s
+        program = trial_program(self._run_dir.resolve() / ORDERS_FOLDER, latency_s)
+        process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, program)
+        if known is not None:
+            known.process, known.is_wanted = process, True
+            return known
+        self._peers[name] = _Process(name, folder, peer_id, process)
+        return self._peers[name]
+
+    def _trainers(self) -> list[_Process]:
+        return [peer for name, peer in self._peers.items() if name != BOOTSTRAP and peer.is_wanted]
+
+    def _note_children(self, peer: _Process) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._children |= set(psutil.Process(peer.process.pid).children(recursive=True))
+
+    # Watching ----------------------------------------------------------------------------------------------------------
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        """Until the condition holds; False when nothing moves any more."""
+        moved: dict[str, tuple[int, float]] = {}
+        while not condition():
+            time.sleep(POLL_S)
+            self._read_histories()
+            self._strike_reached()
+            self._strike_due()
+            for peer in self._trainers():
+                if peer.name not in moved or moved[peer.name][0] != peer.round:
+                    moved[peer.name] = peer.round, self._now()
+                if self._now() - max(moved[peer.name][1], self._last_fault_s) > STUCK_S:
+                    rounds = {each.name: each.round for each in self._trainers()}
+                    self._audit.violated(self._now(), "stuck", f"{peer.name} stands still for {STUCK_S:g} s; rounds: {rounds}")
+                    return False
+            for peer in self._peers.values():
+                if peer.is_wanted and peer.process.poll() is not None:
+                    text = f"{peer.name} ended with code {peer.process.returncode}: {last_line(peer.folder / 'log.txt')}"
+                    self._audit.violated(self._now(), "error", text)
+                    return False
+                if peer.is_wanted:
+                    self._note_children(peer)
+        return True
+
+    def _read_histories(self) -> None:
+        """Tell the audit what happened until a moment ago, in order."""
+        until, found = time.time() - SETTLED_S, list[tuple[float, _Process, Entry]]()
+        for peer in self._peers.values():
+            path = peer.folder / HISTORY_FILE
+            if not path.exists():
+                continue
+            entries = read_history(path)
+            fresh = [entry for entry in entries[peer.read :] if entry.time <= until]
+            peer.read += len(fresh)
+            found += [(entry.time, peer, entry) for entry in fresh]
+        for at, peer, entry in sorted(found, key=lambda item: item[0]):
+            self._tell(at - self._began, peer, entry)
+
+    def _tell(self, at_s: float, peer: _Process, entry: Entry) -> None:
+        event, before = entry.event, self._newest()
+        self._audit.told(at_s, peer.peer_id, event)
+        if isinstance(event, RoundCommitted):
+            self._audit.num_experts = len(event.owners)
+            self._bases.append(Held(at_s, peer.name, event.round, event.base_digest))
+            peer.round = event.round
+            self._tokens[event.round] = event.total_tokens
+        if isinstance(event, Evaluated):
+            self._losses[event.round] = event.validation_loss
+        if self._newest() > before:
+            self._on_round(min(self._newest(), self._scenario.rounds), self._scenario.rounds)
+            self._plan_faults(self._newest() + 1)
+
+    def _newest(self) -> int:
+        return self._audit.newest.round if self._audit.newest is not None else -1
+
+    def _now(self) -> float:
+        return time.time() - self._began
+
+    # Faults ------------------------------------------------------------------------------------------------------------
+
+    def _plan_faults(self, number: int) -> None:
+        """The faults of the next round, each at its point or at a random moment of it."""
+        if self._over or number < 1:
+            return
+        self._disarm(order for order, fault in self._armed.items() if fault.round + LATE_ROUNDS < number)
+        due = [fault for fault in self._script if fault.round <= number]
+        del self._script[: len(due)]
+        if self._kinds and self._rng.random() < self._scenario.fault_rate:
+            fault = random_fault(self._rng, self._kinds, self._scenario.points or (AT_ONCE,), self._standing(number))
+            if fault is not None:
+                due.append(self._as_of_processes(fault))
+        for fault in due:
+            if fault.at == AT_ONCE:
+                self._later(fault.delay_s, partial(self._strike, fault))
+            else:
+                self._armed[self._orders.stop_at(fault.at, fault.reached_by, fault.skip)] = fault
+
+    def _as_of_processes(self, fault: Fault) -> Fault:
+        """A random fault with times that fit the rounds here, and what can be corrupted here."""
+        moment_s = self._rng.random() * self._round_s() if fault.at == AT_ONCE else 0.0
+        seconds = fault.seconds and self._rng.choice(DURATIONS_S)
+        what = self._rng.choice([each for each in CORRUPTIONS if each != NOT_CORRUPTIBLE])
+        return replace(fault, delay_s=moment_s, seconds=seconds, what=what)
+
+    def _disarm(self, orders: Iterable[int]) -> None:
+        for order in tuple(orders):
+            self._armed.pop(order, None)
+            self._orders.withdraw([order])
+
+    def _round_s(self) -> float:
+        known = self._audit.figures(0).round_s[-5:]
+        return sorted(known)[len(known) // 2] if known else 5.0
+
+    def _standing(self, number: int) -> Standing:
+        free = tuple(peer.name for peer in self._trainers() if peer.name not in self._held)
+        return Standing(number, free, len(self._scenario.peer_names), None, f"joiner-{self._joined}")
+
+    def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        self._due.append((time.time() + seconds, what))
+
+    def _strike_due(self) -> None:
+        now = time.time()
+        due = [what for at, what in self._due if at <= now]
+        self._due = [(at, what) for at, what in self._due if at > now]
+        for what in due:
+            what()
+
+    def _strike_reached(self) -> None:
+        """Of those who stopped at a point: the fault strikes, and they go on, unless it is of the kind that keeps them."""
+        for order, name in self._orders.taken():
+            fault, peer = self._armed.pop(order, None), self._peers[name]
+            _wait_until_stopped(peer.process)
+            if fault is not None and fault.delay_s:
+                self._later(fault.delay_s, partial(self._strike, fault, name))
+            elif fault is not None:
+                self._strike(fault, name)
+            if name not in self._stopped:
+                peer.process.send_signal(signal.SIGCONT)
+
+    def _strike(self, fault: Fault, reached_by: str | None = None) -> None:
+        free = self._standing(0).trainers
+        victims = fault.peers or ((reached_by,) if reached_by else (self._rng.choice(free),) if free else ())
+        if fault.kind == "partition" and not fault.is_scripted:
+            victims = tuple(name for name in victims if self._peers[name].round >= 0)  # a new one would find nobody, and end
+            victims = victims[: max(1, (len(free) - 1) // 2)]
+        if self._over or not victims or (fault.kind != "join" and not set(victims) <= {*free, BOOTSTRAP} - self._held):
+            return
+        if fault.kind == "partition" and self._cut:
+            return
+        self._struck[fault.kind] += 1
+        self._struck_at[fault.at] += 1
+        with (self._run_dir / FAULTS_FILE).open("a") as log:
+            log.write(f"{self._now():.1f} {replace(fault, peers=victims)}, {fault.seconds:g} s\n")
+        self._last_fault_s = self._now()
+        getattr(self, f"_{fault.kind}")(victims, fault)
+
+    def _kill(self, victims: tuple[str, ...], fault: Fault) -> None:
+        for name in victims:
+            peer = self._peers[name]
+            self._note_children(peer)
+            peer.is_wanted = False
+            self._held.add(name)
+            self._audit.gone(self._now(), peer.peer_id)
+            peer.process.kill()
+            peer.process.wait()
+
+    def _restart(self, victims: tuple[str, ...], fault: Fault) -> None:
+        self._kill(victims, fault)
+        for name in victims:
+            self._later(fault.seconds, partial(self._start_again, name))
+
+    def _start_again(self, name: str) -> None:
+        if self._peers[name].is_wanted:
+            return
+        self._held.discard(name)
+        self._audit.back(self._peers[name].peer_id)
+        self._last_fault_s = self._now()
+        self._start(name)
+
+    def _stop(self, victims: tuple[str, ...], fault: Fault) -> None:
+        for name in victims:
+            self._held.add(name)
+            self._stopped.add(name)
+            self._audit.gone(self._now(), self._peers[name].peer_id)
+            self._peers[name].process.send_signal(signal.SIGSTOP)
+            self._later(fault.seconds, partial(self._go_on, name))
+
+    def _go_on(self, name: str) -> None:
+        self._held.discard(name)
+        self._stopped.discard(name)
+        self._audit.back(self._peers[name].peer_id)
+        self._last_fault_s = self._now()
+        self._peers[name].process.send_signal(signal.SIGCONT)
+
+    def _slow(self, victims: tuple[str, ...], fault: Fault) -> None:
+        """Nothing else happens to it meanwhile: it is stopped and continued all the time."""
+        for name in victims:
+            self._held.add(name)
+            self._slowed[name] = Slowing(self._peers[name].process, fault.factor)
+            self._slowed[name].start()
+            self._later(fault.seconds, partial(self._speed_up, name))
+
+    def _speed_up(self, name: str) -> None:
+        self._slowed.pop(name).end()
+        self._held.discard(name)
+        self._last_fault_s = self._now()
+
+    def _corrupt(self, victims: tuple[str, ...], fault: Fault) -> None:
+        for name in victims:
+            self._held.add(name)
+            self._orders.corrupt(name, fault.what)
+            self._later(fault.seconds, partial(self._cure, name))
+
+    def _cure(self, name: str) -> None:
+        self._orders.cure(name)
+        self._held.discard(name)
+        self._last_fault_s = self._now()
+
+    def _partition(self, victims: tuple[str, ...], fault: Fault) -> None:
+        assert self._machines is not None
+        self._cut = victims
+        self._held.update(victims)
+        if len(victims) == 1:
+            self._audit.gone(self._now(), self._peers[victims[0]].peer_id)
+        self._machines.partition(victims)
+        self._later(fault.seconds, self._heal)
+
+    def _heal(self) -> None:
+        if self._machines is not None and self._cut:
+            self._machines.heal()
+            for name in self._cut:
+                self._held.discard(name)
+                self._audit.back(self._peers[name].peer_id)
+            self._cut = ()
+            self._last_fault_s = self._now()
+
+    def _join(self, victims: tuple[str, ...], fault: Fault) -> None:
+        for name in victims:
+            self._joined += 1
+            self._start(name)
+            self._audit.joined(self._now(), self._peers[name].peer_id)
+
+    def _leave(self, victims: tuple[str, ...], fault: Fault) -> None:
+        for name in victims:
+            self._note_children(self._peers[name])
+            self._peers[name].is_wanted = False
+            self._held.add(name)
+            self._peers[name].process.send_signal(signal.SIGTERM)
+            if fault.seconds:
+                self._later(fault.seconds, partial(self._come_back, name))
+
+    def _come_back(self, name: str) -> None:
+        """Who left starts again on its run-dir, once it is gone."""
+        try:
+            self._peers[name].process.wait(LEAVE_TIMEOUT_S)
+            self._start_again(name)
+        except subprocess.TimeoutExpired:
+            self._audit.violated(self._now(), "stuck", f"{name} does not leave within {LEAVE_TIMEOUT_S:g} s")
+
+    def _lift(self) -> None:
+        """End what lasts, and let nothing strike any more; who shall start again does so now."""
+        self._over = True
+        self._let_go()
+        due, self._due = self._due, []
+        for _, what in due:
+            what()
+
+    def _let_go(self) -> None:
+        """Nobody stops at a point any more."""
+        self._disarm(self._armed)
+        self._strike_reached()
+
+
+def _wait_until_stopped(process: subprocess.Popen[bytes]) -> None:
+    """It has said that it stops itself: a SIGCONT before that would be lost."""
+    deadline = time.monotonic() + STOPS_WITHIN_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,252 @@
+"""What a simulation runs: peers with their machines and links, rounds, scripted faults and the rate of random ones.
+
+A scenario is a YAML file, or comes from the command's options alone. Errors are one line with file, line, field, value and what
+would be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import AfterValidator, Field, model_validator
+
+from spes_p2p.config.campaign import Section
+from spes_p2p.config.problems import broken_rule, validated
+from spes_p2p.config.quantities import parse_bits_per_second
+from spes_p2p.config.types import Count, Fraction, NonNegative, Positive, PositiveNumber, Text, checked
+from spes_p2p.config.yaml_file import YamlFile, read_yaml_mapping
+from spes_p2p.errors import UserError
+from spes_p2p.testing.simulate.faults import KINDS, Corruption, Fault, Kind
+from spes_p2p.testing.simulate.points import AT_ONCE, known_point
+
+BOOTSTRAP = "bootstrap"
+OPTIONS = {"kinds": "faults"}
+"""Fields whose option has another name."""
+DEFAULT_SECONDS = 10.0
+"""Of a scripted fault."""
+DEFAULT_FAULT_RATE = 0.5
+"""Without a scenario file."""
+
+
+def _point(name: str) -> str:
+    try:
+        return known_point(name)
+    except ValueError as error:
+        raise broken_rule(str(error)) from None
+
+
+def _is_bandwidth(text: str) -> bool:
+    try:
+        return parse_bits_per_second(text, "bandwidth") > 0
+    except UserError:
+        return False
+
+
+Bandwidth = Annotated[str, checked("must be a bandwidth such as 100mbit or 1gbit", _is_bandwidth)]
+Point = Annotated[str, AfterValidator(_point)]
+
+
+class MachineSettings(Section):
+    """One peer's machine and link. What is left out is as for the others, or the seed chooses it."""
+
+    speed: PositiveNumber | None = Field(None, description="Training speed relative to step_s (virtual form).")
+    experts: Positive | None = Field(None, description="Most experts that it trains.")
+    bandwidth: Bandwidth | None = Field(None, description="Of its link, each way: 100mbit.")
+    latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer (real processes: from them).")
+
+
+NO_DURATION = {
+    "kill": "a kill is for good; 'restart' starts the peer again",
+    "join": "a join has no duration",
+    "disconnect": "has no duration: the two can stream again at once; a partition lasts",
+}
+
+
+class FaultSettings(Section):
+    """One scripted fault."""
+
+    fault: Kind = Field(description="What happens.")
+    round: Positive = Field(description="It is armed when the round before this one has been committed.")
+    peer: Text | None = Field(None, description="Whom it hits. Default: who reaches the point first.")
+    peers: tuple[Text, ...] = Field(
+        (), description="Of a partition: the peers of one side. Of a disconnect: the two. Default: `peer` alone.")
+    at: Point = Field(AT_ONCE, description="The point of the round at which it strikes.")
+    skip: Count = Field(0, description="So many times the point is reached before.")
+    delay_s: NonNegative = Field(0.0, description="Seconds from the point to the fault.")
+    seconds: PositiveNumber | None = Field(
+        None,
+        description="How long it lasts; of `restart` and `leave`: until the new start. Default: 10; of `leave`: none.",
+    )
+    factor: PositiveNumber = Field(4.0, description="Of `slow`: how many times slower.")
+    what: Corruption = Field("parts", description="Of `corrupt`: which bytes are wrong.")
+
+    @model_validator(mode="after")
+    def _check(self) -> FaultSettings:
+        if self.fault == "join" and self.peer is None:
+            raise broken_rule("must name the peer that joins", "peer", self.peer)
+        if self.fault not in ("partition", "disconnect") and self.peers:
+            raise broken_rule("is for a partition or a disconnect; name one peer with 'peer'", "peers", list(self.peers))
+        if self.fault == "disconnect" and self.peers and len(set(self.peers)) != 2:
+            raise broken_rule("must be the two that lose each other", "peers", list(self.peers))
+        if self.seconds is not None and self.fault in NO_DURATION:
+            raise broken_rule(NO_DURATION[self.fault], "seconds", self.seconds)
+        return self
+
+
+class ScenarioSettings(Section):
+    """A scenario file."""
+
+    peers: Positive = Field(5, description="Trainers at the start: peer-0, peer-1, ... The bootstrap peer comes on top.")
+    rounds: Positive = Field(50, description="Rounds until the end of the faults.")
+    fault_rate: Fraction = Field(0.0, description="Chance of a random fault in each round.")
+    kinds: tuple[Kind, ...] = Field(get_args(Kind), description="Kinds of the random faults.")
+    points: tuple[Point, ...] = Field((), description="Points of the random faults. Default: all.")
+    step_s: PositiveNumber = Field(2.5, description="Seconds of one local step at speed 1 (virtual form).")
+    latency_s: NonNegative = Field(0.05, description="One-way seconds between two peers.")
+    bandwidth: Bandwidth = Field("100mbit", description="Of every peer's link, each way.")
+    vary: bool = Field(True, description="Each seed chooses speeds, capacities, codec, redundancy, merging (virtual form).")
+    overlap: bool = Field(False, description="Rounds go on while peers train (`sync.overlap`).")
+    machines: dict[str, MachineSettings] = Field({}, description="Single peers' machines, by name.")
+    faults: tuple[FaultSettings, ...] = Field((), description="Scripted faults.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ScenarioSettings:
+        joiners = {fault.peer for fault in self.faults if fault.fault == "join" and fault.peer is not None}
+        known = {*peer_names(self.peers), *joiners, BOOTSTRAP}
+        for name in self.machines:
+            if name not in known:
+                raise broken_rule(f"no such peer; there are {_shown(known)}", f"machines.{name}", "given")
+        _check_lives(self, known)
+        return self
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One peer's machine and link; None: as the seed chooses."""
+
+    speed: float | None = None
+    experts: int | None = None
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A valid scenario."""
+
+    peer_names: tuple[str, ...]
+    """Trainers at the start."""
+    rounds: int
+    faults: tuple[Fault, ...] = ()
+    fault_rate: float = 0.0
+    """Chance of a random fault in each round."""
+    kinds: tuple[str, ...] = KINDS
+    """Of random faults."""
+    points: tuple[str, ...] = ()
+    """At which random faults strike; empty: at all."""
+    step_s: float = 2.5
+    """Seconds of one local step at speed 1."""
+    latency_s: float = 0.05
+    bandwidth_bytes_per_s: float = 12.5e6
+    vary: bool = True
+    """Each seed chooses speeds, capacities, codec, redundancy and merging."""
+    overlap: bool = False
+    """Do rounds go on while peers train?"""
+    are_kinds_chosen: bool = False
+    """Were the kinds asked for, or are they all there are?"""
+    machines: Mapping[str, Machine] = field(default_factory=dict)
+
+    def machine(self, name: str) -> Machine:
+        """Of this peer."""
+        return self.machines.get(name, Machine())
+
+
+def peer_names(count: int) -> tuple[str, ...]:
+    """Names of the trainers that a run begins with."""
+    return tuple(f"peer-{i}" for i in range(count))
+
+
+def load_scenario(path: Path | None, options: Mapping[str, Any]) -> Scenario:
+    """The scenario of a file (none: the defaults), with those options on top that are not None. Raises UserError, one line."""
+    file = read_yaml_mapping(path, "scenario file") if path is not None else None
+    given = {name: value for name, value in options.items() if value is not None}
+    values = {**(file.values if file is not None else {"fault_rate": DEFAULT_FAULT_RATE}), **given}
+    return _scenario(validated(ScenarioSettings, values, lambda location: _where(file, location, given)))
+
+
+def _where(file: YamlFile | None, location: tuple[str | int, ...], options: Mapping[str, Any]) -> str:
+    """Where a wrong value was given: file and line, or the option."""
+    name = str(location[0]) if location else ""
+    if name in options:
+        return f"--{OPTIONS.get(name, name).replace('_', '-')}"
+    return file.where(location) if file is not None else ""
+
+
+def _scenario(settings: ScenarioSettings) -> Scenario:
+    return Scenario(
+        peer_names=peer_names(settings.peers),
+        rounds=settings.rounds,
+        faults=tuple(_fault(fault) for fault in settings.faults),
+        fault_rate=settings.fault_rate,
+        kinds=settings.kinds,
+        points=settings.points,
+        step_s=settings.step_s,
+        latency_s=settings.latency_s,
+        bandwidth_bytes_per_s=_bytes_per_s(settings.bandwidth),
+        vary=settings.vary,
+        overlap=settings.overlap,
+        are_kinds_chosen="kinds" in settings.model_fields_set,
+        machines={
+            name: Machine(m.speed, m.experts, _bytes_per_s(m.bandwidth) if m.bandwidth else None, m.latency_s)
+            for name, m in settings.machines.items()
+        },
+    )
+
+
+def _fault(settings: FaultSettings) -> Fault:
+    named = settings.peers or ((settings.peer,) if settings.peer is not None else ())
+    one = named[0] if len(named) == 1 and settings.fault != "join" else None
+    seconds = settings.seconds if settings.seconds is not None else 0.0 if settings.fault == "leave" else DEFAULT_SECONDS
+    return Fault(
+        settings.fault, settings.round, settings.at, one, named, settings.skip, settings.delay_s, seconds,
+        settings.factor, settings.what,
+    )
+
+
+def _check_lives(settings: ScenarioSettings, known: set[str]) -> None:
+    """Every fault hits peers that exist and, by what is scripted before it, live. Raises the broken rule of the first other."""
+    state = dict.fromkeys([*peer_names(settings.peers), BOOTSTRAP], "there")
+    order = sorted(range(len(settings.faults)), key=lambda index: settings.faults[index].round)
+    for index in order:
+        fault = settings.faults[index]
+        if fault.round > settings.rounds:
+            raise broken_rule(f"is after the last round, {settings.rounds}", f"faults.{index}.round", fault.round)
+        for name in (*fault.peers, *((fault.peer,) if fault.peer is not None else ())):
+            place = f"faults.{index}.{'peers' if fault.peers else 'peer'}"
+            if name not in known:
+                raise broken_rule(f"no such peer; there are {_shown(known)}", place, name)
+            _check_life(fault, state.get(name, "absent"), place, name)
+            returns = fault.seconds is not None
+            state[name] = "there" if returns else {"kill": "killed", "leave": "left"}.get(fault.fault, "there")
+
+
+def _check_life(fault: FaultSettings, state: str, place: str, name: str) -> None:
+    if fault.fault == "join" and state != "absent":
+        raise broken_rule(f"cannot join in round {fault.round}: it is {state} already", place, name)
+    if fault.fault == "leave" and name == BOOTSTRAP:
+        raise broken_rule("the bootstrap peer does not leave; kill or restart it", place, name)
+    if fault.fault != "join" and state != "there":
+        why = "has not joined by" if state == "absent" else f"was {state} before"
+        raise broken_rule(f"{why} round {fault.round}", place, name)
+
+
+def _bytes_per_s(text: str) -> float:
+    return parse_bits_per_second(text, "bandwidth") / 8
+
+
+def _shown(names: set[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered) if len(ordered) <= 12 else f"{', '.join(ordered[:10])} and {len(ordered) - 10} more"

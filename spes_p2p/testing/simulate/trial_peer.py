@@ -1,0 +1,79 @@
+"""The program of a peer in a simulation of processes: a real one whose world is wrapped from outside (`trial.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from spes_p2p.campaign.files import read_campaign
+from spes_p2p.client.exit_codes import exit_with
+from spes_p2p.client.local_swarm import ADDRESS_FILE
+from spes_p2p.config.campaign import make_peer_config
+from spes_p2p.net.interfaces import World
+from spes_p2p.observe.log import setup_logging
+from spes_p2p.session.extension import Extension
+from spes_p2p.testing.latency import delayed
+from spes_p2p.testing.simulate.trial import Trial
+
+
+def trial_program(orders: Path, latency_s: float) -> tuple[str, ...]:
+    """The module for Python to run, with its first arguments; a peer's command follows."""
+    return (__name__, "--orders", str(orders), "--latency-s", str(latency_s))
+
+
+def main() -> None:
+    """Live as a bootstrap peer or a trainer of a simulation."""
+    import uvloop
+
+    from spes_p2p.session.run import run_bootstrap, run_join
+
+    arguments = _parser().parse_args()
+    settings = make_peer_config(run_dir=arguments.run_dir, listen=[arguments.listen], experts=arguments.experts)
+    setup_logging(settings.log_level, False)
+    trial = Trial(arguments.orders, arguments.run_dir.name)
+    extension = Extension(lambda world: trial.around(_farther(world, arguments.latency_s)), (trial,))
+
+    def publish(address: str) -> None:
+        (arguments.run_dir / ADDRESS_FILE).write_text(address + "\n")
+
+    uvloop.install()
+    if arguments.command == "bootstrap":
+        files = read_campaign(arguments.config)
+        asyncio.run(run_bootstrap(files, settings, (), publish, extension))
+    else:
+        asyncio.run(run_join([arguments.address], settings, lambda files, address: None, extension))
+
+
+def _farther(world: World, latency_s: float) -> World:
+    return replace(world, transport=delayed(world.transport, latency_s))
+
+
+def _parser() -> argparse.ArgumentParser:
+    peer = argparse.ArgumentParser(add_help=False)
+    peer.add_argument("--run-dir", type=Path, required=True)
+    peer.add_argument("--listen", required=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--orders", type=Path, required=True, help="the folder of orders that the simulation writes")
+    parser.add_argument("--latency-s", type=_seconds, default=0.0, help="by which whatever this peer receives is late")
+    commands = parser.add_subparsers(dest="command", required=True)
+    bootstrap = commands.add_parser("bootstrap", parents=[peer])
+    bootstrap.add_argument("--config", type=Path, required=True)
+    bootstrap.set_defaults(experts=None)
+    join = commands.add_parser("join", parents=[peer])
+    join.add_argument("address")
+    join.add_argument("--experts", type=int)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(text)
+    return seconds
+
+
+if __name__ == "__main__":
+    exit_with(main)
