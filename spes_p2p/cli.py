@@ -1,6 +1,6 @@
-"""The command line: one function a command, no logic. Bad input ends with one line and exit code 2.
+"""The command line: one function per command, no logic. Invalid input prints one line and exits with code 2.
 
-A command looks at its arguments before it imports torch and hivemind, which takes seconds: a typing error shows at once.
+Commands check their arguments before they import torch and hivemind, which takes seconds, so that a typo is reported at once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ app = typer.Typer(
 )
 
 Url = Annotated[str | None, typer.Option(
-    help="Where the folder of the token files will be published: https://, s3://, gs:// or hf://datasets/OWNER/NAME/...; "
-         "volunteers read there what no peer gives.")]
+    help="URL where you will publish the token files: https://, s3://, gs:// or hf://datasets/OWNER/NAME/...; "
+         "volunteers read from it what no peer serves.")]
 ConfigFile = Annotated[Path, typer.Option("--config", help="Campaign file (YAML).")]
-RunDir = Annotated[Path, typer.Option(help="Where the peer keeps its state; started on it again, the peer continues.")]
+RunDir = Annotated[Path, typer.Option(help="Folder for the peer's state; a restart with the same folder continues.")]
 
 
 def _peers(addresses: list[str] | None) -> list[str] | None:
@@ -53,27 +53,27 @@ def _peer(address: str) -> str:
 
 
 Addresses = Annotated[
-    list[str], typer.Argument(metavar="ADDRESS...", help="Of any peer of the campaign: /ip4/.../p2p/...", callback=_peers)
+    list[str], typer.Argument(metavar="ADDRESS...", help="Address of any peer: /ip4/.../p2p/...", callback=_peers)
 ]
 FromAddresses = Annotated[
     list[str] | None,
-    typer.Option("--from", metavar="ADDRESS", help="Of any peer of a running swarm; several are possible.", callback=_peers),
+    typer.Option("--from", metavar="ADDRESS", help="Address of any peer of a running swarm; repeatable.", callback=_peers),
 ]
-Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; may be given several times.")]
-Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that others should dial, behind NAT.")]
-MaxUpload = Annotated[str | None, typer.Option(help="Bits a second to send at most: 20mbit.")]
-MaxDownload = Annotated[str | None, typer.Option(help="Bits a second to receive at most: 50mbit.")]
-IdentityFile = Annotated[Path | None, typer.Option(help="Private key of the peer's id. Default: identity.key in the run-dir.")]
-MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any.")]
+Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable.")]
+Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that other peers dial, for use behind NAT; repeatable.")]
+MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
+MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
+IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
+MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any free port.")]
 MetricsHost = Annotated[str | None, typer.Option(help="Address to serve the metrics on. Default: 127.0.0.1.")]
-TrackerName = Annotated[str | None, typer.Option("--tracker", help="none, wandb or trackio: gets numbers once a round.")]
+TrackerName = Annotated[str | None, typer.Option("--tracker", help="Experiment tracker: none, wandb or trackio.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     exit_with(lambda: app(sys.argv[1:] or ["--help"], standalone_mode=False))
 
 
@@ -85,18 +85,19 @@ def version() -> None:
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where the campaign is written.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write the campaign to.")],
     text: Annotated[list[Path] | None, typer.Option(
-        help="Text to train on: .jsonl (also .gz, .zst), .parquet, .txt; can be repeated.")] = None,
-    held_out: Annotated[list[Path] | None, typer.Option(help="Text to evaluate on; can be repeated.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, or a number: train one of so many ids.")] = None,
-    size: Annotated[str | None, typer.Option(help="Model: tiny, small, medium, 1b or 7b.")] = None,
-    peers: Annotated[int | None, typer.Option(help="Trainers that you expect.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="How often the text is trained on.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: the folder's.")] = None,
+        help="Training text: .jsonl (also .gz, .zst), .parquet or .txt; repeatable.")] = None,
+    held_out: Annotated[list[Path] | None, typer.Option(help="Evaluation text; repeatable.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(
+        help="Path of a tokenizer.json, or the vocabulary size of a tokenizer to train.")] = None,
+    size: Annotated[str | None, typer.Option(help="Model size: tiny, small, medium, 1b or 7b.")] = None,
+    peers: Annotated[int | None, typer.Option(help="Expected number of trainers.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the training text.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: name of the folder.")] = None,
     url: Url = None,
 ) -> None:
-    """Write a campaign: a commented file, token files, tokenizer. Without --text it asks, on a terminal."""
+    """Create a campaign: a commented config file, token files and a tokenizer. Asks for missing answers on a terminal."""
     from spes_p2p.campaign.init import CAMPAIGN_YAML, Answers, ask, check_place, make_campaign, parse_answer
 
     asks = sys.stdin.isatty() and not text
@@ -127,10 +128,10 @@ def bootstrap(
     config: ConfigFile,
     run_dir: RunDir = Path("runs/bootstrap"),
     peer: Annotated[
-        list[str] | None, typer.Option(help="Address of another bootstrap peer; can be repeated.", callback=_peers)
+        list[str] | None, typer.Option(help="Address of another bootstrap peer; repeatable.", callback=_peers)
     ] = None,
-    archive_every: Annotated[int | None, typer.Option(help="Rounds between two kept bases; 0: none. Default: 50.")] = None,
-    archive_keep: Annotated[int | None, typer.Option(help="How many of them are kept. Default: 2.")] = None,
+    archive_every: Annotated[int | None, typer.Option(help="Archive the base every N rounds; 0: never. Default: 50.")] = None,
+    archive_keep: Annotated[int | None, typer.Option(help="Number of archived bases to keep. Default: 2.")] = None,
     listen: Listen = None,
     announce: Announce = None,
     max_upload: MaxUpload = None,
@@ -142,9 +143,9 @@ def bootstrap(
     log_level: LogLevel = None,
     log_json: LogJson = False,
 ) -> None:
-    """Be the first node of a campaign: publish it, make its base 0, vote. Prints the line that volunteers copy.
+    """Start a campaign: publish its files, create base 0, vote on rounds. Prints the command with which volunteers join.
 
-    With --peer: be one more bootstrap peer of a campaign that another one has begun, from the same files.
+    With --peer: add another bootstrap peer to a running campaign, from the same files.
     """
     from spes_p2p.campaign.files import read_campaign
     from spes_p2p.config.campaign import make_peer_config
@@ -172,21 +173,21 @@ def join(
     addresses: Addresses,
     run_dir: RunDir = Path("runs/peer"),
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    experts: Annotated[str | None, typer.Option(help="Most experts to train: auto or a number.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory that auto counts on: 12GiB. Default: what is free.")] = None,
-    stored: Annotated[str | None, typer.Option(help="How foreign experts are kept: auto, fp32, bf16 or int8.")] = None,
-    stored_on: Annotated[str | None, typer.Option(help="Where they are kept: device or host.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto, grouped_mm, eager or megablocks.")] = None,
+    experts: Annotated[str | None, typer.Option(help="Maximum number of experts to train: auto or a number.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory budget for --experts auto: 12GiB. Default: all free.")] = None,
+    stored: Annotated[str | None, typer.Option(help="Format of the experts of other peers: auto, fp32, bf16 or int8.")] = None,
+    stored_on: Annotated[str | None, typer.Option(help="Memory that holds the experts of other peers: device or host.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Expert kernels: auto, grouped_mm, eager or megablocks.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, or adamw8bit (needs torchao).")] = None,
     activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Compute activations twice: less memory, more time.")
+        bool, typer.Option("--activation-checkpointing", help="Recompute activations: less memory, more time.")
     ] = False,
-    micro_batch_size: Annotated[int | None, typer.Option(help="Samples in one forward pass.")] = None,
-    base: Annotated[str | None, typer.Option(help="What the base is read from: disk, or ram (4 bytes a value).")] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass.")] = None,
+    base: Annotated[str | None, typer.Option(help="Where to keep the base: disk, or ram (4 bytes per value).")] = None,
     data_dir: Annotated[
-        list[Path] | None, typer.Option(help="Where the campaign's token files lie on this machine; can be repeated.")
+        list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")
     ] = None,
-    token_cache: Annotated[str | None, typer.Option(help="Disk that fetched text takes at most. Default: 16GiB.")] = None,
+    token_cache: Annotated[str | None, typer.Option(help="Maximum disk space for downloaded text. Default: 16GiB.")] = None,
     listen: Listen = None,
     announce: Announce = None,
     max_upload: MaxUpload = None,
@@ -198,7 +199,7 @@ def join(
     log_level: LogLevel = None,
     log_json: LogJson = False,
 ) -> None:
-    """Train in a campaign. An address is all it needs. Ctrl-C leaves politely."""
+    """Join a campaign and train. Needs only the address of a peer. Ctrl-C leaves cleanly."""
     from spes_p2p.config.campaign import make_peer_config
     from spes_p2p.config.quantities import parse_bytes
 
@@ -227,12 +228,12 @@ def join(
 @app.command()
 def swarm(
     config: ConfigFile,
-    peers: Annotated[int, typer.Option(help="Trainer peers.")],
-    run_dir: RunDir = Path("runs/swarm"),
-    rounds: Annotated[int | None, typer.Option(help="Stop after so many rounds. Default: the whole campaign.")] = None,
+    peers: Annotated[int, typer.Option(help="Number of trainers.")],
+    run_dir: Annotated[Path, typer.Option(help="Folder for the run-dirs of all peers.")] = Path("runs/swarm"),
+    rounds: Annotated[int | None, typer.Option(help="Stop after this many rounds. Default: the whole campaign.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a bootstrap peer and trainers on this machine, watched. Exit code 1 if a peer failed or digests differ."""
+    """Run a bootstrap peer and trainers on this machine. Exits with code 1 if a peer fails or digests differ."""
     from spes_p2p.client.local_swarm import is_good, run_swarm
 
     _log("warning", False)
@@ -254,22 +255,22 @@ def status(
     addresses: Addresses,
     as_json: AsJson = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Keep showing it until the campaign is done; a line a round when not a terminal.")
+        bool, typer.Option("--watch", help="Update until the campaign is done; without a terminal, print one line per round.")
     ] = False,
 ) -> None:
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic."""
     _log("warning", False)
     with _waiting("looking for the swarm") as end_waiting:
-        from spes_p2p.client.watch import look_once, watch_swarm
+        from spes_p2p.client.status import fetch_statuses, watch_status
         from spes_p2p.observe.status import swarm_status
         from spes_p2p.observe.table import render_status
 
         if watch:
-            _run(watch_swarm(addresses, as_json, end_waiting))
+            _run(watch_status(addresses, as_json, end_waiting))
             return
-        statuses = _run(look_once(addresses))
+        statuses = _run(fetch_statuses(addresses))
     if not statuses:
-        raise UserError(f"{addresses[0]}: reached, but no peer of the campaign answers; try again in a moment")
+        raise UserError(f"{addresses[0]}: connected, but no peer of the campaign answers; try again in a moment")
     if as_json:
         print(json.dumps(swarm_status(statuses), indent=2))
     else:
@@ -279,14 +280,18 @@ def status(
 @app.command()
 def control(
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="Of any peer of the campaign: /ip4/.../p2p/...", callback=_peer)
+        str, typer.Argument(metavar="ADDRESS", help="Address of any peer: /ip4/.../p2p/...", callback=_peer)
     ],
-    key: Annotated[Path, typer.Option(help="identity.key of the bootstrap peer that began the campaign: it is the owner's.")],
+    key: Annotated[Path, typer.Option(help="The owner's key: identity.key of the bootstrap peer that started the campaign.")],
     order: Annotated[
-        list[str], typer.Argument(metavar="ORDER...", help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE...")
+        list[str],
+        typer.Argument(
+            metavar="ORDER...",
+            help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE..., require PROTOCOL from ROUND",
+        ),
     ],
 ) -> None:
-    """Order your campaign to pause, resume, stop, go back to a round, or change its schedule: all peers in the same round."""
+    """Pause, resume, stop or roll back your campaign, change its schedule, or require a newer protocol of all its peers."""
     from spes_p2p.campaign.orders import parse_order
 
     make = parse_order(order)
@@ -295,32 +300,32 @@ def control(
         from spes_p2p.client.owner import give_order
 
         given = _run(give_order([address], key, make))
-    taken = f"{given.taken} of {given.peers} peers have record {given.control.number}"
-    print(f"{' '.join(order)}: {taken}; it holds as soon as a round after {given.round} is committed")
+    accepted = f"{given.accepted} of {given.peers} peers have record {given.control.number}"
+    print(f"{' '.join(order)}: {accepted}; it takes effect with the first round committed after round {given.round}")
 
 
 @app.command()
 def simulate(
-    scenario: Annotated[Path | None, typer.Argument(help="Scenario file (YAML); options below go on top of it.")] = None,
-    virtual: Annotated[bool, typer.Option("--virtual", help="In this process, in virtual time: fast.")] = False,
-    processes: Annotated[bool, typer.Option("--processes", help="As real processes: one run, minutes.")] = False,
-    seeds: Annotated[int, typer.Option(help="Runs, each with another seed (virtual form).")] = 1,
-    seed: Annotated[int, typer.Option(help="The first seed; the same seed is the same run.")] = 0,
-    peers: Annotated[int | None, typer.Option(help="Trainers at the start.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each run.")] = None,
-    fault_rate: Annotated[float | None, typer.Option(help="Chance of a random fault in each round, 0 to 1.")] = None,
-    faults: Annotated[str | None, typer.Option(help="Kinds of the random faults, separated by commas. Default: all.")] = None,
-    points: Annotated[str | None, typer.Option(help="Points at which they strike, separated by commas. Default: all.")] = None,
-    overlap: Annotated[bool, typer.Option("--overlap", help="Rounds go on while peers train (sync.overlap).")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Seeds run at the same time. Default: one a core.")] = None,
+    scenario: Annotated[Path | None, typer.Argument(help="Scenario file (YAML); the options below override it.")] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Simulate in this process, in virtual time.")] = False,
+    processes: Annotated[bool, typer.Option("--processes", help="Run real processes; takes minutes.")] = False,
+    seeds: Annotated[int, typer.Option(help="Number of runs, each with its own seed (--virtual).")] = 1,
+    seed: Annotated[int, typer.Option(help="First seed; runs with equal seeds are identical.")] = 0,
+    peers: Annotated[int | None, typer.Option(help="Number of trainers at the start.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds per run.")] = None,
+    fault_rate: Annotated[float | None, typer.Option(help="Probability of a random fault per round, 0 to 1.")] = None,
+    faults: Annotated[str | None, typer.Option(help="Kinds of random faults, comma-separated. Default: all.")] = None,
+    points: Annotated[str | None, typer.Option(help="Points where random faults occur, comma-separated. Default: all.")] = None,
+    overlap: Annotated[bool, typer.Option("--overlap", help="Overlap rounds with training (sync.overlap).")] = False,
+    jobs: Annotated[int | None, typer.Option(help="Seeds to run in parallel. Default: one per core.")] = None,
     event_log: Annotated[Path | None, typer.Option(help="Write the event log of a single seed to this file.")] = None,
-    run_dir: Annotated[Path, typer.Option(help="Folder of the processes' run-dirs; must be new.")] = Path("runs/simulate"),
-    config: Annotated[Path | None, typer.Option(help="Campaign file of the processes. Default: a tiny one is made.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="New folder for the processes' run-dirs.")] = Path("runs/simulate"),
+    config: Annotated[Path | None, typer.Option(help="Campaign file (--processes). Default: a generated one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a swarm on this machine under faults, and check its invariants. Exit code 1 if one was broken."""
+    """Run a swarm on this machine, inject faults and check invariants. Exits with code 1 if an invariant is violated."""
     if virtual == processes:
-        raise UserError("simulate: give one of --virtual and --processes")
+        raise UserError("simulate: give either --virtual or --processes")
     from spes_p2p.testing.simulate.command import simulate_processes, simulate_virtual
 
     options = {
@@ -346,12 +351,12 @@ def doctor(
     announce: Announce = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether this machine can train in a campaign, and what to mend. Exit code 1 if something must be mended."""
+    """Check whether this machine can train in a campaign, and what to fix. Exits with code 1 if a check fails."""
     from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(run_dir=run_dir, device=device, listen=listen, announce=announce)
     _log("error", False)
-    with _waiting("examining this machine and the way to the swarm"):
+    with _waiting("checking this machine and its connection to the swarm"):
         from spes_p2p.client.doctor import examine, report, worst
         from spes_p2p.client.doctor_checks import render_checks
 
@@ -366,10 +371,10 @@ def doctor(
 @app.command()
 def dashboard(
     addresses: Addresses,
-    port: Annotated[int, typer.Option(help="Port of the page; 0: any free one.")] = 8700,
-    host: Annotated[str, typer.Option(help="Address to serve it on; 0.0.0.0: every interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8700,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every interface.")] = "127.0.0.1",
 ) -> None:
-    """Show a running swarm as a web page that stays live. Ctrl-C ends it."""
+    """Serve a live web page about a running swarm. Ctrl-C ends it."""
     _log("warning", False)
     with _waiting("starting") as end_waiting:
         from spes_p2p.client.dashboard.server import run_dashboard
@@ -385,11 +390,12 @@ def dashboard(
 def plan(
     config: ConfigFile,
     memory: Annotated[str, typer.Option(help="Memory of the GPU: 24GiB, 24GB.")],
-    bandwidth: Annotated[str, typer.Option(help="Of the internet link, each way: 100mbit, 1gbit.")] = "100mbit",
-    peers: Annotated[int | None, typer.Option(help="Peers alike in the swarm. Default: enough to train all experts.")] = None,
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of the internet link, each way: 100mbit, 1gbit.")] = "100mbit",
+    peers: Annotated[int | None, typer.Option(
+        help="Identical peers in the swarm. Default: enough to train all experts.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what fits on a GPU, and what a peer needs of host memory, disk and link. Allocates nothing."""
+    """Show what fits on a GPU, and how much host memory, disk and bandwidth a peer needs. Allocates nothing."""
     from spes_p2p.config.campaign import load_campaign_config
     from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
 
@@ -408,21 +414,21 @@ def plan(
 @app.command()
 def tokenize(
     inputs: Annotated[list[Path], typer.Argument(help=".jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt files.")],
-    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json")],
-    output: Annotated[Path, typer.Option(help="Folder of the token files and their manifest.")],
-    prefix: Annotated[str, typer.Option(help="Start of the files' names.")] = "",
+    tokenizer: Annotated[Path, typer.Option(help="Path of the tokenizer.json.")],
+    output: Annotated[Path, typer.Option(help="Folder for the token files and their manifest.")],
+    prefix: Annotated[str, typer.Option(help="Prefix of the file names.")] = "",
     eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
-    text_field: Annotated[str, typer.Option(help="Field of the text in JSON and Parquet.")] = "text",
-    shard_tokens: Annotated[int | None, typer.Option(help="Tokens in one file at most.")] = None,
+    text_field: Annotated[str, typer.Option(help="Name of the text field in JSON and Parquet.")] = "text",
+    shard_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens per file.")] = None,
     url: Url = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that are there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing token files.")] = False,
 ) -> None:
-    """Turn text into token files and a manifest."""
+    """Convert text to token files and a manifest."""
     from spes_p2p.data import tokenizing
     from spes_p2p.data.manifest import MANIFEST_NAME
 
     if shard_tokens is not None and shard_tokens < 1:
-        raise UserError(f"--shard-tokens {shard_tokens}: a file holds at least one token; give a positive number")
+        raise UserError(f"--shard-tokens {shard_tokens}: must be at least 1")
     with _ProgressBar("tokenizing") as update:
         manifest = tokenizing.tokenize(
             inputs, tokenizer, output, eos_token=eos_token, text_field=text_field, prefix=prefix, overwrite=overwrite,
@@ -434,14 +440,14 @@ def tokenize(
 
 @app.command()
 def describe(
-    files: Annotated[list[Path], typer.Argument(help="Token files that exist already (SPES, OLMo).")],
-    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json they were made with.")],
-    manifest: Annotated[Path, typer.Option(help="Manifest to write.")],
+    files: Annotated[list[Path], typer.Argument(help="Existing token files (SPES, OLMo).")],
+    tokenizer: Annotated[Path, typer.Option(help="Path of the tokenizer.json that produced them.")],
+    manifest: Annotated[Path, typer.Option(help="Path of the manifest to write.")],
     eos_token: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
     dtype: Annotated[str | None, typer.Option(help="uint16 or uint32. Default: detected.")] = None,
     url: Url = None,
 ) -> None:
-    """Write a manifest for token files that exist already."""
+    """Write a manifest for existing token files."""
     from spes_p2p.data.tokenizing import describe_token_files
 
     if dtype not in (None, "uint16", "uint32"):
@@ -455,20 +461,20 @@ def describe(
 
 @app.command()
 def export(
-    output: Annotated[Path, typer.Option(help="Folder of the checkpoint; must not exist.")],
+    output: Annotated[Path, typer.Option(help="Folder for the checkpoint; must not exist.")],
     run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer.")] = None,
-    round_number: Annotated[int | None, typer.Option("--round", help="A round that the run-dir's archive keeps.")] = None,
+    round_number: Annotated[int | None, typer.Option("--round", help="Archived round. Default: the last round.")] = None,
     addresses: FromAddresses = None,
-    push_to: Annotated[str | None, typer.Option(help="Upload it to this repository of the Hub: OWNER/NAME.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make that repository private when it is new.")] = False,
+    push_to: Annotated[str | None, typer.Option(help="Upload the checkpoint to this Hub repository: OWNER/NAME.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create the Hub repository as private.")] = False,
 ) -> None:
-    """Write a committed base as a Hugging Face checkpoint with a model card: of a run-dir, or of a running swarm."""
+    """Export a committed base, from a run-dir or a running swarm, as a Hugging Face checkpoint with a model card."""
     if (run_dir is None) == (not addresses):
         raise UserError("export: give either --run-dir of a peer or --from with an address of the swarm")
     if output.exists():
-        raise UserError(f"{output}: exists already; give another output directory or remove it")
+        raise UserError(f"{output}: already exists; name another output directory or remove it")
     if round_number is not None and run_dir is None:
-        raise UserError("export: --round is looked for in an archive; give the --run-dir of a bootstrap peer")
+        raise UserError("export: --round needs an archive; give the --run-dir of a bootstrap peer")
     with _waiting("starting"):
         from spes_p2p.client.export import from_run_dir, push_to_hub
 
@@ -481,14 +487,14 @@ def export(
 
 @app.command()
 def evaluate(
-    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas.")],
-    model_dir: Annotated[Path | None, typer.Argument(help="A Hugging Face checkpoint.")] = None,
+    tasks: Annotated[str, typer.Option(help="Comma-separated lm-eval tasks.")],
+    model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     addresses: FromAddresses = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt. Default: the task's own number.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder of task definitions of your own.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Examples of each task at most.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Few-shot examples in the prompt. Default: set by the task.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with your own task definitions.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of examples per task.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    output: Annotated[Path | None, typer.Option(help="Write the results to this file as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
 ) -> None:
     """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval."""
     from spes_p2p.client import evaluate as evaluation
@@ -522,7 +528,6 @@ def _download_base(addresses: list[str]) -> Exportable:
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run on uvloop."""
     import uvloop
 
     uvloop.install()
@@ -530,7 +535,7 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class _ProgressBar:
-    """A progress bar for a person, nothing otherwise; gives `update(done, total)`."""
+    """Show a progress bar on a terminal, nothing elsewhere; yields `update(done, total)`."""
 
     def __init__(self, what: str):
         percent = TextColumn("{task.percentage:>3.0f} %")
@@ -549,7 +554,7 @@ class _ProgressBar:
 
 @contextlib.contextmanager
 def _waiting(for_what: str) -> Iterator[Callable[[], None]]:
-    """Say to a person at a terminal that something is under way; gives what ends that before the block does."""
+    """Show a spinner on a terminal, nothing elsewhere; yields a function that removes it early."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda: None

@@ -1,29 +1,37 @@
-"""Errors that a person can cause or must act on."""
+"""Errors that users cause or must act on, and refusals between peers."""
 
 from __future__ import annotations
+
+import shlex
 
 from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.refusals import LONGEST_DETAIL, LONGEST_REFUSAL, Code, Refusal
 
 
 class UserError(Exception):
-    """Wrong input. The message is one line: what is wrong, where, what to do. The command line prints it and exits with 2."""
+    """Invalid input. The message is one line: what is wrong, where, what to do. The command line exits with code 2."""
 
 
 class Broken(UserError):
-    """No wrong input: the same command can go well when it is given again. The exit code is 1; a supervisor starts it again."""
+    """A failure that is not the user's fault and may not recur. The exit code is 1, so that a supervisor restarts the peer."""
 
 
 class NobodyAnswers(UserError):
-    """None of the addresses that a person gave leads to a peer."""
+    """No given address leads to a peer."""
+
+
+def version_advice(ours: int, theirs: int, program: str = "") -> str:
+    """What a person types to speak protocol `theirs`. `program`: a version of spes_p2p that speaks it, where it is known."""
+    wanted = "--upgrade spes_p2p" if theirs > ours or not program else shlex.quote(f"spes_p2p=={program}")
+    return f"type: pip install {wanted}"
 
 
 class PeerUnreachable(Exception):
-    """A peer refused the connection, reset it, or was silent beyond the bound."""
+    """A peer refused or reset the connection, or was silent for too long."""
 
 
 class Refused(Exception):
-    """The other peer answered that it will not do this. Programs look at `code` and the data; the text is for people."""
+    """The other peer refused. Programs use `code` and the data; the text is for people."""
 
     def __init__(
         self,
@@ -43,15 +51,21 @@ class Refused(Exception):
 
     @property
     def detail(self) -> str:
-        """Why, for people."""
+        """Return the reason, for people."""
         return self.refusal.detail
 
     @classmethod
     def read(cls, data: bytes | bytearray | memoryview) -> Refused:
-        """What another peer's refusal says. Raises WireError."""
+        """Read another peer's refusal. Raises WireError."""
         if len(data) > LONGEST_REFUSAL:
             raise WireError(f"a refusal of {len(data)} bytes")
         told = unpack(Refusal, data)
         refused = cls(Code.of(told.code), told.detail)
         refused.refusal = told
         return refused
+
+
+def refusal_line(peer: str, refused: Refused, protocol: int) -> str:
+    """Say in one line who refused this program, why, and what to type. `protocol`: the version that this program speaks."""
+    needed = refused.refusal.protocol
+    return f"refused by {peer}: {refused.detail}" + ("" if needed is None else f"; {version_advice(protocol, needed)}")

@@ -19,8 +19,8 @@ from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.rounds.apply import next_base
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
+from spes_p2p.rounds.commit import make_commit, staged_report
 from spes_p2p.rounds.parts import Part, weight
-from spes_p2p.rounds.plan import make_commit, staged_report
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.memory import MemoryNetwork
 
@@ -99,7 +99,7 @@ class Round:
         updates: Mapping[str, Updates],
         codec: str = "none",
         network: MemoryNetwork | None = None,
-        carried: Mapping[str, Mapping[int, np.ndarray]] | None = None,
+        residuals: Mapping[str, Mapping[int, np.ndarray]] | None = None,
         timeout_s: float = 60.0,
         layout: Layout = LAYOUT,
         part_bytes: int = PART_BYTES,
@@ -110,8 +110,8 @@ class Round:
         for m in plan.members:
             board = RpcEndpoint(network.transport(m.peer), SILENCE_S)
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
-            own_carried = (carried or {}).get(m.peer, {})
-            exchange = Exchange(board, opened.empty(), pending, own_carried, timeout_s, (behind or {}).get(m.peer, planned(m)))
+            own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
+            exchange = Exchange(board, opened.empty(), pending, own, timeout_s, weighs)
             opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
             await _serve(board, exchange)
         return opened

@@ -14,7 +14,7 @@ PHASES = ("train", "announce", "exchange", "commit", "apply")
 
 @dataclass(frozen=True)
 class Synthetic:
-    """What a visitor of the swarm hears."""
+    """What a client of the swarm receives."""
 
     statuses: list[PeerStatus]
     records: list[RoundRecord]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_p2p.messages.rounds import Member
-from spes_p2p.rounds.accounting import Ledger, Work
+from spes_p2p.rounds.accounting import Ledger, TrainedTokens
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part, part_ranges, part_table
 from spes_p2p.testing.synthetic import SyntheticTrainer
@@ -39,7 +39,7 @@ class Account:
         before = self.trainer._local.astype(np.float64)
         report = self.trainer.train(Phase(1, 0, steps, steps, ()), lambda: False, lambda done, speed: None)
         self.trained += self.trainer._local - before
-        self.ledger.trained(report)
+        self.ledger.add_phase(report)
 
     def push(self) -> None:
         """What an exchange would send: every part of what is pending, encoded."""
@@ -223,10 +223,10 @@ def test_what_was_trained_since_a_restart_is_not_taken_for_a_push_of_before() ->
     account.train(1)
     for name in ("shared", "expert.0"):
         group = LAYOUT.group(name)
-        sent = account.ledger.may_be_sent(account.trainer, account.base, group)
+        sent = account.ledger.possibly_sent(account.trainer, account.base, group)
         assert sent is not None
         np.testing.assert_allclose(sent, before[group.start : group.stop], atol=1e-6)
-    assert account.ledger.may_be_sent(account.trainer, account.base, LAYOUT.expert(1)) is None
+    assert account.ledger.possibly_sent(account.trainer, account.base, LAYOUT.expert(1)) is None
 
 
 def test_an_owner_that_lost_an_expert_contributes_it_once_more_then_none() -> None:
@@ -239,7 +239,7 @@ def test_an_owner_that_lost_an_expert_contributes_it_once_more_then_none() -> No
     account.check()
     account.push()
     assert account.ledger.update == {}
-    assert account.ledger.pending == Work((0,) * LAYOUT.num_experts)
+    assert account.ledger.pending == TrainedTokens((0,) * LAYOUT.num_experts)
 
 
 def test_of_a_lost_expert_only_the_parts_that_were_left_out_go_again() -> None:
@@ -296,7 +296,7 @@ def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
         for index, (part, _) in account.sent.items():
             behind[part.start] += steps * TOKENS_A_STEP + fresh
             expected = behind[part.start]
-            weighs = account.ledger.behind(part)
+            weighs = account.ledger.tokens_behind(part)
             if part.group.expert is None:
                 assert weighs == expected
             else:
@@ -316,11 +316,11 @@ def test_what_is_left_of_a_group_is_pending_though_its_tokens_count_as_included(
     account.push()
     left_out = next(index for index, (part, _) in account.sent.items() if part.group.kind == "router")
     account.commit(set(account.sent) - {left_out})
-    assert (account.ledger.pending.tokens, account.ledger.most_behind) == (0, 3 * TOKENS_A_STEP)
+    assert (account.ledger.pending.tokens, account.ledger.max_pending_tokens) == (0, 3 * TOKENS_A_STEP)
     account.train(1)
     account.push()
     account.commit(set(account.sent))
-    assert (account.ledger.pending.tokens, account.ledger.most_behind) == (0, 0)
+    assert (account.ledger.pending.tokens, account.ledger.max_pending_tokens) == (0, 0)
     account.check()
 
 
@@ -342,7 +342,7 @@ def test_weights_are_what_was_trained_since_the_last_inclusion() -> None:
     assert account.ledger.announced.tokens == 4 * TOKENS_A_STEP
     assert [count > 0 for count in account.ledger.announced.routed] == [True, False, False, True]
     account.commit(set(account.sent))
-    assert account.ledger.pending == Work((0,) * LAYOUT.num_experts)
+    assert account.ledger.pending == TrainedTokens((0,) * LAYOUT.num_experts)
 
 
 @pytest.mark.parametrize(("others", "cosine", "shrink"), [(1.0, 1.0, 1.0), (0.0, 1.0, 0.5), (-1.0, 0.0, 0.0), (3.0, 1.0, 2.0)])
@@ -363,6 +363,6 @@ def test_drift_is_this_peers_update_beside_the_bases_step(others: float, cosine:
 
 def test_a_phase_whose_loss_was_never_finite_spoils_no_mean() -> None:
     ledger = Ledger(LAYOUT, RANGES)
-    ledger.trained(PhaseReport(2, 100, (0,) * 4, 2.0, 0.0, 1.0, (), 0))
-    ledger.trained(PhaseReport(2, 100, (0,) * 4, float("nan"), 0.0, 1.0, (), 2))
+    ledger.add_phase(PhaseReport(2, 100, (0,) * 4, 2.0, 0.0, 1.0, (), 0))
+    ledger.add_phase(PhaseReport(2, 100, (0,) * 4, float("nan"), 0.0, 1.0, (), 2))
     assert ledger.pending.loss == 2.0

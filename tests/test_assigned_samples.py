@@ -9,18 +9,18 @@ FIRST, SECOND, REST = (Interval(0, 0, 10),), (Interval(0, 10, 20),), (Interval(0
 
 
 def test_an_assignment_that_was_not_begun_goes_back() -> None:
-    assert AssignedSamples().to_hand_back("commit", FIRST) == FIRST
+    assert AssignedSamples().unfinished("commit", FIRST) == FIRST
 
 
 def test_what_was_trained_goes_back_once_until_its_round_is_decided() -> None:
     samples = AssignedSamples()
     samples.begin("commit", FIRST)
-    assert samples.to_hand_back("commit", FIRST) == FIRST
+    assert samples.unfinished("commit", FIRST) == FIRST
     samples.trained(())
     samples.announce()
-    assert samples.to_hand_back("commit", FIRST) == FIRST
+    assert samples.unfinished("commit", FIRST) == FIRST
     samples.decided()
-    assert samples.to_hand_back("next", SECOND) == SECOND
+    assert samples.unfinished("next", SECOND) == SECOND
 
 
 def test_two_phases_in_no_round_go_back_together() -> None:
@@ -28,7 +28,7 @@ def test_two_phases_in_no_round_go_back_together() -> None:
     samples.begin("commit", FIRST)
     samples.announce()
     samples.begin("next", SECOND)
-    assert samples.to_hand_back("next", SECOND) == (*FIRST, *SECOND)
+    assert samples.unfinished("next", SECOND) == (*FIRST, *SECOND)
 
 
 def test_what_a_phase_leaves_over_is_announced_with_its_work() -> None:

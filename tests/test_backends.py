@@ -16,7 +16,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, Eager, GroupedMM, choose_backend
 from spes_p2p.model.build import build_model, empty_model, exact_expert, initial_state, layout_of
 from spes_p2p.model.partitioned import PartitionedExperts, expert_blocks
-from spes_p2p.model.staging import BACKWARD, FORWARD, Staging
+from spes_p2p.model.prefetch import BACKWARD, FORWARD, LayerPrefetcher
 from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
 from spes_p2p.training.losses import forward_losses
 
@@ -63,7 +63,7 @@ def test_auto_takes_grouped_mm_where_the_sizes_allow_it() -> None:
 @pytest.mark.parametrize(("wanted", "hidden_size", "expected"), [
     ("grouped_mm", 12, r"backend grouped_mm: needs hidden_size = 12 .*multiples of 8; possible here: eager"),
     ("megablocks", 512, r"backend megablocks: needs .*; possible here: grouped_mm, eager"),
-    ("cutlass", 512, r"backend 'cutlass': experts can be computed by auto, grouped_mm, eager, megablocks"),
+    ("cutlass", 512, r"backend 'cutlass': must be one of auto, grouped_mm, eager, megablocks"),
 ])
 def test_an_impossible_backend_is_refused_with_the_possible_ones(wanted: str, hidden_size: int, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as refusal:
@@ -134,10 +134,10 @@ BASE = initial_state(MODEL)
 LAYOUT = layout_of(MODEL)
 
 
-def blocks_of(staging: Staging | None, stored: StoredFormat = "int8") -> list[PartitionedExperts]:
-    """The experts of each layer, all with the same staging; expert 1 is owned."""
+def blocks_of(prefetcher: LayerPrefetcher | None, stored: StoredFormat = "int8") -> list[PartitionedExperts]:
+    """The experts of each layer, all with the same prefetcher; expert 1 is owned."""
     return [
-        PartitionedExperts(block, (1,), stored, CPU, partial(exact_expert, BASE, LAYOUT, name), staging=staging)
+        PartitionedExperts(block, (1,), stored, CPU, partial(exact_expert, BASE, LAYOUT, name), prefetcher=prefetcher)
         for name, block in expert_blocks(empty_model(MODEL))
     ]
 
@@ -160,37 +160,37 @@ def forward_backward(blocks: list[PartitionedExperts], checkpointing: bool = Fal
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_experts_on_the_host_compute_the_same_bits(stored: StoredFormat, checkpointing: bool) -> None:
     expected = forward_backward(blocks_of(None, stored))
-    actual = forward_backward(blocks_of(Staging(CPU), stored), checkpointing)
+    actual = forward_backward(blocks_of(LayerPrefetcher(CPU), stored), checkpointing)
     assert torch.equal(actual[0], expected[0])
     assert torch.equal(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_copies_each_layer_twice_less_what_is_at_hand_at_the_turns(checkpointing: bool) -> None:
-    staging = Staging(CPU)
-    blocks = blocks_of(staging)
+    prefetcher = LayerPrefetcher(CPU)
+    blocks = blocks_of(prefetcher)
     forward_backward(blocks, checkpointing)
-    before = staging.copies
+    before = prefetcher.copies
     forward_backward(blocks, checkpointing)
-    assert staging.copies - before == 2 * len(blocks) - 4
+    assert prefetcher.copies - before == 2 * len(blocks) - 4
 
 
 def test_the_next_layer_of_the_pass_is_copied_while_this_one_is_used() -> None:
-    staging = Staging(CPU)
+    prefetcher = LayerPrefetcher(CPU)
     for value in range(4):
-        staging.replace(staging.add(), {"m": Matrices(torch.full((1, 2, 2), float(value)))})
+        prefetcher.replace(prefetcher.add(), {"m": Matrices(torch.full((1, 2, 2), float(value)))})
     copies = []
     forward, backward = [(layer, FORWARD) for layer in range(4)], [(layer, BACKWARD) for layer in (3, 2, 1)]
     for layer, direction in forward + backward:
-        found = staging.use(layer, direction)["m"].codes
+        found = prefetcher.use(layer, direction)["m"].codes
         assert bool((found == layer).all())
-        copies.append(staging.copies)
+        copies.append(prefetcher.copies)
     assert copies == [2, 3, 4, 4, 4, 5, 6]
 
 
 def test_new_values_and_owners_reach_experts_on_the_host() -> None:
-    staging = Staging(CPU)
-    staged, plain = blocks_of(staging), blocks_of(None)
+    prefetcher = LayerPrefetcher(CPU)
+    staged, plain = blocks_of(prefetcher), blocks_of(None)
     forward_backward(staged)
     for blocks in (staged, plain):
         blocks[0].write_foreign(2, "down_proj", torch.full((32, 48), 0.1))
@@ -201,6 +201,6 @@ def test_new_values_and_owners_reach_experts_on_the_host() -> None:
 
 
 def test_experts_on_the_host_do_not_move_with_the_model() -> None:
-    block = blocks_of(Staging(CPU))[0]
+    block = blocks_of(LayerPrefetcher(CPU))[0]
     assert not [name for name, _ in block.named_buffers() if "codes" in name or "scales" in name]
     assert sum(t.nbytes for t in block.stored_tensors()) == 3 * (3 * 32 * 48 + 4 * (96 + 32))

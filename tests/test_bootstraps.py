@@ -86,5 +86,5 @@ def test_another_campaign_is_refused(swarm: LocalPeers, config: Path, tmp_path: 
     arguments = ["--config", str(other), "--run-dir", str(tmp_path / "run"), "--listen", LOOPBACK]
     ended = call("bootstrap", *arguments, "--peer", trainers(swarm)[0].address)
     assert ended.code == 2
-    assert ended.stderr.startswith(f"error: --peer {trainers(swarm)[0].address}: has campaign test"), ended.stderr
+    assert ended.stderr.startswith(f"error: --peer {trainers(swarm)[0].address}: serves campaign test"), ended.stderr
     assert not (tmp_path / "run").exists()

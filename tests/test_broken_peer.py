@@ -96,7 +96,7 @@ def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> No
         swarm = swarm_of(sync_steps=12)
         await break_b(swarm, after_steps=0)
         reason = await reason_b_stopped(swarm)
-        assert "not finite in 10 steps in a row" in reason
+        assert "not finite in 10 consecutive steps" in reason
         assert "\n" not in reason
         assert max(event.round for event in swarm.recorders["B"].told(PhaseTrained)) == BREAKS_IN_ROUND - 1
         await swarm.until_finished()

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
+from spes_p2p.messages.framing import Message
 from spes_p2p.net.byte_stream import AHEAD_BYTES, ByteStream
 from spes_p2p.net.channels import StreamChannel
 
@@ -110,6 +111,6 @@ def test_a_part_of_a_frame_is_heard(play: Callable[[Script], None]):
             heard.clear()
             here.write(part)
             await heard.wait()
-        assert await reading == bytes(10)
+        assert await reading == Message(bytes(10))
 
     play(script)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.methods import HISTORY
 from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, RoundRecord
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
 from spes_p2p.observe.rounds import Totals, totals_of
-from spes_p2p.peer.history_sync import CONTRIBUTIONS_A_MESSAGE, RECORDS_A_MESSAGE, pages, remember, serving
+from spes_p2p.peer.history_sync import CONTRIBUTIONS_A_MESSAGE, RECORDS_A_MESSAGE, fill_history, pages, serving
 from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm, campaign, simulate
 
 FIRST = RoundCommitted(
@@ -151,8 +152,8 @@ class RememberingSwarm(VirtualSwarm):
 
     async def attach(self, name: str) -> None:
         node, history = self.nodes[name], self.histories[name]
-        await node.board.serve(HISTORY, serving(history.rounds, lambda: asyncio.get_running_loop().time()))
-        self.network.run_peer(name, remember(node, history))
+        await node.endpoint.serve(HISTORY, serving(history.rounds, lambda: asyncio.get_running_loop().time()))
+        self.network.run_peer(name, fill_history(node, history))
 
     async def begin(self, names: str = "ABC") -> None:
         for name in ("W", *names):
@@ -229,19 +230,18 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
         await swarm.until_round(1)
         history, node = swarm.histories["A"], swarm.nodes["W"]
         first = history.rounds.records[0]
-        many = tuple(Contribution(f"peer-{i}", i, i) for i in range(CONTRIBUTIONS_A_MESSAGE // 2))
+        many = tuple(Contribution(f"peer-{i}", i, i) for i in range(MAX_MEMBERS))
+        fitting = CONTRIBUTIONS_A_MESSAGE // MAX_MEMBERS
 
         async def asked(after: int) -> list[int]:
-            page = unpack(HistoryPage, await node.board.ask("A", HISTORY, pack(HistoryRequest(after, 10**6))))
+            page = unpack(HistoryPage, await node.endpoint.ask("A", HISTORY, pack(HistoryRequest(after, 10**6))))
             return [record.round for record in page.records]
 
         history.hear([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_A_MESSAGE)])
         assert await asked(9) == list(range(10, 10 + RECORDS_A_MESSAGE))
-        history.hear([replace(first, round=number, contributions=many) for number in range(1000, 1004)])
-        history.hear([replace(first, round=2000, contributions=3 * many)])
-        assert await asked(999) == [1000, 1001]
-        assert await asked(1999) == [2000]
-        heard = [page.records[-1].round async for page in pages(node.board, "A", 999)]
-        assert heard == [1001, 1003, 2000]
+        history.hear([replace(first, round=number, contributions=many) for number in range(1000, 1001 + 2 * fitting)])
+        assert await asked(999) == list(range(1000, 1000 + fitting))
+        heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999)]
+        assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]
 
     simulate(main)

@@ -18,6 +18,7 @@ import typer.main
 from network_swarm import ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
 from sample_text import TEXT
 
+from spes_p2p import __version__
 from spes_p2p.cli import app
 from spes_p2p.errors import Broken
 from spes_p2p.messages.methods import PROTOCOL_VERSION
@@ -126,7 +127,7 @@ def test_a_swarm_checks_its_token_files_before_it_starts(place: Place) -> None:
     tokens = copy / TOKENS
     tokens.write_bytes(tokens.read_bytes()[:-2])
     arguments = ["swarm", "--config", str(copy / "test.yaml"), "--peers", "2", "--run-dir", place.output]
-    assert_refused(place.folder, arguments, str(tokens), "cut short")
+    assert_refused(place.folder, arguments, str(tokens), "truncated")
 
 
 # Commands that need no swarm --------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "no such command": (lambda p: ["trian"], ("No such command 'trian'; see spes-p2p --help",)),
     "no such option": (lambda p: bootstrap(p, "--metric-port", "1"), ("--metric-port",)),
     "no campaign file": (lambda p: ["bootstrap", "--config", str(p.folder / "no.yaml"), "--run-dir", p.output], ("no.yaml",)),
-    "init no text": (lambda p: init(p), ("--text", "Give this option")),
+    "init no text": (lambda p: init(p), ("--text", "give this option")),
     "init text is not there": (lambda p: init(p, "--text", str(p.folder / "no.txt")), ("no.txt: no such file",)),
     "init another kind": (lambda p: init(p, "--text", a_file(p)), ("unknown format",)),
     "init size": (lambda p: init_with_text(p, "--size", "huge"), ("--size huge", "tiny, small")),
@@ -267,10 +268,10 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "control malformed": (lambda p: control(replace(p, address="localhost")), ("'localhost'",)),
     "control nobody": (control, ("no peer answers at", NOBODY)),
     "control another order": (lambda p: control(p, "halt"), ("unknown order 'halt'; give one of pause, resume, stop,",)),
-    "control too much": (lambda p: control(p, "pause", "now"), ("control pause: takes nothing more, not 'now'",)),
-    "control no round": (lambda p: control(p, "rollback"), ("give the round to go back to: rollback 40",)),
-    "control round in words": (lambda p: control(p, "rollback", "ten"), ("give the round to go back to",)),
-    "control schedule of nothing": (lambda p: control(p, "schedule", "9"), ("give a round and what changes",)),
+    "control too much": (lambda p: control(p, "pause", "now"), ("control pause: takes no arguments, not 'now'",)),
+    "control no round": (lambda p: control(p, "rollback"), ("give the round to return to: rollback 40",)),
+    "control round in words": (lambda p: control(p, "rollback", "ten"), ("give the round to return to",)),
+    "control schedule of nothing": (lambda p: control(p, "schedule", "9"), ("give a round and the settings",)),
     "control schedule value": (lambda p: control(p, "schedule", "9", "learning_rate=low"), ("is not NAME=NUMBER",)),
     "control schedule word": (lambda p: control(p, "schedule", "9", "learning_rate"), ("is not NAME=NUMBER",)),
     "tokenize nothing there": (lambda p: tokenize(p, "no.txt", None), ("no.txt: no such file",)),
@@ -291,24 +292,24 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "export from nobody": (lambda p: ["export", "--from", NOBODY, "--output", p.output], ("no peer answers at", NOBODY)),
     "export from nonsense": (lambda p: ["export", "--from", "x", "--output", p.output], ("not the address of a peer",)),
     "export over something": (
-        lambda p: ["export", "--from", NOBODY, "--output", str(p.folder)], ("exists already; give another output",)
+        lambda p: ["export", "--from", NOBODY, "--output", str(p.folder)], ("already exists; name another output",)
     ),
     "evaluate nothing": (lambda p: ["evaluate", "--tasks", "arc_easy"], ("a checkpoint folder or --from",)),
     "evaluate from nobody": (lambda p: ["evaluate", "--from", NOBODY, "--tasks", "arc_easy"], ("no peer answers at", NOBODY)),
     "watch nobody": (lambda p: ["status", NOBODY, "--watch"], ("no peer answers at", NOBODY)),
     "evaluate no model": (evaluate, ("config.json",)),
-    "evaluate limit": (lambda p: evaluate(p, "--limit", "0"), ("--limit 0", "at least one")),
+    "evaluate limit": (lambda p: evaluate(p, "--limit", "0"), ("--limit 0", "at least 1")),
     "evaluate few-shot": (lambda p: evaluate(p, "--num-fewshot", "-1"), ("--num-fewshot -1", "0 or more")),
     "evaluate device": (lambda p: evaluate(p, "--device", "tpu"), ("--device tpu", "cpu or cuda")),
     "version of what": (lambda p: ["version", "1"], ("unexpected extra argument", "(1)")),
     "plan without a file": (lambda p: ["plan", "--memory", "24GiB"], ("--config",)),
-    "plan no such file": (lambda p: ["plan", "--config", p.output, "--memory", "24GiB"], ("output", "name a YAML file")),
+    "plan no such file": (lambda p: ["plan", "--config", p.output, "--memory", "24GiB"], ("output", "give a YAML file")),
     "plan memory": (lambda p: plan(p, "lots"), ("--memory 'lots'", "24GiB")),
     "plan too little memory": (lambda p: plan(p, "1kB"), ("too small for even the shared weights", "more memory")),
     "plan bandwidth": (lambda p: plan(p, "24GiB", "--bandwidth", "fast"), ("--bandwidth 'fast'", "100mbit")),
     "plan peers": (lambda p: plan(p, "24GiB", "--peers", "0"), ("--peers 0",)),
-    "simulate neither": (lambda p: ["simulate"], ("one of --virtual and --processes",)),
-    "simulate both": (lambda p: ["simulate", "--virtual", "--processes"], ("one of --virtual and --processes",)),
+    "simulate neither": (lambda p: ["simulate"], ("either --virtual or --processes",)),
+    "simulate both": (lambda p: ["simulate", "--virtual", "--processes"], ("either --virtual or --processes",)),
     "simulate no scenario": (lambda p: ["simulate", p.output, "--virtual"], ("cannot read the scenario file",)),
     "simulate misspelt": (lambda p: scenario(p, "peerz: 3\n", "--virtual"), ("line 1", "did you mean 'peers'?")),
     "simulate no YAML": (lambda p: scenario(p, "a: [\n", "--virtual"), ("not valid YAML",)),
@@ -424,7 +425,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("command", [join, status, doctor, second, control])
 def test_a_foreign_address_is_refused(command: Callable[..., list[str]], foreign: str, place: Place) -> None:
     elsewhere = replace(place, address=foreign)
-    assert_refused(place.folder, command(elsewhere), "check", "who runs the campaign")
+    assert_refused(place.folder, command(elsewhere), "ask the campaign's owner")
 
 
 # Commands that meet a swarm ---------------------------------------------------------------------------------------------
@@ -462,7 +463,7 @@ def other_text(data: Path) -> None:
 
 
 BAD_TOKENS: list[tuple[Callable[[Path], None], str]] = [
-    (cut_short, "cut short"),
+    (cut_short, "truncated"),
     (half_an_id_more, "not a whole number of uint16 ids"),
     (other_dtype, "uint16 ids, the manifest says"),
     (ids_beyond, "has id 512, the vocabulary ends at 511"),
@@ -493,12 +494,12 @@ def test_an_identity_in_use_is_refused(swarm_place: Place, running: LocalPeers) 
 @pytest.mark.network
 def test_only_the_owner_gives_orders_and_only_possible_ones(swarm_place: Place, running: LocalPeers) -> None:
     bootstrap = running["bootstrap"]
-    assert_refused(swarm_place.folder, control(swarm_place), "somebody.key", f"takes orders of {bootstrap.peer_id} only")
+    assert_refused(swarm_place.folder, control(swarm_place), "somebody.key", f"is {bootstrap.peer_id}")
     owner = str(bootstrap.run_dir / "identity.key")
     for order, expected in {
         "resume": "the campaign is not paused",
-        "rollback 7": "no peer that answers keeps the base of that round; kept are: none",
-        "schedule 0 learning_rate=1": "has begun; give round 1 or a later one",
+        "rollback 7": "no answering peer archives the base of that round; archived rounds: none",
+        "schedule 0 learning_rate=1": "has started; give round 1 or later",
         "schedule 9 sync_step=1": "training.sync_step cannot be changed",
         "schedule 9 learning_rate=0": "schedule 9: training.learning_rate = 0: must be greater than 0",
     }.items():
@@ -517,7 +518,7 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
         arguments = ["export", "--run-dir", str(run_dir), "--output", str(output)]
         assert_refused(swarm_place.folder, arguments, str(run_dir / "base"), "cut short or damaged")
     (run_dir / "base").unlink()
-    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "holds no base yet")
+    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "contains no base yet")
     (run_dir / "genesis").unlink()
     assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "incomplete run-dir")
 
@@ -526,25 +527,37 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
 def test_an_untrained_base_is_not_exported(swarm_place: Place, running: LocalPeers) -> None:
     run_dir = str(running["bootstrap"].run_dir)
     arguments = ["export", "--run-dir", run_dir, "--output", str(swarm_place.folder / "exported")]
-    assert_refused(swarm_place.folder, arguments, run_dir, "holds base 0 only", "give another --run-dir")
+    assert_refused(swarm_place.folder, arguments, run_dir, "holds only the untrained base 0", "give another --run-dir")
 
 
 @pytest.mark.network
 def test_a_swarm_without_a_trained_base_exports_nothing(swarm_place: Place, running: LocalPeers) -> None:
     address = running["bootstrap"].address
     arguments = ["export", "--from", address, "--output", str(swarm_place.folder / "exported")]
-    assert_refused(swarm_place.folder, arguments, address, "nobody there serves a trained base")
+    assert_refused(swarm_place.folder, arguments, address, "no peer serves a trained base")
 
 
 @pytest.mark.network
-def test_another_protocol_version_is_refused_with_the_reason_on_both_sides(swarm_place: Place, running: LocalPeers) -> None:
-    program = "import spes_p2p.messages.methods as m; m.PROTOCOL_VERSION = 99; from spes_p2p.cli import main; main()"
+@pytest.mark.parametrize(("version", "told", "advice"), [
+    (PROTOCOL_VERSION - 1, f"protocol {PROTOCOL_VERSION - 1} is too old for this swarm", "pip install --upgrade spes_p2p"),
+    (99, f"speaks protocol {PROTOCOL_VERSION}, this program 99", f"pip install spes_p2p=={__version__}"),
+])  # fmt: skip
+def test_a_volunteer_with_another_version_is_told_what_to_type(
+    swarm_place: Place, running: LocalPeers, version: int, told: str, advice: str
+) -> None:
+    program = (
+        f"import spes_p2p.messages.methods as m; m.PROTOCOL_VERSION = m.OLDEST_PROTOCOL = {version}; "
+        "from spes_p2p.cli import main; main()"
+    )
     command = [sys.executable, "-c", program, *join(swarm_place)]
     ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=90, check=False)
     assert ended.returncode == 2, ended
-    assert f"you speak protocol 99, this swarm {PROTOCOL_VERSION}; install the version of spes_p2p" in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("error: refused by ")
-    assert f"speaks protocol 99, this peer {PROTOCOL_VERSION}: refused" in running["bootstrap"].log
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert told in last
+    assert last.endswith(f"type: {advice}")
+    if version < PROTOCOL_VERSION:
+        assert told in running["bootstrap"].log
     assert contents(swarm_place.folder) == {}
 
 

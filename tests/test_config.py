@@ -75,14 +75,14 @@ BAD_FILES = [
     ("  manifest:", "  sync_steps: 5\n  manifest:",
      "FILE, line 23: unknown field 'data.sync_steps'; it belongs in section 'training'"),
     ("  manifest:", "  name: tiny\n  manifest:",
-     "FILE, line 23: unknown field 'data.name'; it belongs at the top, in no section"),
+     "FILE, line 23: unknown field 'data.name'; it belongs at the top level"),
     ("  experts_per_peer: 2", "  zebra: 2",
-     "FILE, line 19: unknown field 'experts.zebra'; remove it; known here: experts_per_peer, redundancy"),
+     "FILE, line 19: unknown field 'experts.zebra'; remove it; valid here: experts_per_peer, redundancy"),
     ("name: tiny", "name: tiny\n7: x",
-     "FILE, line 2: unknown field '7'; remove it; known here: "
+     "FILE, line 2: unknown field '7'; remove it; valid here: "
      "data, evaluation, experts, merge, model, name, outer, schema_version, sync, training"),
     ("  experts_per_peer: 2", "  rotate_rounds: 3",
-     "FILE, line 19: unknown field 'experts.rotate_rounds'; remove it; known here: experts_per_peer, redundancy"),
+     "FILE, line 19: unknown field 'experts.rotate_rounds'; remove it; valid here: experts_per_peer, redundancy"),
     ("  sync_steps: 5\n", "", "FILE, line 12: training.sync_steps is missing; add it"),
     ("data:\n  manifest: tokens/manifest.json\n  tokenizer: tokenizer.json\n", "", "FILE: data is missing; add it"),
     ("experts:\n  experts_per_peer: 2", "experts:",
@@ -112,7 +112,7 @@ BAD_FILES = [
     ("moe_num_experts: 8", "moe_num_experts: 0", "FILE, line 10: model.moe_num_experts = 0: must be greater than 0"),
     ("moe_num_experts: 8", "moe_num_experts:", "FILE, line 10: model.moe_num_experts = (nothing): must be a whole number"),
     ("sequence_length: 64", "sequence_length: 1",
-     "FILE, line 13: training.sequence_length = 1: must be greater than or equal to 2"),
+     "FILE, line 13: training.sequence_length = 1: must be at least 2"),
     ("learning_rate: 3e-3", "learning_rate: fast", "FILE, line 17: training.learning_rate = 'fast': must be a number"),
     ("learning_rate: 3e-3", "learning_rate: true", "FILE, line 17: training.learning_rate = true: must be a number"),
     ("learning_rate: 3e-3", "learning_rate: .nan", "FILE, line 17: training.learning_rate = nan: must be a finite number"),
@@ -136,11 +136,11 @@ BAD_FILES = [
     ("tokenizer: tokenizer.json", "tokenizer: ''", "FILE, line 24: data.tokenizer = '': must not be empty"),
     ("batch_size: 8", "batch_size: 8\n  batch_size: 16", "FILE, line 15: field 'batch_size' is given twice; keep one"),
     ("batch_size: 8", "batch_size: 8: 9",
-     "FILE, line 14: not valid YAML (mapping values are not allowed here); check the indentation and the colons there"),
-    (GOOD, "", "FILE: a campaign file is a mapping of fields to values, but it is empty"),
-    (GOOD, "- a\n- b\n", "FILE: a campaign file is a mapping of fields to values, but it holds a list"),
-    (GOOD, "hello", "FILE: a campaign file is a mapping of fields to values, but it holds a single value"),
-    (GOOD, "a: \x07", "FILE: not valid YAML (special characters are not allowed); check the indentation and the colons there"),
+     "FILE, line 14: not valid YAML (mapping values are not allowed here); check indentation and colons"),
+    (GOOD, "", "FILE: a campaign file is a mapping of fields to values, but this file is empty"),
+    (GOOD, "- a\n- b\n", "FILE: a campaign file is a mapping of fields to values, but this file is a list"),
+    (GOOD, "hello", "FILE: a campaign file is a mapping of fields to values, but this file is a single value"),
+    (GOOD, "a: \x07", "FILE: not valid YAML (special characters are not allowed); check indentation and colons"),
 ]
 
 
@@ -158,12 +158,12 @@ def test_a_misspelt_field_is_named_before_what_follows_from_it(tmp_path: Path) -
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent: cannot read the campaign file \(No such file or directory\); name"):
+    with pytest.raises(UserError, match=r"absent: cannot read the campaign file \(No such file or directory\); give"):
         load_campaign_config(tmp_path / "absent")
     with pytest.raises(UserError, match=r"cannot read the campaign file \(Is a directory\)"):
         load_campaign_config(tmp_path)
     (tmp_path / "binary").write_bytes(b"\x93NUMPY\xff\xfe")
-    with pytest.raises(UserError, match=r"binary: not a text file; name a campaign file in YAML"):
+    with pytest.raises(UserError, match=r"binary: not a text file; give a campaign file in YAML"):
         load_campaign_config(tmp_path / "binary")
 
 
@@ -275,10 +275,10 @@ def _changed(known: dict[str, Any], now: dict[str, Any], path: str = "") -> list
 
 
 @pytest.mark.parametrize(("published", "expected"), [
-    (b"\x00", "ADDRESS: what it publishes is not a campaign; check the address"),
-    (b"[]", "ADDRESS: what it publishes is not a campaign; check the address"),
+    (b"\x00", "ADDRESS: does not publish a campaign; check the address"),
+    (b"[]", "ADDRESS: does not publish a campaign; check the address"),
     (campaign().canonical_json().replace(b'"name":', b'"schema_version":2,"name":'),
-     f"ADDRESS: written for schema version 2, this version of spes_p2p ({__version__}) knows up to 1; "
+     f"ADDRESS: has schema version 2, but this version of spes_p2p ({__version__}) supports up to 1; "
      "upgrade: pip install --upgrade spes_p2p"),
     (campaign().canonical_json().replace(b'"sync_steps"', b'"sync_step"'),
      f"ADDRESS: the campaign cannot be used by this version of spes_p2p ({__version__}): unknown field "
@@ -294,7 +294,7 @@ def test_a_published_campaign_that_cannot_be_used(published: bytes, expected: st
     ({"device": "gpu"}, "--device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
     ({"experts": "0"}, "--experts = '0': must be auto or a whole number greater than 0"),
     ({"experts": "many"}, "--experts = 'many': must be auto or a whole number greater than 0"),
-    ({"metrics_port": 70000}, "--metrics-port = 70000: must be less than or equal to 65535"),
+    ({"metrics_port": 70000}, "--metrics-port = 70000: must be at most 65535"),
     ({"listen": ["localhost:4000"]}, "--listen = 'localhost:4000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     ({"listen": ["/ip4/0.0.0.0/tcp/70000"]},
      "--listen = '/ip4/0.0.0.0/tcp/70000': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),

@@ -52,7 +52,7 @@ def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> 
         "round 0/10 · swarm assembled: 2 trainers · aaaaaa 0 2, bbbbbb 1-2",
         "round 1/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · 3m00s left",
         "round 2/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · "
-        "3 of 10 parts left out · 2m40s left",
+        "3 of 10 parts dropped · 2m40s left",
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_helper_says_who_comes_and_who_goes(log: pytest.LogCaptureFixture) -> 
     helper = console_of(Clock(), "helper", "helper")
     for living in (("helper",), ("helper",), ("helper", "peer-aaaaaa", "peer-bbbbbb"), ("helper", "peer-bbbbbb")):
         helper.tell(PeersSeen(len(living) - 1, 1, living, ELECTORS))
-    assert log.messages == ["aaaaaa is here, bbbbbb is here · 2 trainers", "aaaaaa is gone · 1 trainer"]
+    assert log.messages == ["aaaaaa joined, bbbbbb joined · 2 trainers", "aaaaaa left · 1 trainer"]
 
 
 def test_a_trainer_does_not_repeat_who_is_there(log: pytest.LogCaptureFixture) -> None:
@@ -92,7 +92,7 @@ def test_a_long_wait_says_what_for_and_which_electors_are_missing(log: pytest.Lo
         clock.now += HEARTBEAT_S / 12
         trainer.tell(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ELECTORS))
     assert log.messages == [
-        f"round 4/10 · waiting for the plan for {minutes}m00s · 1 of 3 electors are not there (bbbbbb)" for minutes in (1, 2)
+        f"round 4/10 · waiting for the plan for {minutes}m00s · 1 of 3 electors are missing (bbbbbb)" for minutes in (1, 2)
     ]
 
 
@@ -177,9 +177,9 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     left, done = status_after(commit(2)), status_after(commit(ROUNDS))
     stopped = status_after(commit(4, total_rounds=4), Controlled(4, 1, "stopped", "stopped"))
     work = "144k tokens trained here are in the base"
-    go_on = "with --run-dir runs/peer this peer goes on where it was"
+    go_on = "to continue, join again with --run-dir runs/peer"
     assert farewell(left, records, Path("runs/peer")) == f"left · {work} · {go_on}"
-    take = f"{work} · take it: spes-p2p export --run-dir runs/peer --output checkpoint"
+    take = f"{work} · export it: spes-p2p export --run-dir runs/peer --output checkpoint"
     assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
-    assert "no round has work of this peer yet" in farewell(left, (), Path("runs/peer"))
+    assert "no round includes work of this peer yet" in farewell(left, (), Path("runs/peer"))

@@ -16,7 +16,7 @@ from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Vote
-from spes_p2p.messages.methods import CONTROL
+from spes_p2p.messages.methods import CONTROL, PROTOCOL_VERSION
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
 from spes_p2p.rounds.archive import Archive, archived_rounds
@@ -546,11 +546,14 @@ def test_an_order_in_words() -> None:
 def test_an_order_keeps_what_was_ordered_before() -> None:
     first = parse_order(["schedule", "9", "learning_rate=0.5"])(standing())
     second = parse_order(["schedule", "7", "learning_rate=0.2", "total_steps=80"])(standing(newest=first))
-    paused = parse_order(["pause"])(standing(newest=second))
+    required = parse_order(["require", str(PROTOCOL_VERSION), "from", "9"])(standing(newest=second))
+    assert describe(required).startswith(f"protocol {PROTOCOL_VERSION} required from round 9 on, from round 7 on learning_rate")
+    paused = parse_order(["pause"])(standing(newest=required))
     again = parse_order(["resume"])(standing(newest=paused))
+    assert again.requires == required.requires
     stopped = parse_order(["stop"])(standing(newest=again))
     assert parse_order(["resume"])(standing(newest=stopped)).state == "running", "no round has applied it yet"
-    assert [c.number for c in (first, second, paused, again)] == [1, 2, 3, 4]
+    assert [c.number for c in (first, second, required, paused, again)] == [1, 2, 3, 4, 5]
     assert [c.state for c in (first, second, paused, again)] == ["running", "running", "paused", "running"]
     for number, expected in [(6, (1e-3, 60)), (7, (0.2, 80)), (8, (0.2, 80)), (9, (0.5, 80))]:
         training = scheduled(standing().config, again, number).training
@@ -559,15 +562,17 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
 
 @pytest.mark.parametrize(("words", "expected"), [
     ("resume", "the campaign is not paused"),
-    ("schedule 4 learning_rate=1", "has begun; give round 5 or a later one"),
+    ("schedule 4 learning_rate=1", "has started; give round 5 or later"),
     ("schedule 9 learning_rate=-1", "training.learning_rate = -1: must be greater than 0"),
     ("schedule 9 learning_rate=true", "training.learning_rate = true: must be a number"),
     ("schedule 9 total_steps=55", "must be a multiple of sync_steps = 10"),
     ("schedule 9 sync_steps=15", "must be a multiple of training.sync_steps = 15"),
     ("schedule 9 batch_size=1", "training.batch_size cannot be changed; give one of learning_rate, "),
     ("schedule 9 learningrate=1", "training.learningrate cannot be changed"),
-    ("rollback 1", "no peer that answers keeps the base of that round; kept are: 2"),
-    ("rollback 3", "no peer that answers keeps the base of that round; kept are: 2"),
+    ("require 99 from 9", f"this program speaks protocol {PROTOCOL_VERSION} itself; type: pip install --upgrade spes_p2p"),
+    (f"require {PROTOCOL_VERSION} from 4", "has started; give round 5 or later"),
+    ("rollback 1", "no answering peer archives the base of that round; archived rounds: 2"),
+    ("rollback 3", "no answering peer archives the base of that round; archived rounds: 2"),
 ])  # fmt: skip
 def test_an_order_that_makes_no_sense_is_refused(words: str, expected: str) -> None:
     with pytest.raises(UserError) as refused:

@@ -50,12 +50,12 @@ def wait_until_all_were_told(swarm: LocalPeers, number: int, state: str) -> int:
 def test_a_swarm_pauses_goes_on_goes_back_and_stops_as_its_owner_says(swarm: LocalPeers) -> None:
     assert "3 of 3 peers have record 1" in order(swarm, "pause").stdout
     paused = wait_until_all_were_told(swarm, 1, "paused")
-    assert "is paused already (record 1)" in order(swarm, "pause").stderr
+    assert "is already paused (record 1)" in order(swarm, "pause").stderr
     assert order(swarm, "resume").code == 0
     resumed = wait_until_all_were_told(swarm, 2, "running")
     assert resumed == paused + 1
     swarm.wait_for_round(resumed + 4, PATIENCE_S)
-    assert "kept are: " in order(swarm, "rollback", "1").stderr
+    assert "archived rounds: " in order(swarm, "rollback", "1").stderr
     kept = archived_rounds(DirectoryStore(swarm["bootstrap"].run_dir))[-1]
     assert order(swarm, "rollback", str(kept)).code == 0
     back = wait_until_all_were_told(swarm, 3, "running")

@@ -16,10 +16,10 @@ import pytest
 from network_swarm import call
 from synthetic_swarm import synthetic_swarm
 
+from spes_p2p.client.dashboard.poll import Live, Memory
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.client.dashboard.server import content_policy, make_app, run_dashboard, serving
 from spes_p2p.client.dashboard.view import MAX_POINTS, series, swarm_view, thinned
-from spes_p2p.client.dashboard.watch import Live, Memory
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
@@ -251,7 +251,7 @@ def test_a_used_port_is_named() -> None:
     ("arguments", "expected"),
     [
         (["nonsense"], "is not the address of a peer"),
-        ([NOBODY, "--port", "99999"], "--port 99999: a port is a number"),
+        ([NOBODY, "--port", "99999"], "--port 99999: must be 0 to 65535"),
         ([NOBODY, "--port", "many"], "--port"),
         ([], "Missing argument"),
         ([NOBODY, "--host", "no.such.host.invalid", "--port", "0"], "no.such.host.invalid"),

@@ -17,9 +17,9 @@ import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
 from synthetic_swarm import Synthetic, synthetic_swarm
 
+from spes_p2p.client.dashboard.poll import Live
 from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.view import series, swarm_view
-from spes_p2p.client.dashboard.watch import Live
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
 
@@ -180,7 +180,7 @@ def test_trouble_is_said_at_the_top() -> None:
 
     async def look(page: Any, live: Live) -> None:
         banner = await page.text_content("#banner")
-        assert "nobody trains expert 0" in banner
+        assert "no peer trains expert 0" in banner
         assert "1 of 3 electors do not answer (zzzzzz)" in banner
         assert await page.locator("#grid .ownerless").count() == 1
 

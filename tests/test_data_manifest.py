@@ -56,7 +56,7 @@ def test_a_file_may_be_absent_but_not_wrong(tmp_path: Path, manifest: Manifest) 
     (tmp_path / "b.npy").unlink()
     assert find_local(manifest, [tmp_path]) == {first: tmp_path / "a.npy"}
     (tmp_path / "b.npy").write_bytes(b"\0" * 8)
-    with pytest.raises(UserError, match="cut short"):
+    with pytest.raises(UserError, match="truncated"):
         find_local(manifest, [tmp_path])
 
 

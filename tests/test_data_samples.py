@@ -26,7 +26,7 @@ lengths_with_samples = st.lists(st.integers(0, 60), min_size=1, max_size=5).filt
 def test_file_order_is_each_file_without_its_tail(lengths: list[int]) -> None:
     reader = reader_of_lengths(lengths)
     expected = [1000 * f + np.arange(4 * i, 4 * i + 4) for f, length in enumerate(lengths) for i in range(length // 4)]
-    samples = reader.read_plain(0, reader.num_samples)
+    samples = reader.read_spread(reader.num_samples)
     assert samples.dtype == np.int64
     assert np.array_equal(samples, expected)
 
@@ -35,7 +35,7 @@ def test_file_order_is_each_file_without_its_tail(lengths: list[int]) -> None:
 def test_an_epoch_visits_every_sample_once(lengths: list[int], piece: int, seed: int, epoch: int) -> None:
     reader = reader_of_lengths(lengths, piece_samples=piece, seed=seed)
     visited = reader.read(Interval(epoch, 0, reader.num_samples))
-    assert sorted(visited.tolist()) == reader.read_plain(0, reader.num_samples).tolist()
+    assert sorted(visited.tolist()) == reader.read_spread(reader.num_samples).tolist()
 
 
 @given(num_samples=st.integers(1, 200), piece=st.integers(1, 20))
@@ -84,7 +84,7 @@ def test_a_reader_shuffles_by_its_seed() -> None:
 
 
 def test_many_pieces_are_shuffled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spes_p2p.data.samples.KEYS_A_BLOCK", 8)
+    monkeypatch.setattr("spes_p2p.data.samples.BLOCK_KEYS", 8)
     pieces = epoch_order(100, 1, 0, 0).pieces
     assert sorted(pieces) == list(range(100))
     assert pieces[:8].max() > 50
@@ -102,7 +102,7 @@ def test_a_spread_reaches_all_files_and_repeats_nothing() -> None:
     reader = reader_of_lengths([40, 40, 40])
     spread = reader.read_spread(6)
     assert sorted(spread[:, 0] // 1000) == [0, 0, 1, 1, 2, 2]
-    assert np.array_equal(reader.read_spread(1000), reader.read_plain(0, 30))
+    assert np.array_equal(reader.read_spread(1000), reader.read_spread(30))
 
 
 @pytest.mark.parametrize("interval", [Interval(0, -1, 2), Interval(0, 3, 2), Interval(0, 0, 11)])
@@ -113,5 +113,5 @@ def test_reading_beyond_the_epoch_is_an_error(interval: Interval) -> None:
 
 @pytest.mark.parametrize("lengths", [[], [3, 3]])
 def test_a_corpus_without_a_whole_sample_is_refused(lengths: list[int]) -> None:
-    with pytest.raises(UserError, match="no whole sample"):
+    with pytest.raises(UserError, match="no complete sample"):
         reader_of_lengths(lengths)

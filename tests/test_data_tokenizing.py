@@ -142,11 +142,11 @@ BAD_INPUTS: dict[str, tuple[str, bytes, str]] = {
     "lone surrogate": ("a.jsonl", b'{"text": "a\\ud800"}\n', "a.jsonl, line 1: field 'text' is not valid Unicode"),
     "not UTF-8": ("a.jsonl", b'\n{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8"),
     "txt not UTF-8": ("a.txt", b"caf\xe9", "a.txt: not UTF-8"),
-    "gzip cut": ("a.jsonl.gz", cut(gzip.compress(json_lines(DOCUMENTS))), "a.jsonl.gz: the gzip data is cut short"),
-    "no gzip": ("a.jsonl.gz", json_lines(DOCUMENTS), "a.jsonl.gz: the gzip data is cut short or damaged"),
-    "zstd cut": ("a.jsonl.zst", cut(zstandard.compress(json_lines(DOCUMENTS))), "a.jsonl.zst: the zstd data is cut short"),
+    "gzip cut": ("a.jsonl.gz", cut(gzip.compress(json_lines(DOCUMENTS))), "a.jsonl.gz: the gzip data is truncated"),
+    "no gzip": ("a.jsonl.gz", json_lines(DOCUMENTS), "a.jsonl.gz: the gzip data is truncated or damaged"),
+    "zstd cut": ("a.jsonl.zst", cut(zstandard.compress(json_lines(DOCUMENTS))), "a.jsonl.zst: the zstd data is truncated"),
     "no zstd": ("a.jsonl.zst", json_lines(DOCUMENTS), "a.jsonl.zst: the zstd data is damaged"),
-    "no parquet": ("a.parquet", json_lines(DOCUMENTS), "a.parquet: not a whole parquet file"),
+    "no parquet": ("a.parquet", json_lines(DOCUMENTS), "a.parquet: not a complete parquet file"),
     "unknown format": ("a.csv", b"text\n", "a.csv: unknown format"),
     "empty file": ("a.jsonl", b"", "a.jsonl: no documents"),
     "empty documents": ("a.jsonl", json_lines(["", ""]), "a.jsonl: no documents"),
@@ -186,7 +186,7 @@ def test_token_files_are_replaced_only_when_asked(tmp_path: Path, tokenizer_json
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(json_lines(DOCUMENTS))
     tokenize([source], tokenizer_json, out, shard_tokens=1)
-    with pytest.raises(UserError, match="out: holds such token files already"):
+    with pytest.raises(UserError, match="out: already contains token files"):
         tokenize([source], tokenizer_json, out)
     tokenize([source], tokenizer_json, out, overwrite=True)
     assert sorted(path.name for path in out.iterdir()) == ["000_000000.npy", "000_000000.npy.hashes", "manifest.json"]
@@ -289,7 +289,7 @@ def test_a_manifest_names_no_path_of_the_owners_machine(
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     np.arange(100, dtype="<u2").tofile(tmp_path / "there/a.npy")
-    with pytest.raises(UserError, match=r"there/a\.npy: lies outside of the manifest's folder"):
+    with pytest.raises(UserError, match=r"there/a\.npy: outside the manifest's folder"):
         describe_token_files([tmp_path / "there/a.npy"], tokenizer_json, tmp_path / "here/manifest.json")
     (tmp_path / "here/b.npy").symlink_to(tmp_path / "there/a.npy")
     monkeypatch.chdir(tmp_path / "here")

@@ -19,9 +19,9 @@ from spes_p2p.net.detector import (
 )
 from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.net.wrapped import WrappedTransport
 from spes_p2p.observe.outliers import DEVIATIONS
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.wrapped import WrappedTransport
 
 FLOOR_S, CEILING_S = 5.0, 10.0
 

@@ -21,7 +21,7 @@ from spes_p2p.client.doctor_checks import (
     judge_versions,
     render_checks,
 )
-from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.messages.methods import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from spes_p2p.messages.presence import Clock, DialBack
 from spes_p2p.net.checkup import Skew
 
@@ -51,10 +51,12 @@ def test_a_clock_may_differ_by_less_than_the_dht_allows(ahead_s: float, uncertai
     assert ("set-ntp" in check.advice) == (result != "pass")
 
 
-def test_another_protocol_is_a_failure_and_another_version_none() -> None:
+def test_only_a_protocol_that_is_not_spoken_any_more_is_a_failure() -> None:
     assert judge_versions([CLOCK, Clock(0.0, "9.9", PROTOCOL_VERSION)], "2").result == "pass"
     check = judge_versions([CLOCK, Clock(0.0, "9.9", PROTOCOL_VERSION + 1)], "2")
-    assert (check.result, f"9.9, protocol {PROTOCOL_VERSION + 1}" in check.found) == ("failure", True)
+    assert (check.result, f"9.9, protocol {PROTOCOL_VERSION + 1}" in check.found) == ("warning", True)
+    check = judge_versions([CLOCK, Clock(0.0, "0.0.1", OLDEST_PROTOCOL - 1)], "2")
+    assert (check.result, check.advice) == ("failure", "type: pip install spes_p2p==0.0.1")
 
 
 @pytest.mark.parametrize(("seen", "result", "words"), [
@@ -62,7 +64,7 @@ def test_another_protocol_is_a_failure_and_another_version_none() -> None:
     ({A: frozenset("ABX"), B: frozenset("AB")}, "pass", "2 addresses lead to one DHT"),
     ({A: frozenset("AX"), B: frozenset("BX")}, "failure", "does not see the peers of the other addresses"),
     ({A: frozenset("AB"), B: frozenset("B")}, "failure", f"{B} does not see"),
-    ({A: frozenset()}, "failure", "nobody"),
+    ({A: frozenset()}, "failure", "no peer"),
     ({A: frozenset("A"), B: "no peer answers"}, "failure", f"{B}: no peer answers"),
 ])
 def test_addresses_lead_to_one_dht_when_each_sees_the_peers_of_all(seen: Any, result: str, words: str) -> None:
@@ -86,11 +88,11 @@ def test_who_cannot_be_dialled_learns_what_to_open(answers: Any, relays: list[st
 
 @pytest.mark.parametrize(("answers", "own", "result", "words"), [
     ({"A": OPEN}, OWN, "pass", "none"),
-    ({"A": OPEN}, BEHIND, "pass", "a port forwarded"),
+    ({"A": OPEN}, BEHIND, "pass", "a forwarded port"),
     ({"A": CLOSED}, BEHIND, "warning", "keeps the port"),
     ({"A": CLOSED_ELSEWHERE}, BEHIND, "warning", "changes the port"),
     ({"A": CLOSED, "B": CLOSED_ELSEWHERE}, BEHIND, "warning", "symmetric"),
-    ({"A": RELAYED}, BEHIND, "warning", "not known"),
+    ({"A": RELAYED}, BEHIND, "warning", "unknown"),
 ])
 def test_nat_is_told_from_what_peers_see(answers: Any, own: frozenset[str], result: str, words: str) -> None:
     check = judge_nat(answers, own, (4001,))

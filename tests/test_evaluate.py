@@ -147,14 +147,14 @@ def test_file_cut_short_is_named(damaged: Path, name: str, kept: float) -> None:
 
 def test_absurd_header_length_is_not_read(damaged: Path) -> None:
     (damaged / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(UserError, match=r"model\.safetensors: missing or cut short \(.*header"):
+    with pytest.raises(UserError, match=r"model\.safetensors: missing or truncated \(.*header"):
         check_checkpoint(damaged)
 
 
 def test_missing_shard_is_named(damaged: Path) -> None:
     shard = "model-00001-of-00002.safetensors"
     (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
-    with pytest.raises(UserError, match=f"{shard}: missing or cut short"):
+    with pytest.raises(UserError, match=f"{shard}: missing or truncated"):
         check_checkpoint(damaged)
 
 

@@ -19,7 +19,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Plan, PullRequest, PushHeader
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
-from spes_p2p.peer.exchange import INDEX_BYTES, UNDER_WAY_S, WINDOW_BYTES
+from spes_p2p.peer.exchange import IN_FLIGHT_S, INDEX_BYTES, WINDOW_BYTES
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part, to_mask
 from spes_p2p.rounds.results import ABSENT
@@ -136,9 +136,9 @@ def test_what_the_reducers_encoding_drops_is_in_the_next_result() -> None:
         await first.run()
         part = first.exchanges["A"].results.parts[0]
         reducer = plan.members[part.reducer].peer
-        dropped = first.exchanges[reducer].rounding[part.start]
+        dropped = first.exchanges[reducer].new_residuals[part.start]
         assert np.abs(dropped).max() == 2.0**-11
-        again = await Round.open(plan, updates, "fp16", carried={reducer: {part.start: dropped}})
+        again = await Round.open(plan, updates, "fp16", residuals={reducer: {part.start: dropped}})
         await again.run()
         decoded = [part.codec.decode(r.exchanges["A"].results.encoded[0], part.size).astype(np.float64) for r in (first, again)]
         np.testing.assert_array_equal(decoded[0] + decoded[1], np.full(part.size, 2 * (1.0 + 2.0**-11)))
@@ -154,23 +154,23 @@ def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_what_is_pend
     async def main() -> None:
         plan = make_plan_of(MEMBERS[case])
         pending: dict[str, dict[str, np.ndarray]] = {m.peer: {} for m in plan.members}
-        carried: dict[str, dict[int, np.ndarray]] = {m.peer: {} for m in plan.members}
+        residuals: dict[str, dict[int, np.ndarray]] = {m.peer: {} for m in plan.members}
         trained, now = base().astype(np.float64), base()
         for seed in range(4):
             work = random_updates(plan, seed)
             trained = reference(plan, work, trained)
             for peer, own in work.items():
                 pending[peer] = {name: pending[peer].get(name, 0) + update for name, update in own.items()}
-            played = await Round.open(plan, pending, codec, carried=carried)
+            played = await Round.open(plan, pending, codec, residuals=residuals)
             await played.run()
             now = played.new_base("A", played.commit(), now)
             for peer, exchange in played.exchanges.items():
-                carried[peer] = exchange.rounding
+                residuals[peer] = exchange.new_residuals
                 for part, sent in exchange.sent.values():
                     pending[peer][part.group.name][part.start - part.group.start : part.stop - part.group.start] -= sent
         accounted = reference(plan, pending, now)
-        for residuals in carried.values():
-            for start, dropped in residuals.items():
+        for each in residuals.values():
+            for start, dropped in each.items():
                 accounted[start : start + dropped.size] += dropped
         np.testing.assert_allclose(accounted, trained, rtol=0, atol=2e-5)
 
@@ -195,7 +195,7 @@ def test_traffic_is_at_the_floor() -> None:
     simulate(main)
 
 
-@pytest.mark.parametrize(("bandwidth", "lanes"), [(UNKNOWN_BYTES_PER_S, 8), (4 * WINDOW_BYTES / UNDER_WAY_S, 2), (1.0, 1)])
+@pytest.mark.parametrize(("bandwidth", "lanes"), [(UNKNOWN_BYTES_PER_S, 8), (4 * WINDOW_BYTES / IN_FLIGHT_S, 2), (1.0, 1)])
 def test_results_come_in_as_many_talks_as_lines_bear(bandwidth: float, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[tuple[str, str], list[PullRequest]] = {}
 

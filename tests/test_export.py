@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
 
 def test_an_existing_output_is_not_touched(tmp_path: Path, tokenizer_json: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export_checkpoint(SMALLER, initial_state(SMALLER), tokenizer_json, "<|endoftext|>", None, tmp_path / "out")
 
 

@@ -85,6 +85,23 @@ def test_an_unknown_kind_that_may_be_ignored_is(kind: int, body: bytes) -> None:
     assert hears(Message(body, kind), Message(pack(PONG))) == pack(PONG)
 
 
+def test_a_stream_without_a_request_is_dropped_though_its_peer_lives() -> None:
+    """A request that was garbled into a frame to ignore leaves one end waiting for it and the other for its answer."""
+
+    async def ask() -> None:
+        network = MemoryNetwork()
+        await RpcEndpoint(network.transport("B"), 5.0).serve(PING, answer)
+        async with RpcEndpoint(network.transport("A"), 5.0).stream("B", PING) as stream:
+            await stream.send(b"garbled", kind=IGNORABLE + 1)
+            with pytest.raises(PeerUnreachable):
+                await stream.message()
+
+    async def main() -> None:
+        await asyncio.wait_for(ask(), 120.0)
+
+    run_virtual(main())
+
+
 @given(UNKNOWN, st.binary(max_size=20))
 def test_an_unknown_kind_that_must_be_understood_is_refused(kind: int, body: bytes) -> None:
     assert code_of(told(Message(body, kind), ASKED)) is Code.UNKNOWN_KIND

@@ -84,7 +84,7 @@ def test_who_waits_for_a_base_that_nobody_has_can_leave() -> None:
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has()
         await asyncio.sleep(20)
-        assert swarm.helper.replica.base_lost_since() is not None
+        assert swarm.helper.replica.newest.lost_since() is not None
         swarm.helper.leave()
         await swarm.until(swarm.tasks["W"].done, timeout_s=20)
 

@@ -316,7 +316,7 @@ def test_nobody_can_write_under_the_id_of_another_peer(tmp_path: Path):
     [
         ({"initial_peers": ["somewhere"]}, "'somewhere' is not the address of a peer"),
         ({"initial_peers": ["/ip4/127.0.0.1/tcp/1"]}, "it does not end in /p2p/<peer id>"),
-        ({"initial_peers": ["/ip4/1.2.3/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"]}, "'1.2.3' is not IPv4"),
+        ({"initial_peers": ["/ip4/1.2.3/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"]}, "'1.2.3' is not an IPv4"),
         ({"listen": ["/ip4/127.0.0.1"]}, "is not an address to listen on"),
         ({"listen": ["/ip4/127.0.0.1/tcp/99999"]}, "is not an address to listen on"),
         ({"listen": ["/ip4/203.0.113.1/tcp/4001"]}, "cannot listen on port 4001 of 203.0.113.1"),

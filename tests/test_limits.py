@@ -76,5 +76,5 @@ def test_a_slow_line_is_no_dead_peer() -> None:
 def test_a_rate_that_is_none_is_refused(rate: str) -> None:
     from spes_p2p.config.quantities import parse_bits_per_second
 
-    with pytest.raises(UserError, match=r"--max-upload '.*': must be a speed such as 100mbit or 1gbit"):
+    with pytest.raises(UserError, match=r"--max-upload '.*': must be a rate such as 100mbit or 1gbit"):
         parse_bits_per_second(rate, "--max-upload")

@@ -119,7 +119,7 @@ def test_an_order_that_was_applied_in_rounds_that_are_given_up_holds_again() -> 
         swarm.network.partition(["W"], ["A"])
         order = signed(Control(swarm.campaign.hash, 1, "stopped", (), -1, b""), SimulatedIdentity("W"))
         await swarm.until(lambda: swarm.round_of("A") >= swarm.helper.replica.base.round + 6)
-        assert swarm.nodes["A"].take_control(order)
+        assert swarm.nodes["A"].decisions.take_control(order)
         await swarm.until(lambda: swarm.nodes["A"].log.last.control == order)
         swarm.network.heal()
         await swarm.until(lambda: swarm.nodes["W"].log.last.control == order)

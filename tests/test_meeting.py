@@ -47,9 +47,9 @@ def test_who_came_too_late_and_is_dead_holds_up_one_round_at_most() -> None:
         swarm.start_all("A")
         await swarm.until(lambda: swarm.round_of("A") >= 3)
         swarm.start("B")
-        await swarm.until(lambda: "B" in swarm.nodes["A"]._too_late)
+        await swarm.until(lambda: "B" in swarm.peers["A"].coordinators.too_late)
         swarm.kill("B")
-        await swarm.until(lambda: not swarm.nodes["A"]._too_late)
+        await swarm.until(lambda: not swarm.peers["A"].coordinators.too_late)
         began, round_number = asyncio.get_running_loop().time(), swarm.round_of("A")
         await swarm.until(lambda: swarm.round_of("A") >= round_number + 20)
         assert asyncio.get_running_loop().time() - began < 20

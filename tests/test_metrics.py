@@ -186,5 +186,5 @@ def test_url_is_what_prometheus_scrapes(told: Metrics) -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_impossible_port_is_refused(told: Metrics, port: int) -> None:
-    with pytest.raises(UserError, match=f"--metrics-port {port}: a port is a number from 0 to 65535"):
+    with pytest.raises(UserError, match=f"--metrics-port {port}: must be 0 to 65535"):
         told.serve(port)

@@ -37,7 +37,7 @@ def test_the_card_and_the_facts_say_the_same() -> None:
     assert (facts["round"], facts["digest"], facts["config_hash"]) == (12, "d" * 64, CAMPAIGN.hash)
     assert (facts["held_out_round"], facts["contributions_up_to_round"]) == (10, 12)
     for text in (CAMPAIGN.hash, "d" * 64, "| round | 12 of 8 |", str(facts["tokens"]), f"{facts['training_loss']:.4f}",
-                 f"{facts['held_out_loss']:.4f} nats a token, round 10", "| peers that contributed | 3 |"):
+                 f"{facts['held_out_loss']:.4f} nats per token, round 10", "| peers that contributed | 3 |"):
         assert text in card
     for each in facts["contributions"]:
         assert f"| `{each['peer']}` | {each['tokens']} | 33.3 % | {each['expert_steps']} |" in card
@@ -77,8 +77,8 @@ def test_later_rounds_are_not_this_bases_and_who_did_most_stands_first() -> None
 def test_what_nobody_remembers_is_said_to_be_unknown() -> None:
     files = card_files(origin_of(CAMPAIGN, 3, "d" * 64, []))
     assert json.loads(files[FACTS_FILE])["tokens"] is None
-    assert "| tokens | not known |" in files[CARD_FILE]
-    assert "Nobody who was asked remembers the contributions." in files[CARD_FILE]
+    assert "| tokens | unknown |" in files[CARD_FILE]
+    assert "No queried peer has a record of the contributions." in files[CARD_FILE]
 
 
 # The Hub -----------------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_peers_behind_different_routers_reach_one_another_through_the_relay(worl
 
 @pytest.mark.parametrize(("machine", "result", "words"), [
     (OPEN, "pass", "dialled back"),
-    (HIDDEN[0], "warning", "others reach it through a relay"),
+    (HIDDEN[0], "warning", "peers reach it through a relay"),
 ])
 def test_the_doctor_says_how_a_machine_is_reached(world: World, machine: str, result: str, words: str) -> None:
     report = world.call(machine, "doctor", world.peers["bootstrap"].address)

@@ -82,7 +82,7 @@ def test_a_person_is_asked_until_the_answer_can_be_used(
     assert ask("text", True) == (Path(WORDNET),)
     assert ask("peers", True) == 4
     assert ask("peers", True) == 6
-    assert questions[-1] == "Trainers that you expect [4]: "
+    assert questions[-1] == "Expected number of trainers [4]: "
     why = ["nowhere.txt: no such file", "--peers four: not a number", "--peers 0: a campaign needs at least one"]
     assert [line[: len(start)] for line, start in zip(capsys.readouterr().out.splitlines(), why, strict=True)] == why
 

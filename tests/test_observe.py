@@ -258,7 +258,7 @@ def test_plain_line_says_the_bytes_of_one_peer_however_many_have_committed() -> 
     peers = [status_after(commit(5), peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")]
     late = status_after(commit(4), peer_id="peer-cccccc")
     for statuses in (peers, [*peers, late], [peers[0], late]):
-        assert "1.50 MB up a peer in 2.00 s" in round_line(statuses)
+        assert "1.50 MB up per peer in 2.00 s" in round_line(statuses)
 
 
 def test_unknown_numbers_are_null_in_json() -> None:
@@ -282,7 +282,7 @@ def test_what_the_owner_ordered_is_shown_until_something_else_is() -> None:
     paused = Controlled(2, 3, "paused", "paused, from round 9 on learning_rate 0.1")
     statuses = [status_after(commit(1), commit(2), paused)]
     assert (statuses[0].state, statuses[0].control) == ("paused", paused.order)
-    assert f"by its owner's order: {paused.order}" in shown(statuses)
+    assert f"ordered by the owner: {paused.order}" in shown(statuses)
     assert round_line(statuses).split(" · ")[-1] == "paused"
     assert math.isnan(statuses[0].seconds_left)
     assert round_line([status_after(commit(ROUNDS), paused)]).split(" · ")[-1] == "done"
@@ -324,11 +324,11 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
     [
         (RoundFailed(4, 2, "refused", "no"), logging.WARNING, ["round 4/10", "attempt 2", "refused: no"]),
         (WorkDropped(4, 12_345, "too old"), logging.WARNING, ["12.3k tokens", "too old"]),
-        (DigestMismatch(4, "a" * 64, "b" * 64), logging.ERROR, ["agreed bbbbbbbbbbbb", "mine aaaaaaaaaaaa"]),
-        (PhaseTrained(4, 10, 500, 4.6, 0.1, 12.0, 3), logging.WARNING, ["3 steps", "not finite"]),
+        (DigestMismatch(4, "a" * 64, "b" * 64), logging.ERROR, ["agreed bbbbbbbbbbbb", "local aaaaaaaaaaaa"]),
+        (PhaseTrained(4, 10, 500, 4.6, 0.1, 12.0, 3), logging.WARNING, ["skipped 3 steps", "non-finite"]),
         (Evaluated(4, 4.25), logging.INFO, ["round 4/10", "held-out loss 4.250"]),
         (Evaluated(0, 8.25), logging.INFO, ["round 0/10", "held-out loss 8.250 before training"]),
-        (commit(4, dropped_parts=3), logging.INFO, ["3 of 10 parts left out"]),
+        (commit(4, dropped_parts=3), logging.INFO, ["3 of 10 parts dropped"]),
     ],
 )
 def test_trouble_is_said_with_its_level(log: pytest.LogCaptureFixture, event: Event, level: int, words: list[str]) -> None:
@@ -339,15 +339,15 @@ def test_trouble_is_said_with_its_level(log: pytest.LogCaptureFixture, event: Ev
 
 def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytest.LogCaptureFixture) -> None:
     observers(Clock()).tell(assembly())
-    assert log.messages == ["round 0/10 · swarm assembled: 2 trainers · I train experts 0 2 · bbbbbb 1-2"]
+    assert log.messages == ["round 0/10 · swarm assembled: 2 trainers · training experts 0 2 · bbbbbb 1-2"]
 
 
 @pytest.mark.parametrize(
     ("number", "source", "expected"),
     [
-        (BEFORE_TRAINING, "download", "downloaded base 0 (digest 0123456789ab); next: the swarm assembles"),
-        (0, "disk", "base 0 is in the run-dir (digest 0123456789ab); next: round 1/10"),
-        (6, "disk", "base 6 is in the run-dir (digest 0123456789ab); next: round 7/10"),
+        (BEFORE_TRAINING, "download", "downloaded base 0 (digest 0123456789ab); next: assembling the swarm"),
+        (0, "disk", "loaded base 0 from the run-dir (digest 0123456789ab); next: round 1/10"),
+        (6, "disk", "loaded base 6 from the run-dir (digest 0123456789ab); next: round 7/10"),
         (ROUNDS, "download", "downloaded base 10 (digest 0123456789ab); the campaign is done"),
     ],
 )
@@ -431,7 +431,7 @@ def test_what_is_wrong_is_said_under_the_table() -> None:
     odd = status_after(commit(5, base_digest="other"), peer_id="peer-bbbbbb")
     text = shown([lonely, odd], "peer 3 ended with code 1")
     assert [line.rstrip() for line in text.splitlines() if line.startswith("!")] == [
-        "! nobody trains expert 1",
+        "! no peer trains expert 1",
         "! peers at round 5 hold different bases",
         "! failed attempts: timeout 1",
         "! peer 3 ended with code 1",
@@ -462,7 +462,7 @@ def test_first_plain_line_says_that_the_swarm_is_assembled() -> None:
         view.update([status_after(restored)])
         for _ in range(2):
             view.update([status_after(restored, assembly()), status_after(restored, peer_id="peer-bbbbbb")])
-    assert output.getvalue() == "round 0/10 · swarm assembled: 2 trainers · 3 experts a layer\n"
+    assert output.getvalue() == "round 0/10 · swarm assembled: 2 trainers · 3 experts per layer\n"
 
 
 def test_restarted_swarm_shows_no_line_before_its_next_round() -> None:
@@ -481,7 +481,7 @@ def test_swarm_is_shown_as_done_with_the_last_round(number: int, done: bool) -> 
 def test_plain_line_says_trouble_too() -> None:
     line = round_line([status_after(commit(5, owners=(("peer-aaaaaa",), ())))])
     assert "loss 4.500" in line
-    assert "nobody trains expert 1" in line
+    assert "no peer trains expert 1" in line
 
 
 def histories() -> dict[str, list[Entry]]:
@@ -516,7 +516,7 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
 
 def test_plot_without_a_round_or_a_folder_is_refused(tmp_path: Path) -> None:
     for entries in ([], [Entry(0.0, assembly())]):
-        with pytest.raises(UserError, match="holds no round with training"):
+        with pytest.raises(UserError, match="has no round with training"):
             plot_loss({"a": entries}, tmp_path / "loss.png", "demo")
     with pytest.raises(UserError, match=r"loss\.png: cannot write the plot"):
         plot_loss(histories(), tmp_path / "absent" / "loss.png", "demo")

@@ -411,12 +411,13 @@ def test_moments_in_8_bits_stay_those_of_one_peer_on_auto() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_moments_in_8_bits_are_refused_where_they_cannot_be_those_of_several_peers() -> None:
-    with pytest.raises(UserError, match="adamw8bit: cannot do what the campaign's"):
+    with pytest.raises(UserError, match="adamw8bit: does not support the campaign's"):
         Training((1,), "adamw8bit", second_moment_peers=4)
 
 
-def test_a_wrong_number_of_peers_is_told_with_both_right_answers() -> None:
-    with pytest.raises(UserError, match=r"training\.second_moment_peers = 'many': must be a whole number or 'auto'$"):
+def test_a_wrong_number_of_peers_is_refused_naming_both_right_answers() -> None:
+    message = r"training\.second_moment_peers = 'many': must be auto or a whole number greater than 0$"
+    with pytest.raises(UserError, match=message):
         parse_campaign_config(
             {
                 "name": "x", "data": {"manifest": "m", "tokenizer": "t"},

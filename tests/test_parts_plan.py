@@ -22,8 +22,9 @@ from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import parts as part_rules
 from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.rounds.commit import check_staged
 from spes_p2p.rounds.parts import (
-    WORTH_HANDING_ON,
+    DELEGATION_RATIO,
     Part,
     extra_copies,
     from_mask,
@@ -33,7 +34,7 @@ from spes_p2p.rounds.parts import (
     to_mask,
     weight,
 )
-from spes_p2p.rounds.plan import Rules, alpha_due, check_announcement, check_staged, local_steps, make_plan
+from spes_p2p.rounds.plan import Rules, alpha_due, check_announcement, local_steps, make_plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, campaign, simulate
 
 CAMPAIGN = campaign()
@@ -125,7 +126,7 @@ def test_the_busiest_line_is_busy_for_little_longer_than_any_assignment_needs(
     sent = sent_seconds(parts, members)
     all_s = sum(s * m.bandwidth for s, m in zip(sent, members, strict=True)) / sum(bandwidths)
     slack_s = 2 * count * 64 / min(bandwidths)
-    assert max(sent) <= WORTH_HANDING_ON * max(max(own_s), all_s) + slack_s
+    assert max(sent) <= DELEGATION_RATIO * max(max(own_s), all_s) + slack_s
 
 
 def test_lines_that_are_alike_but_for_their_measurement_do_not_hand_on() -> None:
@@ -267,7 +268,7 @@ def test_a_round_of_which_nothing_is_held_is_not_proposed() -> None:
         plan = make_plan_of([member("A", 10, (4, 0, 0, 0)), member("B", 10, (0, 4, 0, 0))])
         played = await Round.open(plan, random_updates(plan))
         await played.run(["A"])
-        with pytest.raises(Refused, match="no part"):
+        with pytest.raises(Refused, match="too few members hold any part"):
             played.commit(["A"])
 
     simulate(main)

@@ -305,7 +305,7 @@ def test_speeds(text: str, speed: float | None) -> None:
     if speed is not None:
         assert parse_bits_per_second(text, "--bandwidth") == speed
         return
-    with pytest.raises(UserError, match=r"--bandwidth '10Mbps': must be a speed such as 100mbit or 1gbit"):
+    with pytest.raises(UserError, match=r"--bandwidth '10Mbps': must be a rate such as 100mbit or 1gbit"):
         parse_bits_per_second(text, "--bandwidth")
 
 

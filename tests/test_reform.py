@@ -104,7 +104,7 @@ def test_an_outage_that_ended_is_another_one_when_it_comes_back(majority_comes_b
         for name in "ABCD":
             swarm.start(name)
         await swarm.until(lambda: swarm.nodes["W"].log.round == 1)
-        reformer, clock = swarm.nodes["W"]._reformer, asyncio.get_running_loop().time
+        reformer, clock = swarm.helper.reforms, asyncio.get_running_loop().time
         await asyncio.sleep(5)
         swarm.network.partition(["W"], ["A", "B", "C", "D"])
         first = await reformer.no_majority_since()

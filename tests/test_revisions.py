@@ -18,8 +18,8 @@ from spes_p2p.messages.rounds import Announcement, Manifest
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.parts import to_mask
+from spes_p2p.rounds.result_file import ResultFile
 from spes_p2p.rounds.results import Results, bodies_name, load_results, results_name, save_results
-from spes_p2p.rounds.spool import Spool
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
@@ -70,7 +70,7 @@ def test_a_revision_that_cannot_be_is_refused(lost: tuple[int, ...]) -> None:
 
 def test_results_of_a_revision_survive_the_disk() -> None:
     results, store = results_of_plan(), MemoryStore()
-    results.spool = Spool(store.draft(bodies_name(results_name(PLAN))), results.parts)
+    results.file = ResultFile(store.draft(bodies_name(results_name(PLAN))), results.parts)
     results.revise((1,))
     for part in results.parts:
         results.put(part.index, bytes(part.encoded_bytes))

@@ -76,6 +76,15 @@ def test_no_imports_run_in_a_circle() -> None:
         visit(module, ())
 
 
+def test_the_product_knows_no_fault_injection() -> None:
+    """A trial wraps the world of a peer from outside; the command line starts the simulator, in the function of its command."""
+    users = {
+        (module, other) for module, others in imports().items() for other in others
+        if room(other) == "testing" and room(module) not in ("testing", "research")
+    }
+    assert users == {("spes_p2p.cli", "spes_p2p.testing.simulate.command")}
+
+
 def test_the_code_map_names_the_rooms_in_this_order() -> None:
     code_map = (ROOT / "docs/architecture.md").read_text().partition("## 3. Code map")[2]
     assert re.findall(r"^\| `(\w+)(?:/|\.py)` \|", code_map, re.MULTILINE) == ROOMS

@@ -18,7 +18,7 @@ from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 POINTS = [
     ("append", "commits.log"), ("append:done", "commits.log"),
-    ("write:aside", "votes"), ("write:rename", "votes"), ("write:done", "votes"),
+    ("write:draft", "votes"), ("write:rename", "votes"), ("write:done", "votes"),
     ("write:rename", "bodies-of-results-3"), ("write:done", "bodies-of-results-3"),
     ("write:rename", "results-3"), ("write:done", "results-3"),
     ("write:rename", "checkpoint-1.safetensors"), ("write:done", "checkpoint-1.safetensors"),
@@ -64,7 +64,7 @@ def test_a_peer_killed_between_checkpoint_and_base_keeps_its_moments(caplog: pyt
         swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
         swarm.start_all("AB")
         await swarm.until_round(2)
-        reached = until_reached(swarm, "B", ("write:aside", "base"), lambda: swarm.kill("B"))
+        reached = until_reached(swarm, "B", ("write:draft", "base"), lambda: swarm.kill("B"))
         await swarm.until(lambda: bool(reached), 300)
         swarm.restart("B")
         await swarm.until_finished()
@@ -230,6 +230,6 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
         checkpoint = tmp_path / "run" / "checkpoint-1.safetensors"
         checkpoint.write_bytes(flipped(checkpoint.read_bytes(), checkpoint.stat().st_size - 1))
         assert await starts_again(swarm, tmp_path / "run") is None
-        assert "checkpoint-1.safetensors is cut short or damaged" in caplog.text
+        assert "checkpoint-1.safetensors is truncated or damaged" in caplog.text
 
     simulate(main)

@@ -18,14 +18,14 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.parts import part_ranges, part_table
-from spes_p2p.rounds.reducer_residual import Carried
+from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.simulate.swarm import simulate
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
 from spes_p2p.training.interface import Phase
-from spes_p2p.training.trainer import COPIED_ELEMENTS, TorchTrainer
+from spes_p2p.training.trainer import COPY_ELEMENTS, TorchTrainer
 
 PART_BYTES = 2**14
 ALLOWED = 2**20
@@ -50,11 +50,11 @@ def test_a_round_takes_no_memory_for_what_was_trained(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     ledger = Ledger(LAYOUT, part_ranges(LAYOUT, CODECS, PART_BYTES), store.scratch)
     trainer = SyntheticTrainer(LAYOUT, base, (0, 1), 32, 1.0, seed=0)
-    ledger.trained(trainer.train(PHASE, lambda: False, lambda done, speed: None))
+    ledger.add_phase(trainer.train(PHASE, lambda: False, lambda done, speed: None))
     took: dict[str, int] = {}
 
     _, took["announce"] = memory_of(ledger.announce, trainer, base)
-    _, took["another attempt"] = memory_of(ledger.copy_of_update)
+    _, took["another attempt"] = memory_of(ledger.copy_update)
     announced, experts = ledger.announced, LAYOUT.num_experts
     members = (Member("me", announced.tokens, announced.routed, 1.0), Member("other", 1, (1,) * experts, 1.0))
     accepted = [
@@ -62,8 +62,8 @@ def test_a_round_takes_no_memory_for_what_was_trained(tmp_path: Path) -> None:
         for part in part_table(LAYOUT, members, CODECS, PART_BYTES) if 0 in part.contributors
     ]
     _, took["settle"] = memory_of(ledger.settle, trainer, base, base + np.float32(1), accepted)
-    set_aside, took["set aside"] = memory_of(ledger.set_aside, trainer, base)
-    _, took["put back"] = memory_of(ledger.put_back, trainer, set_aside)
+    set_aside, took["set aside"] = memory_of(ledger.stash_pending, trainer, base)
+    _, took["put back"] = memory_of(ledger.restore_pending, trainer, set_aside)
     checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainer, ledger, LAYOUT, base, "commit", 1, None)
     _, took["write it"] = memory_of(write_checkpoint, checkpoint)
     again = SyntheticTrainer(LAYOUT, base, (0, 1), 32, 1.0, seed=0)
@@ -95,8 +95,8 @@ def test_the_real_trainer_takes_and_gives_weights_and_moments_piece_by_piece(tmp
     checkpoint, took["checkpoint"] = memory_of(take_checkpoint, store, trainers[0], ledger, LAYOUT, base, "commit", 1, None)
     write_checkpoint(checkpoint)
     _, took["set all weights"] = memory_of(trainers[0].load_base, base)
-    assert 4 * LAYOUT.by_name["model.embed_tokens.weight"].spec.size > 1.5 * 4 * COPIED_ELEMENTS
-    assert max(took.values()) < 1.2 * 4 * COPIED_ELEMENTS, took
+    assert 4 * LAYOUT.by_name["model.embed_tokens.weight"].spec.size > 1.5 * 4 * COPY_ELEMENTS
+    assert max(took.values()) < 1.2 * 4 * COPY_ELEMENTS, took
     assert load_checkpoint(store, trainers[1], ledger, LAYOUT, "commit", 1) is not None
 
 
@@ -108,7 +108,7 @@ def test_where_it_lies_changes_nothing(where: str, tmp_path: Path) -> None:
     ledger = Ledger(LAYOUT, part_ranges(LAYOUT, CODECS, PART_BYTES), scratch)
     trainer = SyntheticTrainer(LAYOUT, base, (0, 1), 32, 1.0, seed=0)
     for _ in range(3):
-        ledger.trained(trainer.train(PHASE, lambda: False, lambda done, speed: None))
+        ledger.add_phase(trainer.train(PHASE, lambda: False, lambda done, speed: None))
         ledger.announce(trainer, base)
         for name, update in ledger.update.items():
             group = LAYOUT.group(name)
@@ -118,21 +118,21 @@ def test_where_it_lies_changes_nothing(where: str, tmp_path: Path) -> None:
 
 def test_what_was_dropped_long_ago_does_not_keep_the_files_of_its_rounds() -> None:
     """Each round sums another expert, of which the encoding drops something."""
-    mine = Carried(memory_scratch)
+    mine = ReducerResiduals(memory_scratch)
 
     async def main() -> None:
         for number in range(4):
             routed = tuple(5 if expert == number else 0 for expert in range(4))
             plan = make_plan_of([member("A", 10, routed, 50.0), member("B", 10, routed, 0.001)])
-            played = await Round.open(plan, random_updates(plan, number), "int8", carried={"A": mine.by_start})
+            played = await Round.open(plan, random_updates(plan, number), "int8", residuals={"A": mine.by_start})
             await played.run()
             exchange, commit = played.exchanges["A"], played.commit()
             before = {start: dropped.copy() for start, dropped in mine.by_start.items()}
             mine.settle([exchange], exchange.results, {part.index for part in exchange.results.committed(commit)})
             assert before.keys() <= mine.by_start.keys()
             for start, dropped in mine.by_start.items():
-                np.testing.assert_array_equal(dropped, exchange.rounding.get(start, before.get(start)))
-        assert len(mine.by_start) > len(exchange.rounding) > 0
+                np.testing.assert_array_equal(dropped, exchange.new_residuals.get(start, before.get(start)))
+        assert len(mine.by_start) > len(exchange.new_residuals) > 0
         assert len({id(_owner(dropped)) for dropped in mine.by_start.values()}) == 2
 
     simulate(main)

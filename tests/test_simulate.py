@@ -269,7 +269,7 @@ BAD = {
     "faults:\n  - {fault: stop, round: 5, peers: [peer-1]}": "is for a partition or a disconnect",
     "machines: {peer-7: {speed: 2}}": "line 1: machines.peer-7 = 'given': no such peer",
     "bandwidth: fast": "bandwidth = 'fast': must be a bandwidth such as 100mbit or 1gbit",
-    "": "it is empty",
+    "": "this file is empty",
 }
 
 
@@ -290,7 +290,7 @@ def test_a_bad_scenario_is_one_line_and_exit_code_2(text: str, tmp_path: Path) -
         (("--peers", "0"), "--peers: peers = 0: must be greater than 0"),
         (("--faults", "kill,melt"), "--faults: kinds.1 = 'melt': must be 'kill'"),
         (("--points", "lunch"), "--points: points.0 = 'lunch': must be one of"),
-        (("--fault-rate", "2"), "--fault-rate: fault_rate = 2.0: must be less than or equal to 1"),
+        (("--fault-rate", "2"), "--fault-rate: fault_rate = 2.0: must be at most 1"),
         (("--seeds", "0"), "--seeds 0: give at least 1"),
         (("--seeds", "2", "--event-log", "x"), "holds one run"),
         (("missing.yaml",), "missing.yaml: cannot read the scenario file"),

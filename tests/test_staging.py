@@ -19,7 +19,7 @@ from spes_p2p.rounds import next_base as staging
 from spes_p2p.rounds.apply import next_base
 from spes_p2p.rounds.base import BASE, load_base, write_piece
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, state_digest
-from spes_p2p.rounds.next_base import Staging
+from spes_p2p.rounds.next_base import NextBaseBuilder
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.results import Results
@@ -51,8 +51,8 @@ class Case:
         await asyncio.sleep(0)
         return function(*arguments)
 
-    def staging(self) -> Staging:
-        return Staging(self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking)
+    def staging(self) -> NextBaseBuilder:
+        return NextBaseBuilder(self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking)
 
     def commit(self, dropped: Iterable[int] = ()) -> Commit:
         for reducer in range(len(MEMBERS)):

@@ -24,7 +24,7 @@ Reopen = Callable[[], Store]
 
 
 @pytest.fixture(params=["directory", "memory"])
-def incarnation(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
     """A function that opens the same disk again, as a restarted process would."""
     if request.param == "directory":
         return lambda: DirectoryStore(tmp_path / "store")
@@ -82,7 +82,7 @@ def test_a_draft_replaces_the_blob_when_it_is_committed(disk: Reopen) -> None:
     store.write("blob", [b"old"])
     draft, other = store.draft("blob"), store.draft("blob")
     draft.write(4, memoryview(b"tail"))
-    draft.write(0, b"commit")
+    draft.write(0, b"head")
     other.write(0, b"another attempt")
     assert (draft.read(2, 4), bytes(draft.view())) == (b"adta", b"headtail")
     assert bytes(store.read("blob") or b"") == b"old"
@@ -182,7 +182,7 @@ def test_a_log_keeps_its_records_in_order(disk: Reopen) -> None:
     assert disk().records("commits") == []
 
 
-@pytest.mark.parametrize("name", ["../outside", "/absolute", "", "a/../b", ".hidden", "a//b", "x.aside"])
+@pytest.mark.parametrize("name", ["../outside", "/absolute", "", "a/../b", ".hidden", "a//b", "x.tmp"])
 def test_names_stay_inside_the_store(disk: Reopen, name: str) -> None:
     with pytest.raises(ValueError, match="not a name"):
         disk().write(name, [b""])
@@ -267,7 +267,7 @@ def test_a_disk_that_is_full_from_some_step_on_keeps_the_old_content(
 def test_a_write_that_is_cut_at_any_byte_changes_nothing_and_says_so_in_one_line(tmp_path: Path, room: int) -> None:
     store = DirectoryStore(tmp_path)
     store.write("blob", [b"old"])
-    with file_size_limit(room), pytest.raises(UserError, match=r"blob: cannot be written .*; make room and start"):
+    with file_size_limit(room), pytest.raises(UserError, match=r"blob: cannot be written .*; make room and restart"):
         store.write("blob", [bytes(5000), bytes(5000)])
     with file_size_limit(room), pytest.raises(UserError, match="log: cannot be written"):
         store.append("log", bytes(10_000))
@@ -345,12 +345,12 @@ def test_a_process_killed_at_random_instants_loses_nothing_that_it_had_finished(
 
 def test_a_crash_before_the_rename_leaves_no_file_behind(tmp_path: Path) -> None:
     DirectoryStore(tmp_path).write("a/blob", [b"old"])
-    (tmp_path / "a" / "blob.aside").write_bytes(b"half of the new")
+    (tmp_path / "a" / "blob.tmp").write_bytes(b"half of the new")
     assert bytes(DirectoryStore(tmp_path).read("a/blob") or b"") == b"old"
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["blob"]
 
 
-@pytest.mark.parametrize(("point", "survives"), [("write:aside", b"old"), ("write:rename", b"old"), ("write:done", b"new")])
+@pytest.mark.parametrize(("point", "survives"), [("write:draft", b"old"), ("write:rename", b"old"), ("write:done", b"new")])
 def test_a_simulated_crash_leaves_the_old_blob_or_the_new_one(point: str, survives: bytes) -> None:
     store = MemoryStore()
     store.write("blob", [b"old"])
@@ -387,7 +387,7 @@ def test_a_room_is_used_again_when_nobody_refers_to_it_any_more(tmp_path: Path) 
     assert used < files()
     assert len(files()) == 2
     assert (second == 2).all()
-    store.scratch("aside", 1000)[:] = 4
+    store.scratch("temporary", 1000)[:] = 4
     assert (len(files()), store.names("")) == (2, [])
     del second, third
     assert store.scratch("sums", 10).size == 10

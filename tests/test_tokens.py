@@ -271,7 +271,7 @@ def test_pieces_that_come_back_are_waited_for(place: Place) -> None:
 def test_text_that_nobody_has_ends_with_a_line_that_says_so(place: Place) -> None:
     async def main() -> None:
         mine = await place.library("me", place.shelf("me"))
-        with pytest.raises(UserError, match=r"train.npy: no peer gives 2 pieces of this token file; ask who runs"):
+        with pytest.raises(UserError, match=r"train.npy: no peer gives 2 pieces of this token file; ask the campaign's owner"):
             await mine.ensure(place.file, [0, 1])
 
     simulate(main)

@@ -85,7 +85,7 @@ def test_a_library_that_is_not_there_or_cannot_begin_is_named(
         raise RuntimeError("no API key\nmore")
 
     monkeypatch.setattr(library, "init", refuse)
-    with pytest.raises(UserError, match=r"--tracker wandb: cannot begin a run \(no API key\)"):
+    with pytest.raises(UserError, match=r"--tracker wandb: cannot start a run \(no API key\)"):
         Tracker("wandb", "demo", "me", {})
     with pytest.raises(UserError, match="--tracker no_such_library: not installed on this machine; pip install"):
         Tracker("no_such_library", "demo", "me", {})

@@ -216,7 +216,7 @@ def test_many_steps_in_a_row_that_are_not_finite_stop_the_peer_over_phases_too()
     poison[0] = np.inf
     trainer.add(group, poison)
     assert train(trainer, phase_of(9)).skipped_steps == 9
-    with pytest.raises(UserError, match=r"training on cpu: .* not finite in 10 steps in a row; .* sends nothing") as stop:
+    with pytest.raises(UserError, match=r"training on cpu: .* not finite in 10 consecutive steps; .* sends nothing") as stop:
         train(trainer, phase_of(9))
     assert "\n" not in str(stop.value)
 

@@ -21,7 +21,7 @@ from spes_p2p.content.transfer import ContentServer
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, root_of
 from spes_p2p.data.shelf import TokenShelf
-from spes_p2p.data.url_donor import FIRST_REST_S, LONGEST_REST_S, UrlDonor, UrlFailed
+from spes_p2p.data.url_donor import FIRST_BACKOFF_S, MAX_BACKOFF_S, UrlDonor, UrlFailed
 from spes_p2p.errors import UserError
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.testing.memory import MemoryNetwork
@@ -156,17 +156,17 @@ LASTING: dict[Callable[[Place], None], str] = {
 @pytest.mark.parametrize("spoil", LASTING)
 def test_what_only_the_owner_can_put_right_is_one_line_and_rests_long(place: Place, spoil: Callable[[Place], None]) -> None:
     spoil(place)
-    expected = rf"^train\.npy: {place.file.url}: {LASTING[spoil]}; tell who runs the campaign"
+    expected = rf"^train\.npy: {place.file.url}: {LASTING[spoil]}; tell the campaign's owner"
     with pytest.raises(UrlFailed, match=expected) as caught:
         place.fetch(4, 5)
     assert "\n" not in str(caught.value)
     assert place.shelf.piece(place.root, 5) is None
     place.server.asked.clear()
-    place.now = LONGEST_REST_S - 1
+    place.now = MAX_BACKOFF_S - 1
     place.fetch(5)
     assert place.server.asked == []
     assert str(place.file.url) in place.donor.problem(place.file)
-    place.now = LONGEST_REST_S
+    place.now = MAX_BACKOFF_S
     with pytest.raises(UrlFailed):
         place.fetch(5)
 
@@ -181,7 +181,7 @@ def test_the_pieces_before_a_wrong_one_stay(place: Place) -> None:
 def test_after_each_broken_connection_in_a_row_a_url_rests_twice_as_long(place: Place) -> None:
     place.fetch(0)
     place.server.breaks = 3
-    for rest_s in (FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S):
+    for rest_s in (FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 4 * FIRST_BACKOFF_S):
         with pytest.raises(UrlFailed, match=rf"cannot be read \(.*\); trying peers, and the URL again in {rest_s:.0f} s"):
             place.fetch(1)
         asked = len(place.server.asked)
@@ -193,7 +193,7 @@ def test_after_each_broken_connection_in_a_row_a_url_rests_twice_as_long(place: 
     assert place.is_right(0, 1)
     assert place.donor.problem(place.file) == ""
     place.server.breaks = 1
-    with pytest.raises(UrlFailed, match=f"again in {FIRST_REST_S:.0f} s"):
+    with pytest.raises(UrlFailed, match=f"again in {FIRST_BACKOFF_S:.0f} s"):
         place.fetch(2)
 
 
@@ -257,7 +257,7 @@ def test_when_the_url_fails_for_good_peers_are_asked_until_patience_ends_with_on
         network = MemoryNetwork(latency_s=0.01)
         await library(network, "W", place.shelf, UrlDonor())
         fetching = await library(network, "me", TokenShelf([place.file], tmp_path / "mine", {}), place.donor)
-        expected = rf"no peer gives 2 pieces of this token file, and {place.file.url}: not there \(status 404\); ask who runs"
+        expected = rf"no peer gives 2 pieces of this token file, and {place.file.url}: not there \(status 404\); ask the"
         with pytest.raises(UserError, match=expected):
             await fetching.ensure(place.file, [0, 7])
 

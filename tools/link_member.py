@@ -73,7 +73,7 @@ async def live(spec: Spec) -> None:
     from spes_p2p.net.interfaces import World
     from spes_p2p.net.libp2p import start_libp2p
     from spes_p2p.observe.events import Event, RoundCommitted
-    from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+    from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
     from spes_p2p.peer.durable import voter_incarnation
     from spes_p2p.peer.life import Peer
     from spes_p2p.peer.node import Node

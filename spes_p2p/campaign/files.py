@@ -1,4 +1,4 @@
-"""A campaign's files: read from disk by the bootstrap peer, fetched from the swarm by everybody else, kept in each run-dir."""
+"""A campaign's files: read from disk by the bootstrap peer, fetched from the swarm by other peers, kept in each run-dir."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.files import fetch_file
 from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest, write_whole
 from spes_p2p.data.tokenizers import check_tokenizer
-from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
+from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError, refusal_line, version_advice
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.content import CampaignRecord, CampaignRequest
-from spes_p2p.messages.methods import CAMPAIGN, PROTOCOL_VERSION
+from spes_p2p.messages.methods import CAMPAIGN, OLDEST_PROTOCOL, PROTOCOL_VERSION
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.contacts import find_contacts
 from spes_p2p.net.interfaces import Registry
@@ -28,23 +28,22 @@ from spes_p2p.storage.store import frame_record, read_frame
 CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
 MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
 GENESIS_FILE = "genesis"
-UPDATE = "install the version of spes_p2p that the bootstrap peer has"
 
 
 @dataclass(frozen=True)
 class CampaignFiles:
-    """What a peer must have to take part, beside token files and the base."""
+    """The files that every peer needs, except token files and the base."""
 
     campaign: Campaign
     manifest: bytes
     validation_manifest: bytes | None
     tokenizer: bytes
     folders: tuple[Path, ...]
-    """Where the manifests' token files are looked for."""
+    """Local folders to search for token files."""
 
     @property
     def blobs(self) -> dict[str, bytes]:
-        """The files by sha256, as they are served to others."""
+        """The files by SHA-256, as they are served to other peers."""
         files = (self.manifest, self.validation_manifest, self.tokenizer)
         return {sha256(content): content for content in files if content is not None}
 
@@ -56,28 +55,28 @@ class CampaignFiles:
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
-        """Of the training text, and of the held-out text where there is one."""
+        """Manifests of the training text and, if any, the held-out text."""
         held_out = self.held_out_manifest
         return (self.training_manifest,) if held_out is None else (self.training_manifest, held_out)
 
     @property
     def token_files(self) -> tuple[TokenFile, ...]:
-        """All of them."""
+        """Token files of all manifests."""
         return tuple(file for manifest in self.manifests for file in manifest.files)
 
     @property
     def training_manifest(self) -> Manifest:
-        """The parsed manifest of the training text."""
+        """Manifest of the training text."""
         return Manifest.from_json(self.manifest, MANIFEST_FILE)
 
     @property
     def held_out_manifest(self) -> Manifest | None:
-        """The parsed manifest of the held-out text."""
+        """Manifest of the held-out text, if any."""
         return None if self.validation_manifest is None else Manifest.from_json(self.validation_manifest, VALIDATION_FILE)
 
 
 def read_campaign(config_path: Path) -> CampaignFiles:
-    """A campaign file with all that it names. Raises UserError for anything that does not fit together."""
+    """Read a campaign file and the files it names. Raises UserError if they do not fit together."""
     config = load_campaign_config(config_path)
     folder = config_path.resolve().parent
     tokenizer_path, manifest_path = folder / config.data.tokenizer, folder / config.data.manifest
@@ -98,7 +97,7 @@ def read_campaign(config_path: Path) -> CampaignFiles:
     if files.num_samples == 0:
         raise UserError(
             f"{manifest_path}: no token file holds a whole sample of {config.training.sequence_length} tokens; "
-            "add text or lower training.sequence_length"
+            "add text or reduce training.sequence_length"
         )
     return files
 
@@ -106,15 +105,14 @@ def read_campaign(config_path: Path) -> CampaignFiles:
 async def fetch_campaign(
     board: RpcEndpoint, peers: Sequence[str], registry: Registry | None = None, folders: Sequence[Path] = ()
 ) -> tuple[CampaignFiles, Commit]:
-    """The campaign that these peers serve and its genesis commit; its files come from them and from all that the registry
-    shows.
+    """Fetch the files and the genesis commit of the campaign that these peers serve, verified by hash.
 
-    Everything is verified by hash. `folders`: where its token files are looked for on this machine. Raises UserError.
+    The peers in the registry serve files too. `folders`: local folders to search for token files. Raises UserError.
     """
     record, donors = await _agreed_record(board, peers)
     campaign = parse_campaign(record.campaign_json, f"peer {donors[0]}")
     if record.genesis.campaign != campaign.hash:
-        raise UserError(f"peer {donors[0]}: serves a genesis of another campaign; ask who runs the campaign")
+        raise UserError(f"peer {donors[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
     if registry is not None:
         with contextlib.suppress(PeerUnreachable):
             donors += sorted(await find_contacts(registry, board.transport, campaign.hash))
@@ -129,7 +127,7 @@ async def fetch_campaign(
 
 
 def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
-    """Does the run-dir hold this campaign? False when it holds none; UserError when it belongs to another one."""
+    """Return whether the run-dir holds a campaign. Raises UserError if it is another campaign."""
     known = read_run_dir(run_dir)
     if known is None:
         return False
@@ -140,12 +138,12 @@ def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
             f"({theirs.hash[:12]}); give another --run-dir"
         )
     if known[1].id != genesis.id:
-        raise UserError(f"{run_dir}: belongs to another start of campaign {ours.config.name}; give another --run-dir")
+        raise UserError(f"{run_dir}: belongs to an earlier start of campaign {ours.config.name}; give another --run-dir")
     return True
 
 
 def keep_campaign(files: CampaignFiles, genesis: Commit, run_dir: Path) -> None:
-    """Write the campaign into the run-dir. Raises UserError when that belongs to another campaign."""
+    """Write the campaign to the run-dir. Raises UserError if that belongs to another campaign."""
     if check_run_dir(files, genesis, run_dir):
         return
     for name, content in (
@@ -160,7 +158,7 @@ def keep_campaign(files: CampaignFiles, genesis: Commit, run_dir: Path) -> None:
 
 
 def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
-    """What `keep_campaign` wrote; None for a run-dir without a campaign. Raises UserError when it is damaged."""
+    """Return what `keep_campaign` wrote, None if the run-dir holds no campaign. Raises UserError if it is damaged."""
     path = run_dir / CAMPAIGN_FILE
     if not path.exists():
         return None
@@ -174,7 +172,7 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
         validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
     except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir}: incomplete run-dir ({error}); remove it to start again") from None
+        raise UserError(f"{run_dir}: incomplete run-dir ({error}); remove it to start over") from None
     for name, content, digest in (
         (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
         (MANIFEST_FILE, manifest, campaign.manifest_sha256),
@@ -183,17 +181,17 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
         if content is not None and sha256(content) != digest:
             raise UserError(f"{run_dir / name}: damaged; copy it from another peer's run-dir")
     if genesis.campaign != campaign.hash:
-        raise UserError(f"{run_dir / GENESIS_FILE}: not of this run-dir's campaign; copy both from another peer's run-dir")
+        raise UserError(f"{run_dir / GENESIS_FILE}: belongs to another campaign; copy both files from another peer's run-dir")
     return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
 
 
 def sha256(content: bytes) -> str:
-    """Hex digest."""
+    """Return the hex digest."""
     return hashlib.sha256(content).hexdigest()
 
 
 async def _agreed_record(board: RpcEndpoint, peers: Sequence[str]) -> tuple[CampaignRecord, list[str]]:
-    """The record that all answering peers serve, and these peers. A file is as large as the largest of them says."""
+    """Return the record that all answering peers serve, and these peers. Of differing file sizes, the largest counts."""
     found: dict[str, tuple[CampaignRecord, list[str]]] = {}
     sizes: dict[str, int] = {}
     problems = []
@@ -201,18 +199,23 @@ async def _agreed_record(board: RpcEndpoint, peers: Sequence[str]) -> tuple[Camp
         try:
             reply = await board.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * board.silence_s)
             record = unpack(CampaignRecord, reply)
+            if record.protocol < OLDEST_PROTOCOL:
+                advice = version_advice(PROTOCOL_VERSION, record.protocol, record.program)
+                raise UserError(
+                    f"{peer} speaks protocol {record.protocol}, this program {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}; {advice}"
+                )
             found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, []))[1].append(peer)
             sizes.update((sha, max(size, sizes.get(sha, 0))) for sha, size in record.blobs)
         except Refused as error:
             if error.code is Code.VERSION:
-                raise UserError(f"refused by {peer}: {error.detail}; {UPDATE}") from None
+                raise UserError(refusal_line(peer, error, PROTOCOL_VERSION)) from None
             problems.append(f"{peer}: {error}")
         except (PeerUnreachable, WireError) as error:
             problems.append(f"{peer}: {error}")
     if len(found) > 1:
         named = ", ".join(serving[0] for _, serving in found.values())
-        raise UserError(f"the addresses lead to different campaigns ({named}); give those of one campaign")
+        raise UserError(f"the addresses lead to different campaigns ({named}); give addresses of one campaign")
     if not found:
-        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); check it with who runs the campaign")
+        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); ask the campaign's owner for the address")
     record, serving = next(iter(found.values()))
     return replace(record, blobs=tuple(sizes.items())), serving

@@ -1,4 +1,4 @@
-"""The device to compute on, and how much memory is free there now."""
+"""The device to train on and its free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def choose_device(wanted: str) -> str:
-    """The device to compute on. Raises UserError when CUDA is asked for and not there."""
+    """Return cpu or cuda. Raises UserError if CUDA is requested but not available."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu or auto")
     if wanted == "auto":
@@ -22,7 +22,7 @@ def choose_device(wanted: str) -> str:
 
 
 def measured(device: str) -> Device:
-    """The free memory of a CUDA device, or what Linux could give a new process without swapping."""
+    """Return the device with its free memory; for a CPU, what Linux can give a new process without swapping."""
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         return Device("cuda", free)
@@ -30,6 +30,6 @@ def measured(device: str) -> Device:
 
 
 def available_bytes(meminfo: str) -> int:
-    """MemAvailable of the text of /proc/meminfo, which counts in KiB."""
+    """Return MemAvailable from the text of /proc/meminfo, which counts in KiB."""
     line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
     return 1024 * int(line.split()[1])

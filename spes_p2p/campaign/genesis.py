@@ -1,4 +1,4 @@
-"""Before round 0: base 0 is made once, by the bootstrap peer, and so is the commit that everything follows."""
+"""Base 0 and the genesis commit, which the bootstrap peer creates once, before round 0."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from spes_p2p.storage.interfaces import Store
 
 
 def make_genesis(campaign: Campaign, bootstrap: str, base0: np.ndarray, incarnation: str) -> Commit:
-    """The commit before round 0: base 0, made once, and the bootstrap peer as the only elector, with the incarnation it votes
-    with."""
+    """Return the commit of base 0, whose only elector is the bootstrap peer with its incarnation."""
     return Commit(
         campaign=campaign.hash,
         term=0,
@@ -36,5 +35,5 @@ def make_genesis(campaign: Campaign, bootstrap: str, base0: np.ndarray, incarnat
 
 
 def save_base_0(store: Store, genesis: Commit, base0: np.ndarray) -> None:
-    """What a bootstrap peer starts from."""
+    """Store base 0 as the base of the genesis commit."""
     save_base(store, Base(genesis.id, -1, base0, genesis.base_digest, None))

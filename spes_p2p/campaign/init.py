@@ -1,4 +1,4 @@
-"""`spes-p2p init`: from a few answers to a folder with a commented campaign file, token files and tokenizer."""
+"""`spes-p2p init`: create a folder with a commented campaign file, token files and a tokenizer from a few answers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ CAMPAIGN_YAML, TOKENIZER_JSON, TOKENS_FOLDER = "campaign.yaml", "tokenizer.json"
 TRAIN, HELD_OUT = "train_", "held_out_"
 ROUNDS_AT_LEAST = 10
 WARMUP_SHARE, MERGE_SHARE = 0.05, 0.5
-"""Of the steps: SPES warms up for a few percent and merges in the first part of training."""
+"""Fractions of the steps, as in SPES: a short learning rate warm-up, and merging in the first part of training."""
 TOKENIZER_TEXT_CHARACTERS = 20_000_000
-"""A tokenizer is trained on so much of the text."""
+"""Maximum amount of text that a tokenizer is trained on."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how it is trained, with SPES's ratios at every scale.
+    """A model size and its training settings, with SPES's ratios at every scale.
 
-    Measured on models of about the first size (docs/learning.md). The others are the less far from SPES's settings the larger
-    they are; the last two are trained as SPES trains them, but for twice the rounds in half the bits.
+    Measurements support the settings of the first size (docs/learning.md). Larger sizes approach SPES's settings; the last two
+    use them, but with twice the rounds at half the bits.
     """
 
     hidden_size: int
@@ -47,11 +47,11 @@ class Size:
     embedding_lr_ratio: float
     beta2: float
     about: str
-    """Parameters without the vocabulary's."""
+    """Description for the user; parameters exclude embeddings."""
 
 
 SIZES = {
-    "tiny": Size(128, 256, 4, 4, 8, 2, 128, 8, 8, 10, "2.0e-3", 16.0, 0.999, "3.4M, a laptop trains it"),
+    "tiny": Size(128, 256, 4, 4, 8, 2, 128, 8, 8, 10, "2.0e-3", 16.0, 0.999, "3.4M, a laptop suffices"),
     "small": Size(512, 512, 8, 8, 8, 2, 1024, 32, 8, 25, "1.0e-3", 4.0, 0.999, "59M, any GPU"),
     "medium": Size(768, 1024, 12, 12, 16, 2, 2048, 64, 4, 50, "6.0e-4", 4.0, 0.999, "481M, GPUs from 8 GB"),
     "1b": Size(768, 2048, 12, 12, 16, 2, 2048, 256, 8, 50, "5.0e-4", 1.0, 0.95, "0.93B, GPUs from 8 GB; SPES's smallest"),
@@ -61,18 +61,18 @@ SIZES = {
 
 QUESTIONS: dict[str, tuple[str, str | None]] = {
     "size": (f"Model size ({'; '.join(f'{name}: {size.about}' for name, size in SIZES.items())})", "tiny"),
-    "text": ("Files with the text to train on", None),
-    "held-out": ("Files with text to evaluate on (none: no held-out loss)", ""),
-    "tokenizer": ("tokenizer.json, or a number: train one of so many ids on the text", "8192"),
-    "peers": ("Trainers that you expect", "4"),
-    "epochs": ("How often to train on the text", "1"),
+    "text": ("Files with the training text", None),
+    "held-out": ("Files with evaluation text (empty: no held-out loss)", ""),
+    "tokenizer": ("Path of a tokenizer.json, or the vocabulary size of a tokenizer to train", "8192"),
+    "peers": ("Expected number of trainers", "4"),
+    "epochs": ("Passes over the training text", "1"),
 }
-"""By option: the question, and the answer where nobody gives one."""
+"""Question and default answer by option."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the owner of a campaign decides."""
+    """Choices of the campaign's owner."""
 
     folder: Path
     name: str
@@ -80,18 +80,18 @@ class Answers:
     texts: tuple[Path, ...]
     held_out: tuple[Path, ...]
     tokenizer: Path | int
-    """tokenizer.json, or the number of ids of one that is trained on the text."""
+    """Path of a tokenizer.json, or the vocabulary size of a tokenizer to train."""
     peers: int
-    """Trainers that are expected, and that the first round waits for."""
+    """Expected trainers; the first round waits for them."""
     epochs: float
-    """How often the text is trained on."""
+    """Passes over the training text."""
     url: str | None = None
-    """Where the folder of the token files will be published; None: volunteers get them from peers alone."""
+    """URL where the token files will be published; None: only peers serve them."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What follows from text, peers and size."""
+    """Settings derived from text, peers and size."""
 
     total_steps: int
     warmup_steps: int
@@ -100,7 +100,7 @@ class Schedule:
 
 
 def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = lambda progress: None) -> CampaignFiles:
-    """Write the folder. Raises UserError; then it is as it was before."""
+    """Write the campaign folder. On UserError the folder is left as it was."""
     check_answers(answers)
     folder, new = answers.folder, not answers.folder.exists()
     try:
@@ -128,14 +128,14 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
 
 
 def ask(option: str, asks: bool) -> Any:
-    """The answer to a question that no option answered: a person's, asked until it can be used, or (not `asks`) the default.
+    """Return the answer for an omitted option: prompt until it is valid, or, if not `asks`, use the default.
 
-    Raises UserError where there is none.
+    Raises UserError if there is no default.
     """
     question, default = QUESTIONS[option]
     if not asks:
         if default is None:
-            raise UserError(f"--{option}: {question.lower()}? Give this option")
+            raise UserError(f"--{option} is missing ({question.lower()}); give this option")
         return parse_answer(option, default)
     while True:
         answer = input(f"{question} [{default}]: " if default else f"{question}: ").strip() or default
@@ -147,7 +147,7 @@ def ask(option: str, asks: bool) -> Any:
 
 
 def parse_answer(option: str, answer: str) -> Any:
-    """What a person wrote, as `Answers` has it. Raises UserError when it cannot be used."""
+    """Parse and check an answer for `Answers`. Raises UserError if it is invalid."""
     try:
         value = _PARSERS[option](answer)
     except ValueError:
@@ -157,7 +157,7 @@ def parse_answer(option: str, answer: str) -> Any:
 
 
 def check_answers(answers: Answers) -> None:
-    """Raise UserError for what cannot become a campaign, before anything is written."""
+    """Raise UserError for invalid answers, before anything is written."""
     check_place(answers.folder, answers.name)
     _check_size(answers.size)
     _check_peers(answers.peers)
@@ -169,7 +169,7 @@ def check_answers(answers: Answers) -> None:
 
 
 def check_place(folder: Path, name: str) -> None:
-    """Raise UserError when no campaign of that name can be written there."""
+    """Raise UserError if the name is invalid or the folder already holds a campaign."""
     parse_campaign_config({**_PLACEHOLDER, "name": name}, "--name")
     for made in (CAMPAIGN_YAML, TOKENIZER_JSON, TOKENS_FOLDER):
         if (folder / made).exists():
@@ -202,7 +202,7 @@ def _check_tokenizer(tokenizer: Path | int) -> None:
     if isinstance(tokenizer, Path):
         check_tokenizer(tokenizer, END_OF_TEXT)
     elif not 300 <= tokenizer <= 2**18:
-        raise UserError(f"--tokenizer {tokenizer}: a tokenizer that is trained has 300 to {2**18} ids")
+        raise UserError(f"--tokenizer {tokenizer}: a vocabulary size must be 300 to {2**18}")
 
 
 def _paths(text: str) -> tuple[Path, ...]:
@@ -223,9 +223,9 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def make_schedule(size: Size, tokens: int, peers: int, epochs: float) -> Schedule:
-    """Steps that train `tokens` so often with so many peers: a multiple of the steps of a round, at least a few rounds."""
-    a_step = size.batch_size * size.sequence_length * peers
-    rounds = max(ROUNDS_AT_LEAST, round(tokens * epochs / (a_step * size.sync_steps)))
+    """Return the schedule for `epochs` passes over `tokens`: whole rounds, at least ROUNDS_AT_LEAST of them."""
+    step_tokens = size.batch_size * size.sequence_length * peers
+    rounds = max(ROUNDS_AT_LEAST, round(tokens * epochs / (step_tokens * size.sync_steps)))
     steps = rounds * size.sync_steps
     return Schedule(
         total_steps=steps,
@@ -236,7 +236,7 @@ def make_schedule(size: Size, tokens: int, peers: int, epochs: float) -> Schedul
 
 
 def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
-    """The campaign file, with a comment on everything that its owner may want to change."""
+    """Return the campaign file, with comments on the settings that an owner may want to change."""
     size = SIZES[answers.size]
     schedule = make_schedule(size, tokens, answers.peers, answers.epochs)
     held_out = f"{TOKENS_FOLDER}/{HELD_OUT}{MANIFEST_NAME}"
@@ -250,17 +250,19 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         size=size,
         schedule=schedule,
         manifest=f"{TOKENS_FOLDER}/{TRAIN}{MANIFEST_NAME}",
-        served="peers serve its tokens" if answers.url is None else f"publish this folder at {answers.url}",
+        served="served by peers" if answers.url is None else f"publish this folder at {answers.url}",
         validation=f"validation_manifest: {held_out}" if answers.held_out else f"# validation_manifest: {held_out}",
         tokenizer=TOKENIZER_JSON,
+        epochs=answers.epochs,
+        rounds=ROUNDS_AT_LEAST,
         sync_tokens=size.sync_steps * size.batch_size * size.sequence_length,
     )
 
 
 _TEMPLATE = """\
-# A campaign of spes-p2p. The same on every peer: volunteers get it from the swarm. What is not here has its default;
-# every field: docs/configuration.md. Once a bootstrap peer has started with this file, changing it makes another campaign.
-schema_version: {schema_version}  # what a field that is left out means
+# Campaign file of spes-p2p. Volunteers get it from the swarm, so it is identical on every peer. docs/configuration.md lists
+# all fields and their defaults. After a bootstrap peer has started with this file, any change makes it another campaign.
+schema_version: {schema_version}  # fixes the defaults of omitted fields
 name: {name}
 
 model:
@@ -272,33 +274,33 @@ model:
   num_attention_heads: {size.num_attention_heads}
   num_key_value_heads: {size.num_attention_heads}
   max_position_embeddings: {size.sequence_length}
-  moe_num_experts: {size.moe_num_experts}  # divided among the peers; a peer trains as many as fit its memory
-  moe_top_k: {size.moe_top_k}  # experts that each token is sent to
-  # moe_low_rank: 16  # a term of each expert that every peer trains, for some memory: docs/learning.md
+  moe_num_experts: {size.moe_num_experts}  # divided among the peers; each trains as many as fit in its memory
+  moe_top_k: {size.moe_top_k}  # experts that each token is routed to
+  # moe_low_rank: 16  # adds to each expert a low-rank term that every peer trains: docs/learning.md
 
 training:
   sequence_length: {size.sequence_length}
-  batch_size: {size.batch_size}  # samples in a step of one peer
-  micro_batch_size: {size.micro_batch_size}  # samples in one forward pass; a volunteer can choose less
-  total_steps: {schedule.total_steps}  # with {peers} peers: {tokens} tokens of text, as often as asked for
-  sync_steps: {size.sync_steps}  # steps between two rounds, {sync_tokens} tokens a peer; more of them suit slow links
+  batch_size: {size.batch_size}  # samples per local step of one peer
+  micro_batch_size: {size.micro_batch_size}  # samples per forward pass; a volunteer can choose a smaller one
+  total_steps: {schedule.total_steps}  # {epochs:g} passes over {tokens} tokens with {peers} peers, at least {rounds} rounds
+  sync_steps: {size.sync_steps}  # steps between two rounds: {sync_tokens} tokens per peer; increase it for slow links
   learning_rate: {size.learning_rate}
-  embedding_lr_ratio: {size.embedding_lr_ratio}  # times the learning rate: that of embedding and output head
-  beta2: {size.beta2}  # of AdamW: with a long memory the mean of the peers' steps is nearly a step along their mean gradient
-  # second_moment_peers: auto  # closes a little more of the gap to one big machine
+  embedding_lr_ratio: {size.embedding_lr_ratio}  # learning rate of embedding and output head, as a multiple of learning_rate
+  beta2: {size.beta2}  # with slow decay, the mean of the peers' steps is close to a step along their mean gradient
+  # second_moment_peers: auto  # a slightly lower loss, closer to training on one large machine
   warmup_steps: {schedule.warmup_steps}
 
-merge:  # similar experts are merged a little in the first part of training (SPES)
+merge:  # merge similar experts slightly in the first part of training (SPES)
   merge_interval: {schedule.merge_interval}
   merge_alpha_start: 0.1
   merge_decay_steps: {schedule.merge_decay_steps}
 
 sync:
-  min_peers: {peers}  # the first round waits for so many trainers; later ones go on with whoever is there
-  codec: {{router: none, shared: int4, experts: int4}}  # what rounding drops goes with the next round's update
+  min_peers: {peers}  # trainers that the first round waits for; later rounds take the trainers that are present
+  codec: {{router: none, shared: int4, experts: int4}}  # rounding errors are added to the next round's update
 
 evaluation:
-  every_rounds: 10  # rounds between two looks at the held-out text
+  every_rounds: 10  # evaluate on the held-out text every 10 rounds
 
 data:  # paths are relative to this file
   manifest: {manifest}  # the training text: {served}
@@ -312,7 +314,7 @@ _PLACEHOLDER: dict[str, object] = {
     "training": {"sequence_length": 2, "batch_size": 1, "total_steps": 1, "sync_steps": 1, "learning_rate": 1.0},
     "data": {"manifest": "m", "tokenizer": "t"},
 }
-"""A campaign that is right but for its name."""
+"""A minimal valid campaign, except for its name."""
 
 
 def _some_text(paths: Sequence[Path]) -> Iterator[str]:

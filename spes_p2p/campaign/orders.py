@@ -1,4 +1,4 @@
-"""What the owner of a campaign can order: from the words to a control record, as pure rules of what holds."""
+"""Orders of a campaign's owner: pure functions from the words of an order to an unsigned control record."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ from functools import partial
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_paused, number_of
-from spes_p2p.errors import UserError
-from spes_p2p.messages.consensus import CampaignState, Change, Control
+from spes_p2p.errors import UserError, version_advice
+from spes_p2p.messages.consensus import CampaignState, Change, Control, Requirement
+from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.rounds.schedule import changed
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What holds in a campaign before an order."""
+    """State of a campaign before an order."""
 
     campaign: str
-    """Its hash."""
+    """Campaign hash."""
     config: CampaignConfig
     newest: Control | None
     round: int
-    """The newest that any peer knows."""
+    """The newest committed round that any peer knows."""
     archived: tuple[int, ...]
-    """Rounds whose bases some peer keeps, ascending."""
+    """Rounds whose bases some peer archives, ascending."""
 
 
 MakeControl = Callable[[Standing], Control]
-"""From what holds to the record that shall hold, unsigned. Raises UserError when the order makes no sense."""
+"""Returns the unsigned record of an order. Raises UserError if the order does not apply."""
 
 
 def parse_order(words: Sequence[str]) -> MakeControl:
-    """What a person wrote. Raises UserError."""
+    """Parse the words of an order. Raises UserError."""
     plain = {"pause": pause, "resume": resume, "stop": stop}
     name, *rest = words
     if name == "schedule":
         return _parse_schedule(rest)
+    if name == "require":
+        return _parse_require(rest)
     if name == "rollback":
         return _parse_rollback(rest)
     if name not in plain:
-        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, rollback, schedule")
+        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, require, rollback, schedule")
     if rest:
-        raise UserError(f"control {name}: takes nothing more, not {' '.join(rest)!r}")
+        raise UserError(f"control {name}: takes no arguments, not {' '.join(rest)!r}")
     return plain[name]
 
 
 def _parse_rollback(words: Sequence[str]) -> MakeControl:
     if len(words) != 1 or not words[0].isdecimal():
-        raise UserError("control rollback: give the round to go back to: rollback 40")
+        raise UserError("control rollback: give the round to return to: rollback 40")
     return partial(rollback, int(words[0]))
 
 
 def _parse_schedule(words: Sequence[str]) -> MakeControl:
     if len(words) < 2 or not words[0].isdecimal():
-        raise UserError("control schedule: give a round and what changes from it on: schedule 40 learning_rate=1e-4")
+        raise UserError("control schedule: give a round and the settings from that round on: schedule 40 learning_rate=1e-4")
     fields = {}
     for word in words[1:]:
         name, _, value = word.partition("=")
@@ -67,32 +70,34 @@ def _parse_schedule(words: Sequence[str]) -> MakeControl:
     return partial(schedule, Change(int(words[0]), json.dumps(fields, sort_keys=True, separators=(",", ":"))))
 
 
+def _parse_require(words: Sequence[str]) -> MakeControl:
+    if len(words) != 3 or words[1] != "from" or not (words[0] + words[2]).isdecimal():
+        raise UserError("control require: give a protocol version and the first round that needs it: require 11 from 200")
+    return partial(require, Requirement(int(words[0]), int(words[2])))
+
+
 def pause(standing: Standing) -> Control:
-    """No round is planned after the one under way."""
+    """Plan no round after the current one."""
     if is_paused(standing.newest):
-        raise UserError(f"pause: the campaign is paused already (record {number_of(standing.newest)})")
+        raise UserError(f"pause: the campaign is already paused (record {number_of(standing.newest)})")
     return _next(standing, "paused")
 
 
 def resume(standing: Standing) -> Control:
-    """Rounds go on after a pause, or in spite of a stop that no round has applied yet."""
+    """Continue after a pause, or cancel a stop that no round has applied yet."""
     if _state(standing) == "running":
         raise UserError("resume: the campaign is not paused; see spes-p2p status")
     return _next(standing, "running")
 
 
 def stop(standing: Standing) -> Control:
-    """The campaign ends with the round under way, for good."""
+    """End the campaign permanently with the current round."""
     return _next(standing, "stopped")
 
 
 def schedule(change: Change, standing: Standing) -> Control:
-    """Other fields of `training` from a round on."""
-    if change.round <= standing.round + 1:
-        raise UserError(
-            f"schedule {change.round}: the phase that leads to round {standing.round + 1} has begun; give round "
-            f"{standing.round + 2} or a later one"
-        )
+    """Change fields of `training` from a round on."""
+    _check_ahead(f"schedule {change.round}", change.round, standing)
     control = _next(standing, _state(standing))
     changes = tuple(sorted((*control.changes, change), key=lambda change: change.round))
     config = standing.config
@@ -101,12 +106,29 @@ def schedule(change: Change, standing: Standing) -> Control:
     return replace(control, changes=changes)
 
 
+def require(requirement: Requirement, standing: Standing) -> Control:
+    """Exclude peers below a protocol version from a round on."""
+    order = f"require {requirement.protocol}"
+    if requirement.protocol > PROTOCOL_VERSION:
+        advice = version_advice(PROTOCOL_VERSION, requirement.protocol)
+        raise UserError(f"{order}: this program speaks protocol {PROTOCOL_VERSION} itself; {advice}")
+    _check_ahead(order, requirement.from_round, standing)
+    return replace(_next(standing, _state(standing)), requires=requirement)
+
+
+def _check_ahead(order: str, round_number: int, standing: Standing) -> None:
+    if round_number <= standing.round + 1:
+        raise UserError(
+            f"{order}: the phase before round {standing.round + 1} has started; give round {standing.round + 2} or later"
+        )
+
+
 def rollback(round_number: int, standing: Standing) -> Control:
-    """Back to the base of an earlier round; what was trained since is given up."""
+    """Return to the base of an earlier round and discard later training."""
     possible = [kept for kept in standing.archived if kept < standing.round]
     if round_number not in possible:
         kept = ", ".join(map(str, possible)) or "none"
-        raise UserError(f"rollback {round_number}: no peer that answers keeps the base of that round; kept are: {kept}")
+        raise UserError(f"rollback {round_number}: no answering peer archives the base of that round; archived rounds: {kept}")
     return replace(_next(standing, _state(standing)), rollback=round_number)
 
 
@@ -115,22 +137,25 @@ def _state(standing: Standing) -> CampaignState:
 
 
 def _next(standing: Standing, state: CampaignState) -> Control:
-    changes = () if standing.newest is None else standing.newest.changes
-    return Control(standing.campaign, number_of(standing.newest) + 1, state, changes, -1, b"")
+    if standing.newest is None:
+        return Control(standing.campaign, 1, state, (), -1, b"")
+    return replace(standing.newest, number=standing.newest.number + 1, state=state, rollback=-1, signature=b"")
 
 
 def describe(control: Control | None) -> str:
-    """What a record says, for people: paused, rolled back to round 40, from round 60 on learning_rate 0.0001; or ""."""
+    """Describe a record, for example "paused, rolled back to round 40, from round 60 on learning_rate 0.0001"; or ""."""
     if control is None:
         return ""
     words: list[str] = [] if control.state == "running" else [control.state]
     if control.rollback >= 0:
         words.append(f"rolled back to round {control.rollback}")
+    if control.requires is not None:
+        words.append(f"protocol {control.requires.protocol} required from round {control.requires.from_round} on")
     for change in control.changes:
         words.append(f"from round {change.round} on {_words(change.training)}")
     return ", ".join(words)
 
 
 def _words(training: str) -> str:
-    """A change without the signs of JSON; printable, whatever was signed."""
+    """Return a change without JSON punctuation, and always printable."""
     return re.sub(r"[^\w.:,+-]", "", training).replace(":", " ").replace(",", ", ")

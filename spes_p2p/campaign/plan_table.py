@@ -1,4 +1,4 @@
-"""A peer's plan as a table for people and as JSON."""
+"""A peer's plan as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from spes_p2p.campaign.planner import Choice, PeerPlan
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import Setup
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.units import human_bytes, human_count, human_seconds
 
 _OPTIMIZERS = {"adamw": "AdamW float32", "adamw8bit": "AdamW 8-bit"}
 
 
 def plan_json(plan: PeerPlan) -> dict[str, Any]:
-    """All numbers of a plan; sizes are bytes, `minutes` the time of a round's traffic."""
-    values: dict[str, Any] = plain(plan)
+    """Return all numbers of a plan: sizes in bytes, `minutes` for a round's traffic."""
+    values: dict[str, Any] = to_json(plan)
     values["choice"]["device"]["total"] = plan.choice.device.total
     values["host"]["total"], values["disk"]["total"] = plan.host.total, plan.disk.total
     values["host_with_base"]["total"] = plan.host_with_base.total
@@ -39,7 +39,7 @@ def describe_setup(setup: Setup, num_experts: int) -> str:
 
 
 def render_plan(plan: PeerPlan) -> Table:
-    """Two columns: what, how much."""
+    """Render a plan as a table of two columns: resource, amount."""
     table = Table("", title=f"{plan.campaign}: one peer with {human_bytes(plan.target.memory)}", show_header=False)
     whole, shared, expert = map(_parameters, (plan.parameters, plan.shared_parameters, plan.expert_parameters))
     table.add_row("parameters", f"{whole} ({shared} shared, {plan.num_experts} experts of {expert})")
@@ -64,7 +64,7 @@ def render_plan(plan: PeerPlan) -> Table:
 
 
 def join_flags(setup: Setup) -> str:
-    """The options of `spes-p2p join` that make a peer train in this setup."""
+    """Return the options of `spes-p2p join` for this setup."""
     flags = [f"--experts {setup.owned}"] if setup.owned else []
     flags += [f"--stored {setup.stored}", f"--micro-batch-size {setup.micro_batch}"]
     flags += ["--stored-on host"] * (setup.stored_on == "host")
@@ -77,13 +77,13 @@ def _parameters(number: int) -> str:
 
 
 def _device(choice: Choice, reserved: int) -> str:
-    sizes = {name: size for name, size in plain(choice.device).items() if size}
+    sizes = {name: size for name, size in to_json(choice.device).items() if size}
     listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
     return f"{human_bytes(choice.device.total)} ({listed}); {human_bytes(reserved)} kept free"
 
 
 def _sizes(group: Any) -> str:
-    listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in plain(group).items() if size)
+    listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in to_json(group).items() if size)
     return f"{human_bytes(group.total)} ({listed})"
 
 

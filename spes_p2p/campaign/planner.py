@@ -32,7 +32,7 @@ RESERVED_BYTES = 2**29
 RESERVED_SHARE = 0.05
 """Left free on the device beside the tensors: the driver's own memory, libraries' work space, gaps between tensors."""
 COARSE_PARTS = 2048
-"""Traffic is computed with about so many parts: balance is as good, and the time short."""
+"""Upper bound on the parts that traffic is computed with: enough for the balance, and fast."""
 
 CHECKPOINT_FILES = 3
 """Two in turn (training/checkpoint.py), and the next one until it has replaced its own."""
@@ -269,7 +269,7 @@ def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
 
 
 def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
-    """The run-dir of a bootstrap peer that keeps so many earlier bases."""
+    """Bytes of the run-dir of a bootstrap peer that keeps this many earlier bases."""
     layout = layout_of(config.model)
     base, results = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec).encoded_bytes(layout)
     return DiskBytes(

@@ -1,4 +1,4 @@
-"""`spes-p2p doctor`: can this machine train in that campaign? Measures against the peers at the given addresses."""
+"""`spes-p2p doctor`: measures whether this machine can train in the campaign of the peers at the given addresses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from spes_p2p.config.addresses import DEFAULT_LISTEN, is_loopback, listen_beside
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError
-from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.messages.presence import DialBack
 from spes_p2p.model.build import layout_of
 from spes_p2p.net.checkup import Skew, ask_dial_back, measure_clock, measure_down, measure_up
@@ -45,7 +44,7 @@ from spes_p2p.net.p2pd import relayed_by, start_daemon
 from spes_p2p.net.reachability import ports_of
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.transport import Libp2pTransport
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.units import human_bytes
 
 START_TIMEOUT_S = 30.0
@@ -54,7 +53,7 @@ RELAY_TIMEOUT_S = 10.0
 
 
 async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]:
-    """Everything that a volunteer can have wrong. Raises UserError when the addresses lead to no campaign."""
+    """Run all checks. Raises UserError when the addresses lead to no campaign."""
     check_addresses((), settings.announce, addresses)
     listen = settings.listen or listen_beside(addresses)
     check_addresses(listen, (), ())
@@ -63,12 +62,12 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
             board = RpcEndpoint(transport, SILENCE_S)
             skews, silent = await _clocks(board, [peer_of(address) for address in addresses])
             if not skews:
-                raise UserError(f"no peer that a doctor can ask at {', '.join(addresses)} ({'; '.join(silent)}); "
-                                "check the address with who runs the campaign")
+                raise UserError(f"no usable peer at {', '.join(addresses)} ({'; '.join(silent)}); "
+                                "ask the campaign's owner for the address")
             checks = [judge_versions([skew.clock for skew in skews.values()], torch.__version__)]
-            checks += [Check("address", "failure", why, "leave this address out, or have its peer started") for why in silent]
+            checks += [Check("address", "failure", why, "omit this address, or have its peer started") for why in silent]
             checks += [judge_clock(peer, skew) for peer, skew in skews.items()]
-            if any(skew.clock.protocol != PROTOCOL_VERSION for skew in skews.values()):
+            if checks[0].result == "failure":
                 return checks
             files, _ = await fetch_campaign(board, list(skews), folders=settings.data_dir)
             checks.append(await _dht(Path(folder), [a for a in addresses if peer_of(a) in skews], files.campaign.hash))
@@ -78,12 +77,12 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
 
 
 def report(checks: Sequence[Check]) -> dict[str, Any]:
-    """What `spes-p2p doctor --json` prints."""
-    return {"result": worst(checks), "checks": plain(list(checks))}
+    """Return the document that `spes-p2p doctor --json` prints."""
+    return {"result": worst(checks), "checks": to_json(list(checks))}
 
 
 def worst(checks: Sequence[Check]) -> str:
-    """pass, warning or failure."""
+    """Return the most severe result: pass, warning or failure."""
     return max((check.result for check in checks), key=("pass", "warning", "failure").index)
 
 
@@ -91,7 +90,7 @@ def worst(checks: Sequence[Check]) -> str:
 async def _listening(
     identity: Path, addresses: Sequence[str], listen: Sequence[str], announce: Sequence[str]
 ) -> AsyncIterator[Libp2pTransport]:
-    """Connected as a joining peer is, but in no DHT: a wrong clock would keep us out of that."""
+    """Connect as a joining peer does, but without the DHT, which refuses peers with a wrong clock."""
     RSAIdentity(identity)
     public = not all(map(is_loopback, listen))
     daemon = await start_daemon(
@@ -106,7 +105,7 @@ async def _listening(
 
 
 async def _clocks(board: RpcEndpoint, peers: Sequence[str]) -> tuple[dict[str, Skew], list[str]]:
-    """Clocks of the peers that answer, and why the others do not."""
+    """Return the clock skew of each peer that answers, and an error line for each other peer."""
     skews, silent = {}, []
     for peer in peers:
         try:
@@ -122,7 +121,7 @@ async def _dht(folder: Path, addresses: Sequence[str], campaign_hash: str) -> Ch
 
 
 async def _peers_seen_from(identity: Path, address: str, campaign_hash: str) -> frozenset[str] | str:
-    """Peers in the registry of the DHT that one address leads to; in words why there is none."""
+    """Return the campaign's peers in the DHT that an address leads to, or an error message."""
     daemon = None
     try:
         daemon = await start_daemon(
@@ -139,7 +138,7 @@ async def _peers_seen_from(identity: Path, address: str, campaign_hash: str) -> 
 
 
 async def _reachability(board: RpcEndpoint, transport: Libp2pTransport, peers: Mapping[str, str]) -> list[Check]:
-    """`peers`: address by peer id."""
+    """Ask each peer (address by peer id) to dial back."""
     ports = ports_of(transport.addresses)
     answers: dict[str, DialBack] = {}
     for peer in peers:
@@ -151,7 +150,7 @@ async def _reachability(board: RpcEndpoint, transport: Libp2pTransport, peers: M
 
 
 async def _relays(addresses: Sequence[str]) -> list[str]:
-    """Addresses that a peer which cannot be dialled gets by way of these peers."""
+    """Return the circuit addresses that these peers offer to a peer that cannot be dialled."""
     daemon = await start_daemon(
         addresses, START_TIMEOUT_S, host_maddrs=list(DEFAULT_LISTEN), dht_mode="client", auto_nat=False, nat_port_map=False,
         use_relay=True, force_reachability="private", **relayed_by(addresses),
@@ -169,20 +168,20 @@ async def _relays(addresses: Sequence[str]) -> list[str]:
 
 
 async def _capacity(board: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, settings: PeerConfig) -> list[Check]:
-    """What this machine would train, and whether memory, disk and link suffice for it."""
+    """Check what this machine would train, and whether memory, disk and bandwidth suffice for it."""
     config = files.campaign.config
     try:
         device = choose_device(settings.device)
         free = replace(measured(device), base_in_memory=settings.base == "ram")
         choice = most_experts(config, free, join_options(config, free.kind), f"free memory ({device})")
     except UserError as error:
-        return [Check("device", "failure", str(error), "see spes-p2p plan for what a device needs")]
+        return [Check("device", "failure", str(error), "run spes-p2p plan for the memory that training needs")]
     setup = describe_setup(choice.setup, config.model.moe_num_experts)
     found = f"{device} with {human_bytes(free.memory)} free trains {setup}"
     values = {"device": device, "free_bytes": free.memory, "experts": choice.setup.owned, "join_with": join_flags(choice.setup)}
     checks = [Check("device", "pass", found, values=values)]
     if choice.setup.owned == 0:
-        advice = "it trains the shared weights only; free memory, or see spes-p2p plan for options that need less"
+        advice = "it trains only the shared weights; free memory, or run spes-p2p plan for options that need less"
         checks = [Check("device", "warning", found, advice, values)]
     if free.kind != "cpu":
         available = psutil.virtual_memory().available
@@ -191,7 +190,7 @@ async def _capacity(board: RpcEndpoint, peers: Sequence[str], files: CampaignFil
     share = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
     disk = shutil.disk_usage(_existing(settings.run_dir)).free
     needed = disk_bytes(config, choice).total + min(share, settings.token_cache_bytes)
-    checks.append(judge_space("disk", needed, disk, "make room, or choose another --run-dir"))
+    checks.append(judge_space("disk", needed, disk, "free disk space, or choose another --run-dir"))
     return [*checks, await _bandwidth(board, peers, files, choice)]
 
 
@@ -213,10 +212,10 @@ async def _bandwidth(board: RpcEndpoint, peers: Sequence[str], files: CampaignFi
 
 
 def _own_hosts() -> frozenset[str]:
-    """IP addresses of this machine's interfaces."""
+    """Return the IP addresses of this machine's interfaces."""
     return frozenset(entry.address for entries in psutil.net_if_addrs().values() for entry in entries)
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path or its nearest existing parent."""
     return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())

@@ -1,4 +1,4 @@
-"""What `spes-p2p doctor` makes of what it measured: each finding passes, is a warning or a failure, and says what to do."""
+"""Judge the measurements of `spes-p2p doctor`: each check passes, warns or fails, with advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.text import Text
 
 from spes_p2p import __version__
 from spes_p2p.config.addresses import peer_of
-from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.errors import version_advice
+from spes_p2p.messages.methods import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from spes_p2p.messages.presence import Clock, DialBack
 from spes_p2p.net.checkup import Skew, direct_host
 from spes_p2p.observe.units import counted, human_bytes, human_count, human_seconds, short_peer
@@ -20,64 +21,69 @@ from spes_p2p.observe.units import counted, human_bytes, human_count, human_seco
 Result = Literal["pass", "warning", "failure"]
 
 MAX_SKEW_S, GOOD_SKEW_S = 3.0, 1.0
-"""The DHT refuses peers whose clocks differ by more than the first."""
+"""The DHT refuses peers whose clocks differ by more than MAX_SKEW_S."""
 SLOW_EXCHANGE_SHARE = 0.5
-"""Of the time that an exchange may take."""
-SET_THE_CLOCK = "let the machine set its clock from the network: timedatectl set-ntp true"
+"""Warn when an exchange takes more than this share of its timeout."""
+SET_THE_CLOCK = "synchronize the clock: timedatectl set-ntp true"
 OPEN_A_PORT = ("forward a TCP port to this machine in the router (and open it in the firewall), and join with "
                "--listen /ip4/0.0.0.0/tcp/PORT --announce /ip4/YOUR.PUBLIC.IP/tcp/PORT")
-TRAINS_ONLY = f"it can train all the same, but sums no parts of rounds for others; to help more, {OPEN_A_PORT}"
+TRAINS_ONLY = f"it can train, but does not reduce parts for other peers; to help more, {OPEN_A_PORT}"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding."""
+    """Result of one check."""
 
     name: str
     result: Result
     found: str
-    """What was found, in one line."""
+    """The finding, in one line."""
     advice: str = ""
-    """What to do about it; empty when it passes."""
+    """How to fix it; empty if the check passes."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """The numbers behind it, for --json."""
+    """Measurements, for --json."""
 
 
 def judge_versions(clocks: Sequence[Clock], torch_version: str) -> Check:
-    """Program and protocol here and there."""
+    """Compare the protocol version with that of the peers."""
     here = f"spes_p2p {__version__}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}, torch {torch_version}"
     there = sorted({f"{clock.version}, protocol {clock.protocol}" for clock in clocks})
     values = {"version": __version__, "protocol": PROTOCOL_VERSION, "theirs": there}
-    if any(clock.protocol != PROTOCOL_VERSION for clock in clocks):
-        advice = "install the version of spes_p2p that the bootstrap peer has"
+    strange = next((clock for clock in clocks if clock.protocol < OLDEST_PROTOCOL), None)
+    if strange is not None:
+        advice = version_advice(PROTOCOL_VERSION, strange.protocol, strange.version)
         return Check("versions", "failure", f"{here}; the swarm has {' and '.join(there)}", advice, values)
+    newest = max((clock.protocol for clock in clocks), default=0)
+    if newest > PROTOCOL_VERSION:
+        advice = f"a newer version is in use; {version_advice(PROTOCOL_VERSION, newest)}"
+        return Check("versions", "warning", f"{here}; the swarm has {' and '.join(there)}", advice, values)
     return Check("versions", "pass", here, values=values)
 
 
 def judge_clock(peer: str, skew: Skew) -> Check:
-    """This machine's clock against a peer's."""
+    """Compare this machine's clock with a peer's."""
     ahead = skew.ahead_s
     found = f"{abs(ahead):.2f} s {'behind' if ahead > 0 else 'ahead of'} {short_peer(peer)} (±{skew.uncertainty_s:.2f} s)"
     values = {"peer": peer, "ahead_s": -ahead, "uncertainty_s": skew.uncertainty_s}
     if abs(ahead) - skew.uncertainty_s > MAX_SKEW_S:
-        advice = f"more than {MAX_SKEW_S:g} s apart no peer is let in; {SET_THE_CLOCK}"
+        advice = f"the swarm refuses peers whose clocks differ by more than {MAX_SKEW_S:g} s; {SET_THE_CLOCK}"
         return Check("clock", "failure", found, advice, values)
     if abs(ahead) > GOOD_SKEW_S:
-        return Check("clock", "warning", found, f"from {MAX_SKEW_S:g} s on no peer is let in; {SET_THE_CLOCK}", values)
+        return Check("clock", "warning", found, f"the limit is {MAX_SKEW_S:g} s; {SET_THE_CLOCK}", values)
     return Check("clock", "pass", found, values=values)
 
 
 def judge_dht(seen: Mapping[str, frozenset[str] | str]) -> Check:
-    """Do all addresses lead to one DHT? `seen`: for each, the campaign's peers in the DHT that it leads to, or why not."""
+    """Check that all addresses lead to one DHT. `seen`: by address, the campaign's peers in its DHT, or an error message."""
     values = {address: sorted(peers) if isinstance(peers, frozenset) else peers for address, peers in seen.items()}
     broken = [f"{address}: {why}" for address, why in seen.items() if isinstance(why, str)]
     if broken:
-        return Check("dht", "failure", "; ".join(broken), "leave this address out, or have its peer mended", values)
+        return Check("dht", "failure", "; ".join(broken), "omit this address, or have its peer fixed", values)
     sets = [peers for peers in seen.values() if isinstance(peers, frozenset)]
     everybody = frozenset().union(*sets)
     if not everybody:
-        advice = "try again in some seconds; if it stays so, the bootstrap peer cannot write to its own DHT: start it again"
-        return Check("dht", "failure", "nobody of the campaign is in the registry", advice, values)
+        advice = "try again in a few seconds; if it persists, restart the bootstrap peer: it cannot write to its own DHT"
+        return Check("dht", "failure", "the registry has no peer of the campaign", advice, values)
     apart = [address for address, peers in seen.items() if not all(peer_of(other) in peers for other in seen)]
     if len(seen) > 1 and apart:
         advice = "these are separate swarms: start each bootstrap peer with --peer and the address of another one"
@@ -87,7 +93,7 @@ def judge_dht(seen: Mapping[str, frozenset[str] | str]) -> Check:
 
 
 def judge_reachability(answers: Mapping[str, DialBack], ports: Sequence[int], relays: Sequence[str]) -> Check:
-    """Can others dial this machine? `answers` by the peer that tried, `relays`: circuit addresses that we have."""
+    """Check whether peers can dial this machine. `answers`: by the peer that tried; `relays`: own circuit addresses."""
     seen_at = {peer: list(answer.seen_at) for peer, answer in answers.items()}
     values = {"tried": list(ports), "seen_at": seen_at, "relays": list(relays)}
     reached = sorted({port for answer in answers.values() for port in answer.reached})
@@ -96,39 +102,39 @@ def judge_reachability(answers: Mapping[str, DialBack], ports: Sequence[int], re
     if not answers:
         return Check("reachability", "warning", "no peer could try to dial back", "try again in a moment", values)
     if reached and failed:
-        found = f"dialled back on port {reached[0]} by {len(answers) - len(failed)} of {len(answers)} peers: counts as not"
+        found = f"dialled back on port {reached[0]} by {len(answers) - len(failed)} of {len(answers)} peers: not reachable"
         return Check("reachability", "warning", found, TRAINS_ONLY, values)
     if reached:
-        near = "" if _is_far(answers) else ", from the same network: this says nothing of the internet"
+        near = "" if _is_far(answers) else ", from the same network: not tested from the internet"
         return Check("reachability", "pass", f"dialled back on port {reached[0]}{near}", values=values)
     found = f"cannot be dialled on port {', '.join(map(str, ports))}"
-    way = "others reach it through a relay" if relays else "no relay: only peers that it dials itself reach it"
+    way = "peers reach it through a relay" if relays else "no relay: only peers that it dials can reach it"
     return Check("reachability", "warning", f"{found}; {way}", TRAINS_ONLY, values)
 
 
 def judge_nat(answers: Mapping[str, DialBack], own_hosts: frozenset[str], ports: Sequence[int]) -> Check:
-    """The kind of NAT between here and the peers that answered, as far as their view tells it."""
+    """Infer the kind of NAT from the addresses at which the peers see this machine."""
     seen = [address for answer in answers.values() for address in answer.seen_at if direct_host(address) is not None]
     hosts = {str(direct_host(address)) for address in seen}
     values = {"seen_at": seen, "own": sorted(own_hosts)}
     if not seen:
-        return Check("nat", "warning", "not known: no peer sees this machine directly", "see reachability", values)
+        return Check("nat", "warning", "unknown: no peer sees this machine directly", "see reachability", values)
     if hosts <= own_hosts:
         return Check("nat", "pass", f"none: peers see {', '.join(sorted(hosts))}, an address of this machine", values=values)
     outside = {int(address.split("/")[4]) for address in seen}
     if any(answer.reached for answer in answers.values()):
-        return Check("nat", "pass", f"there is one, with a port forwarded ({', '.join(sorted(hosts))})", values=values)
+        return Check("nat", "pass", f"behind NAT, with a forwarded port ({', '.join(sorted(hosts))})", values=values)
     if len(answers) > 1 and len(outside) > 1:
-        kind, advice = "another port for each peer (symmetric)", f"hole punching cannot work: {OPEN_A_PORT}"
+        kind, advice = "maps each peer to another port (symmetric)", f"hole punching cannot work: {OPEN_A_PORT}"
     elif outside <= set(ports):
-        kind, advice = "keeps the port", "as for reachability"
+        kind, advice = "keeps the port", "see reachability"
     else:
-        kind, advice = "changes the port", "as for reachability"
-    return Check("nat", "warning", f"there is one ({', '.join(sorted(hosts))}); it {kind}", advice, values)
+        kind, advice = "changes the port", "see reachability"
+    return Check("nat", "warning", f"behind NAT ({', '.join(sorted(hosts))}), which {kind}", advice, values)
 
 
 def judge_bandwidth(up: float, down: float, up_bytes: int, down_bytes: int, base_bytes: int, longest_s: float) -> Check:
-    """Measured bit/s against a round's traffic (bytes of one peer) and the time that an exchange may take."""
+    """Compare measured rates (bit/s) with the traffic of one peer per round (bytes) and the exchange timeout `longest_s`."""
     seconds = 8 * max(up_bytes / max(up, 1.0), down_bytes / max(down, 1.0))
     base_s = 8 * base_bytes / max(down, 1.0)
     found = (f"{human_count(up)}bit/s up, {human_count(down)}bit/s down: a round takes {human_seconds(seconds)} "
@@ -137,23 +143,21 @@ def judge_bandwidth(up: float, down: float, up_bytes: int, down_bytes: int, base
               "round_down_bytes": down_bytes, "round_s": seconds, "base_s": base_s}
     advice = "train fewer experts (--experts N), or use a faster link"
     if seconds > longest_s:
-        return Check("bandwidth", "failure", f"{found}; more than {human_seconds(longest_s)} is not waited for", advice, values)
+        return Check("bandwidth", "failure", f"{found}; the limit is {human_seconds(longest_s)}", advice, values)
     if seconds > SLOW_EXCHANGE_SHARE * longest_s:
-        return Check("bandwidth", "warning", f"{found} of at most {human_seconds(longest_s)}", advice, values)
+        return Check("bandwidth", "warning", f"{found}; the limit is {human_seconds(longest_s)}", advice, values)
     return Check("bandwidth", "pass", found, values=values)
 
 
 def judge_space(name: str, needed: int, free: int, advice: str) -> Check:
-    """Free bytes against what training takes."""
+    """Compare free bytes with what training needs."""
     values = {"needed_bytes": needed, "free_bytes": free}
     found = f"{human_bytes(free)} free, {human_bytes(needed)} needed"
-    if free < needed:
-        return Check(name, "failure", found, advice, values)
-    return Check(name, "pass", found, values=values)
+    return Check(name, "failure", found, advice, values) if free < needed else Check(name, "pass", found, values=values)
 
 
 def render_checks(checks: Sequence[Check]) -> Text:
-    """One line a check: result, name, what was found; advice below it."""
+    """Render one line per check: result, name, finding; advice on a second line."""
     colours = {"pass": "green", "warning": "yellow", "failure": "red"}
     lines = []
     for check in checks:
@@ -164,6 +168,6 @@ def render_checks(checks: Sequence[Check]) -> Text:
 
 
 def _is_far(answers: Mapping[str, DialBack]) -> bool:
-    """Does any of these peers see this machine at an address of the internet?"""
+    """Return whether any of these peers sees this machine at a public address."""
     hosts = (direct_host(address) for answer in answers.values() for address in answer.seen_at)
     return any(host is not None and ipaddress.ip_address(host).is_global for host in hosts)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import UserError
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 
 LOCAL_BUILDERS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text"})
 """Values of a task's `dataset_path` that read files of this machine."""
@@ -48,15 +48,15 @@ def evaluate(
             )
         except AssertionError:  # lm-eval asserts that a continuation fits into the model's context
             longest = model.max_length
-            raise UserError(f"{model_dir}: takes {longest} tokens, and an answer of {', '.join(tasks)} is longer; "
+            raise UserError(f"{model_dir}: the context is {longest} tokens, but an answer of {', '.join(tasks)} is longer; "
                             "choose tasks with shorter answers") from None
     return _summary(model_dir, outcome)
 
 
 def check_checkpoint(model_dir: Path) -> None:
-    """Is this a whole Hugging Face checkpoint? Reads headers and sizes only, before minutes go into loading it.
+    """Check that a Hugging Face checkpoint is complete, reading only headers and sizes.
 
-    Raises UserError naming the file that is missing or cut short.
+    Raises UserError naming the file that is missing or truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -72,7 +72,7 @@ def check_checkpoint(model_dir: Path) -> None:
             with safe_open(model_dir / shard, "numpy") as weights:
                 missing = sorted(expected - set(weights.keys()))
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{model_dir / shard}: missing or cut short ({error}); export the checkpoint again") from None
+            raise UserError(f"{model_dir / shard}: missing or truncated ({error}); export the checkpoint again") from None
         if missing:
             raise UserError(f"{model_dir / shard}: tensor {missing[0]} is missing, which {index.name} places there; "
                             "export the checkpoint again")
@@ -83,15 +83,15 @@ def _read_json(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_bytes())
         return content
     except (OSError, ValueError):
-        raise UserError(f"{path}: missing or cut short; export the checkpoint again") from None
+        raise UserError(f"{path}: missing or truncated; export the checkpoint again") from None
 
 
 def check_options(num_fewshot: int | None, limit: int | None, device: str) -> None:
-    """Raises UserError for a number that cannot be, or a device that is not there."""
+    """Raise UserError for an invalid number or a device that is not available."""
     if num_fewshot is not None and num_fewshot < 0:
-        raise UserError(f"--num-fewshot {num_fewshot}: examples in a prompt are 0 or more; leave it out for the task's own")
+        raise UserError(f"--num-fewshot {num_fewshot}: must be 0 or more; omit it for the task's own number")
     if limit is not None and limit < 1:
-        raise UserError(f"--limit {limit}: at least one example is evaluated; leave it out for all of them")
+        raise UserError(f"--limit {limit}: must be at least 1; omit it to evaluate all examples")
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device}: must be cpu or cuda")
     import torch
@@ -101,12 +101,12 @@ def check_options(num_fewshot: int | None, limit: int | None, device: str) -> No
 
 
 def find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
-    """An lm-eval TaskManager that knows all tasks; it knows lm-eval's own only if one of them is asked for.
+    """Return an lm-eval TaskManager that knows the tasks; lm-eval's own tasks are loaded only if needed.
 
-    Raises UserError for an unknown task, with the nearest known one.
+    Raises UserError for an unknown task, suggesting the closest known one.
     """
     if not tasks:
-        raise UserError("--tasks is empty; name at least one lm-eval task")
+        raise UserError("--tasks is empty; give at least one lm-eval task")
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"--include-path {include_path}: no such folder; give the folder of the tasks' YAML files")
     from lm_eval.tasks import TaskManager
@@ -132,7 +132,7 @@ def _reads_local_data(manager: Any, task: str) -> bool:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Forbid the Hugging Face libraries to use the network: for what is imported from now on, and for what already is."""
+    """Keep Hugging Face libraries, imported already or later, from using the network."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -156,7 +156,7 @@ def _offline() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' remarks: on how we call them, and on each example that they cut to the model's length."""
+    """Silence the libraries' warnings about their own API use and about each truncated example."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.get_verbosity()  # it sets its own level when it is used first
@@ -172,7 +172,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _load_tasks(manager: Any, tasks: Sequence[str]) -> list[Any]:
-    """Task and group objects with their data. lm-eval and datasets raise anything at all for data that is not there."""
+    """Load task and group objects with their data. lm-eval and datasets raise arbitrary exceptions for missing data."""
     loaded: list[Any] = []
     for task in tasks:
         try:
@@ -202,7 +202,7 @@ def _summary(model_dir: Path, outcome: Any) -> dict[str, Any]:
         for task, row in outcome["results"].items()
     }
     samples = {task: counts["effective"] for task, counts in outcome["n-samples"].items()}
-    summary: dict[str, Any] = plain(
+    summary: dict[str, Any] = to_json(
         {"model": str(model_dir), "tasks": scores, "samples": samples, "num_fewshot": dict(outcome["n-shot"])}
     )
     return summary

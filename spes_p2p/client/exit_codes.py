@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one line on stderr for what a user can cause."""
+"""Exit codes of the commands, and the error line on stderr."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from spes_p2p.errors import Broken, UserError
 
 
 def exit_with(command: Callable[[], int | None]) -> NoReturn:
-    """End the process with the exit code of a command; what a user can cause is one line on stderr."""
+    """Run a command and exit with its code; print errors that users cause as one line on stderr."""
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' progress bars, which are noise in a file
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries are noise in a file
     try:
         sys.exit(command() or 0)
     except UserError as error:
@@ -24,12 +24,10 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); make room and start again")
+        _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free disk space and start again")
     except typer.Exit as done:
         sys.exit(done.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):

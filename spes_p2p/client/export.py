@@ -1,4 +1,4 @@
-"""A committed base as a checkpoint with its model card: from a run-dir, or downloaded from the swarm by anybody."""
+"""Export a committed base, from a run-dir or a running swarm, as a checkpoint with a model card."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
+from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
-from spes_p2p.client.visitor import Visit, visiting
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.content.bases import collect_offers, download
 from spes_p2p.content.fetcher import Fetcher
@@ -30,7 +30,7 @@ from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.run_dir import load_run_dir_base
 
 TRIES, RETRY_S = 10, 1.0
-"""A round may be committed while its base is asked for: donors keep the last two."""
+"""Retries of a base download. Donors keep two bases, so a base can disappear during the request."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Exportable:
 
     files: CampaignFiles
     values: np.ndarray
-    """float32: the weights, then whatever else the base has."""
+    """float32: the weights, then the outer momentum."""
     origin: Origin
 
     def write(self, output: Path) -> None:
-        """Write the checkpoint. Raises UserError when `output` exists."""
+        """Write the checkpoint. Raises UserError if `output` exists."""
         data = self.files.campaign.config.data
         with tempfile.TemporaryDirectory(prefix="spes-export-") as folder:
             tokenizer = Path(folder) / TOKENIZER_FILE
@@ -54,62 +54,64 @@ class Exportable:
 
 
 def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:
-    """The last base of a peer, or one that it archived. Raises UserError when there is none that was trained."""
+    """Return a peer's last base, or the one it archived of this round. Raises UserError if there is no trained base."""
     files, base = load_run_dir_base(run_dir, round_number)
     if base.round < 0:
-        raise UserError(f"{run_dir}: holds base 0 only, which is not trained; wait for a round, or give another --run-dir")
+        raise UserError(f"{run_dir}: holds only the untrained base 0; wait for a round, or give another --run-dir")
     records = read_rounds(run_dir).records
     return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records))
 
 
 async def from_swarm(addresses: Sequence[str], on_progress: Callable[[int, int], None]) -> Exportable:
-    """The newest base that peers of a running swarm serve, every piece verified. Raises UserError when there is none."""
-    async with visiting(addresses) as visit:
-        log = CommitLog(visit.world.identity, visit.genesis)
+    """Download the newest base of a running swarm, verifying every piece. Raises UserError if there is none."""
+    async with connect(addresses) as swarm:
+        log = CommitLog(swarm.world.identity, swarm.genesis)
         for _ in range(TRIES):
             with contextlib.suppress(PeerUnreachable):
-                round_number, digest, values = await _newest_base(visit, log, on_progress)
-                records = await _history(visit, log, round_number)
-                origin = origin_of(visit.files.campaign, round_number, digest, records)
-                return Exportable(visit.files, values, origin)
+                round_number, digest, values = await _newest_base(swarm, log, on_progress)
+                records = await _history(swarm, log, round_number)
+                origin = origin_of(swarm.files.campaign, round_number, digest, records)
+                return Exportable(swarm.files, values, origin)
             await asyncio.sleep(RETRY_S)
-    raise UserError(f"{addresses[0]}: nobody there serves a trained base; try again when a round is committed")
+    raise UserError(f"{addresses[0]}: no peer serves a trained base; try again after a committed round")
 
 
-async def _newest_base(visit: Visit, log: CommitLog, on_progress: Callable[[int, int], None]) -> tuple[int, str, np.ndarray]:
-    """(round, digest, values) of the newest base of a proven commit. Raises PeerUnreachable when nobody has one."""
-    contacts = await visit.contacts()
+async def _newest_base(
+    swarm: SwarmConnection, log: CommitLog, on_progress: Callable[[int, int], None]
+) -> tuple[int, str, np.ndarray]:
+    """Return (round, digest, values) of the newest base with a certified commit. Raises PeerUnreachable if there is none."""
+    contacts = await swarm.contacts()
     peers = sorted(contacts, key=lambda peer: -contacts[peer].round)
     for peer in peers:
-        await _learn_commits(visit, log, peer)
-    config = visit.files.campaign.config
+        await _learn_commits(swarm, log, peer)
+    config = swarm.files.campaign.config
     size = base_size(layout_of(config.model), config.outer)
     for number in range(log.round, max(0, log.round - 2), -1):
         commit = log.commit_at(number)
-        offers = await collect_offers(visit.board, peers, commit.id, size)
+        offers = await collect_offers(swarm.board, peers, commit.id, size)
         if offers and commit.step > 0:
-            return number, offers[0].info.digest, await download(Fetcher(visit.board), offers, None, on_progress)
-    raise PeerUnreachable("nobody offers a trained base")
+            return number, offers[0].info.digest, await download(Fetcher(swarm.board), offers, None, on_progress)
+    raise PeerUnreachable("no peer offers a trained base")
 
 
-async def _learn_commits(visit: Visit, log: CommitLog, peer: str) -> None:
-    """Certificates that a peer has and I have not; what does not prove itself is left."""
+async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> None:
+    """Add a peer's newer certified commits to the log, without those that fail verification."""
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
         while True:
             request = pack(CommitsRequest(log.round))
-            found = unpack(Decide, await visit.board.ask(peer, COMMITS, request, visit.board.silence_s)).decided
+            found = unpack(Decide, await swarm.board.ask(peer, COMMITS, request, swarm.board.silence_s)).decided
             if not found:
                 return
             for decided in filter(log.admits, found):
                 log.put(decided)
 
 
-async def _history(visit: Visit, log: CommitLog, round_number: int) -> tuple[RoundRecord, ...]:
-    """What the peers remember of the rounds up to this one."""
+async def _history(swarm: SwarmConnection, log: CommitLog, round_number: int) -> tuple[RoundRecord, ...]:
+    """Return the peers' records of the rounds up to this one."""
     rounds = Rounds("")
     wanted = [number for number in range(round_number + 1) if log.commit_at(number).plan]
-    for peer in await visit.contacts():
-        async for page in visit.history(peer, -1):
+    for peer in await swarm.contacts():
+        async for page in swarm.history(peer, -1):
             for record in page.records:
                 rounds.hear(record)
             if not rounds.missing(wanted):
@@ -118,9 +120,9 @@ async def _history(visit: Visit, log: CommitLog, round_number: int) -> tuple[Rou
 
 
 def push_to_hub(folder: Path, repo: str, private: bool) -> str:
-    """Upload a checkpoint folder to a model repository of the Hub, made if it is not there; returns its URL.
+    """Upload a checkpoint folder to a model repository of the Hub, created if missing; return its URL.
 
-    Raises UserError when the Hub cannot be reached or refuses.
+    Raises UserError if the Hub is unreachable or refuses.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -130,7 +132,7 @@ def push_to_hub(folder: Path, repo: str, private: bool) -> str:
         api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Checkpoint {folder.name}")
     except HFValidationError:
-        raise UserError(f"--push-to '{repo}': no name of a repository; give OWNER/NAME") from None
+        raise UserError(f"--push-to '{repo}': not a repository name; give OWNER/NAME") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--push-to '{repo}': {reason}; the checkpoint is in {folder}; log in with `hf auth login`") from None

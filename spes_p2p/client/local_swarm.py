@@ -1,6 +1,6 @@
-"""A bootstrap peer and trainers as processes on this machine, watched: what `spes-p2p swarm` runs and the demo uses.
+"""`spes-p2p swarm`: a bootstrap peer and trainers as processes on this machine.
 
-What takes seconds to import is imported in the functions that need it: the peers are started before that.
+Slow imports are inside functions, so that the peers start before them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Summary:
-    """What a swarm run came to; written to summary.json."""
+    """Result of a swarm run; written to summary.json."""
 
     peers: int
     rounds: int
-    """Rounds that moved the weights; the one that assembled the swarm is not counted."""
+    """Rounds that moved weights; round 0 is not counted."""
     tokens: int
     val_loss_first: float | None
     val_loss_last: float | None
@@ -55,7 +55,7 @@ class Summary:
 async def run_swarm(
     config_path: Path, peers: int, run_dir: Path, rounds: int | None, on_started: Callable[[], None] = lambda: None
 ) -> Summary:
-    """Run until the campaign is complete, or `rounds` are committed, or every trainer has ended. Raises UserError.
+    """Run until the campaign is complete, `rounds` are committed, or every trainer has ended. Raises UserError.
 
     `on_started` is called before anything is shown.
     """
@@ -93,9 +93,9 @@ async def run_swarm(
 def start_trainers(
     address: str, peers: int, run_dir: Path, folders: Sequence[Path]
 ) -> dict[str, subprocess.Popen[bytes]]:
-    """Processes by name; `folders` hold their token files.
+    """Start trainers; return the processes by name. `folders` hold their token files.
 
-    Each gets its share of the memory: it would count on all that is free before the others start.
+    Each gets an equal share of the free memory, all of which it would otherwise claim before the others start.
     """
     from spes_p2p.campaign.free_memory import choose_device, measured
 
@@ -105,7 +105,7 @@ def start_trainers(
 
 
 def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:
-    """Put the peers' histories together, and draw the loss plot."""
+    """Merge the peers' histories and plot the loss."""
     histories = {name: read_history(run_dir / name / "history.jsonl") for name in names}
     events = {name: [entry.event for entry in history] for name, history in histories.items()}
     commits = {name: [e for e in found if isinstance(e, RoundCommitted)] for name, found in events.items()}
@@ -134,10 +134,9 @@ def start_peer(
     run_dir: Path, name: str, arguments: list[str], listen: str = LOOPBACK, before: Sequence[str] = (),
     program: Sequence[str] = ("spes_p2p",),
 ) -> subprocess.Popen[bytes]:
-    """Start one peer: one compute thread, its log in its run-dir, dead when this process dies.
+    """Start one peer with one compute thread and its log in its run-dir; it dies with this process.
 
-    `before`: a command that runs the rest of its line in its own place, such as `ip netns exec NAME`. `program`: the
-    module that Python runs, with its first arguments.
+    `before`: a command prefix such as `ip netns exec NAME`. `program`: the Python module to run, with its first arguments.
     """
     folder = run_dir / name
     folder.mkdir(exist_ok=True)
@@ -150,7 +149,7 @@ def start_peer(
 
 
 async def _address(folder: Path, process: subprocess.Popen[bytes]) -> str:
-    """The bootstrap's address, as soon as it says so."""
+    """Wait for the bootstrap peer's address."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if (folder / ADDRESS_FILE).exists():
@@ -165,15 +164,15 @@ async def _watch(
     processes: dict[str, subprocess.Popen[bytes]], address: str, run_dir: Path, rounds: int | None, stopped: asyncio.Event,
     on_started: Callable[[], None],
 ) -> None:
-    """Show the swarm until it is done."""
-    from spes_p2p.client.visitor import visiting
+    """Show the swarm until the run ends."""
+    from spes_p2p.client.connection import connect
 
-    async with visiting([address]) as visit:
+    async with connect([address]) as swarm:
         last_seen: list[PeerStatus] = []
         on_started()
         with SwarmView() as view:
             while not stopped.is_set():
-                statuses: list[PeerStatus] = await visit.ask_all()
+                statuses: list[PeerStatus] = await swarm.statuses()
                 notes = [
                     f"{name} ended with code {process.returncode}: {last_line(run_dir / name / 'log.txt')}"
                     for name, process in processes.items()
@@ -192,7 +191,7 @@ async def _watch(
 
 
 def _with_the_finished(before: list[PeerStatus], now: list[PeerStatus]) -> list[PeerStatus]:
-    """The latest answers; trainers that have left because the campaign is complete stay as they were last seen."""
+    """Return the latest answers, with the last status of trainers that left because the campaign is complete."""
     answering = {status.peer_id for status in now}
     finished = [s for s in before if s.role == "trainer" and s.peer_id not in answering and s.round >= s.total_rounds]
     complete = any(s.role == "trainer" and s.round >= s.total_rounds for s in (*before, *now))
@@ -201,7 +200,7 @@ def _with_the_finished(before: list[PeerStatus], now: list[PeerStatus]) -> list[
 
 
 async def _end(processes: dict[str, subprocess.Popen[bytes]]) -> tuple[str, ...]:
-    """Ask everybody to leave, trainers first; returns the names of those that failed."""
+    """Ask all peers to leave, trainers first; return the names of those that failed."""
     failed = [name for name, process in processes.items() if process.poll() not in (None, 0)]
     for names in ([name for name in processes if name != BOOTSTRAP], [BOOTSTRAP]):
         running = [processes[name] for name in names if name in processes and processes[name].poll() is None]
@@ -224,13 +223,13 @@ def _plot(histories: dict[str, list[Entry]], run_dir: Path) -> None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log, for a person to see why its process ended."""
+    """Return the last line of a log, which tells why its process ended."""
     lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
     return lines[-1][-300:] if lines else "no message"
 
 
 def is_good(summary: Summary) -> bool:
-    """Did nothing fail, and did all peers agree?"""
+    """Return whether no peer failed, all digests agree and all losses are finite."""
     return summary.digests_equal and not summary.failed_peers and all(
         loss is None or math.isfinite(loss) for loss in (summary.val_loss_first, summary.val_loss_last)
     )

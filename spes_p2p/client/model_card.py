@@ -1,4 +1,4 @@
-"""The model card of an exported base: what it is, how it was made, and who made it."""
+"""The model card of an exported base: its origin, training and contributors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.messages.presence import Contribution, RoundRecord
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals, totals_of
 from spes_p2p.observe.units import human_count
 
@@ -20,24 +20,24 @@ CARD_FILE, FACTS_FILE = "README.md", "spes_p2p.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a base comes from."""
+    """Origin of a base."""
 
     campaign: Campaign
     round: int
     digest: str
-    """Of its float32 values, as the members agreed on it."""
+    """Digest of its float32 values in the commit."""
     record: RoundRecord | None
-    """Of the base's round; None when nobody who was asked remembers it."""
+    """Record of the base's round; None if no queried peer has it."""
     held_out: tuple[int, float] | None
     """(round, held-out loss) of the last evaluated base up to this one."""
     totals: Totals
-    """Of the rounds up to this one that anybody remembers."""
+    """Contributions to the recorded rounds up to this one."""
     orders: tuple[tuple[int, str], ...] = ()
-    """(first round that was committed under it, what the owner had ordered), in order."""
+    """(first round committed under the order, description of the order), by round."""
 
 
 def origin_of(campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord]) -> Origin:
-    """Pick what belongs to the base of this round. `records`: by round."""
+    """Return the origin of this round's base. `records`: by round."""
     past = [record for record in records if record.round <= round_number]
     held_out = [(record.round, record.validation_loss) for record in past if math.isfinite(record.validation_loss)]
     orders: list[tuple[int, str]] = []
@@ -58,7 +58,7 @@ def card_files(origin: Origin) -> dict[str, str]:
 def facts(origin: Origin) -> dict[str, Any]:
     """JSON values; null for what nobody remembers."""
     record, config = origin.record, origin.campaign.config
-    document: dict[str, Any] = plain(
+    document: dict[str, Any] = to_json(
         {
             "campaign": config.name,
             "config_hash": origin.campaign.hash,
@@ -82,10 +82,10 @@ def facts(origin: Origin) -> dict[str, Any]:
 
 
 def model_card(origin: Origin) -> str:
-    """Markdown with the front matter that the Hub reads."""
+    """Return Markdown with the front matter that the Hub reads."""
     config = origin.campaign.config
     name = config.name
-    terms = ", with the experts' terms of low rank added to their matrices" if config.model.moe_low_rank else ""
+    terms = ", with the low-rank terms added to the experts' matrices" if config.model.moe_low_rank else ""
     return "\n".join(
         [
             "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- mixture-of-experts",
@@ -93,29 +93,29 @@ def model_card(origin: Origin) -> str:
             f"# {name}, round {origin.round}", "",
             f"A mixture-of-experts language model with {config.model.moe_num_experts} experts in each of "
             f"{config.model.num_hidden_layers} layers, trained from scratch, peer to peer, with spes_p2p {__version__}.",
-            f"These are the exact float32 values that the members of the swarm agreed on after this round{terms}.", "",
+            f"The weights are the exact float32 values that the swarm committed in this round{terms}.", "",
             *_table(origin), "",
             *_orders(origin),
             *_contributors(origin.totals), "",
             "## Use", "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
             'model = AutoModelForCausalLM.from_pretrained("PATH")',
             'tokenizer = AutoTokenizer.from_pretrained("PATH")', "```", "",
-            f"`{FACTS_FILE}` holds this page's facts and the whole configuration of the campaign.", "",
+            f"`{FACTS_FILE}` contains the facts of this page and the campaign's configuration.", "",
         ]
     )
 
 
 def _table(origin: Origin) -> list[str]:
     config, record, totals = origin.campaign.config, origin.record, origin.totals
-    held_out = f"{origin.held_out[1]:.4f} nats a token, round {origin.held_out[0]}" if origin.held_out else "not evaluated"
+    held_out = f"{origin.held_out[1]:.4f} nats per token, round {origin.held_out[0]}" if origin.held_out else "not evaluated"
     contributors = sum(each.tokens > 0 for each in totals.contributions)
     rows = [
         ("campaign", config.name),
         ("config hash", f"`{origin.campaign.hash}`"),
         ("round", str(origin.round) if origin.orders else f"{origin.round} of {config.total_rounds}"),
-        ("tokens", f"{record.total_tokens} ({human_count(record.total_tokens)})" if record else "not known"),
-        ("peers that contributed", str(contributors) if contributors else "not known"),
-        ("training loss", f"{record.loss:.4f} nats a token" if record and math.isfinite(record.loss) else "not known"),
+        ("tokens", f"{record.total_tokens} ({human_count(record.total_tokens)})" if record else "unknown"),
+        ("peers that contributed", str(contributors) if contributors else "unknown"),
+        ("training loss", f"{record.loss:.4f} nats per token" if record and math.isfinite(record.loss) else "unknown"),
         ("held-out loss", held_out),
         ("digest", f"`{origin.digest}`"),
         ("training manifest", f"`{origin.campaign.manifest_sha256}`"),
@@ -124,19 +124,19 @@ def _table(origin: Origin) -> list[str]:
 
 
 def _orders(origin: Origin) -> list[str]:
-    """What the owner changed while the campaign ran; nothing where it ran as it was planned."""
+    """Return the section on the owner's orders; empty if there were none."""
     if not origin.orders:
         return []
     rows = [f"- round {number}: {order or 'as planned'}" for number, order in origin.orders]
     return ["## Orders of the campaign's owner", "",
-            "From these rounds on. Tokens of rounds that a rollback gave up are counted above, but are not in the weights.", "",
+            "Each order applies from its round on. Token counts include rounds that a rollback discarded.", "",
             *rows, ""]
 
 
 def _contributors(totals: Totals) -> list[str]:
-    """A row a peer, the one with the most tokens first."""
+    """Return one row per peer, by decreasing tokens."""
     if not totals.contributions:
-        return ["Nobody who was asked remembers the contributions."]
+        return ["No queried peer has a record of the contributions."]
 
     def row(each: Contribution) -> str:
         return f"| `{each.peer}` | {each.tokens} | {100 * each.tokens / max(1, totals.tokens):.1f} % | {each.expert_steps} |"
@@ -144,6 +144,6 @@ def _contributors(totals: Totals) -> list[str]:
     ranked = sorted(totals.contributions, key=lambda each: (-each.tokens, each.peer))
     return [
         f"## Contributions up to round {totals.round}", "",
-        "Tokens are those whose updates are in the base; expert-steps are local steps times the experts trained in them.", "",
+        "Tokens count training whose updates are in the base; expert-steps are local steps times experts trained in them.", "",
         "| peer | tokens | share | expert-steps |", "|---|---|---|---|", *(row(each) for each in ranked),
     ]

@@ -1,4 +1,4 @@
-"""The owner of a campaign gives an order (`spes-p2p control`): asks what holds, signs a record, hands it to everybody."""
+"""`spes-p2p control`: query the state of the campaign, sign the owner's order, send it to all peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.campaign.orders import MakeControl, Standing
-from spes_p2p.client.visitor import Visit, visiting
+from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
 from spes_p2p.errors import UserError
 from spes_p2p.messages.codec import pack, unpack
@@ -18,34 +18,34 @@ from spes_p2p.rounds.schedule import scheduled
 
 
 @dataclass(frozen=True)
-class Given:
-    """An order that was given."""
+class GivenOrder:
+    """An order that at least one peer accepted."""
 
     control: Control
-    taken: int
-    """Peers that have it now; the others learn it from them."""
+    accepted: int
+    """Peers that accepted the order; they pass it on to the others."""
     peers: int
     round: int
-    """The newest that anybody had committed by then."""
+    """The newest committed round at that time."""
 
 
-async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> Given:
-    """Sign what `make` says and hand it to every peer of the campaign at these addresses. Raises UserError."""
+async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> GivenOrder:
+    """Sign the record that `make` returns and send it to every peer. Raises UserError."""
     owner = _owner_key(key)
-    async with visiting(addresses) as visit:
-        _require_owner(visit, owner, key)
-        known = await _ask_all(visit, None)
-        standing = _standing(visit, known, addresses[0])
+    async with connect(addresses) as swarm:
+        _require_owner(swarm, owner, key)
+        known = await _ask_all(swarm, None)
+        standing = _standing(swarm, known, addresses[0])
         control = signed(make(standing), owner)
-        answers = await _ask_all(visit, control)
-    taken = sum(answer.newest == control for answer in answers)
-    if not taken:
-        raise UserError(f"{addresses[0]}: nobody took the order; see spes-p2p status, then give it again")
-    return Given(control, taken, len(answers), max(standing.round, 0))
+        answers = await _ask_all(swarm, control)
+    accepted = sum(answer.newest == control for answer in answers)
+    if not accepted:
+        raise UserError(f"{addresses[0]}: no peer accepted the order; check spes-p2p status, then repeat it")
+    return GivenOrder(control, accepted, len(answers), max(standing.round, 0))
 
 
 def _owner_key(path: Path) -> RSAIdentity:
-    advice = "give the identity.key of the bootstrap peer that began the campaign"
+    advice = "give the identity.key of the bootstrap peer that started the campaign"
     if not path.is_file():
         raise UserError(f"--key {path}: no such file; {advice}")
     try:
@@ -54,36 +54,36 @@ def _owner_key(path: Path) -> RSAIdentity:
         raise UserError(f"--key {path}: not a peer's key; {advice}") from None
 
 
-def _require_owner(visit: Visit, key: RSAIdentity, path: Path) -> None:
-    owner = owner_of(visit.genesis)
+def _require_owner(swarm: SwarmConnection, key: RSAIdentity, path: Path) -> None:
+    owner = owner_of(swarm.genesis)
     if key.peer_id != owner:
-        name = visit.files.campaign.config.name
+        name = swarm.files.campaign.config.name
         raise UserError(
-            f"--key {path}: the key of {key.peer_id}, but campaign {name} takes orders of {owner} only; give the identity.key "
-            "of the bootstrap peer that began it"
+            f"--key {path}: the key of {key.peer_id}, but the owner of campaign {name} is {owner}; give the identity.key "
+            "of the bootstrap peer that started it"
         )
 
 
-def _standing(visit: Visit, known: Sequence[Known], address: str) -> Standing:
-    """Put together what the peers know. Raises UserError when nobody answers or no order makes sense any more."""
+def _standing(swarm: SwarmConnection, known: Sequence[Known], address: str) -> Standing:
+    """Merge what the peers know. Raises UserError if no peer answers or the campaign accepts no more orders."""
     if not known:
-        raise UserError(f"{address}: reached, but no peer of the campaign answers; try again in a moment")
-    genesis, identity = visit.genesis, visit.world.identity
+        raise UserError(f"{address}: connected, but no peer of the campaign answers; try again in a moment")
+    genesis, identity = swarm.genesis, swarm.world.identity
     valid = [each.newest for each in known if each.newest is not None and is_signed(each.newest, genesis, identity)]
     newest = max(valid, key=number_of, default=None)
     applied = max(each.applied for each in known)
     if is_stopped(newest) and number_of(newest) <= applied:
-        raise UserError("the campaign is stopped, for good; what it learned is exported with spes-p2p export")
-    config, round_number = visit.files.campaign.config, max(each.round for each in known)
+        raise UserError("the campaign is stopped permanently; export its model with spes-p2p export")
+    config, round_number = swarm.files.campaign.config, max(each.round for each in known)
     if max(each.step for each in known) >= scheduled(config, newest, round_number + 1).training.total_steps:
-        raise UserError("the campaign is complete; there is nothing left to order")
+        raise UserError("the campaign is complete; it accepts no more orders")
     if newest is not None and newest.rollback >= 0 and newest.number > applied:
-        raise UserError(f"the rollback to round {newest.rollback} is not done yet; give the order again after the next round")
+        raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     archived = sorted({kept for each in known for kept in each.archived})
     return Standing(genesis.campaign, config, newest, round_number, tuple(archived))
 
 
-async def _ask_all(visit: Visit, control: Control | None) -> list[Known]:
-    """What every peer that answers knows, after it got this record."""
-    answers = await visit.ask_everybody(CONTROL, pack(ControlRequest(control)), lambda reply: unpack(Known, reply))
+async def _ask_all(swarm: SwarmConnection, control: Control | None) -> list[Known]:
+    """Send the record to all peers; return what each answering peer knows."""
+    answers = await swarm.ask_peers(CONTROL, pack(ControlRequest(control)), lambda reply: unpack(Known, reply))
     return list(answers.values())

@@ -1,4 +1,4 @@
-"""Addresses as a person writes them: multiaddrs of peers, and of what to listen on. Only their form."""
+"""Syntax of the multiaddrs that users write: addresses of peers and addresses to listen on."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 _TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/tcp/(\d{1,5})")
 _PEER = re.compile(r"/p2p/([^/]*)$")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,52}")
-"""A hash of a key, or a short key itself, in base58."""
+"""A hash of a public key, or a short public key itself, in base58."""
 
 
 def check_peer_addresses(addresses: Sequence[str]) -> None:
-    """Raises UserError when one is not a multiaddr of a peer: /ip4 (or ip6, dns), /tcp and /p2p."""
+    """Raise UserError unless each address is a multiaddr of a peer: /ip4 (or ip6, dns), /tcp and /p2p."""
     for address in addresses:
         problem = _peer_problem(address)
         if problem is not None:
-            raise UserError(f"'{address}' is not the address of a peer ({problem}); a right one looks like {EXAMPLE_ADDRESS}")
+            raise UserError(f"'{address}' is not the address of a peer ({problem}); example: {EXAMPLE_ADDRESS}")
 
 
 def is_peer_address(address: str) -> bool:
-    """Would `check_peer_addresses` take it?"""
+    """Return whether `check_peer_addresses` accepts the address."""
     return _peer_problem(address) is None
 
 
 def check_listen_addresses(addresses: Sequence[str]) -> None:
-    """Raises UserError when one is not a multiaddr that libp2p can listen on over TCP."""
+    """Raise UserError unless each address is a multiaddr that libp2p can listen on over TCP."""
     for address in addresses:
         match = _TRANSPORT.fullmatch(address)
         problem = _transport_problem(match) if match else "it must be /ip4/<host>/tcp/<port>"
         if problem is not None:
-            raise UserError(f"'{address}' is not an address to listen on ({problem}); a right one looks like {EXAMPLE_LISTEN}")
+            raise UserError(f"'{address}' is not an address to listen on ({problem}); example: {EXAMPLE_LISTEN}")
 
 
 def is_host(kind: str, host: str) -> bool:
-    """Can this stand after /ip4/, /ip6/ or /dns/?"""
+    """Return whether `host` is valid after /ip4/ or /ip6/; any name is valid after /dns/."""
     if kind not in ("ip4", "ip6"):
         return True
     try:
@@ -52,7 +52,7 @@ def is_host(kind: str, host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Is this multiaddr one of this machine only?"""
+    """Return whether the multiaddr's host is a loopback address."""
     host = address.split("/")[2]
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -61,17 +61,17 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_beside(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Where somebody listens who has no wish, and reaches the swarm by these addresses."""
+    """Return the default addresses to listen on: loopback only if all `addresses` of the swarm are loopback."""
     return LOOPBACK_LISTEN if addresses and all(map(is_loopback, addresses)) else DEFAULT_LISTEN
 
 
 def peer_of(address: str) -> str:
-    """The peer id at the end of a peer's multiaddr."""
+    """Return the peer id at the end of a peer's multiaddr."""
     return address.rsplit("/p2p/", 1)[-1]
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of a multiaddr to listen on."""
+    """Return host and TCP port of a multiaddr."""
     _, _, host, _, port, *_ = address.split("/")
     return host, int(port)
 
@@ -84,14 +84,14 @@ def _peer_problem(address: str) -> str | None:
     if peer is None:
         return "it does not end in /p2p/<peer id>"
     if match is None:
-        return "it must begin with /ip4/..., /ip6/... or /dns.../..., and then /tcp/<port>"
+        return "it must begin with /ip4/..., /ip6/... or /dns.../..., followed by /tcp/<port>"
     if not _PEER_ID.fullmatch(peer[1]):
-        return f"'{peer[1]}' is not a whole peer id"
+        return f"'{peer[1]}' is not a complete peer id"
     return None
 
 
 def _transport_problem(match: re.Match[str]) -> str | None:
     kind, host, port = match.groups()
     if not is_host(kind, host):
-        return f"'{host}' is not IPv{kind[2]}"
-    return None if int(port) <= 65535 else f"there is no port {port}"
+        return f"'{host}' is not an IPv{kind[2]} address"
+    return None if int(port) <= 65535 else f"port {port} is greater than 65535"

@@ -1,4 +1,4 @@
-"""Validates settings, and says what is wrong with them in one line: the field, its value, what would be right."""
+"""Validate settings; report a problem in one line: the field, its value, and what would be valid."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ _RULES = {
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list",
     "model_type": "must be a section; indent its fields below it",
+    "greater_than_equal": "must be at least {ge:.10g}",
+    "less_than_equal": "must be at most {le:.10g}",
 }
-"""In place of pydantic's words for these types of error, which are a programmer's."""
+"""Replaces pydantic's messages for these error types, which are written for programmers."""
 _UNKNOWN = ("extra_forbidden", "invalid_key")
 
 
 def broken_rule(rule: str, field: str = "", value: object = None) -> PydanticCustomError:
-    """What a validator raises when `rule` (what would be right) does not hold.
+    """Return the error that a validator raises when `rule` ("must be ...") does not hold.
 
-    A validator of a whole section names the field, relative to the section, and its value; a field's own validator need not.
+    A validator of a section names the field, relative to the section, and its value; a field's own validator need not.
     """
     return PydanticCustomError("broken_rule", "{field} = {value}: {rule}", {"rule": rule, "field": field, "value": value})
 
 
 def dotted(location: Location) -> str:
-    """A field's name in a campaign file: `training.sync_steps`."""
+    """Return a field's name as users write it: `training.sync_steps`."""
     return ".".join(map(str, location))
 
 
 def validated(
     model: type[M], values: Mapping[str, Any], where: Callable[[Location], str], name: Callable[[Location], str] = dotted
 ) -> M:
-    """The settings. Raises UserError about the problem to fix first: an unknown field, since a misspelt one is also missing.
+    """Return the validated settings, or raise UserError for one problem.
 
-    `where` says where a field was given ("": nowhere in particular), `name` how the person who reads the message knows it.
+    Unknown fields are reported first: a misspelt field is also a missing one. `where` maps a field to the place that sets it
+    ("" if there is none), `name` to the name shown to the user.
     """
     try:
         return model.model_validate(values)
@@ -65,7 +68,7 @@ def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Loc
         return location, f"unknown field '{name(location)}'; {_advice(location, _sections(model))}"
     if kind == "missing":
         return location, f"{name(location)} is missing; add it"
-    rule = _RULES.get(kind) or problem["msg"].replace("Input should", "must")
+    rule = _RULES.get(kind, problem["msg"].replace("Input should", "must")).format(**problem.get("ctx", {}))
     if kind == "broken_rule":
         broken = problem["ctx"]
         rule = broken["rule"]
@@ -75,18 +78,18 @@ def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Loc
 
 
 def _advice(location: Location, sections: Mapping[Location, type[BaseModel]]) -> str:
-    """What to do about an unknown field."""
+    """Suggest a fix for an unknown field."""
     home, name = tuple(part for part in location[:-1] if isinstance(part, str)), str(location[-1])
     for section, fields in sections.items():
         if name in fields.model_fields and section != home:
-            return f"it belongs in section '{dotted(section)}'" if section else "it belongs at the top, in no section"
+            return f"it belongs in section '{dotted(section)}'" if section else "it belongs at the top level"
     known = sorted(sections[home].model_fields) if home in sections else []
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"remove it; known here: {', '.join(known)}"
+    return f"did you mean '{close[0]}'?" if close else f"remove it; valid here: {', '.join(known)}"
 
 
 def _sections(model: type[BaseModel], home: Location = ()) -> dict[Location, type[BaseModel]]:
-    """A model and the sections inside it, also those in lists, by the names that lead there."""
+    """Map paths of field names to the model and its nested sections, those in lists included."""
     found = {home: model}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *typing.get_args(field.annotation)):

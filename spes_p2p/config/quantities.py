@@ -1,4 +1,4 @@
-"""Amounts as people write them on a command line: 24GiB, 24GB, 100mbit, 1gbit."""
+"""Parse quantities from the command line: 24GiB, 24GB, 100mbit, 1gbit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Bytes; units of 1000 (GB) and of 1024 (GiB), in any case. Raises UserError naming the option."""
+    """Return bytes. Units are decimal (GB) or binary (GiB), case-insensitive. Raises UserError naming the option."""
     return round(_parse(text, option, _BYTES, "a size such as 24GiB or 24GB"))
 
 
 def parse_bits_per_second(text: str, option: str) -> float:
-    """Bits a second, units of 1000, in any case. Raises UserError naming the option."""
-    return _parse(text, option, _BITS, "a speed such as 100mbit or 1gbit")
+    """Return bits per second. Units are decimal, case-insensitive. Raises UserError naming the option."""
+    return _parse(text, option, _BITS, "a rate such as 100mbit or 1gbit")
 
 
 def _parse(text: str, option: str, units: dict[str, int], example: str) -> float:

@@ -1,4 +1,4 @@
-"""Types of single settings: strict (text is no number, true is not 1), each with what would be right in its error."""
+"""Types of single settings. They are strict (text is not a number, true is not 1); errors say which values are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
 
 
 def checked(rule: str, holds: Callable[[str], object]) -> AfterValidator:
-    """Of a text for which `holds` gives something false, the error says the rule."""
+    """Return a validator that rejects text for which `holds` is false, with `rule` as the error."""
 
     def check(value: str) -> str:
         if not holds(value):

@@ -1,4 +1,4 @@
-"""Reads a YAML file that a person wrote: repeated fields are errors, every value's line is known, 3e-4 is a number."""
+"""Read YAML files that users write: repeated fields are errors, every value's line is known, 3e-4 is a number."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spes_p2p.errors import UserError
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A parsed file: its top-level mapping, and the lines of all fields and list items by the names that lead there."""
+    """A parsed file: its top-level mapping, and the line of each field and list item by its path."""
 
     path: Path
     values: dict[str, Any]
     lines: Mapping[tuple[str, ...], int]
 
     def where(self, location: tuple[str | int, ...]) -> str:
-        """`path, line N` of the field at `location`, or of its closest ancestor in the file."""
+        """Return `path, line N` for the field at `location`, or for its closest ancestor in the file."""
         at = tuple(map(str, location))
         while at and at not in self.lines:
             at = at[:-1]
@@ -30,27 +30,27 @@ class YamlFile:
 
 
 def read_yaml_mapping(path: Path, what: str) -> YamlFile:
-    """Parse the file, which must hold a mapping. Raises UserError with the path, the line and `what` the file should be."""
+    """Parse a file that holds a mapping. `what` names the kind of file in errors. Raises UserError with path and line."""
     try:
         text = path.read_text(encoding="utf-8")
         tree, values = yaml.compose(text, _Loader), yaml.load(text, _Loader)
     except OSError as error:
-        raise UserError(f"{path}: cannot read the {what} ({error.strerror}); name a YAML file") from None
+        raise UserError(f"{path}: cannot read the {what} ({error.strerror}); give a YAML file") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text file; name a {what} in YAML") from None
+        raise UserError(f"{path}: not a text file; give a {what} in YAML") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or getattr(error, "reason", "")
         if not isinstance(error, yaml.constructor.ConstructorError):
-            problem = f"not valid YAML ({problem}); check the indentation and the colons there"
+            problem = f"not valid YAML ({problem}); check indentation and colons"
         raise UserError(f"{path}{f', line {mark.line + 1}' if mark else ''}: {problem}") from None
     if not isinstance(values, dict):
-        found = "it is empty" if values is None else f"it holds a {'list' if isinstance(values, list) else 'single value'}"
-        raise UserError(f"{path}: a {what} is a mapping of fields to values, but {found}")
+        found = "empty" if values is None else "a list" if isinstance(values, list) else "a single value"
+        raise UserError(f"{path}: a {what} is a mapping of fields to values, but this file is {found}")
     return YamlFile(path, values, _lines(tree))
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without two of its traps: the last of two equal keys winning, and 3e-4 being text."""
+    """PyYAML's safe loader, but repeated keys are errors and 3e-4 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]

@@ -1,17 +1,17 @@
 """Which commit follows which: single-decree Paxos for each round among the electors that the commit before it names.
 
-State machines without I/O: requests and replies in, messages and durable writes out. Whoever runs them makes an output's writes
-durable, applies them, and only then sends its reply. The package needs the wire records and the standard library, so the same
-objects run in production, in the simulator and under the exhaustive search (`tests/ballot_model.py`). docs/safety.md has the
-argument.
+State machines without I/O: requests and replies in, messages and durable writes out. The caller makes an output's writes
+durable, applies them, and only then sends its reply. The package imports only the wire records and the standard library, so the
+same objects run in production, in the simulator and under the exhaustive search (`tests/ballot_model.py`). docs/safety.md has
+the safety argument.
 
     acceptor      promises and votes of one elector
     proposer      the ballots of one coordinator in one attempt
     commit_log    the certified commits from genesis on
     certificate   what proves a commit
     electorate    who votes on a round, who coordinates it, what a majority is
-    farewell      electors that give up their seat for a round
-    reform        a helper opens a new term when no majority is left
-    control       the owner's orders
-    participant   log, votes and orders of one peer together: what recovers from disk
+    farewell      electors that give up their seats for a round
+    reform        the owner opens a new term when the swarm is stuck
+    control       the owner's signed control records
+    participant   log, votes and control records of one peer, as recovered from disk
 """

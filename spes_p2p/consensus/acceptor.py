@@ -1,7 +1,7 @@
-"""The acceptor: what one elector promises and votes for. Every answer is durable before it is sent.
+"""The acceptor: what one elector promises and votes for. Every reply is durable before it is sent.
 
-An elector votes with an *incarnation*: the id of the disk content that its votes began with. A commit lists the incarnation of
-each elector of the next round, so an elector that lost its votes does not vote until a commit lists its new one.
+An elector votes under an *incarnation*: the random id of its vote file. A commit lists the incarnation of each elector of the
+next round, so an elector that lost its votes does not vote until a commit lists its new incarnation.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from spes_p2p.messages.refusals import Code
 logger = logging.getLogger(__name__)
 
 BALLOT_STEP = 2**32
-"""A ballot may exceed the last promised one by this much, so that no coordinator uses up the numbers of a round."""
+"""Bounds how far a ballot may exceed the last promised one, so that no coordinator exhausts a round's numbers."""
 MAX_BALLOT_NUMBER = 2**62
 INCARNATION_BYTES = 8
 
 
 @dataclass(frozen=True)
 class VoteState:
-    """What an elector must remember over a crash: of the last round only, since it never returns to an earlier one."""
+    """What an elector must remember across a crash. It votes on the last round only, never on an earlier one again."""
 
     incarnation: str
     term: int
     round: int
-    """The round that is voted on: one more than its parent's."""
+    """The round voted on: one more than its parent's."""
     parent: str
     promised: Ballot | None
     accepted_ballot: Ballot | None
     accepted: Commit | None
     left: bool = False
-    """Has it said farewell? Then it casts no vote in this round any more."""
+    """Whether it has left this round; it casts no vote in it then."""
 
 
 def fresh_votes(rng: random.Random) -> VoteState:
-    """No votes, under a new incarnation."""
+    """Return an empty vote state under a new incarnation."""
     incarnation = f"{rng.getrandbits(8 * INCARNATION_BYTES):0{2 * INCARNATION_BYTES}x}"
     return VoteState(incarnation, 0, -1, "", None, None, None)
 
 
 def read_votes(record: bytes | None) -> VoteState | None:
-    """The votes in the durable file; None when there are none or they are damaged."""
+    """Return the votes in the durable file; None when they are missing or damaged."""
     try:
         return unpack(VoteState, record) if record is not None else None
     except WireError:
@@ -61,7 +61,7 @@ def read_votes(record: bytes | None) -> VoteState | None:
 
 
 def recovered_votes(record: bytes | None, log: CommitLog, me: str, rng: random.Random) -> VoteState:
-    """The votes to go on with. Votes that are missing, damaged or older than the log begin a new incarnation."""
+    """Return the votes to continue with. Votes that are missing, damaged or older than the log begin a new incarnation."""
     found = read_votes(record)
     if found is None:
         return fresh_votes(rng)
@@ -72,7 +72,7 @@ def recovered_votes(record: bytes | None, log: CommitLog, me: str, rng: random.R
 
 
 def _last_vote_in_log(log: CommitLog, me: str, incarnation: str) -> tuple[int, int]:
-    """Term and round of the last certificate that holds a vote of this incarnation."""
+    """Return term and round of the last certificate with a vote of this incarnation."""
     for decided in reversed(log.since(-1)):
         parent = log.commit_at(decided.commit.round - 1)
         has_voted = any(vote.elector == me for vote in decided.votes)
@@ -92,12 +92,12 @@ class Acceptor:
 
     @property
     def incarnation(self) -> str:
-        """Id of what this elector remembers."""
+        """Id of the vote file."""
         return self.votes.incarnation
 
     @property
     def may_vote(self) -> bool:
-        """Is this peer an elector of the next round, with the votes that it needs for it?"""
+        """Whether this peer is an elector of the next round and has not lost its votes."""
         try:
             self._require_elector()
         except Refused:
@@ -105,13 +105,13 @@ class Acceptor:
         return True
 
     def apply(self, votes: VoteState) -> None:
-        """Go on with votes that are durable now."""
+        """Continue with votes that are durable now."""
         self.votes = votes
 
     def prepare(self, sender: str, request: Prepare) -> Output[Promise]:
-        """Promise not to accept lower ballots, and tell what was accepted. Raises Refused.
+        """Promise not to accept lower ballots, and report what was accepted. Raises Refused.
 
-        Each ballot is promised once: a coordinator that starts over, even after a crash, needs a new number, and no ballot
+        Each ballot is promised once. A coordinator that starts over, even after a crash, needs a new number, so no ballot
         carries two commits.
         """
         _check_sender(sender, request.ballot)
@@ -131,7 +131,7 @@ class Acceptor:
         _check_sender(sender, request.ballot)
         commit, proposed = self._log.last, request.commit
         if proposed.round != commit.round + 1 or proposed.parent != commit.id:
-            raise Refused(Code.CANNOT_VOTE, f"my commit is round {commit.round}")
+            raise Refused(Code.CANNOT_VOTE, f"the elector's last commit is round {commit.round}")
         kept = (proposed.campaign, proposed.term, proposed.helpers) == (commit.campaign, commit.term, commit.helpers)
         if not kept or not self._log.leads_to(commit, proposed) or len(proposed.incarnations) != len(proposed.electorate):
             raise Refused(Code.NOT_PROVEN, "a commit that no plan of this campaign leads to")
@@ -147,7 +147,7 @@ class Acceptor:
         return Output(Vote(self._identity.peer_id, signature), (Write(VOTES, accepted),))
 
     def leave(self) -> Output[Farewell | None]:
-        """Give up the seat in the next round. None when there is none to give up, or a ballot was promised already."""
+        """Give up the seat in the next round. None when it has none, must keep it, or has promised a ballot."""
         commit, me = self._log.last, self._identity.peer_id
         if (said := self.farewell()) is not None:
             return Output(said)
@@ -156,7 +156,7 @@ class Acceptor:
         return Output(signed_farewell(self._identity, commit.id), (Write(VOTES, replace(votes, left=True)),))
 
     def farewell(self) -> Farewell | None:
-        """The farewell that gave up the seat in the next round; None when the seat was kept."""
+        """Return the farewell that gave up the seat in the next round; None when the seat was kept."""
         commit = self._log.last
         has_left = self.votes.parent == commit.id and self.votes.left
         return signed_farewell(self._identity, commit.id) if has_left else None
@@ -166,14 +166,14 @@ class Acceptor:
         if me not in commit.electorate:
             raise Refused(Code.CANNOT_VOTE, "not an elector of this round")
         if incarnations_of(commit)[me] != votes.incarnation:
-            raise Refused(Code.CANNOT_VOTE, "my votes were lost: I vote again when a commit has listed my new disk")
+            raise Refused(Code.CANNOT_VOTE, "the elector lost its votes and waits for a commit that lists its new incarnation")
         if (commit.term, commit.round + 1) < (votes.term, votes.round):
-            raise Refused(Code.CANNOT_VOTE, f"my log was cut: I voted on round {votes.round} already")
+            raise Refused(Code.CANNOT_VOTE, f"the elector's log was cut: it voted on round {votes.round} already")
         if votes.parent == commit.id and votes.left:
-            raise Refused(Code.CANNOT_VOTE, "I left this round")
+            raise Refused(Code.CANNOT_VOTE, "the elector left this round")
 
     def _current(self) -> VoteState:
-        """The votes on the round after the log's commit."""
+        """Return the votes on the round after the log's last commit."""
         commit = self._log.last
         if self.votes.parent == commit.id:
             return self.votes
@@ -181,15 +181,15 @@ class Acceptor:
 
 
 def _check_sender(sender: str, ballot: Ballot) -> None:
-    """Ballots are taken from their own coordinator only, within a range that can always be exceeded."""
+    """Require that the ballot is the sender's own, and that its number leaves room for higher ones. Raises Refused."""
     if sender != ballot.coordinator:
-        raise Refused(Code.NOT_ALLOWED, "a ballot of somebody else")
+        raise Refused(Code.NOT_ALLOWED, "a ballot of another coordinator")
     if not 0 < ballot.number < MAX_BALLOT_NUMBER:
         raise Refused(Code.MALFORMED, "a ballot number out of range")
 
 
 def _check_ballot(ballot: Ballot, commit: Commit, votes: VoteState) -> None:
     if ballot.coordinator not in commit.electorate:
-        raise Refused(Code.NOT_ALLOWED, "a ballot of a peer that is no elector of this round")
+        raise Refused(Code.NOT_ALLOWED, "the ballot's coordinator is not an elector of this round")
     if ballot.number > (votes.promised.number if votes.promised is not None else 0) + BALLOT_STEP:
-        raise Refused(Code.MALFORMED, "a ballot far above all that I promised")
+        raise Refused(Code.MALFORMED, "a ballot too far above the last promised one")

@@ -1,5 +1,4 @@
-"""What proves a commit: votes of a majority of the electorate that its parent names, or the owner's signature under a reform.
-What proves a commit: votes of a majority of the electorate that its parent names, or the owner's signature under a reform."""
+"""What proves a commit: votes of a majority of the electorate that its parent names, or the owner's signature on a reform."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit
 
 
 def vote_message(ballot: Ballot, commit_id: str) -> bytes:
-    """The bytes that an elector signs to vote."""
+    """Return the bytes that an elector signs to vote."""
     return b"spes accept\0" + pack(ballot) + commit_id.encode()
 
 
 def proves(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool:
-    """Did the electorate that `parent` names decide this commit, or did the owner open a term with it?"""
+    """Return whether the electorate that `parent` names decided this commit, or the owner opened a term with it."""
     commit = decided.commit
     follows = (parent.campaign, parent.id, parent.round + 1, parent.helpers)
     if (commit.campaign, commit.parent, commit.round, commit.helpers) != follows:
@@ -38,7 +37,7 @@ def proves(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool
 
 
 def proves_reform(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool:
-    """Did the owner open a higher term after `parent` with this commit, and change nothing else?"""
+    """Return whether the owner opened a higher term after `parent` with this commit, and changed nothing else."""
     commit, owner = decided.commit, owner_of(parent)
     if commit.term <= parent.term or commit != reform_commit(parent, commit.term, owner, "".join(commit.incarnations)):
         return False

@@ -1,4 +1,4 @@
-"""The certified commits from genesis on, as one peer knows them."""
+"""The certified commits since genesis, as one peer knows them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 class CommitLog:
     """A chain of commits, each proven by its certificate.
 
-    Of two commits for one round the one of the higher term wins: a reform is the only way to a fork, and this heals it.
+    Of two commits for one round, the one of the higher term wins: only a reform can fork the log, and this rule heals it.
     """
 
     def __init__(self, identity: Identity, genesis: Commit, records: Sequence[bytes] = ()):
-        """`records`: what the durable file holds; from the first one on that does not follow, they are dropped."""
+        """`records`: of the durable file. The first one that does not follow and all after it are dropped."""
         self._identity = identity
         self.genesis = genesis
         self._decided: list[CertifiedCommit] = []
         self._given_up: set[str] = set()
         self.intact = 0
-        """Records of the durable file that were taken up."""
-        while self.intact < len(records) and self._take_up(records[self.intact]):
+        """How many records of the durable file were loaded."""
+        while self.intact < len(records) and self._load(records[self.intact]):
             self.intact += 1
         if self.intact < len(records):
-            logger.warning("%s: record %d does not follow; what comes after it is learned again", LOG, self.intact)
+            logger.warning("%s: record %d does not follow; the commits from there on are learned again", LOG, self.intact)
 
     @property
     def last(self) -> Commit:
@@ -46,29 +46,29 @@ class CommitLog:
         return self.last.round
 
     def at(self, round_number: int) -> CertifiedCommit:
-        """The certificate of a round; IndexError when it is not known."""
+        """Return a round's certified commit. Raises IndexError when it is not known."""
         if not 0 <= round_number < len(self._decided):
             raise IndexError(round_number)
         return self._decided[round_number]
 
     def commit_at(self, round_number: int) -> Commit:
-        """The commit of a round; round -1 is genesis."""
+        """Return a round's commit; round -1 is genesis."""
         return self.genesis if round_number < 0 else self.at(round_number).commit
 
     def has(self, commit: str, round_number: int) -> bool:
-        """Is the commit with this id the one that was decided in that round?"""
+        """Return whether that round decided the commit with this id."""
         return round_number <= self.round and self.commit_at(round_number).id == commit
 
     def gave_up(self, commit: str) -> bool:
-        """Was this commit decided in a branch that was given up for one of a higher term?"""
+        """Return whether this commit is of a branch that was given up for one of a higher term."""
         return commit in self._given_up
 
     def since(self, round_number: int) -> tuple[CertifiedCommit, ...]:
-        """All certificates after that round."""
+        """Return all certified commits after that round."""
         return tuple(self._decided[max(-1, round_number) + 1 :])
 
     def admits(self, decided: CertifiedCommit) -> bool:
-        """Is this the next commit, or one that replaces a branch? False when it is known already.
+        """Return True for the next commit or one that replaces a branch, False for a known one.
 
         Raises Refused when it does not follow or is not proven.
         """
@@ -86,26 +86,26 @@ class CommitLog:
         return True
 
     def put(self, decided: CertifiedCommit) -> None:
-        """Make an admitted commit the last one. Heads of its round and later ones, in a lower term, are given up."""
+        """Append an admitted commit; known commits of its round and later ones, all of lower terms, are given up."""
         self._given_up.update(old.commit.id for old in self._decided[decided.commit.round :])
         del self._decided[decided.commit.round :]
         self._decided.append(decided)
 
     def leads_to(self, parent: Commit, commit: Commit) -> bool:
-        """Can a plan, or a record that rolls back, lead from a commit of this log to this one, in the same term?"""
+        """Return whether a plan or a rollback can lead from `parent`, in this log, to this commit of the same term."""
         if commit.plan:
             return not rolls_back(commit.control, parent)
         return commit == self.rolled_back(parent, commit.control)
 
     def rolled_back(self, parent: Commit, control: Control | None) -> Commit | None:
-        """The commit after `parent` that rolls back as this record says; None when it says no such thing or that cannot be."""
+        """Return the commit after `parent` by which this record rolls back; None when it does not or cannot."""
         if control is None or not rolls_back(control, parent):
             return None
         digest = self._digest_of_base(control.rollback, parent)
         return rollback_commit(parent, control, digest, self.commit_at(control.rollback).step) if digest is not None else None
 
     def _digest_of_base(self, round_number: int, last: Commit) -> str | None:
-        """Of the base after this round, as the commits up to `last` certify it; None when they do not."""
+        """Return the digest of the base after this round if the commits up to `last` certify it, else None."""
         if round_number >= last.round:
             return None
         if is_rollback(self.commit_at(round_number)):
@@ -117,7 +117,7 @@ class CommitLog:
                 return later.base_digest
         return None
 
-    def _take_up(self, record: bytes) -> bool:
+    def _load(self, record: bytes) -> bool:
         try:
             decided = unpack(CertifiedCommit, record)
         except WireError:

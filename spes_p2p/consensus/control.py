@@ -1,7 +1,7 @@
-"""Control records: what the campaign's owner orders, which record holds, and which ones a commit may carry.
+"""Control records: the orders of the campaign's owner, which one is in force, and which ones a commit may carry.
 
-The owner is the bootstrap peer that made base 0: its key signs. The newest record goes into the next plan and commit, and holds
-for everybody from that commit on. No commit is appended whose record the owner did not sign, or that is older than its
+The owner is the bootstrap peer that made base 0; its key signs. The newest record goes into the next plan and commit, and is in
+force from that commit on. No commit is appended whose record the owner did not sign, or that is older than its
 parent's.
 """
 
@@ -21,61 +21,67 @@ logger = logging.getLogger(__name__)
 
 
 def owner_of(commit: Commit) -> str:
-    """The peer whose records count, and who alone opens terms: the first helper."""
+    """Return the campaign's owner, which alone signs control records and opens terms: the first helper."""
     return commit.helpers[0]
 
 
 def number_of(control: Control | None) -> int:
-    """0 before the first record."""
+    """Return the record's number; 0 before the first record."""
     return 0 if control is None else control.number
 
 
 def is_paused(control: Control | None) -> bool:
-    """Does the campaign wait for its owner?"""
+    """Return whether the campaign is paused."""
     return control is not None and control.state == "paused"
 
 
 def is_stopped(control: Control | None) -> bool:
-    """Is the campaign over before its last step?"""
+    """Return whether the owner stopped the campaign."""
     return control is not None and control.state == "stopped"
 
 
 def runs(control: Control | None) -> bool:
-    """Is there a next phase to train?"""
+    """Return whether another phase is to be trained."""
     return control is None or control.state == "running"
 
 
 def rolls_back(control: Control | None, parent: Commit) -> bool:
-    """Can only a rollback apply this record after `parent`?"""
+    """Return whether only a rollback can apply this record after `parent`."""
     return control is not None and control != parent.control and control.rollback >= 0
 
 
+def required_protocol(control: Control | None, round_number: int) -> int:
+    """The oldest protocol version that the owner admits to this round; 0 for any."""
+    requires = None if control is None else control.requires
+    return requires.protocol if requires is not None and round_number >= requires.from_round else 0
+
+
 def is_news(control: Control, known: Control | None) -> bool:
-    """Does this record replace the known one? Nothing follows a stop."""
+    """Return whether this record replaces the known one. Nothing follows a stop."""
     return control.number > number_of(known) and not is_stopped(known)
 
 
 def is_signed(control: Control, commit: Commit, identity: Identity) -> bool:
-    """Is this a record of the campaign's owner? `commit`: any of the campaign."""
+    """Return whether the campaign's owner signed this record. `commit`: any of the campaign."""
     return control.campaign == commit.campaign and identity.verify(owner_of(commit), _message(control), control.signature)
 
 
 def may_follow(control: Control | None, parent: Commit, identity: Identity) -> bool:
-    """May the commit after `parent` carry this record: the same one again, or a newer one that the owner signed?"""
+    """Return whether the commit after `parent` may carry this record: the same one, or a newer one that the owner signed."""
     if control is None or control == parent.control:
         return control == parent.control
     return is_news(control, parent.control) and is_signed(control, parent, identity)
 
 
 def signed(control: Control, identity: Identity) -> Control:
-    """The record with the signature of this identity."""
+    """Return the record, signed by this identity."""
     return replace(control, signature=identity.sign(_message(control)))
 
 
 def rollback_commit(parent: Commit, control: Control, digest: str, step: int) -> Commit:
-    """The commit that returns to an earlier base: no work is exchanged, the same electors decide the next round.
+    """Return the commit that goes back to an earlier base: no work is exchanged, the electorate stays.
 
-    `digest`, `step`: of that base. Tokens and data cursor go on: samples are not trained twice.
+    `digest`, `step`: of that base. Tokens and data cursor are not reset, so no sample is trained twice.
     """
     return replace(
         parent,
@@ -92,7 +98,7 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
 
 
 def is_rollback(commit: Commit) -> bool:
-    """Does this commit return to an earlier base? A reform, the other one without a plan, names no digest."""
+    """Return whether this commit goes back to an earlier base. A reform has no plan either, but no digest."""
     return commit.round >= 0 and not commit.plan and commit.base_digest != ""
 
 
@@ -106,7 +112,7 @@ class ControlRecords:
     """The newest control record that this peer holds, applied by a commit or not."""
 
     def __init__(self, log: _Log, identity: Identity, record: bytes | None):
-        """`record`: what the durable file holds. A damaged record is dropped: other peers have it."""
+        """`record`: of the durable file. A damaged one is dropped: other peers have it."""
         self._log = log
         self._identity = identity
         self._held: Control | None = None
@@ -120,17 +126,17 @@ class ControlRecords:
 
     @property
     def newest(self) -> Control | None:
-        """The newest record, whether a commit has applied it or not."""
+        """The newest record, applied by a commit or not."""
         applied = self._log.last.control
         return self._held if self._held is not None and is_news(self._held, applied) else applied
 
     @property
     def number(self) -> int:
-        """Of the newest record; 0 when there is none."""
+        """Number of the newest record; 0 when there is none."""
         return number_of(self.newest)
 
     def take(self, control: Control | None) -> Output[bool]:
-        """Keep a record; False when it is no news. Raises Refused when the owner of this campaign did not sign it."""
+        """Keep a record; False when it is not newer. Raises Refused when the campaign's owner did not sign it."""
         if control is None or control.number <= self.number or not is_news(control, self._log.last.control):
             return Output(False)
         if not is_signed(control, self._log.last, self._identity):
@@ -138,7 +144,7 @@ class ControlRecords:
         return Output(True, (Write(CONTROL, control),))
 
     def before_new_term(self) -> tuple[Write, ...]:
-        """Keep the newest record even if a reform gives up the commit that applied it: it is news again then."""
+        """Return the write that keeps the newest record, in case a reform gives up the commit that applied it."""
         return (Write(CONTROL, self.newest),) if self.newest is not None and self.newest != self._held else ()
 
     def apply(self, control: Control) -> None:

@@ -1,4 +1,4 @@
-"""Who votes on a round, with which incarnation, who coordinates it, and how many votes decide."""
+"""The electorate of a round: its members and incarnations, its quorum, and the order of its coordinators."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ MAX_ELECTORS = 7
 
 
 def quorum(electorate: tuple[str, ...]) -> int:
-    """Votes that decide: a majority."""
+    """Return the number of votes that decide: a majority."""
     return len(electorate) // 2 + 1
 
 
 def incarnations_of(commit: Commit) -> Mapping[str, str]:
-    """The incarnation that each elector of the next round votes with."""
+    """Return the incarnation under which each elector of the next round votes."""
     return dict(zip(commit.electorate, commit.incarnations, strict=True))
 
 
 def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
-    """Electors of the next round, sorted: the helpers, then members that were electors before, then others; at most seven.
+    """Return the next electorate, sorted: helpers first, then members that were electors, then others; at most seven.
 
-    `members`: those that can be dialled. The number is odd: an even one needs one more vote for a majority and tolerates no
-    more failures. A lone trainer decides alone: a second vote would make nothing safer.
+    `members`: those that can be dialled. The number is odd, because one more elector would raise the quorum without tolerating
+    another failure. A lone trainer decides alone: a second vote would add no safety.
     """
     trainers = set(members) - set(helpers)
     if len(trainers) == 1:
@@ -35,7 +35,7 @@ def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tu
 
 
 def coordinator_order(commit: Commit) -> tuple[str, ...]:
-    """Coordinators of the next round by rank: its trainer electors by hash(campaign, term, round, id), then the helpers."""
+    """Return the next coordinators by rank: trainer electors by hash(campaign, term, round, id), then the helpers."""
 
     def rank(peer: str) -> tuple[bool, bytes]:
         name = f"{commit.campaign}/{commit.term}/{commit.round + 1}/{peer}"

@@ -1,4 +1,4 @@
-"""Electors that give up their seat for one round, and the majority that is counted without them."""
+"""Electors that give up their seats for one round, and the quorum without them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from spes_p2p.messages.consensus import Commit, Farewell
 
 
 def farewell_message(parent: str) -> bytes:
-    """The bytes that a leaving elector signs."""
+    """Return the bytes that a leaving elector signs."""
     return b"spes leave\0" + parent.encode()
 
 
 def signed_farewell(identity: Identity, parent: str) -> Farewell:
-    """The farewell of this identity for the round after `parent`."""
+    """Return this identity's farewell for the round after `parent`."""
     return Farewell(identity.peer_id, parent, identity.sign(farewell_message(parent)))
 
 
 def keeps_seat(elector: str, commit: Commit) -> bool:
-    """Must this elector stay? A helper and a lone elector must: otherwise nobody could vote once those who left are back."""
+    """Return whether this elector must keep its seat: a helper or a lone elector, so that somebody can always vote."""
     return elector in commit.helpers or commit.electorate == (elector,)
 
 
 def counted(farewells: Iterable[Farewell], commit: Commit, identity: Identity) -> tuple[Farewell, ...]:
-    """The farewells of electors of the round after `commit` that hold."""
+    """Return the valid farewells of electors of the round after `commit`."""
     return tuple(
         farewell
         for farewell in farewells
@@ -35,10 +35,10 @@ def counted(farewells: Iterable[Farewell], commit: Commit, identity: Identity) -
 
 
 def remaining(commit: Commit, farewells: Iterable[Farewell], identity: Identity) -> tuple[str, ...]:
-    """The electors of the round after `commit` whose majority decides: all but those that left.
+    """Return the electors of the round after `commit` whose majority decides: all but those that left.
 
     An elector that left votes in no ballot of the round, so any two majorities, counted with or without it, share an elector.
-    When all left, all count: a majority of nobody would prove anything.
+    When all left, all count: an empty majority would prove anything.
     """
     left = {farewell.elector for farewell in counted(farewells, commit, identity)}
     return tuple(elector for elector in commit.electorate if elector not in left) or commit.electorate

@@ -1,4 +1,4 @@
-"""What a state machine asks of whoever runs it: records to make durable, and then a reply to send."""
+"""What a state machine asks of its caller: records to make durable, then a reply to send."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ class Identity(Protocol):
         """Sign a message."""
 
     def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
-        """Did `peer_id` sign exactly this message?"""
+        """Return whether `peer_id` signed exactly this message."""

@@ -1,4 +1,4 @@
-"""One peer's part in the decisions: its commit log, its votes and the owner's orders, as they recover from disk together."""
+"""One peer's consensus state: commit log, votes and control records, recovered from disk together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spes_p2p.messages.refusals import Code
 
 @dataclass(frozen=True)
 class Files:
-    """What a peer's durable files hold; None for a file that is missing or damaged."""
+    """Contents of a peer's durable files; None for a file that is missing or damaged."""
 
     votes: bytes | None = None
     log: Sequence[bytes] = ()
@@ -27,10 +27,19 @@ class Files:
 
 
 class Participant:
-    """The durable state machine of one peer. Its state is what its writes made durable, and nothing else."""
+    """The durable state machine of one peer. Its state is exactly what its writes made durable.
+
+    A handler changes nothing. It returns an Output: make each of its writes durable, apply it, then send the reply:
+
+        output = participant.acceptor.prepare(sender, request)
+        for write in output.writes:
+            store(write.file, write.record)
+            participant.apply(write)
+        send(output.reply)
+    """
 
     def __init__(self, identity: Identity, genesis: Commit, files: Files, rng: random.Random):
-        """`rng`: draws an incarnation where the votes are lost. `recovery` must be durable before anything is handled."""
+        """`rng`: draws an incarnation if the votes are lost. Make `recovery` durable before handling requests."""
         self._identity = identity
         self.log = CommitLog(identity, genesis, files.log)
         self.controls = ControlRecords(self.log, identity, files.control)
@@ -39,7 +48,7 @@ class Participant:
         self.recovery: tuple[Write, ...] = () if votes.record == files.votes else (votes,)
 
     def apply(self, write: Write) -> None:
-        """Take up a write that is durable now."""
+        """Apply a write that is durable now."""
         if write.file == LOG and isinstance(write.value, CertifiedCommit):
             self.log.put(write.value)
         elif write.file == VOTES and isinstance(write.value, VoteState):
@@ -59,7 +68,7 @@ class Participant:
     def open_term(self, round_number: int) -> Output[CertifiedCommit]:
         """Open a term after this round of the log: the owner alone decides the round after that. Raises Refused for others.
 
-        The term is above all that the owner has seen, and durable before anybody hears of it.
+        The term is above all that the owner has seen, and durable before it is announced.
         """
         me = self._identity.peer_id
         if me != owner_of(self.log.genesis):

@@ -1,8 +1,7 @@
 """The proposer: the ballots by which a coordinator brings its attempt at one round to a decision.
 
-Promises from a majority let it propose: the commit that was accepted in the highest ballot that they tell of, or its own when
-they tell of none. Votes from a majority make a certificate. It sends one commit in a ballot, and an outbid proposer goes on
-with a higher ballot.
+Promises from a majority let it propose: the commit that they report as accepted in the highest ballot, or its own when they
+report none. Votes from a majority make a certificate. It sends one commit in a ballot; when outbid, it tries a higher ballot.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Farewell, Prepare, Promise, Vote
 
 MAX_BALLOTS = 5
-"""Ballots that one attempt tries before it fails."""
+"""An attempt fails after this many ballots."""
 
 Request = Prepare | Accept | Decide
 Reply = Promise | Vote | bytes
 
 
 class Phase(Enum):
-    """What a proposer waits for."""
+    """What the proposer waits for."""
 
     IDLE = "nothing: prepare() begins"
     PREPARING = "promises"
@@ -46,65 +45,65 @@ class Send:
 
 
 def bound_commit(granted: Iterable[Promise]) -> Commit | None:
-    """The commit that these promises bind a proposer to: the one accepted in the highest ballot; None leaves it free."""
+    """Return the commit that these promises bind a proposer to, the one accepted in the highest ballot; None when free."""
     bound = [(p.accepted_ballot, p.accepted) for p in granted if p.accepted_ballot is not None]
     return max(bound, key=lambda pair: pair[0])[1] if bound else None
 
 
 def has_majority(granted: int, electorate: tuple[str, ...]) -> bool:
-    """Do this many promises let a proposer go on?"""
+    """Return whether this many promises let a proposer go on."""
     return granted >= quorum(electorate)
 
 
 def next_number(promises: Iterable[Promise]) -> int:
-    """The ballot number to exceed: the highest that an answer names, or as near to it as all who answered accept; 0: none."""
+    """Return the number to exceed: the highest promised, or as near to it as every elector that replied accepts; 0: none."""
     named = [promise.promised.number for promise in promises if promise.promised is not None]
     return min(max(named), min(named) + BALLOT_STEP - 1) if named else 0
 
 
 def is_outbid(ballot: Ballot, promises: Iterable[Promise]) -> bool:
-    """Did an elector refuse this ballot because it promised a higher one? An even higher one may win."""
+    """Return whether an elector refused this ballot because it promised a higher one."""
     return any(not promise.granted and promise.promised is not None and promise.promised > ballot for promise in promises)
 
 
 class Proposer:
-    """One attempt at the round after the log's commit. Remembers nothing over a crash: acceptors promise each ballot once."""
+    """One attempt at the next round. Keeps nothing across a crash, since acceptors promise each ballot once."""
 
     def __init__(self, log: CommitLog, identity: Identity, number: int = 0):
-        """`number`: the first ballot's is above it."""
+        """`number`: the first ballot exceeds it."""
         self._log = log
         self._identity = identity
         self.parent = log.last
         self.phase = Phase.IDLE
         self.ballot = Ballot(number, identity.peer_id)
         self.bound: Commit | None = None
-        """What must be proposed, once promised; None leaves it free."""
+        """The commit that the promises bind it to; None when free."""
         self.proposal: Commit | None = None
         self.decided: CertifiedCommit | None = None
         self.failure = ""
         self._ballots = 0
         self.electorate: tuple[str, ...] = ()
-        """The electors whose majority decides, without those whose farewells were heard."""
+        """Electors whose majority decides: without those that said farewell."""
         self._farewells: tuple[Farewell, ...] = ()
         self._answers: dict[str, Promise | Vote | None] = {}
-        """To the current request, by elector; None where none comes."""
+        """Replies to the current request, by elector; None where none will come."""
         self._caught_up: set[str] = set()
         """Electors that were sent the commits they had missed."""
 
     @property
     def waits(self) -> bool:
-        """Does it wait for replies?"""
+        """Whether it waits for replies."""
         return self.phase in (Phase.PREPARING, Phase.PROPOSING)
 
     def prepare(self, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
-        """Begin: ask for promises."""
+        """Ask for promises."""
         assert self.phase is Phase.IDLE
         self.hear(farewells)
         self.phase = Phase.PREPARING
         return self._next_ballot(self.ballot.number)
 
     def propose(self, commit: Commit, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
-        """Ask for votes on a commit: the bound one, where promises bind."""
+        """Ask for votes on a commit, which must be `bound` unless that is None."""
         assert self.phase is Phase.PROMISED
         assert self.bound is None or commit == self.bound
         self.hear(farewells)
@@ -112,7 +111,7 @@ class Proposer:
         return self._to_all(Accept(self.ballot, commit))
 
     def receive(self, elector: str, request: Request, reply: Reply | None) -> tuple[Send, ...]:
-        """Take up an elector's reply to a request, None when it will not come. A reply to an earlier ballot is ignored."""
+        """Process an elector's reply to a request (None: it will not come). Replies to earlier ballots are ignored."""
         if elector not in self.electorate or elector in self._answers:
             return ()
         if self.phase is Phase.PREPARING:
@@ -125,7 +124,7 @@ class Proposer:
         return ()
 
     def hear(self, farewells: Iterable[Farewell]) -> None:
-        """Count without the electors that said farewell."""
+        """Leave the electors that said farewell out of the electorate."""
         self._farewells = counted(farewells, self.parent, self._identity)
         self.electorate = remaining(self.parent, self._farewells, self._identity)
 

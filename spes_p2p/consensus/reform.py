@@ -1,7 +1,7 @@
-"""Reform: the bootstrap peer opens a new term when a swarm cannot go on. The only way to fork, so it waits until it is sure.
+"""Reform: the campaign's owner opens a new term when the swarm is stuck. Only this can fork the log, so the owner waits first.
 
-Two things stop a swarm. A majority of the electors is gone, and nothing can be decided after the last commit. Or nobody has the
-base of the last commit, and nothing can be trained on top of it.
+A swarm is stuck when a majority of the electors is gone, so that no round can be decided, or when no peer has the last commit's
+base, so that nothing can be trained on it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from spes_p2p.messages.rounds import Pong
 
 
 def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> Commit:
-    """The commit that opens a new term: nothing moves, and the helper alone decides the next round.
+    """Return the commit that opens a new term: no weights move, and the owner (`helper`) alone decides the next round.
 
-    `parent`: the helper's last commit, or an earlier one when the bases after it are lost. `term`: above all that the helper
-    has seen. `incarnation`: the one that the helper votes with.
+    `parent`: the owner's last commit, or an earlier one when later bases are lost. `term`: above all that the owner has seen.
+    `incarnation`: the owner's.
     """
     return replace(
         parent,
@@ -37,14 +37,14 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> C
 
 
 def is_reform(commit: Commit) -> bool:
-    """Does this commit open a new term?"""
+    """Return whether this commit opens a new term."""
     return commit.round >= 0 and not commit.plan and commit.base_digest == ""
 
 
 def sees_majority(pongs: Iterable[Pong | None], electorate: tuple[str, ...], round_number: int) -> bool:
-    """Do enough electors answer that can vote on the round after `round_number`?
+    """Return whether a majority of electors answers that can vote on the round after `round_number`.
 
-    One that is at another round may be able to vote once it has caught up.
+    An elector at another round counts: it may be able to vote once it has caught up.
     """
     able = [pong for pong in pongs if pong is not None and (pong.votes or pong.round != round_number)]
     return len(able) >= quorum(electorate)
@@ -52,22 +52,22 @@ def sees_majority(pongs: Iterable[Pong | None], electorate: tuple[str, ...], rou
 
 @dataclass(frozen=True)
 class Outage:
-    """No majority of the electors, in every look since."""
+    """A time during which no look found a majority of the electors."""
 
     commit: str
     """The last commit: nothing was decided after it."""
     since: float
-    """Seconds, of the caller's clock."""
+    """Seconds on the caller's clock."""
 
 
 class OutageWatch:
-    """How long a helper has seen no majority."""
+    """How long the owner has seen no majority."""
 
     def __init__(self) -> None:
         self.outage: Outage | None = None
 
     def saw(self, commit: str, majority: bool, now: float) -> Outage | None:
-        """Take up one look at the electors of the round after `commit`. Returns the outage that lasts, if any."""
+        """Record one look at the electors of the round after `commit`; return the ongoing outage, if any."""
         if majority:
             self.outage = None
         elif self.outage is None or self.outage.commit != commit:
@@ -76,5 +76,5 @@ class OutageWatch:
 
 
 def has_lasted(since: float, now: float, patience_s: float) -> bool:
-    """May a helper open a term over something that has been wrong since then?"""
+    """Return whether an outage since then has lasted long enough to open a term."""
     return now - since >= patience_s

@@ -1,7 +1,7 @@
-"""Bases as content: serving the newest ones, agreeing with the donors on which bits are right, downloading one.
+"""Bases as content: serving the newest ones, choosing among offers, and downloading one.
 
-Pieces come in the order of the flat state, so that shared weights are there first. What arrived is kept on disk until the whole
-is: a joiner that is restarted goes on.
+Pieces are requested in the order of the flat state, so the shared weights arrive first. They are kept on disk until the base is
+complete, so a restarted joiner resumes.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ logger = logging.getLogger(__name__)
 
 DOWNLOAD = "download-"
 SLOT_PIECES = 16
-"""Pieces that are written to disk together."""
+"""Pieces in one file of a partial download: 4 MiB, so that writes are few."""
 KEPT_SNAPSHOTS, MAX_SNAPSHOTS = 2, 3
-"""Bases that are served: the newest ones; with those that somebody downloads."""
+"""Bounds the bases that are served: the newest ones; the same with pinned ones."""
 PINNED_S = 60.0
-"""A base is kept for this long after somebody asked for a piece of it."""
+"""A base stays pinned for this long after the last request for one of its pieces."""
 UPLOADS_AT_ONCE = 4
-"""Peers that download a base from this one at the same time."""
-PIECES_A_BREATH = 64
-"""Pieces that are hashed before the event loop gets its turn."""
+"""Bounds the peers that download a base from this peer at a time."""
+PIECES_PER_YIELD = 64
+"""Pieces hashed before control returns to the event loop."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A donor and what it says it has."""
+    """A base that a donor says it has."""
 
     donor: str
     info: SnapshotInfo
 
 
 class Snapshots:
-    """What this peer serves: its current base, the one before, and an older one while somebody is downloading it."""
+    """The bases that this peer serves: the current one, its predecessor, and an older one while a peer downloads it."""
 
     def __init__(self) -> None:
         self._bases: dict[str, tuple[SnapshotInfo, np.ndarray, bytes]] = {}
@@ -61,23 +61,23 @@ class Snapshots:
 
     @property
     def oldest_pinned_round(self) -> int | None:
-        """Of the bases that somebody downloads, or has just downloaded and brings up to date; None when there are none."""
+        """The round of the oldest pinned base: the results after it are still needed. None without pinned bases."""
         return min((self._bases[commit][0].round for commit in self._pinned()), default=None)
 
     @property
     def infos(self) -> tuple[SnapshotInfo, ...]:
-        """Of all bases that are served."""
+        """What is served."""
         return tuple(info for info, _, _ in self._bases.values())
 
-    async def serve(self, board: RpcEndpoint, server: ContentServer) -> None:
-        """Answer from now on."""
+    async def serve(self, endpoint: RpcEndpoint, server: ContentServer) -> None:
+        """Start to serve bases."""
         self._clock = asyncio.get_running_loop().time
-        await board.serve(SNAPSHOT, self._on_snapshot)
+        await endpoint.serve(SNAPSHOT, self._on_snapshot)
         await server.serve("base_hashes", self._digests, UPLOADS_AT_ONCE)
         await server.serve("base", self._piece, UPLOADS_AT_ONCE)
 
     def publish(self, commit: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
-        """Serve this base from now on; it must never change. Returns its digest. `digests`: of its pieces, where known."""
+        """Serve this base, which must not change any more; return its digest. `digests`: of its pieces, if known."""
         digests = piece_digests(base) if digests is None else digests
         digest = root_digest(digests)
         self._bases[commit] = (SnapshotInfo(commit, round_number, base.size, digest), base, digests)
@@ -88,7 +88,7 @@ class Snapshots:
         return digest
 
     def _pinned(self) -> list[str]:
-        """Heads whose bases are in use; older than the newest ones first, of these the last used one."""
+        """Return the commits of pinned bases; bases that only a pin keeps come first, the last requested first."""
         now, newest = self._clock(), list(self._bases)[-KEPT_SNAPSHOTS:]
         used = [commit for commit, at in self._used_at.items() if now - at < PINNED_S and commit in self._bases]
         return sorted(used, key=lambda commit: (commit in newest, -self._used_at[commit]))
@@ -109,22 +109,22 @@ class Snapshots:
 
     def _find(self, commit: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
         if not self._bases:
-            raise Refused(Code.NOT_HERE, "no base here yet")
+            raise Refused(Code.NOT_HERE, "this peer has no base yet")
         if not commit:
             return next(reversed(self._bases.values()))
         if commit not in self._bases:
-            raise Refused(Code.NOT_HERE, "that base is not here")
+            raise Refused(Code.NOT_HERE, "this peer lacks that base")
         return self._bases[commit]
 
 
-class KeptPieces:
-    """What has arrived of a base, on disk, a blob for SLOT_PIECES pieces. What it is worth the digests tell."""
+class PartialDownload:
+    """A partial download on disk, SLOT_PIECES pieces a blob. The digests tell which pieces are usable."""
 
     def __init__(self, store: Store):
         self._store = store
 
-    def put_into(self, state: np.ndarray) -> bool:
-        """Copy what is here into the flat state; was there anything?"""
+    def copy_into(self, state: np.ndarray) -> bool:
+        """Copy what is kept into the flat state; return whether there was anything."""
         names = self._store.names(DOWNLOAD)
         for name in names:
             blob = self._store.read(name)
@@ -134,23 +134,23 @@ class KeptPieces:
         return bool(names)
 
     def save(self, slot: int, state: np.ndarray) -> None:
-        """Keep one slot of the state. Durable."""
+        """Write one slot of the state durably."""
         self._store.write(f"{DOWNLOAD}{slot:06d}", [np.ascontiguousarray(_slot(state, slot), "<f4").data.cast("B")])
 
     def clear(self) -> None:
-        """Forget everything: the base is complete."""
+        """Delete what is kept."""
         for name in self._store.names(DOWNLOAD):
             self._store.delete(name)
 
 
 async def collect_offers(
-    board: RpcEndpoint, donors: Sequence[str], commit: str, elements: int, known: Collection[str] = ()
+    endpoint: RpcEndpoint, donors: Sequence[str], commit: str, elements: int, known: Collection[str] = ()
 ) -> list[Offer]:
-    """Ask all donors for a commit's base. Only offers that most of them agree on come back; the others are logged.
+    """Ask all donors for a commit's base; return the offers with the most common digest and log the others.
 
-    `known`: peers whose word counts, when one of them answers; of strangers in the registry there may be any number.
+    `known`: peers that outvote all others if any of them answers, since anybody can register any number of strangers.
     """
-    infos = zip(donors, await asyncio.gather(*(_ask_info(board, donor, commit) for donor in donors)), strict=True)
+    infos = zip(donors, await asyncio.gather(*(_ask_info(endpoint, donor, commit) for donor in donors)), strict=True)
     offers = [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
     if not offers:
         return []
@@ -158,13 +158,13 @@ async def collect_offers(
     agreed = Counter(offer.info.digest for offer in counting).most_common(1)[0][0]
     for offer in offers:
         if offer.info.digest != agreed:
-            logger.warning("%s offers a base that differs from most others'; it is not used", offer.donor[-6:])
+            logger.warning("%s offers a base that differs from the most common one; ignored", offer.donor[-6:])
     return [offer for offer in offers if offer.info.digest == agreed]
 
 
-async def newest_bases(board: RpcEndpoint, peers: Iterable[str]) -> list[SnapshotInfo]:
-    """What these peers say of the newest base that they have; who has none, or does not answer, is left out."""
-    infos = await asyncio.gather(*(_ask_info(board, peer, "") for peer in peers))
+async def newest_bases(endpoint: RpcEndpoint, peers: Iterable[str]) -> list[SnapshotInfo]:
+    """Return the newest base of each of these peers that has one and answers."""
+    infos = await asyncio.gather(*(_ask_info(endpoint, peer, "") for peer in peers))
     return [info for info in infos if info is not None]
 
 
@@ -174,9 +174,9 @@ def _is_offer(info: SnapshotInfo, commit: str, elements: int) -> bool:
     return False
 
 
-async def _ask_info(board: RpcEndpoint, donor: str, commit: str) -> SnapshotInfo | None:
+async def _ask_info(endpoint: RpcEndpoint, donor: str, commit: str) -> SnapshotInfo | None:
     try:
-        async with board.stream(donor, SNAPSHOT) as stream:
+        async with endpoint.stream(donor, SNAPSHOT) as stream:
             await stream.send(pack(SnapshotRequest(commit)))
             return unpack(SnapshotInfo, bytes(await stream.prompt_message()))
     except (PeerUnreachable, Refused, WireError) as error:
@@ -189,25 +189,24 @@ async def download(
     offers: Sequence[Offer],
     have: np.ndarray | None,
     on_progress: Callable[[int, int], None],
-    kept: KeptPieces | None = None,
+    partial: PartialDownload | None = None,
     scratch: Scratch = memory_scratch,
 ) -> np.ndarray:
-    """The offered base, float32 `[elements]`, every piece verified.
+    """Download the offered base: float32 `[elements]`, every piece verified.
 
-    `have`: a base of which pieces that are right already are kept. `on_progress` is told (slots here, slots wanted).
-    `kept`: where pieces outlive this process, until the caller clears it. `scratch`: where the base is put together.
-    Raises PeerUnreachable when no donor is left.
+    `have`: a base whose correct pieces are reused. `on_progress(done, total)` counts slots. `partial` keeps pieces on disk
+    until the caller clears it. `scratch` allocates the result. Raises PeerUnreachable when no donor is left.
     """
     info, donors = offers[0].info, [fetcher.peers(offer.donor for offer in offers)]
     count = -(-info.elements // PIECE_ELEMENTS)
     listing = single("base_hashes", info.commit, from_hex(info.digest), 32 * count)
     digests = bytes(await fetcher.fetch_single(listing, donors))
     if len(digests) != 32 * count:
-        raise PeerUnreachable("the offered base has another number of pieces")
+        raise PeerUnreachable("the offered base has a wrong number of pieces")
     state = scratch("download", info.elements)
     if have is not None:
         np.copyto(state, have)
-    resumed = kept is not None and kept.put_into(state)
+    resumed = partial is not None and partial.copy_into(state)
     missing = list(range(count)) if have is None and not resumed else await _wrong_pieces(state, digests)
     left = Counter(index // SLOT_PIECES for index in missing)
     total, arrived = len(left), set[int]()
@@ -217,19 +216,19 @@ async def download(
             return
         place = _piece(state, index)
         if len(body) != place.nbytes:
-            raise BadPiece(f"agrees on a base whose piece {index} has {len(body)} bytes")
+            raise BadPiece(f"piece {index} of the offered base has {len(body)} bytes")
         arrived.add(index)
         place[:] = np.frombuffer(body, "<f4")
         slot = index // SLOT_PIECES
         left[slot] -= 1
         if not left[slot]:
             del left[slot]
-            if kept is not None:
-                kept.save(slot, state)
+            if partial is not None:
+                partial.save(slot, state)
             on_progress(total - len(left), total)
 
     if await fetcher.fetch(listed("base", info.commit, digests, 4 * PIECE_ELEMENTS), missing, donors, keep):
-        raise PeerUnreachable("all donors are gone before the base was complete")
+        raise PeerUnreachable("no donor is left and the base is incomplete")
     return state
 
 
@@ -238,7 +237,7 @@ async def _wrong_pieces(state: np.ndarray, digests: bytes) -> list[int]:
     for index in range(len(digests) // 32):
         if piece_digest(_piece(state, index)) != digests[32 * index : 32 * index + 32]:
             wrong.append(index)
-        if index % PIECES_A_BREATH == 0:
+        if index % PIECES_PER_YIELD == 0:
             await asyncio.sleep(0)
     return wrong
 

@@ -1,16 +1,17 @@
-"""Downloading pieces from several donors at once, each piece verified: the policies of every download of this peer.
+"""The one way to download verified content: several donors at once, one set of policies for every kind.
 
-- A donor is asked for a few pieces at a time, in the order in which they are wanted; what arrives and is right is kept at once.
-- A donor that lies, dies or stalls costs the pieces that it was asked for: others are asked for them, and it is dropped for the
-  rest of this download. Stalled is one from which nothing comes for two silences, or less than MIN_BYTES_PER_S.
-- The pieces of a request that is late, but not stalled, are asked of an idle donor too: no slow donor holds up the end.
-- A donor that is busy is asked again later; one that lacks a piece is not asked for it again, and one that gives nothing in
-  EMPTY_REQUESTS requests in a row is dropped.
-- Donors come in tiers: a piece is asked of a tier when no donor of the tiers before it can give it now.
-- One donor serves at most REQUESTS_A_PEER requests of this peer, over all its downloads, and at most DONORS_AT_ONCE serve one
-  download.
+- A donor is asked for a few pieces at a time, in the order in which they are wanted. Each piece is verified and stored on
+  arrival, so a caller that stores durably can resume.
+- A donor that sends a wrong piece, dies or stalls costs only the pieces requested from it: other donors are asked for them, and
+  it is dropped for the rest of the download. A donor stalls when nothing arrives for two `silence_s`, or its mean rate falls
+  below MIN_BYTES_PER_S.
+- Pieces of a late request (slow, but not stalled) are also requested from an idle donor: no slow donor delays the end.
+- A busy donor is asked again later. A donor is not asked again for a piece that it lacks, and is dropped after EMPTY_REQUESTS
+  consecutive requests without a piece.
+- Donors come in tiers: a piece is requested from a tier when no available donor of an earlier tier has it.
+- A donor gets at most REQUESTS_A_PEER concurrent requests from this peer, over all downloads. DONORS_AT_ONCE bounds a download.
 
-The rate limits of the line hold for every message (`limits.py`).
+The endpoint's rate limits (`net/limits.py`) apply to every message.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from spes_p2p.net.tasks import end_tasks
 logger = logging.getLogger(__name__)
 
 DONORS_AT_ONCE = 8
-"""Bounds the connections of a download, and what lies unread in them; late requests do not count."""
+"""Bounds a download's connections and their receive buffers; late requests do not count."""
 MAX_BUSY_RETRY_S = 10.0
+"""Bounds the retry interval that a busy donor can ask for."""
 BUSY_PATIENCE_S = 120.0
-"""Drop a donor that has been busy for this long; its caller looks for donors anew."""
+"""Drop a donor that has been busy for this long."""
 EMPTY_REQUESTS = 4
+"""Drop a donor after this many consecutive requests that gave no piece."""
 MIN_BYTES_PER_S = 2**10
-"""Drop donors below this rate: eight of them together are less than any line that can train."""
-LATE_SILENCES = 0.25
-LATE_BYTES_PER_S = 2**16
-"""A request is late when nothing comes for this share of a silence, or less than this rate."""
-
+"""Drop donors below this rate: eight of them are slower than any usable line."""
+LATE_SILENCES, LATE_BYTES_PER_S = 0.25, 2**16
+"""A request is late when nothing arrives for this fraction of `silence_s`, or below this mean rate."""
 
 Tiers = Sequence[Sequence[Donor]]
 
@@ -50,93 +51,93 @@ Tiers = Sequence[Sequence[Donor]]
 class Fetcher:
     """All downloads of one peer."""
 
-    def __init__(self, board: RpcEndpoint):
-        self._board = board
+    def __init__(self, endpoint: RpcEndpoint):
+        self._endpoint = endpoint
         self._slots: dict[str, asyncio.Semaphore] = {}
 
     @property
     def stalled_s(self) -> float:
-        """Drop a donor from which nothing comes for this long."""
-        return STALLED_SILENCES * self._board.silence_s
+        """Drop a donor after this long without a byte."""
+        return STALLED_SILENCES * self._endpoint.silence_s
 
     @property
     def late_s(self) -> float:
-        """Ask others too when nothing comes for this long."""
-        return LATE_SILENCES * self._board.silence_s
+        """Duplicate a request after this long without a byte."""
+        return LATE_SILENCES * self._endpoint.silence_s
 
     def peers(self, names: Iterable[str]) -> list[Donor]:
-        """These peers as donors, those that were silent a moment ago last."""
-        now, detector = asyncio.get_running_loop().time(), self._board.detector
-        living = sorted(dict.fromkeys(names), key=lambda name: detector.is_lost(name, now))
-        return [PeerDonor(self._board, name) for name in living]
+        """Return these peers as donors, without duplicates; peers that are believed lost come last."""
+        now, detector = asyncio.get_running_loop().time(), self._endpoint.detector
+        ordered = sorted(dict.fromkeys(names), key=lambda name: detector.is_lost(name, now))
+        return [PeerDonor(self._endpoint, name) for name in ordered]
 
     async def fetch(self, content: Content, wanted: Iterable[int], donors: Tiers, keep: Keep) -> list[int]:
-        """Download these pieces; returns those that no donor gave.
+        """Download these pieces into `keep`; return the indices that no donor gave.
 
-        What `keep` raises, but for BadPiece, ends the download; what arrived before is kept.
+        Any error of `keep` except BadPiece ends the download.
         """
         return await _Download(self, content, wanted, donors, keep).run()
 
     async def fetch_single(self, content: Content, donors: Tiers) -> Body:
-        """Download the only piece of a content. Raises PeerUnreachable when no donor gives it."""
+        """Download content of one piece. Raises PeerUnreachable when no donor gives it."""
         found: list[Body] = []
 
         async def keep(index: int, body: Body) -> None:
             found.append(body)
 
         if await self.fetch(content, [0], donors, keep):
-            raise PeerUnreachable(f"nobody gives {content.kind} {content.name[:12]}")
+            raise PeerUnreachable(f"no donor has {content.kind} {content.name[:12]}")
         return found[0]
 
     def slot(self, donor: Donor) -> asyncio.Semaphore:
-        """What bounds the open requests at a donor."""
+        """Return the semaphore that bounds this peer's concurrent requests to a donor."""
         return self._slots.setdefault(donor.name, asyncio.Semaphore(REQUESTS_A_PEER))
 
 
 class _Request:
-    """A batch that a donor was asked for, and the progress of its delivery."""
+    """One batch requested from one donor, and its progress."""
 
     def __init__(self, download: _Download, donor: Donor, batch: Sequence[int]):
         self.pending = set(batch)
         self.given, self.bytes = 0, 0
         self.retry_s: float | None = None
-        """When a donor that is busy wants to be asked again."""
+        """Set when the donor is busy: seconds until it may be asked again."""
         self._download, self._donor, self._batch = download, donor, batch
         self._clock = asyncio.get_running_loop().time
         self._began_at = self._moved_at = self._clock()
 
     async def run(self) -> None:
-        """Until everything was given. Raises PeerUnreachable (also of a stalled donor), Refused, WireError, BadPiece."""
+        """Wait for the whole batch. Raises PeerUnreachable (also for a stalled donor), Refused, WireError, BadPiece."""
         stalled_s = self._donor.patience_s or self._download.fetcher.stalled_s
         giving = asyncio.ensure_future(self._donor.give(self._download.content, self._batch, self))
         try:
             while not giving.done():
                 left_s = self._due_at(stalled_s, MIN_BYTES_PER_S) - self._clock()
                 if left_s <= 0:
-                    raise PeerUnreachable(f"lives, but gave {self.bytes} bytes in {self._clock() - self._began_at:.0f} s")
+                    raise PeerUnreachable(f"stalled after {self.bytes} bytes in {self._clock() - self._began_at:.0f} s")
                 await asyncio.wait({giving}, timeout=left_s)
             giving.result()
         finally:
             await end_tasks([giving])
 
     def is_late(self) -> bool:
-        """Is it slow enough that others are asked for the same?"""
+        """Return whether the request is slow enough to be duplicated at another donor."""
         return self._clock() >= self._due_at(self._download.fetcher.late_s, LATE_BYTES_PER_S)
 
     def count(self, size: int) -> None:
-        """Bytes have arrived."""
+        """Record the arrival of `size` bytes."""
         self.bytes += size
         if size:
             self._moved_at = self._clock()
 
     async def put(self, index: int, body: Body | None) -> None:
-        """A piece has arrived, or is not there. Raises BadPiece."""
+        """Pass on a piece; None: the donor lacks it. Raises BadPiece."""
         self.pending.discard(index)
         self.given += body is not None
         await self._download.take(self._donor, index, body)
 
     def _due_at(self, silent_s: float, bytes_per_s: float) -> float:
-        """When more must have come: after so much silence, or when the mean rate falls below this one."""
+        """Return the deadline for the next bytes: the end of a silence, or when the mean rate falls below the bound."""
         return min(self._moved_at + silent_s, self._began_at + silent_s + self.bytes / bytes_per_s)
 
 
@@ -150,45 +151,46 @@ class _Download:
         self._tiers = [list(tier) for tier in donors]
         self._lacks: dict[str, set[int]] = {donor.name: set() for tier in donors for donor in tier}
         self._unavailable: set[str] = set()
-        """Donors that are dropped, or busy at the moment."""
+        """Donors that are dropped or currently busy."""
         self._requests: set[_Request] = set()
         self._changed = asyncio.Event()
         self._complete = asyncio.Event()
 
     async def run(self) -> list[int]:
-        """Returns the pieces that nobody gave."""
+        """Download; return the indices that no donor gave."""
         if not self._missing:
             return []
-        ends = [
+        donor_tasks = [
             asyncio.ensure_future(self._fetch_from(donor, number)) for number, tier in enumerate(self._tiers) for donor in tier
         ]
-        everything, complete = asyncio.gather(*ends), asyncio.ensure_future(self._complete.wait())
+        everything, complete = asyncio.gather(*donor_tasks), asyncio.ensure_future(self._complete.wait())
         try:
             either: set[asyncio.Future[Any]] = {everything, complete}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if everything.done():
                 everything.result()
         finally:
-            await end_tasks([*ends, everything, complete])
+            await end_tasks([*donor_tasks, everything, complete])
         return list(self._missing)
 
     async def take(self, donor: Donor, index: int, body: Body | None) -> None:
-        """What a donor gave for a piece. Raises BadPiece."""
+        """Verify and store what a donor gave for a piece; None: it lacks the piece. Raises BadPiece."""
         if body is None:
             self._lacks[donor.name].add(index)
-        elif not self.content.proves(index, body):
-            raise BadPiece(f"sent another piece {index} of {self.content.kind} {self.content.name[:12]} than the right one")
+        elif not self.content.matches(index, body):
+            raise BadPiece(f"piece {index} of {self.content.kind} {self.content.name[:12]} has a wrong hash")
         elif index in self._missing:
             await self._keep(index, body)
             self._missing.pop(index, None)
             if not self._missing:
                 self._complete.set()
-        self._tell()
+        self._notify()
 
     async def _fetch_from(self, donor: Donor, tier: int) -> None:
-        """Ask one donor for batch after batch, until it has nothing more to give or is dropped."""
+        """Request batches from one donor until it has nothing more to give or is dropped."""
         clock = asyncio.get_running_loop().time
-        served_at, empty = clock(), 0
+        busy_since: float | None = None
+        empty = 0
         while any(index not in self._lacks[donor.name] for index in self._missing):
             async with self.fetcher.slot(donor):
                 batch = self._batch_for(donor, tier)
@@ -197,17 +199,19 @@ class _Download:
                 await self._wait_for_change()
                 continue
             if request.retry_s is None:
-                served_at, empty = clock(), 0 if request.given else empty + 1
-            elif clock() - served_at < BUSY_PATIENCE_S:
-                await asyncio.sleep(request.retry_s)
-                continue
+                busy_since, empty = None, 0 if request.given else empty + 1
+            else:
+                busy_since = clock() if busy_since is None else busy_since
+                if clock() - busy_since < BUSY_PATIENCE_S:
+                    await asyncio.sleep(request.retry_s)
+                    continue
             if empty == EMPTY_REQUESTS:
                 self._unavailable.add(donor.name)
             if donor.name in self._unavailable:
                 return
 
     async def _ask(self, donor: Donor, batch: Sequence[int]) -> _Request:
-        """One request, until it is over. A donor that failed or is busy is not available any more."""
+        """Run one request. Marks a donor that fails or is busy as unavailable."""
         request = _Request(self, donor, batch)
         self._unavailable.discard(donor.name)
         self._requests.add(request)
@@ -216,17 +220,17 @@ class _Download:
         except (PeerUnreachable, Refused, WireError, BadPiece) as error:
             self._unavailable.add(donor.name)
             if isinstance(error, Refused) and error.code is Code.BUSY:
-                request.retry_s = min(error.refusal.retry_s or BUSY_RETRY_S, MAX_BUSY_RETRY_S)
+                request.retry_s = max(BUSY_RETRY_S, min(error.refusal.retry_s or 0.0, MAX_BUSY_RETRY_S))
                 return request
             level = logging.WARNING if isinstance(error, WireError | BadPiece) else logging.INFO
             logger.log(level, "donor %s dropped: %s", donor.name[-6:], error)
         finally:
             self._requests.discard(request)
-            self._tell()
+            self._notify()
         return request
 
     def _batch_for(self, donor: Donor, tier: int) -> list[int]:
-        """The next pieces that nobody is giving at the moment, as far as it is this donor's turn."""
+        """Return the next pieces that are not in flight and that no available donor of an earlier tier can give."""
         prompt = [request for request in self._requests if not request.is_late()]
         if len(prompt) >= DONORS_AT_ONCE:
             return []
@@ -242,12 +246,12 @@ class _Download:
                     break
         return batch
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _wait_for_change(self) -> None:
-        """Until a request went on, or may have become late."""
+        """Wait until a request makes progress, or may have become late."""
         try:
             await asyncio.wait_for(self._changed.wait(), self.fetcher.late_s)
         except asyncio.TimeoutError:

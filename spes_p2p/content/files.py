@@ -1,4 +1,4 @@
-"""The campaign's files as content: by sha256."""
+"""The campaign's files (tokenizer, manifests) as content, named by their sha256."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.refusals import Code
 
 MAX_FILE_BYTES = 2**28
+"""Bounds the memory that a file takes before its hash is checked."""
 UPLOADS_AT_ONCE = 8
-"""Peers that fetch files from this one at the same time."""
+"""Bounds the peers that fetch files from this peer at a time."""
 
 
 async def serve_files(server: ContentServer, files: Mapping[str, bytes]) -> None:
-    """Serve these files, by sha256, from now on."""
+    """Start to serve these files, given by sha256."""
 
     async def source(sha256: str, index: int) -> Body | None:
         if sha256 not in files:
-            raise Refused(Code.NOT_HERE, "no such file here")
+            raise Refused(Code.NOT_HERE, "this peer lacks the file")
         return files[sha256] if index == 0 else None
 
     await server.serve("file", source, UPLOADS_AT_ONCE)
 
 
 async def fetch_file(fetcher: Fetcher, sha256: str, size: int, peers: Sequence[str]) -> bytes:
-    """One of the campaign's files, from any of these peers. Raises UserError."""
+    """Download a file from several of these peers. Raises UserError."""
     if not 0 < size <= MAX_FILE_BYTES:
-        raise UserError(f"peer {peers[0]}: offers file {sha256[:12]} with {size} bytes; ask who runs the campaign")
+        raise UserError(f"peer {peers[0]}: offers file {sha256[:12]} with {size} bytes; ask the campaign's owner")
     try:
         content = single("file", sha256, from_hex(sha256), size)
         return bytes(await fetcher.fetch_single(content, [fetcher.peers(peers)]))
     except (PeerUnreachable, WireError):
-        raise UserError(f"peer {peers[0]}: could not download file {sha256[:12]}; try again") from None
+        raise UserError(f"file {sha256[:12]}: none of {len(peers)} peers gave it; try again") from None

@@ -1,9 +1,9 @@
-"""The types of the content service: content in pieces with the hashes that prove them, sources, and donors.
+"""The types of the content service: content in hashed pieces, sources that serve it, and donors that give it.
 
-| kind | name | pieces | hash | what proves the hashes |
+| kind | name | pieces | hash | where the hash comes from |
 |---|---|---|---|---|
 | file | sha256 of the file | the file | sha256 | the campaign |
-| base_hashes | commit | the list of piece digests | BLAKE3 | the digest of the base: the next commit's certificate |
+| base_hashes | commit | the list of piece digests | BLAKE3 | the base digest, which the next commit certifies |
 | base | commit | 2^16 float32 values each | BLAKE3 | base_hashes |
 | token_hashes | root | the list of piece hashes | sha256 | the manifest |
 | tokens | root | 256 KiB of ids each | sha256 | token_hashes |
@@ -26,84 +26,82 @@ from spes_p2p.messages.content import ContentKind
 from spes_p2p.rounds.digest import content_digest
 
 Body = bytes | memoryview
-
-
 _BLAKE3: Collection[ContentKind] = ("base_hashes", "base", "parts")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is known of a piece before it is here."""
+    """What is known about a piece before it is downloaded."""
 
     digest: bytes
     max_bytes: int
-    """Its size, or a bound where only the hash is known."""
+    """The piece's size, or an upper bound where only the hash is known."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """One content and what proves its pieces."""
+    """One content and the hashes of its pieces."""
 
     kind: ContentKind
     name: str
     piece: Callable[[int], Piece]
-    """By index."""
+    """Return the expected piece of an index."""
 
-    def proves(self, index: int, body: Body) -> bool:
-        """Is this the piece of that index?"""
+    def matches(self, index: int, body: Body) -> bool:
+        """Return whether the body has the hash of this piece."""
         digest = content_digest(body) if self.kind in _BLAKE3 else hashlib.sha256(body).digest()
         return digest == self.piece(index).digest
 
 
 def from_hex(digest: str) -> bytes:
-    """A digest of 32 bytes. Raises WireError when the text is none."""
+    """Parse a digest of 32 bytes. Raises WireError."""
     if re.fullmatch("[0-9a-f]{64}", digest) is None:
-        raise WireError(f"{digest[:64]!r} is no digest")
+        raise WireError(f"{digest[:64]!r} is not a digest")
     return bytes.fromhex(digest)
 
 
 def single(kind: ContentKind, name: str, digest: bytes, max_bytes: int) -> Content:
-    """Content of one piece."""
+    """Return content of one piece."""
     piece = Piece(digest, max_bytes)
     return Content(kind, name, lambda index: piece)
 
 
 def listed(kind: ContentKind, name: str, digests: bytes, piece_bytes: int) -> Content:
-    """Content in pieces of at most this size, proven by a list of digests of 32 bytes each."""
+    """Return content of several pieces. `digests`: 32 bytes a piece, concatenated; `piece_bytes`: bounds each piece."""
     return Content(kind, name, lambda index: Piece(digests[32 * index : 32 * index + 32], piece_bytes))
 
 
 class BadPiece(Exception):
-    """A donor gave something else than the piece."""
+    """A donor gave a piece with the wrong hash, or one that cannot be used."""
 
 
 Source = Callable[[str, int], Awaitable[Body | None]]
-"""`await source(name, index)`: a piece as this peer serves it; None when it is not here. Raises Refused when none is."""
+"""`await source(name, index)` returns a piece to serve; None: this peer lacks it. Raises Refused when it lacks the content."""
 
 Keep = Callable[[int, Body], Awaitable[None]]
-"""`await keep(index, body)`: store a piece that has its hash, maybe twice. Raises BadPiece for one that cannot be used."""
+"""`await keep(index, body)` stores a verified piece; it may be called twice for one. Raises BadPiece for an unusable one."""
 
 
 class Delivery(Protocol):
-    """Where a donor puts what it gives."""
+    """Receives what a donor gives."""
 
     def count(self, size: int) -> None:
-        """So many bytes have arrived: the donor makes progress."""
+        """Record the arrival of `size` bytes."""
 
     async def put(self, index: int, body: Body | None) -> None:
-        """A piece; None: the donor does not have it. Raises BadPiece when it is not the right one."""
+        """Take a piece; None: the donor lacks it. Raises BadPiece."""
 
 
 class Donor(Protocol):
-    """Somebody who may have pieces: a peer, or a server of token files."""
+    """A possible source of pieces: a peer, or the URL of a token file."""
 
     @property
     def name(self) -> str:
-        """Unique among the donors of a download."""
+        """The donor's name, unique within a download."""
 
     @property
     def patience_s(self) -> float | None:
-        """Drop it when nothing comes for this long; None: as a peer."""
+        """Drop the donor after this long without a byte; None: as for a peer."""
 
     async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
-        """Put each of these pieces once, in this order. Raises PeerUnreachable, Refused, WireError."""
+        """Deliver each of these pieces once, in this order. Raises PeerUnreachable, Refused, WireError."""

@@ -1,7 +1,7 @@
-"""Records that are the same for all members of a round: the coordinator sends a few of them, the members pass them on.
+"""Fan-out of a round's records (plan, decided commit) over a tree of members.
 
-The coordinator sends a plan or a commit to the first FANOUT members. The others get its hash and the name of a member that has
-it by then, in a tree: each passes it on to at most FANOUT others. Who does not get it there asks the coordinator.
+The coordinator sends a record to the first FANOUT members. Every other member gets its hash and the name of its parent in the
+tree, fetches the record there, and falls back to the coordinator. A member has at most FANOUT children.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from spes_p2p.net.rpc import RpcEndpoint
 
 FANOUT = 8
 KEPT_RECORDS = 8
+"""Bounds the records held for other members: those of the current round and of a few attempts."""
 
 
 class Relay:
-    """The last records of this peer, for those that it passes them on to."""
+    """The last records of this peer, served to its children in the tree."""
 
-    def __init__(self, board: RpcEndpoint, fetcher: Fetcher):
-        self._board, self._fetcher = board, fetcher
+    def __init__(self, endpoint: RpcEndpoint, fetcher: Fetcher):
+        self._endpoint, self._fetcher = endpoint, fetcher
         self._records: OrderedDict[str, bytes] = OrderedDict()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def serve(self, server: ContentServer) -> None:
-        """Serve records, to every member at once: a record is small, and each of them passes it on to few."""
+        """Start to serve records, without a bound on peers: records are small and a member has few children."""
         await server.serve("record", self._record)
 
     def keep(self, record: bytes) -> None:
-        """Have a record ready for others."""
+        """Hold a record for other members."""
         self._records[hashlib.sha256(record).hexdigest()] = record
         while len(self._records) > KEPT_RECORDS:
             self._records.popitem(last=False)
-        self._news.set()
+        self._changed.set()
 
     def addressed(self, message: Message, index: int, members: Sequence[str]) -> Message:
-        """What the coordinator sends to the member of this index: the plan or decided commit, or where it is."""
+        """Return what the coordinator sends to the member of this index: the record, or its hash and holders."""
         if index < FANOUT:
             return message
         self.keep(bytes(message.body))
-        holders = (members[index // FANOUT - 1], self._board.peer_id)
+        holders = (members[index // FANOUT - 1], self._endpoint.peer_id)
         return Message(pack(Passed(message.kind, hashlib.sha256(message.body).hexdigest(), holders)), Kind.PASSED)
 
     async def received(self, message: Message) -> Message:
-        """The plan or decided commit that a coordinator's message is or names. Raises PeerUnreachable, WireError."""
+        """Return the record that a coordinator's message contains or names. Raises PeerUnreachable, WireError."""
         if message.kind == Kind.PASSED:
             passed = unpack(Passed, message.body)
             message = Message(await self._fetch(passed), passed.kind)
@@ -63,17 +64,17 @@ class Relay:
         return message
 
     async def _fetch(self, passed: Passed) -> bytes:
-        """Ask one holder after the other: each of them waits for the record itself, so that only a lost one is passed over."""
+        """Fetch from the first holder that lives: a holder waits for the record itself (one tier each)."""
         content = single("record", passed.sha256, from_hex(passed.sha256), MAX_FRAME_BYTES)
         return bytes(await self._fetcher.fetch_single(content, [self._fetcher.peers([holder]) for holder in passed.holders]))
 
     async def _record(self, sha256: str, index: int) -> Body | None:
-        """A record as it is served; one that is on its way here is waited for."""
-        deadline = asyncio.get_running_loop().time() + self._board.silence_s
+        """Return a record to serve; wait up to `silence_s` for one that has not arrived yet."""
+        deadline = asyncio.get_running_loop().time() + self._endpoint.silence_s
         while sha256 not in self._records:
-            self._news.clear()
+            self._changed.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), deadline - asyncio.get_running_loop().time())
+                await asyncio.wait_for(self._changed.wait(), deadline - asyncio.get_running_loop().time())
             except asyncio.TimeoutError:
-                raise Refused(Code.NOT_HERE, "that record is not here") from None
+                raise Refused(Code.NOT_HERE, "this peer lacks the record") from None
         return self._records[sha256] if index == 0 else None

@@ -1,7 +1,7 @@
-"""Training text from peer to peer: pieces of token files, from whoever has them; only those that are trained on.
+"""Training text as content: the pieces of token files that this peer trains on.
 
-Trainers are asked first, in random order, so that the bootstrap peer serves each piece few times. A piece that no peer gives is
-read from the URL of its token file, where the manifest names one: last, since a peer's bytes cost nobody's egress.
+Trainers are asked first, in random order, so that the bootstrap peer serves each piece only a few times. The URL of the token
+file, if the manifest names one, is the last tier: its owner pays for egress.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from spes_p2p.messages.refusals import Code
 logger = logging.getLogger(__name__)
 
 TRAINERS_ASKED = 3
-"""Trainers that are asked before the helpers are: a trainer has the text that it trained on."""
+"""Bounds the trainers that are asked before the helpers. Trainers keep the text that they trained on."""
 PATIENCE_S, RETRY_S = 120.0, 2.0
-"""Give up on pieces that no donor gives after this long; interval between tries."""
+"""Fail after this long without a donor that has a piece; interval between tries."""
 UPLOADS_AT_ONCE = 8
-"""Peers that fetch text from this one at the same time."""
+"""Bounds the peers that fetch text from this peer at a time."""
 
 
 class TokenLibrary:
-    """A peer's end: serves what its shelf holds, and fetches what it lacks."""
+    """Serves the pieces on a peer's shelf and fetches missing ones."""
 
     def __init__(
         self,
@@ -45,32 +45,29 @@ class TokenLibrary:
         rng: random.Random,
         urls: UrlDonor | None = None,
     ):
-        """`sources`: the trainers and the helpers that live now. `urls`: gives what none of them has."""
+        """`sources()` returns the living trainers and helpers. `urls` gives pieces that no peer has."""
         self._shelf, self._fetcher, self._sources = shelf, fetcher, sources
         self._run, self._rng, self._urls = run_blocking, rng, urls or UrlDonor()
 
     async def serve(self, server: ContentServer) -> None:
-        """Answer from now on."""
+        """Start to serve text."""
         await server.serve("token_hashes", self._hashes, UPLOADS_AT_ONCE)
         await server.serve("tokens", self._piece, UPLOADS_AT_ONCE)
 
     async def _hashes(self, root: str, index: int) -> Body | None:
         hashes: bytes | None = await self._run(self._shelf.hashes, root)
         if hashes is None:
-            raise Refused(Code.NOT_HERE, "that token file is not here")
+            raise Refused(Code.NOT_HERE, "this peer lacks the token file")
         return hashes if index == 0 else None
 
     async def _piece(self, root: str, index: int) -> Body | None:
         if await self._run(self._shelf.hashes, root) is None:
-            raise Refused(Code.NOT_HERE, "that token file is not here")
+            raise Refused(Code.NOT_HERE, "this peer lacks the token file")
         piece: bytes | None = await self._run(self._shelf.piece, root, index)
         return piece
 
     async def ensure(self, file: TokenFile, pieces: Sequence[int]) -> None:
-        """Have these pieces of a file here: from peers, else from the file's URL.
-
-        Raises UserError when nobody gives them for PATIENCE_S.
-        """
+        """Fetch the missing ones of these pieces. Raises UserError when no donor gives them for PATIENCE_S."""
         root, loop = file.pieces_sha256, asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_S
         while True:
@@ -83,7 +80,7 @@ class TokenLibrary:
                 problem = self._urls.problem(file)
                 raise UserError(f"{file.path}: no peer gives {len(missing)} pieces of this token file"
                                 f"{f', and {problem}' if problem else ''}; "
-                                "ask who runs the campaign to start a bootstrap peer that has it, or give --data-dir")
+                                "ask the campaign's owner to start a bootstrap peer that has it, or give --data-dir")
             await asyncio.sleep(RETRY_S)
 
     async def _missing(self, file: TokenFile, root: str, pieces: Sequence[int]) -> list[int]:
@@ -93,7 +90,7 @@ class TokenLibrary:
         return missing
 
     async def _fetch_hashes(self, file: TokenFile, root: str) -> None:
-        """Helpers first: they have the files."""
+        """Fetch the list of piece hashes, from helpers first: they have whole files."""
         content = single("token_hashes", root, from_hex(root), HASH_BYTES * piece_count(file.num_bytes))
 
         async def keep(index: int, body: Body) -> None:
@@ -104,7 +101,7 @@ class TokenLibrary:
         await self._fetcher.fetch(content, [0], self._donors()[::-1], keep)
 
     async def _fetch(self, file: TokenFile, missing: Sequence[int]) -> list[int]:
-        """Ask for all of them once; returns those that nobody gave."""
+        """Try to download these pieces; return those that no donor gave."""
         root = file.pieces_sha256
         hashes = await self._run(self._shelf.hashes, root)
         if hashes is None:
@@ -117,7 +114,7 @@ class TokenLibrary:
         return await self._fetcher.fetch(content, missing, [*self._donors(), [_AtUrl(self._urls, file, self._run)]], keep)
 
     def _donors(self) -> list[list[Donor]]:
-        """Some trainers and all helpers, each in random order."""
+        """Return tiers of donors: TRAINERS_ASKED trainers, then all helpers, in random order."""
         trainers, helpers = (self._rng.sample(list(group), len(group)) for group in self._sources())
         return [self._fetcher.peers(trainers[:TRAINERS_ASKED]), self._fetcher.peers(helpers)]
 
@@ -131,14 +128,14 @@ class _AtUrl:
     run: Callable[..., Awaitable[Any]]
     name: str = "URL"
     patience_s: float | None = RANGE_S
-    """Of a whole range: nothing is seen of it before it is there."""
+    """A range is delivered as a whole, without progress before."""
 
     async def give(self, content: Content, indices: Sequence[int], delivery: Delivery) -> None:
-        """Read these pieces; none of them while the URL rests. Raises PeerUnreachable when it fails."""
+        """Read these pieces; give none while the URL backs off. Raises PeerUnreachable when a read fails."""
         read: dict[int, bytes] = {}
 
         def keep(index: int, body: bytes) -> bool:
-            if content.proves(index, body):
+            if content.matches(index, body):
                 read[index] = body
             return index in read
 
@@ -152,4 +149,4 @@ class _AtUrl:
                 await delivery.put(index, read.get(index))
         if failure is not None:
             logger.warning("%s", failure)
-            raise PeerUnreachable("its newest read failed")
+            raise PeerUnreachable("a read failed")

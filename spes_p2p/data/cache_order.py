@@ -1,4 +1,4 @@
-"""Eviction order of a cache of limited size: least recently used first, never a piece that a reader holds."""
+"""Eviction order of a size-limited cache: least recently used first, except pieces that a reader holds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 Piece = tuple[str, int]
-"""(root of a token file, index of the piece)."""
+"""(Root of a token file, index of the piece)."""
 
 
 class CacheOrder:
-    """The pieces of a cache in the order of their last use. Its methods may be called from several threads."""
+    """The pieces of a cache in the order of their last use. Thread-safe."""
 
     def __init__(self, limit_bytes: int | None):
-        """`limit_bytes`: None for no limit."""
+        """`limit_bytes`: None means no limit."""
         self._limit_bytes = limit_bytes
         self._sizes: OrderedDict[Piece, int] = OrderedDict()
         self._held: dict[str, frozenset[Piece]] = {}
@@ -23,11 +23,11 @@ class CacheOrder:
 
     @property
     def total_bytes(self) -> int:
-        """Of all pieces in the cache."""
+        """Size of all pieces in the cache."""
         return self._total_bytes
 
     def hold(self, holder: str, pieces: Iterable[Piece]) -> None:
-        """Mark these as used now, in this order, and keep them until the holder's next call, whatever the limit."""
+        """Mark these pieces as used, in this order, and exempt them from eviction until the holder's next call."""
         ordered = tuple(pieces)
         with self._lock:
             self._held[holder] = frozenset(ordered)
@@ -36,19 +36,19 @@ class CacheOrder:
                     self._sizes.move_to_end(piece)
 
     def add(self, piece: Piece, size: int) -> list[Piece]:
-        """Count a piece that was put into the cache as used last; returns the pieces to evict."""
+        """Add a piece as the most recently used; return the pieces to evict."""
         with self._lock:
             self._total_bytes += size - self._sizes.pop(piece, 0)
             self._sizes[piece] = size
-            return self._leaving(piece)
+            return self._evict(piece)
 
-    def _leaving(self, newest: Piece) -> list[Piece]:
+    def _evict(self, newest: Piece) -> list[Piece]:
         if self._limit_bytes is None:
             return []
-        stay, leaving = {newest}.union(*self._held.values()), []
-        for piece in [piece for piece in self._sizes if piece not in stay]:
+        kept, evicted = {newest}.union(*self._held.values()), []
+        for piece in [piece for piece in self._sizes if piece not in kept]:
             if self._total_bytes <= self._limit_bytes:
                 break
             self._total_bytes -= self._sizes.pop(piece)
-            leaving.append(piece)
-        return leaving
+            evicted.append(piece)
+        return evicted

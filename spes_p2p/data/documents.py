@@ -18,13 +18,13 @@ from spes_p2p.errors import UserError
 CHUNK_BYTES = 2**20
 
 Documents = Iterator[tuple[str, int]]
-"""(text, bytes of the file read so far): empty documents are left out."""
+"""(Text, bytes of the file read so far), without empty documents."""
 
 
 def read_documents(path: Path, text_field: str = "text") -> Documents:
-    """The documents of one file, of the format that its name says, in order.
+    """Yield the documents of one file in order. The file name determines the format.
 
-    Raises UserError naming file (and line or row): missing, unknown format, cut short, not UTF-8, not JSON, no text there.
+    Raises UserError naming the file and the line or row: missing, unknown format, truncated, not UTF-8, not JSON, no text.
     """
     reader = reader_of(str(path))
     try:
@@ -35,7 +35,7 @@ def read_documents(path: Path, text_field: str = "text") -> Documents:
 
 
 def reader_of(name: str) -> Callable[[BinaryIO, str, str], Documents]:
-    """The reader for a file's name. Raises UserError for an unknown ending."""
+    """Return the reader for a file name. Raises UserError for an unknown extension."""
     for ending, reader in READERS.items():
         if name.lower().endswith(ending):
             return reader
@@ -51,7 +51,7 @@ def _gzip_jsonl(raw: BinaryIO, name: str, field: str) -> Documents:
         try:
             yield from _parse_lines(_lines(_chunks(file)), name, field, raw)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{name}: the gzip data is cut short or damaged ({error}); copy it again") from None
+            raise UserError(f"{name}: the gzip data is truncated or damaged ({error}); copy it again") from None
 
 
 def _zstd_jsonl(raw: BinaryIO, name: str, field: str) -> Documents:
@@ -66,14 +66,14 @@ def _parquet(raw: BinaryIO, name: str, field: str) -> Documents:
         table = pq.ParquetFile(raw)
         if field not in table.schema_arrow.names:
             columns = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{name}: has no column '{field}', only {columns}; name the text's with --text-field")
+            raise UserError(f"{name}: has no column '{field}', only {columns}; name the text column with --text-field")
         row = 0
         for batch in table.iter_batches(batch_size=1024, columns=[field]):
             for text in batch.column(0).to_pylist():
                 row += 1
                 yield _checked(text, f"{name}, row {row}", field), raw.tell()
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
+        raise UserError(f"{name}: not a complete parquet file ({str(error).splitlines()[0]}); copy it again") from None
 
 
 def _text(raw: BinaryIO, name: str, field: str) -> Documents:
@@ -103,13 +103,13 @@ def _parse_lines(lines: Iterator[bytes], name: str, field: str, raw: BinaryIO) -
             raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); each line is one object like "
                             f'{{"{field}": "..."}}') from None
         if not isinstance(record, dict) or field not in record:
-            raise UserError(f"{where}: has no field '{field}'; name the text's with --text-field")
+            raise UserError(f"{where}: has no field '{field}'; name the text field with --text-field")
         yield _checked(record[field], where, field), raw.tell()
 
 
 def _checked(text: object, where: str, field: str) -> str:
     if not isinstance(text, str):
-        raise UserError(f"{where}: field '{field}' is {type(text).__name__}, not text; name another with --text-field")
+        raise UserError(f"{where}: field '{field}' is {type(text).__name__}, not text; name another field with --text-field")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -131,7 +131,7 @@ def _chunks(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
 
 
 def _zstd_chunks(raw: BinaryIO, name: str) -> Iterator[bytes]:
-    """Decompress frame after frame. A reader of whole streams would take a frame that is cut short for the end."""
+    """Decompress frame by frame. zstandard's stream reader would mistake a truncated frame for the end of the file."""
     frame = None
     for chunk in _chunks(raw):
         while chunk:
@@ -140,7 +140,7 @@ def _zstd_chunks(raw: BinaryIO, name: str) -> Iterator[bytes]:
             chunk = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise UserError(f"{name}: the zstd data is cut short; copy it again")
+        raise UserError(f"{name}: the zstd data is truncated; copy it again")
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:

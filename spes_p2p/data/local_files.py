@@ -1,4 +1,4 @@
-"""Token files that lie on this machine: found in the folders that its user names, and verified against the manifest."""
+"""Local token files: found in the folders that the user names, and verified against the manifest."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spes_p2p.errors import UserError
 
 def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None,
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[TokenArray, ...]:
-    """Find, verify and map all token files: one read-only array of ids `[tokens]` a file.
+    """Find, verify and map all token files: one read-only array of ids `[tokens]` per file.
 
-    Verifying reads a file once: its sha256 and its largest id. `verified` is a small JSON file in the run-dir that remembers
-    files by path, size and modification time, so that the next start does not read them again.
-    `on_progress(bytes_done, bytes_total)`. Raises UserError as `locate_file` does, and for another hash or an id beyond the
+    Verification reads each file once, for its sha256 and its largest id. `verified` is a JSON file in the run-dir that records
+    verified files by path, size and modification time, so that a restart does not read them again.
+    `on_progress(bytes_done, bytes_total)`. Raises UserError as `locate_file` does, and for a wrong hash or an id outside the
     vocabulary.
     """
     paths = {file: locate_file(file, folders) for file in manifest.files}
@@ -27,40 +27,34 @@ def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | No
 
 
 def find_local(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None) -> dict[TokenFile, Path]:
-    """The token files that lie on this machine, verified as `open_corpus` does.
-
-    Raises UserError for a file that is there and wrong, as `open_corpus` does.
-    """
-    paths = {file: locate_file(file, folders) for file in manifest.files if _is_there(file, folders)}
+    """Return the token files that are on this machine, verified as by `open_corpus`. Raises UserError for a wrong one."""
+    paths = {file: locate_file(file, folders) for file in manifest.files if _exists(file, folders)}
     _verify_once(manifest, paths, verified, lambda done, total: None)
     return paths
 
 
 def check_local(manifest: Manifest, folders: Sequence[Path]) -> None:
-    """Raise UserError, as `open_corpus` does, unless each token file lies on this machine or is published."""
-    paths = {file: locate_file(file, folders) for file in manifest.files if file.url is None or _is_there(file, folders)}
+    """Raise UserError, as `open_corpus` does, unless each token file is on this machine or published."""
+    paths = {file: locate_file(file, folders) for file in manifest.files if file.url is None or _exists(file, folders)}
     _verify_once(manifest, paths, None, lambda done, total: None)
 
 
 def find_hashes(file: TokenFile, folders: Sequence[Path]) -> bytes | None:
-    """The list of piece hashes that lies where the token file is looked for; not verified. None when there is none."""
-    for path in _candidates(file, folders):
-        listed = path.with_name(path.name + HASHES)
-        if listed.is_file():
-            return listed.read_bytes()
-    return None
+    """Read the token file's list of piece hashes, unverified, from the same folders. None if there is none."""
+    paths = (path.with_name(path.name + HASHES) for path in _candidates(file, folders))
+    return next((path.read_bytes() for path in paths if path.is_file()), None)
 
 
 def locate_file(file: TokenFile, folders: Sequence[Path]) -> Path:
-    """Where one token file is on this machine. Raises UserError: nowhere, or not as long as the manifest says."""
+    """Return the path of one token file. Raises UserError if it is missing or its length differs from the manifest."""
     lengths = {path: len(open_tokens(path, file.dtype)) for path in _candidates(file, folders) if path.is_file()}
     for path, tokens in lengths.items():
         if tokens == file.tokens:
             return path
     for path, tokens in lengths.items():
         raise UserError(f"{path}: has {tokens} {file.dtype} ids, the manifest says {file.tokens}; "
-                        f"it is cut short or another file: copy it again")
-    searched = ", ".join(str(folder) for folder in folders) or "any folder that is known here"
+                        f"it is truncated or another file: copy it again")
+    searched = ", ".join(str(folder) for folder in folders) or "any known folder"
     raise UserError(f"{file.path}: this token file of the campaign is not in {searched}; copy it there")
 
 
@@ -68,13 +62,13 @@ def _candidates(file: TokenFile, folders: Sequence[Path]) -> list[Path]:
     return [folder / file.path for folder in folders] + [folder / Path(file.path).name for folder in folders]
 
 
-def _is_there(file: TokenFile, folders: Sequence[Path]) -> bool:
+def _exists(file: TokenFile, folders: Sequence[Path]) -> bool:
     return any(path.is_file() for path in _candidates(file, folders))
 
 
 def _verify_once(manifest: Manifest, paths: Mapping[TokenFile, Path], verified: Path | None,
                  on_progress: Callable[[int, int], None]) -> None:
-    """Read each file that is not remembered in `verified`, and remember it. Raises UserError."""
+    """Verify each file that is not recorded in `verified`, and record it. Raises UserError."""
     known = _read_verified(verified)
     total, done = sum(path.stat().st_size for path in paths.values()), 0
 
@@ -107,7 +101,7 @@ def _fingerprint(path: Path, file: TokenFile, vocab_size: int) -> list[Any]:
 
 
 def _read_verified(path: Path | None) -> dict[str, Any]:
-    """What earlier starts verified; nothing when the file is not there or unreadable, for then all is verified again."""
+    """Return the fingerprints of verified files; empty if the record is missing or unreadable, so all are verified again."""
     if path is None:
         return {}
     try:

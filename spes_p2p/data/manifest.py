@@ -1,7 +1,7 @@
 """The manifest names a campaign's token files by path and hash, so that every peer trains on the same tokens.
 
-It travels through the swarm. `local_files.py` finds and verifies the files that lie on this machine; pieces of the others come
-from peers (`content/tokens.py`) or the URL where a file is published (`url_donor.py`), and are kept in a cache (`shelf.py`).
+Peers download it from each other. `local_files.py` finds and verifies files that are on this machine; pieces of the others come
+from peers (`content/tokens.py`) or from the URL where a file is published (`url_donor.py`), and are cached (`shelf.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from spes_p2p.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 HASHES = ".hashes"
-"""Ending of the list of piece hashes that lies beside a token file, and may lie there without it."""
+"""Suffix of a token file's list of piece hashes, which may be present without the token file."""
 SCHEMES = ("https://", "http://", "s3://", "gs://", "hf://")
-"""Of URLs that a manifest may name. None leads to the reader's own disk: the owner does not choose what is read there."""
+"""URL schemes allowed in a manifest. None can name a local file, so a campaign owner cannot choose what is read from a peer's
+disk."""
 
 
 def _inside(path: str) -> str:
@@ -52,14 +53,14 @@ class TokenFile:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     path: Annotated[str, AfterValidator(_inside)]
-    """Relative to the manifest's folder, with forward slashes."""
+    """Path relative to the manifest's folder, with forward slashes."""
     sha256: Sha256
     tokens: Positive
     dtype: Dtype
     pieces_sha256: Sha256
-    """Root of its pieces (`pieces.py`), by which peers serve it."""
+    """Root of its piece hashes (`pieces.py`); peers request the file by it."""
     url: Annotated[str, AfterValidator(_url)] | None = None
-    """Where pieces that no peer gives are read (`url_donor.py`); None: nowhere."""
+    """Source of pieces that no peer serves (`url_donor.py`); None: not published."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,15 +76,15 @@ class Manifest:
 
     tokenizer_sha256: Sha256
     vocab_size: Positive
-    """Ids are below this."""
+    """Exclusive upper bound of the ids."""
     eos_token_id: Annotated[int, Field(ge=0)]
-    """Ends each document."""
+    """Id that ends each document."""
     tokens: Positive
-    """In all files."""
+    """Number of tokens in all files."""
     files: Annotated[tuple[TokenFile, ...], Field(min_length=1, strict=False)]
 
     def to_json(self) -> str:
-        """The text of the manifest file: the same manifest gives the same bytes."""
+        """Serialize deterministically: equal manifests give equal bytes."""
         content = asdict(self)
         for file in content["files"]:
             if file["url"] is None:
@@ -107,7 +108,7 @@ class Manifest:
                             f"make one with `spes-p2p tokenize`") from None
         total = sum(file.tokens for file in manifest.files)
         if total != manifest.tokens:
-            raise UserError(f"{where}: says {manifest.tokens} tokens, its files have {total}; make it again")
+            raise UserError(f"{where}: says {manifest.tokens} tokens, its files have {total}; recreate it")
         return manifest
 
 
@@ -124,7 +125,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Write a manifest whole or not at all."""
+    """Write a manifest atomically."""
     write_whole(path, manifest.to_json().encode())
 
 
@@ -133,32 +134,32 @@ def check_url(prefix: str) -> None:
     try:
         _url(prefix)
     except ValueError as error:
-        raise UserError(f"--url {prefix}: {error}; for a folder that volunteers share, they give --data-dir") from None
+        raise UserError(f"--url {prefix}: {error}; volunteers name a shared folder with --data-dir instead") from None
 
 
 def publish_at(files: Sequence[TokenFile], prefix: str) -> tuple[TokenFile, ...]:
-    """The same files, each with its URL: `prefix`/its path. Raises UserError as `check_url` does."""
+    """Return the files with their URLs, `prefix`/path. Raises UserError as `check_url` does."""
     check_url(prefix)
     is_web = prefix.startswith(("https://", "http://"))
     return tuple(replace(file, url=f"{prefix.rstrip('/')}/{quote(file.path) if is_web else file.path}") for file in files)
 
 
 def check_vocabulary(manifest: Manifest, tokenizer_sha256: str, model_vocab_size: int, where: str) -> None:
-    """Raise UserError unless the manifest was made with this tokenizer and the model has a row for each of its ids."""
+    """Raise UserError unless the manifest uses this tokenizer and the model has an embedding row for each id."""
     if manifest.tokenizer_sha256 != tokenizer_sha256:
         raise UserError(f"{where}: made with another tokenizer (sha256 {manifest.tokenizer_sha256[:12]}..., the campaign's "
-                        f"is {tokenizer_sha256[:12]}...); tokenize the text again, or name that tokenizer in data.tokenizer")
+                        f"is {tokenizer_sha256[:12]}...); tokenize the text again, or set data.tokenizer to that tokenizer")
     if manifest.vocab_size > model_vocab_size:
         raise UserError(f"{where}: its tokenizer has {manifest.vocab_size} ids, the model only {model_vocab_size}; "
                         f"raise model.vocab_size to at least {manifest.vocab_size}")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file aside, flush it to disk, then rename it into place."""
+    """Write a file atomically and durably: to a temporary name, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.partial")
-    with aside.open("wb") as file:
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    partial.replace(path)

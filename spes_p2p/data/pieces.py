@@ -1,6 +1,6 @@
 """Verifiable pieces of token files: the manifest's root verifies a file's list of piece hashes, the list verifies each piece.
 
-A peer can therefore take any piece from any donor. Pieces cover the raw little-endian ids alone, without a numpy header.
+A peer can therefore fetch any piece from any donor. Pieces cover the raw little-endian ids, without a numpy header.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PieceHasher:
         self._current, self._size = hashlib.sha256(), 0
 
     def update(self, block: bytes | memoryview) -> None:
-        """The next bytes of the file."""
+        """Hash the next bytes of the file."""
         view = memoryview(block)
         while len(view):
             taken = view[: PIECE_BYTES - self._size]
@@ -35,28 +35,28 @@ class PieceHasher:
                 self._current, self._size = hashlib.sha256(), 0
 
     def hashes(self) -> bytes:
-        """HASH_BYTES for each piece so far; the last one may be short."""
+        """Return the hashes of the pieces so far, HASH_BYTES each; the last piece may be short."""
         last = [self._current.digest()] if self._size else []
         return b"".join([*self._whole, *last])
 
 
 def root_of(hashes: bytes) -> str:
-    """Hex digest of a list of piece hashes, as a manifest gives it."""
+    """Return the hex digest of a list of piece hashes, as in a manifest."""
     return hashlib.sha256(hashes).hexdigest()
 
 
 def piece_count(num_bytes: int) -> int:
-    """Number of pieces in `num_bytes` bytes of ids."""
+    """Return the number of pieces in `num_bytes` bytes of ids."""
     return -(-num_bytes // PIECE_BYTES)
 
 
 def is_piece(content: bytes | memoryview, hashes: bytes, index: int) -> bool:
-    """Whether `content` is piece `index`."""
+    """Return whether the hash of `content` is that of piece `index`."""
     return hashlib.sha256(content).digest() == hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]
 
 
 def pieces_of_samples(samples: npt.NDArray[np.int64], sample_bytes: int) -> list[int]:
-    """Indices of the pieces that hold these samples (indices within a file), ascending."""
+    """Return the pieces that contain these samples (indices within a file), ascending."""
     touched: set[int] = set()
     for start in (samples * sample_bytes).tolist():
         touched.update(range(start // PIECE_BYTES, piece_count(start + sample_bytes)))

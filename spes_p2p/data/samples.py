@@ -1,7 +1,7 @@
-"""Samples of a corpus: chunks of the sequence length, read in the shuffled order of an epoch.
+"""Samples of a corpus: consecutive sequences of fixed length, read in the shuffled order of an epoch.
 
-Chunks follow each other from the start of each token file; they cross documents but never files, and a file's tail that fills
-no chunk is dropped (as SPES and OLMo do). An epoch's order shuffles pieces of contiguous chunks: reading stays sequential.
+Samples span documents but not files; the rest of a file that does not fill a sample is dropped (as in SPES and OLMo). An epoch
+shuffles runs of contiguous samples, so that most reads are sequential.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from spes_p2p.messages.samples import Interval
 Samples = npt.NDArray[np.int64]
 
 Fetch = Callable[[int, npt.NDArray[np.int64]], None]
-"""Makes the tokens of samples available: (index of a file, sample indices within it). May block, and raise UserError."""
+"""Makes samples available: (index of a file, sample indices within it). May block; may raise UserError."""
 
-LONGEST_PIECE, EPOCH_PIECES = 16, 4096
-"""An epoch shuffles pieces of 16 contiguous samples, so that text is read and fetched in runs; shorter ones where it would have
-fewer than 4096 pieces, so that each batch of a small text mixes all of it."""
-KEYS_A_BLOCK = 2**20
-"""Keys drawn from one hash stream; bounds its memory."""
+MAX_PIECE_SAMPLES, MIN_EPOCH_PIECES = 16, 4096
+"""An epoch shuffles runs of 16 contiguous samples, or shorter ones where a small corpus would have fewer than 4096 runs: each
+batch should mix the whole corpus."""
+BLOCK_KEYS = 2**20
+"""Sort keys per hash stream; bounds the stream's memory."""
 CACHED_EPOCHS = 2
-"""The current epoch and the one before it, whose returned samples are still to be trained."""
+"""The current epoch and the previous one, whose returned samples may still be trained."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EpochOrder:
 
 
 def epoch_order(num_samples: int, piece_samples: int, seed: int, epoch: int) -> EpochOrder:
-    """Pieces sorted by 64-bit keys that SHAKE-256 draws from (seed, epoch): the same on every machine."""
+    """Sort the pieces by 64-bit keys that SHAKE-256 derives from (seed, epoch): the same order on every machine."""
     count = -(-num_samples // piece_samples)
     pieces = np.argsort(_keys(seed, epoch, count), kind="stable").astype(np.int64)
     sizes = np.minimum(piece_samples, num_samples - pieces * piece_samples)
@@ -49,10 +49,10 @@ def epoch_order(num_samples: int, piece_samples: int, seed: int, epoch: int) -> 
 
 
 class SampleReader:
-    """Reads samples `[n, sequence_length]` (int64) of a corpus, given as one array of ids for each token file.
+    """Reads samples `[n, sequence_length]` (int64) of a corpus, given as one array of ids per token file.
 
-    Positions (in intervals) count along an epoch's shuffled order, indices along the files; both are below `num_samples`.
-    Raises UserError when no file has a whole sample.
+    Intervals contain positions in an epoch's shuffled order; indices count along the files. Both are below `num_samples`.
+    Raises UserError if no file has a complete sample.
     """
 
     def __init__(
@@ -63,54 +63,45 @@ class SampleReader:
         fetch: Fetch | None = None,
         piece_samples: int | None = None,
     ):
-        """`fetch` is called before samples are read from a file. `piece_samples`: by default, by its size."""
+        """`fetch` is called before samples are read from a file. `piece_samples`: samples per piece; default by corpus size."""
         self._fetch = fetch
         whole = [tokens[: len(tokens) // sequence_length * sequence_length] for tokens in files]
         self._files = [tokens.reshape(-1, sequence_length) for tokens in whole]
         self._stops = np.cumsum([len(chunks) for chunks in self._files], dtype=np.int64)
         self._sequence_length, self._seed = sequence_length, seed
-        self._piece_samples = piece_samples or min(LONGEST_PIECE, max(1, self.num_samples // EPOCH_PIECES))
+        self._piece_samples = piece_samples or min(MAX_PIECE_SAMPLES, max(1, self.num_samples // MIN_EPOCH_PIECES))
         self._orders: dict[int, EpochOrder] = {}
         if self.num_samples == 0:
             longest = max((len(tokens) for tokens in files), default=0)
-            raise UserError(f"the token files hold no whole sample: the longest has {longest} tokens, "
+            raise UserError(f"the token files contain no complete sample: the longest has {longest} tokens, "
                             f"training.sequence_length is {sequence_length}; add text or shorten the sequence")
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch."""
+        """Number of samples in one epoch."""
         return int(self._stops[-1]) if len(self._stops) else 0
 
     @property
     def sequence_length(self) -> int:
-        """Tokens in one sample."""
+        """Number of tokens in one sample."""
         return self._sequence_length
 
     def read(self, interval: Interval) -> Samples:
-        """The samples at positions `[start, stop)` of an epoch. Raises IndexError outside of it."""
-        self._check(interval.start, interval.stop)
+        """Return the samples at positions `[start, stop)` of an epoch. Raises IndexError for positions outside it."""
+        if not 0 <= interval.start <= interval.stop <= self.num_samples:
+            raise IndexError(f"samples [{interval.start}, {interval.stop}) of {self.num_samples}")
         return self._gather(self.indices(interval))
-
-    def read_plain(self, start: int, stop: int) -> Samples:
-        """Samples `[start, stop)` in the order of the files. Raises IndexError outside of them."""
-        self._check(start, stop)
-        return self._gather(np.arange(start, stop))
-
     def read_spread(self, count: int) -> Samples:
-        """`count` samples (at most all) spread evenly over the files: a fair choice of held-out text."""
+        """Return up to `count` samples spread evenly over the files: a representative choice of held-out text."""
         count = min(count, self.num_samples)
         return self._gather(np.arange(count) * self.num_samples // max(count, 1))
 
     def indices(self, interval: Interval) -> npt.NDArray[np.int64]:
-        """Which samples, counted along the files, stand at the positions of an interval."""
+        """Return the sample indices, along the files, at the positions of an interval."""
         order = self._order(interval.epoch)
         positions = np.arange(interval.start, interval.stop)
         visit = np.searchsorted(order.starts, positions, side="right") - 1
         return order.pieces[visit] * self._piece_samples + positions - order.starts[visit]
-
-    def _check(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.num_samples:
-            raise IndexError(f"samples [{start}, {stop}) of {self.num_samples}")
 
     def _order(self, epoch: int) -> EpochOrder:
         if epoch not in self._orders:
@@ -134,8 +125,8 @@ class SampleReader:
 
 def _keys(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
     keys = np.empty(count, np.uint64)
-    for block, first in enumerate(range(0, count, KEYS_A_BLOCK)):
+    for block, first in enumerate(range(0, count, BLOCK_KEYS)):
         stream = hashlib.shake_256(f"spes-p2p epoch order/{seed}/{epoch}/{block}".encode())
-        here = keys[first : first + KEYS_A_BLOCK]
+        here = keys[first : first + BLOCK_KEYS]
         here[:] = np.frombuffer(stream.digest(8 * len(here)), "<u8")
     return keys

@@ -1,4 +1,4 @@
-"""Writing token files: documents go to numbered shards, written aside and renamed when all of them are whole."""
+"""Writing token files: documents go to numbered shards, which get their final names once all are complete."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ PARTIAL = ".partial"
 
 
 class ShardWriter:
-    """Writes `{prefix}000_{shard:06d}.npy` into a folder, as raw ids, each with the list of its piece hashes.
+    """Writes `{prefix}000_{shard:06d}.npy` into a folder, as raw ids, each with its list of piece hashes.
 
-    A context: what was not published by `publish` when it ends is removed, and so is the folder if it was made for this.
-    A shard ends before the document that would make it longer than `shard_tokens`; no document is cut.
+    A context manager: on exit, unpublished files are removed, and so is a folder that it created. A shard ends before the
+    document that would make it longer than `shard_tokens`; documents are not split.
     """
 
     def __init__(self, folder: Path, prefix: str, shard_tokens: int, dtype: Dtype):
         if shard_tokens < 1:
-            raise UserError(f"shard tokens = {shard_tokens}: a shard holds at least one token")
+            raise UserError(f"shard tokens = {shard_tokens}: must be at least 1")
         if "/" in prefix:
-            raise UserError(f"prefix '{prefix}': it begins file names and cannot name a folder; use the output folder for that")
+            raise UserError(f"prefix '{prefix}': a file name prefix cannot contain '/'; set the output folder instead")
         self.documents = self.tokens = 0
         self.files: list[TokenFile] = []
         self._folder, self._prefix, self._shard_tokens, self._dtype = folder, prefix, shard_tokens, dtype
@@ -54,7 +54,7 @@ class ShardWriter:
             self._folder.rmdir()
 
     def add(self, document: npt.NDArray[np.uint32]) -> None:
-        """Append one document's ids, its end token among them."""
+        """Append one document's ids, including its end token."""
         if self._shard_size and self._shard_size + len(document) > self._shard_tokens:
             self._close_shard()
         if self._file is None:
@@ -68,7 +68,7 @@ class ShardWriter:
         self.documents += 1
 
     def publish(self) -> None:
-        """Close the last shard and give all of them their names."""
+        """Close the last shard and give all shards their final names."""
         self._close_shard()
         for file in self.files:
             (self._folder / (file.path + PARTIAL)).replace(self._folder / file.path)

@@ -1,7 +1,7 @@
-"""What a machine has of a campaign's token files: whole files in its folders, and a cache with pieces of the others.
+"""A campaign's token files on this machine: complete local files, and a cache of pieces of the others.
 
-There is no index of the cache: a piece is present when its bytes have its hash, which is checked once per process. A crash
-in the middle of a write thus costs one piece and never gives wrong tokens. An evicted piece becomes a hole in its sparse file.
+The cache has no index: a piece is present if its bytes match its hash, which is checked once per process. A crash during a
+write therefore costs at most that piece and never yields wrong tokens. An evicted piece becomes a hole in its sparse file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from spes_p2p.errors import UserError
 logger = logging.getLogger(__name__)
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2
-"""Flags of Linux's fallocate."""
+"""Flags of Linux's fallocate(2)."""
 
 
 class TokenShelf:
-    """Token files by the root of their pieces. Used from several threads: pieces are written to their own places only."""
+    """Token files by the root of their piece hashes. Thread-safe: a piece is written to its own range only."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class TokenShelf:
         local: Mapping[TokenFile, Path],
         limit_bytes: int | None = None,
     ):
-        """`folder`: the cache, of `limit_bytes` at most. `local`: files that lie whole on this machine, and where."""
+        """`folder`: the cache, of at most `limit_bytes`. `local`: paths of the files that are complete on this machine."""
         self._files = {file.pieces_sha256: file for file in files}
         self._folder, self._local = folder, dict(local)
         self._hashes: dict[str, bytes] = {}
@@ -47,13 +47,13 @@ class TokenShelf:
         self._can_punch = True
 
     def is_local(self, file: TokenFile) -> bool:
-        """Whether the whole file lies on this machine."""
+        """Return whether the complete file is on this machine."""
         return file in self._local
 
     def array(self, file: TokenFile) -> TokenArray:
-        """The ids `[tokens]`, read-only. Of a file that is not local, only pieces that were put here may be read.
+        """Return the ids `[tokens]`, read-only. For a file that is not local, only pieces that were `put` may be read.
 
-        Raises UserError when there is no room for it.
+        Raises UserError if the cache file cannot be created.
         """
         if file not in self._arrays:
             path = self._local.get(file)
@@ -61,19 +61,19 @@ class TokenShelf:
         return self._arrays[file]
 
     def hold(self, holder: str, root: str, pieces: Sequence[int]) -> None:
-        """These pieces are read next: none of them leaves the cache before the holder's next call."""
+        """Keep these pieces in the cache until the holder's next call."""
         self._order.hold(holder, ((root, index) for index in pieces))
 
     def hashes(self, root: str) -> bytes | None:
-        """The piece hashes of a file, HASH_BYTES each: known, kept by an earlier process, or computed from the local file."""
+        """Return a file's piece hashes, HASH_BYTES each, from memory, from disk, or computed from the local file."""
         if root not in self._hashes and root in self._files:
-            found = self._kept_hashes(root) or self._made_hashes(self._files[root])
+            found = self._saved_hashes(root) or self._computed_hashes(self._files[root])
             if found is not None:
                 self.learn_hashes(root, found)
         return self._hashes.get(root)
 
     def learn_hashes(self, root: str, hashes: bytes) -> bool:
-        """Take a list of piece hashes that the root proves; False when it does not."""
+        """Accept a list of piece hashes if it matches the root; return whether it does."""
         file = self._files.get(root)
         if file is None or len(hashes) != HASH_BYTES * piece_count(file.num_bytes) or root_of(hashes) != root:
             return False
@@ -81,11 +81,11 @@ class TokenShelf:
         return True
 
     def keep_hashes(self, root: str) -> None:
-        """Write a list that was learnt to disk, for the next process."""
+        """Write a learned list to disk for the next process."""
         write_whole(self._folder / f"{root}.hashes", self._hashes[root])
 
     def piece(self, root: str, index: int) -> bytes | None:
-        """A piece, verified; None when it is not here."""
+        """Return a verified piece; None if it is not on this machine."""
         hashes, file = self.hashes(root), self._files.get(root)
         if hashes is None or file is None or not 0 <= index < len(hashes) // HASH_BYTES:
             return None
@@ -100,11 +100,11 @@ class TokenShelf:
         return content
 
     def missing(self, root: str, pieces: Sequence[int]) -> list[int]:
-        """Those of these pieces that are not here."""
+        """Return those of the pieces that are not on this machine."""
         return [index for index in pieces if (root, index) not in self._verified and self.piece(root, index) is None]
 
     def put(self, root: str, index: int, content: bytes) -> bool:
-        """Keep a piece; False when it is not what the hashes say."""
+        """Store a piece; return False if it does not match its hash."""
         file, hashes = self._files[root], self.hashes(root)
         if hashes is None or not is_piece(content, hashes, index):
             return False
@@ -117,7 +117,7 @@ class TokenShelf:
         return True
 
     def _add(self, root: str, index: int, size: int) -> None:
-        """Count a piece of the cache, and evict what exceeds the limit."""
+        """Account for a cached piece and evict what exceeds the limit."""
         for old_root, old_index in self._order.add((root, index), size):
             self._verified.discard((old_root, old_index))
             self._punch(self._cache_path(self._files[old_root]), old_index)
@@ -131,7 +131,7 @@ class TokenShelf:
             if ctypes.CDLL(None, use_errno=True).fallocate(cache.fileno(), PUNCH_HOLE | KEEP_SIZE, offset, length):
                 self._can_punch = False
                 why = os.strerror(ctypes.get_errno())
-                logger.warning("%s: pieces cannot be given back to this file system (%s): the cache grows", path, why)
+                logger.warning("%s: this file system cannot free parts of files (%s), so the cache may grow", path, why)
 
     def _bytes(self, file: TokenFile) -> np.ndarray:
         return self.array(file).view(np.uint8)
@@ -140,25 +140,25 @@ class TokenShelf:
         return self._folder / f"{file.pieces_sha256}.tokens"
 
     def _map_cache(self, file: TokenFile) -> TokenArray:
-        """A sparse file of full length, so that the cache takes as much disk as was put there."""
+        """Map a sparse file of full length, which takes only as much disk as its pieces."""
         path = self._cache_path(file)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as cache:
                 os.truncate(cache.fileno(), file.num_bytes)
         except OSError as error:
-            raise UserError(f"{path}: cannot keep token pieces there ({error.strerror}); choose another --run-dir") from None
+            raise UserError(f"{path}: cannot store token pieces there ({error.strerror}); choose another --run-dir") from None
         with self._changing:
             for index in list(_pieces_on_disk(path)):
                 self._add(file.pieces_sha256, index, PIECE_BYTES)
         return np.memmap(path, np.dtype(file.dtype).newbyteorder("<"), "r")
 
-    def _kept_hashes(self, root: str) -> bytes | None:
+    def _saved_hashes(self, root: str) -> bytes | None:
         path = self._folder / f"{root}.hashes"
-        kept = path.read_bytes() if path.exists() else b""
-        return kept if root_of(kept) == root else None
+        saved = path.read_bytes() if path.exists() else b""
+        return saved if root_of(saved) == root else None
 
-    def _made_hashes(self, file: TokenFile) -> bytes | None:
+    def _computed_hashes(self, file: TokenFile) -> bytes | None:
         if not self.is_local(file):
             return None
         hasher, content = PieceHasher(), self._bytes(file)
@@ -168,13 +168,13 @@ class TokenShelf:
 
 
 def _pieces_on_disk(path: Path) -> Iterator[int]:
-    """Indices of the pieces for which a sparse file has data."""
+    """Yield the indices of the pieces for which a sparse file has data."""
     end, size = 0, path.stat().st_size
     with path.open("rb") as cache:
         while end < size:
             try:
                 start = os.lseek(cache.fileno(), end, os.SEEK_DATA)
-            except OSError:  # nothing but a hole from here on
+            except OSError:  # only a hole follows
                 return
             end = os.lseek(cache.fileno(), start, os.SEEK_HOLE)
             yield from range(start // PIECE_BYTES, piece_count(end))

@@ -1,8 +1,6 @@
-"""Which samples a peer trains on: intervals of a shuffled epoch, handed out by the plan.
+"""Assigning samples: plans hand out intervals of positions in an epoch's shuffled order (`samples.py`).
 
-A corpus of `num_samples` samples (sequence-length chunks of its token files) is cut into contiguous pieces. Each epoch visits
-the pieces in an order shuffled by a hash of (seed, epoch); position p of the epoch is the p-th sample in that order
-(`samples.py`). The cursor moves on as plans hand out intervals of positions; what a peer declares untrained comes back.
+The cursor advances as plans hand out intervals; samples that a peer reports untrained are returned and handed out again.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ from spes_p2p.messages.samples import Cursor, Interval
 
 
 def take(cursor: Cursor, count: int, num_samples: int) -> tuple[tuple[Interval, ...], Cursor]:
-    """Hand out `count` samples: returned ones first, then onwards from the cursor, into the next epoch where this one ends.
+    """Hand out `count` samples: returned ones first, then from the cursor on, continuing in the next epoch.
 
-    `num_samples` is the size of one epoch. The intervals are disjoint and hold exactly `count` positions.
-    Raises ValueError for a negative count, no samples, or a cursor beyond the epoch (it belongs to another corpus).
+    `num_samples` is the size of one epoch. The intervals are disjoint and contain exactly `count` positions.
+    Raises ValueError for a negative count, an empty epoch, or a cursor outside the epoch (it belongs to another corpus).
     """
     if count < 0 or num_samples <= 0 or not 0 <= cursor.position <= num_samples:
         raise ValueError(f"cannot take {count} samples at position {cursor.position} of an epoch of {num_samples}")
@@ -41,17 +39,16 @@ def take(cursor: Cursor, count: int, num_samples: int) -> tuple[tuple[Interval, 
 
 
 def give_back(cursor: Cursor, intervals: tuple[Interval, ...]) -> Cursor:
-    """The cursor after some of what it had handed out came back untrained.
+    """Return the cursor with untrained intervals returned to it.
 
-    A set operation: giving the same positions back twice is giving them back once, and positions that were not handed out yet
-    are left where they are, for they will be handed out anyway.
+    Idempotent: a position returned twice is handed out once. Positions that were never handed out are ignored.
     """
     handed_out = (_before(interval, cursor) for interval in intervals)
     return Cursor(cursor.epoch, cursor.position, _union((*cursor.returned, *handed_out)))
 
 
 def _before(interval: Interval, cursor: Cursor) -> Interval:
-    """The part of an interval that lies before the cursor, possibly empty."""
+    """Return the part of an interval before the cursor, possibly empty."""
     if interval.epoch > cursor.epoch or interval.epoch < 0:
         return Interval(interval.epoch, 0, 0)
     stop = min(interval.stop, cursor.position) if interval.epoch == cursor.epoch else interval.stop
@@ -59,7 +56,7 @@ def _before(interval: Interval, cursor: Cursor) -> Interval:
 
 
 def _union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """The same positions as sorted, disjoint, non-touching, non-empty intervals."""
+    """Return the same positions as sorted, disjoint, non-adjacent, non-empty intervals."""
     union: list[Interval] = []
     for interval in sorted(i for i in intervals if len(i) > 0):
         last = union[-1] if union else None

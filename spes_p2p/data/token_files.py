@@ -1,8 +1,7 @@
-"""Files of token ids as SPES and OLMo write them: a raw little-endian array of uint16 or uint32 ids, with no header.
+"""Token files as SPES and OLMo write them: a raw little-endian array of uint16 or uint32 ids, without a header.
 
-The name ends in `.npy` although numpy cannot load it; a file that does have numpy's header is read as what it says. The raw
-form does not say its dtype, and uint32 ids read as uint16 give twice as many, every second one 0: so dtypes are checked against
-the ids themselves.
+The name ends in `.npy` although numpy cannot load it; a file with a numpy header is read as the header says. The raw format
+does not record its dtype, and uint32 ids read as uint16 have a 0 in every second place, so dtypes are checked against the ids.
 """
 
 from __future__ import annotations
@@ -24,51 +23,50 @@ TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
 NPY_MAGIC = b"\x93NUMPY"
 SCAN_BYTES = 2**24
-"""Read block of a pass over a file; a multiple of every item size."""
-EVIDENCE_IDS = 64
-"""From this many ids on, a 0 in every second place means uint32 ids (fewer may be coincidence: the end token may be id 0)."""
+"""Block size of a pass over a file; a multiple of every item size."""
+MIN_EVIDENCE_IDS = 64
+"""Minimum number of ids for which a 0 in every second place means uint32 (with fewer it may be chance: id 0 may end texts)."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What a whole pass over a token file found."""
+    """The result of a pass over a token file."""
 
     sha256: str
     tokens: int
     max_id: int
     piece_hashes: bytes
-    """Of its pieces (`pieces.py`)."""
 
 
 def smallest_dtype(vocab_size: int) -> Dtype:
-    """The narrowest dtype that holds every id below `vocab_size`."""
+    """Return the narrowest dtype that can represent every id below `vocab_size`."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def open_tokens(path: Path, dtype: Dtype) -> TokenArray:
     """Map a token file read-only: ids `[tokens]` of `dtype`.
 
-    Raises UserError: missing, empty, not a whole number of ids, or a numpy header that says something else.
+    Raises UserError: missing, empty, not a whole number of ids, or a numpy header with another dtype or shape.
     """
     if has_numpy_header(path):
         return _open_numpy(path, dtype)
     itemsize = np.dtype(dtype).itemsize
     if path.stat().st_size % itemsize:
-        raise UserError(f"{path}: {path.stat().st_size} bytes are not a whole number of {dtype} ids; it is cut short or "
+        raise UserError(f"{path}: {path.stat().st_size} bytes are not a whole number of {dtype} ids; it is truncated or "
                         f"of another dtype: copy it again or name its dtype")
     return cast(TokenArray, np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r"))
 
 
 def detect_dtype(path: Path, vocab_size: int) -> Dtype:
-    """The dtype of a token file, from its numpy header or, when it is raw, from its first ids.
+    """Return the dtype of a token file, from its numpy header or, if it is raw, from its first ids.
 
-    Raw ids are uint32 when all of them, read so, lie below `vocab_size`: two uint16 ids read as one uint32 do so only where the
-    second is (almost) 0 every time. Raises UserError when neither dtype gives ids below `vocab_size`.
+    Raw ids are uint32 if, read as uint32, all are below `vocab_size`: for uint16 data that would need every second id to be
+    nearly 0. Raises UserError if neither dtype gives ids below `vocab_size`.
     """
     if has_numpy_header(path):
         found = str(_load_numpy(path).dtype)
         if found not in ("uint16", "uint32"):
-            raise UserError(f"{path}: holds {found}, token files hold uint16 or uint32; tokenize the text again")
+            raise UserError(f"{path}: contains {found}, expected uint16 or uint32; tokenize the text again")
         return cast(Dtype, found)
     with path.open("rb") as file:
         head = file.read(SCAN_BYTES)
@@ -78,18 +76,18 @@ def detect_dtype(path: Path, vocab_size: int) -> Dtype:
         if path.stat().st_size % itemsize == 0 and int(_ids(head, dtype).max()) < vocab_size:
             return dtype
     raise UserError(f"{path}: read as uint16 or as uint32 it has ids beyond the vocabulary of {vocab_size}; "
-                    f"it is no token file, or one of another tokenizer")
+                    f"it is not a token file, or was made with another tokenizer")
 
 
 def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], None] = lambda count: None) -> Scan:
-    """Read a whole token file once: sha256 (header included), number of ids, largest id. `on_bytes(n)` after each n bytes.
+    """Read a token file once: sha256 (header included), number of ids, largest id. `on_bytes(n)` after each n bytes.
 
-    Raises UserError when an id is not below `vocab_size`, when uint32 ids are being read as uint16, or as `open_tokens` does.
+    Raises UserError for an id not below `vocab_size`, for uint32 ids read as uint16, and as `open_tokens` does.
     """
     tokens = open_tokens(path, dtype)
     digest, header_bytes = hashlib.sha256(), path.stat().st_size - tokens.nbytes
     pieces = PieceHasher()
-    max_id, odd_are_zero = 0, dtype == "uint16" and len(tokens) >= EVIDENCE_IDS
+    max_id, odd_are_zero = 0, dtype == "uint16" and len(tokens) >= MIN_EVIDENCE_IDS
     with path.open("rb") as file:
         digest.update(file.read(header_bytes))
         on_bytes(header_bytes)
@@ -101,7 +99,7 @@ def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], No
             odd_are_zero = odd_are_zero and not ids[1::2].any()
             on_bytes(len(block))
     if odd_are_zero:
-        raise UserError(f"{path}: every second uint16 id is 0, so this file holds uint32 ids; name its dtype as uint32")
+        raise UserError(f"{path}: every second uint16 id is 0, so this file contains uint32 ids; set its dtype to uint32")
     if max_id >= vocab_size:
         raise UserError(f"{path}: has id {max_id}, the vocabulary ends at {vocab_size - 1}; "
                         f"it was made with another tokenizer, or is not {dtype}")
@@ -109,7 +107,7 @@ def scan(path: Path, dtype: Dtype, vocab_size: int, on_bytes: Callable[[int], No
 
 
 def has_numpy_header(path: Path) -> bool:
-    """Does the file begin as numpy's own `.npy` format does? Raises UserError when it is missing, unreadable or empty."""
+    """Return whether the file begins like numpy's `.npy` format. Raises UserError if it is missing, unreadable or empty."""
     try:
         with path.open("rb") as file:
             start = file.read(len(NPY_MAGIC))
@@ -137,6 +135,6 @@ def _open_numpy(path: Path, dtype: Dtype) -> TokenArray:
 
 
 def _ids(block: bytes, dtype: Dtype) -> TokenArray:
-    """The whole ids in a block of raw bytes."""
+    """Return the complete ids in a block of raw bytes."""
     item = np.dtype(dtype).newbyteorder("<")
     return np.frombuffer(block, item, count=len(block) // item.itemsize)

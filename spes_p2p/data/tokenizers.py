@@ -1,4 +1,4 @@
-"""Tokenizers: the `tokenizer.json` that a campaign names, its identity, and how to train a small one."""
+"""Tokenizers: loading and identifying a campaign's `tokenizer.json`, and training a small one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """What a campaign must know of its tokenizer."""
+    """What a campaign records about its tokenizer."""
 
     sha256: str
-    """Of the bytes of tokenizer.json."""
+    """Hex digest of tokenizer.json."""
     vocab_size: int
     """Largest id + 1, added tokens included."""
     eos_token_id: int
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load tokenizer.json for making token files: no truncation, no padding, text that spells a special token is plain text.
-
-    Raises UserError.
-    """
+    """Load tokenizer.json without truncation and padding; text that spells a special token is plain text. Raises UserError."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -45,14 +42,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def check_tokenizer(path: Path, eos_token: str, vocab_size: int | None = None) -> TokenizerIdentity:
-    """The identity of a tokenizer.json. `vocab_size` is the model's number of embedding rows.
+    """Return the identity of a tokenizer.json. `vocab_size` is the model's number of embedding rows.
 
-    Raises UserError: unreadable, no such end token, or more ids than the model has rows.
+    Raises UserError: unreadable, no such end token, or more ids than rows.
     """
     tokenizer = load_tokenizer(path)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     if eos_token not in ids:
-        raise UserError(f"{path}: has no token '{eos_token}' to end documents; name its own (data.eos_token, --eos-token)")
+        raise UserError(f"{path}: has no token '{eos_token}' to end documents; name one it has (data.eos_token, --eos-token)")
     size = max(ids.values()) + 1
     if vocab_size is not None and size > vocab_size:
         raise UserError(f"{path}: has {size} ids, the model only {vocab_size}; raise model.vocab_size to at least {size}")
@@ -60,7 +57,7 @@ def check_tokenizer(path: Path, eos_token: str, vocab_size: int | None = None) -
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` ids (fewer where the text has fewer merges); id 0 is `<|endoftext|>`."""
+    """Train a byte-level BPE of up to `vocab_size` ids (fewer if the text has fewer merges); id 0 is `<|endoftext|>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,7 +1,7 @@
-"""From text to token files and their manifest, in the layout that SPES and OLMo read.
+"""Converting text to token files and their manifest, in the layout that SPES and OLMo read.
 
-Documents are concatenated, one end token after each and none before. Everything is written aside; an old manifest goes first
-and the new one comes last, so that no manifest ever names files that are not its own.
+Documents are concatenated, each followed by one end token. When a corpus is replaced, the old manifest is removed first and
+the new one written last, so that a manifest never names files of another corpus.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from spes_p2p.data.tokenizers import END_OF_TEXT, TokenizerIdentity, check_token
 from spes_p2p.errors import UserError
 
 BATCH_CHARACTERS = 2**20
-"""Encoded at once, in several threads. Bounds memory, does not change the tokens."""
+"""Batch size of the multithreaded encoder. Bounds memory; does not change the tokens."""
 DEFAULT_SHARD_TOKENS = 2**28
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the tokenizing is."""
+    """Progress of `tokenize`."""
 
     documents: int
     tokens: int
     bytes_done: int
-    """Of the input files, compressed as they are."""
+    """Input bytes read, as stored (compressed)."""
     bytes_total: int
 
 
@@ -54,12 +54,12 @@ def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, 
              text_field: str = "text", prefix: str = "", shard_tokens: int = DEFAULT_SHARD_TOKENS, dtype: Dtype | None = None,
              overwrite: bool = False, url: str | None = None,
              on_progress: Callable[[Progress], None] = lambda progress: None) -> Manifest:
-    """Tokenize text files into `output_dir`: `{prefix}000_{shard:06d}.npy`, each with the list of its piece hashes beside it
-    (`.npy.hashes`), and `{prefix}manifest.json`.
+    """Tokenize text files into `output_dir`: `{prefix}000_{shard:06d}.npy`, each with its list of piece hashes (`.npy.hashes`),
+    and `{prefix}manifest.json`.
 
     A shard ends before the document that would make it longer than `shard_tokens`. `dtype` None: the narrowest that fits.
-    `url`: where the folder will be published, for the manifest to say.
-    Raises UserError (bad input, no documents, output already there without `overwrite`); then nothing is left half-written.
+    `url`: where the folder will be published, for the manifest.
+    Raises UserError (bad input, no documents, existing output without `overwrite`) and leaves no partial output.
     """
     identity = check_tokenizer(tokenizer_json, eos_token)
     chosen = dtype or smallest_dtype(identity.vocab_size)
@@ -86,11 +86,11 @@ def tokenize(inputs: Sequence[Path], tokenizer_json: Path, output_dir: Path, *, 
 def describe_token_files(paths: Sequence[Path], tokenizer_json: Path, manifest_path: Path, *, eos_token: str = END_OF_TEXT,
                          dtype: Dtype | None = None, url: str | None = None,
                          on_progress: Callable[[int, int], None] = lambda done, total: None) -> Manifest:
-    """Write a manifest for token files that exist already (SPES, OLMo), which stay as they are. `dtype` None: detected.
+    """Write a manifest for existing token files (SPES, OLMo) without changing them. `dtype` None: detected.
 
-    The files lie below the manifest's folder. `url`: where that folder is published; then each file gets the list of its piece
+    The files must be below the manifest's folder. `url`: where that folder is published; each file then gets its list of piece
     hashes beside it. `on_progress(bytes_done, bytes_total)`. Raises UserError as `detect_dtype` and `scan` do, and for files
-    without tokens or elsewhere.
+    without tokens or outside the folder.
     """
     identity = check_tokenizer(tokenizer_json, eos_token)
     if not paths:
@@ -120,7 +120,7 @@ def describe_token_files(paths: Sequence[Path], tokenizer_json: Path, manifest_p
 def _encode(
     tokenizer: Tokenizer, eos_token_id: int, documents: Documents
 ) -> Iterator[tuple[list[npt.NDArray[np.uint32]], int]]:
-    """(ids of each document of a batch, its end token among them; bytes of the text file read so far)."""
+    """Yield batches: (ids of each document, including its end token; bytes of the text file read so far)."""
     for texts, done in _batches(documents):
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         yield [np.asarray([*encoding.ids, eos_token_id], np.uint32) for encoding in encodings], done
@@ -149,7 +149,7 @@ def _write_tokens(inputs: Sequence[Path], text_field: str, tokenizer: Tokenizer,
                 writer.add(ids)
             on_progress(Progress(writer.documents, writer.tokens, before + min(done, sizes[number]), sum(sizes)))
     if writer.documents == 0:
-        raise UserError(f"{', '.join(map(str, inputs))}: no documents with text; give files that hold some")
+        raise UserError(f"{', '.join(map(str, inputs))}: no documents with text; give files that contain text")
     on_progress(Progress(writer.documents, writer.tokens, sum(sizes), sum(sizes)))
 
 
@@ -169,12 +169,12 @@ def _check_inputs(inputs: Sequence[Path]) -> None:
 
 
 def _old_files(output_dir: Path, prefix: str, overwrite: bool) -> list[Path]:
-    """The manifest that is there, then its token files inside the folder: what a new corpus replaces."""
+    """Return the files that a new corpus replaces: the present manifest, then its token files inside the folder."""
     manifest_path = output_dir / f"{prefix}{MANIFEST_NAME}"
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"{output_dir}: is a file; name a folder for the token files")
     if not overwrite and (manifest_path.exists() or any(output_dir.glob(f"{glob.escape(prefix)}000_*.npy"))):
-        raise UserError(f"{output_dir}: holds such token files already; name another folder or --prefix, or pass --overwrite")
+        raise UserError(f"{output_dir}: already contains token files; name another folder or --prefix, or pass --overwrite")
     if not manifest_path.exists():
         return []
     names = [Path(file.path) for file in read_manifest(manifest_path).files]
@@ -183,9 +183,9 @@ def _old_files(output_dir: Path, prefix: str, overwrite: bool) -> list[Path]:
 
 
 def _below(path: Path, folder: Path) -> str:
-    """Links are not followed: an owner may link files into the folder."""
+    """Return the path relative to the folder. Links are not resolved: files may be linked into the folder."""
     name = os.path.relpath(path, folder)
     if name.startswith(".."):
-        raise UserError(f"{path}: lies outside of the manifest's folder, and volunteers are told no path of this machine; "
+        raise UserError(f"{path}: outside the manifest's folder, and a manifest does not name paths of this machine; "
                         f"write the manifest at or above the token files, or link them there")
     return Path(name).as_posix()

@@ -1,7 +1,7 @@
-"""Token pieces by URL: byte ranges of the token files that a manifest says are published.
+"""Token pieces by URL: byte ranges of published token files.
 
-What is read is verified by the piece hashes, as from a peer. After a failure a URL rests, twice as long after each further one,
-and for the longest time when only its owner can put it right.
+Pieces are verified by their hashes, as if a peer had sent them. A URL that fails is retried with exponential backoff, and after
+the longest delay when only the campaign's owner can fix it.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES
 from spes_p2p.data.token_files import NPY_MAGIC
 
-FIRST_REST_S, LONGEST_REST_S = 4.0, 600.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 4.0, 600.0
 SILENCE_S, RANGE_S = 30.0, 600.0
-"""Longest wait for a web server's next byte, and for a whole range."""
-RETRIED_STATUS = (408, 425, 429)
-"""HTTP errors of the 4xx range that pass."""
+"""Timeouts for a web server's next byte, and for a byte range."""
+TRANSIENT_STATUS = (408, 425, 429)
+"""4xx statuses worth retrying soon."""
 ANONYMOUS: dict[str, dict[str, Any]] = {"s3": {"anon": True}, "gs": {"token": "anon"}}
-"""Options that keep a volunteer's own credentials from being used for the owner's files."""
+"""Options that keep a volunteer's credentials from being used for the owner's files."""
 
 
 class UrlFailed(Exception):
-    """A token file cannot be read from its URL. The message is one line: file, URL, reason, what follows."""
+    """A token file cannot be read from its URL. The message is one line: file, URL, reason, next step."""
 
 
 class _Unusable(Exception):
-    """The URL answers, and only its owner can put right what."""
+    """The URL answers with something that only its owner can fix."""
 
 
 @dataclass
 class _State:
-    """What is known of one file's URL. The lock is held for a request: threads take turns at a URL."""
+    """State of one file's URL. The lock is held for the length of a request, so a URL gets one at a time."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     opened: _Published | None = None
     failures: int = 0
-    """In a row."""
-    rests_until: float = 0.0
+    """Consecutive failures."""
+    retry_at: float = 0.0
     problem: str = ""
 
 
 class UrlDonor:
-    """Gives pieces of the token files that have a URL. Its methods may be called from several threads."""
+    """Reads pieces of the token files that have a URL. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._states: dict[TokenFile, _State] = {}
 
     def fetch(self, file: TokenFile, pieces: Sequence[int], keep: Callable[[int, bytes], bool]) -> None:
-        """Read these pieces, given in ascending order; hand each to `keep`, which says whether it is the campaign's. Blocks.
+        """Read these pieces (ascending) and pass each to `keep`, which returns whether it matches its hash. Blocks.
 
-        One request for each run of adjacent pieces. Does nothing for a file without a URL, or while that rests.
-        Raises UrlFailed, and what `keep` raises; the pieces kept before stay.
+        Sends one request per run of adjacent pieces. Does nothing for a file without a URL or during a backoff.
+        Raises UrlFailed, and what `keep` raises; pieces already kept stay.
         """
         if file.url is None:
             return
         state = self._states.setdefault(file, _State())
         with state.lock:
-            if self._clock() < state.rests_until:
+            if self._clock() < state.retry_at:
                 return
             for run in _runs(pieces):
                 content = self._read(file, file.url, state, run)
@@ -76,7 +76,7 @@ class UrlDonor:
             state.failures, state.problem = 0, ""
 
     def problem(self, file: TokenFile) -> str:
-        """URL and reason of the newest failure; empty when the last fetch went well, or there was none."""
+        """Return the URL and reason of the last failure; empty if the last fetch succeeded or there was none."""
         return self._states[file].problem if file in self._states else ""
 
     def _read(self, file: TokenFile, url: str, state: _State, run: range) -> bytes:
@@ -84,22 +84,22 @@ class UrlDonor:
             if state.opened is None:
                 state.opened = _Published(url, file.num_bytes)
             return state.opened.read(run.start * PIECE_BYTES, min(run.stop * PIECE_BYTES, file.num_bytes))
-        except Exception as error:  # the libraries below raise errors of many kinds
+        except Exception as error:  # fsspec's file systems raise errors of many kinds
             raise self._failed(file, state, error) from None
 
     def _failed(self, file: TokenFile, state: _State, error: Exception) -> UrlFailed:
-        """Let the URL rest."""
+        """Start a backoff for the URL and return the error to raise."""
         is_final = _is_final(error)
-        rest_s = LONGEST_REST_S if is_final else min(FIRST_REST_S * 2.0 ** min(state.failures, 10), LONGEST_REST_S)
+        backoff_s = MAX_BACKOFF_S if is_final else min(FIRST_BACKOFF_S * 2.0 ** min(state.failures, 10), MAX_BACKOFF_S)
         state.opened, state.failures = None, state.failures + 1
-        state.rests_until = self._clock() + rest_s
+        state.retry_at = self._clock() + backoff_s
         state.problem = f"{file.url}: {_reason(error)}"
-        advice = "tell who runs the campaign; " if is_final else ""
-        return UrlFailed(f"{file.path}: {state.problem}; {advice}trying peers, and the URL again in {rest_s:.0f} s")
+        advice = "tell the campaign's owner; " if is_final else ""
+        return UrlFailed(f"{file.path}: {state.problem}; {advice}trying peers, and the URL again in {backoff_s:.0f} s")
 
 
 class _Published:
-    """A token file opened at its URL; its length and that it is sent in ranges have been seen."""
+    """A token file opened at its URL. The constructor checks its length and that the server sends byte ranges."""
 
     def __init__(self, url: str, num_bytes: int):
         self._file = _open(url)
@@ -107,20 +107,20 @@ class _Published:
         if size is None:
             raise _Unusable("the server does not send byte ranges")
         self._ids_start = size - num_bytes
-        """Length of a numpy header."""
+        """Length of the numpy header, 0 without one."""
         if self._ids_start < 0 or (self._ids_start > 0 and self._range(0, len(NPY_MAGIC)) != NPY_MAGIC):
             raise _Unusable(f"has {size} bytes, the manifest says {num_bytes} of ids")
         self._range(size - 1, size)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes of the ids. Raises whatever the libraries below raise, EOFError when fewer come."""
+        """Return bytes `[start, stop)` of the ids. Raises what fsspec raises, and EOFError for a short answer."""
         return self._range(self._ids_start + start, self._ids_start + stop)
 
     def _range(self, start: int, stop: int) -> bytes:
         self._file.seek(start)
         try:
             content: bytes = self._file.read(stop - start)
-        except ValueError:  # fsspec: the whole file was sent
+        except ValueError:  # fsspec received the whole file
             raise _Unusable("the server does not send byte ranges") from None
         if len(content) < stop - start:
             raise EOFError(f"the answer ended after {len(content)} of {stop - start} bytes")
@@ -128,7 +128,7 @@ class _Published:
 
 
 def _open(url: str) -> Any:
-    """Opened by the one file system that its scheme names: fsspec's own parsing would follow chained URLs onto this disk."""
+    """Open the URL with the file system of its scheme: fsspec's own parsing would follow chained URLs to local files."""
     scheme = url.partition("://")[0]
     options = ANONYMOUS.get(scheme, {})
     if scheme in ("http", "https"):
@@ -139,7 +139,7 @@ def _open(url: str) -> Any:
 
 
 def _runs(pieces: Sequence[int]) -> Iterator[range]:
-    """Adjacent pieces together."""
+    """Yield the runs of adjacent pieces."""
     first = 0
     for end in range(1, len(pieces) + 1):
         if end == len(pieces) or pieces[end] != pieces[end - 1] + 1:
@@ -148,16 +148,16 @@ def _runs(pieces: Sequence[int]) -> Iterator[range]:
 
 
 def _is_final(error: Exception) -> bool:
-    """Would another try soon end in the same way?"""
+    """Return whether a retry would soon fail the same way."""
     status = _status(error)
     if status is not None:
-        return 400 <= status < 500 and status not in RETRIED_STATUS
+        return 400 <= status < 500 and status not in TRANSIENT_STATUS
     is_answer = isinstance(error, (FileNotFoundError, PermissionError)) and error.__cause__ is None
     return is_answer or isinstance(error, (_Unusable, ImportError, ValueError))
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Of the HTTP answer behind an error."""
+    """Return the HTTP status behind an error, if any."""
     while error is not None:
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):

@@ -4,9 +4,9 @@ The same record always gives the same bytes and no others are read, so a record'
 executable is ever decoded.
 
 How a record may grow: a new field stands at the end and has a default. Trailing fields that equal their defaults are left out
-of the bytes, so a record that does not use the new field keeps its bytes and its id for old and new peers alike. One that does
-use it is a WireError for an older peer, since what it cannot read it could neither hash, check nor pass on. The exception are
-Extensible records, which nobody hashes, signs or keeps: there an older peer ignores the fields that it does not know.
+of the bytes, so a record that does not use the new field has the same bytes and id for old and new peers. One that does
+use it is a WireError for an older peer, which could neither hash, check nor forward it. Extensible records are the exception:
+they are never hashed, signed or stored, and an older peer ignores the fields that it does not know.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Record = TypeVar("Record")
 
 
 class WireError(ValueError):
-    """Bytes that are no record of the expected type."""
+    """The bytes are not a record of the expected type."""
 
 
 class Extensible:
-    """Base of records that are read even with fields of a newer version behind the known ones. Never inside other records."""
+    """Base of records that may end with fields of a newer version. Never nested in other records."""
 
 
 def pack(record: Any) -> bytes:
-    """The record's canonical bytes."""
+    """Return the record's canonical bytes."""
     packed: bytes = msgpack.packb(_plain(record), use_bin_type=True)
     return packed
 
 
 def unpack(cls: type[Record], data: bytes | bytearray | memoryview) -> Record:
-    """Read a record of type `cls`. Raises WireError for bytes that `pack` makes of none, or that are out of bounds."""
+    """Read a record of type `cls`. Raises WireError for non-canonical bytes and for values out of bounds."""
     kind: Any = cls
     try:
         values = msgpack.unpackb(data, raw=False, strict_map_key=False)
@@ -58,7 +58,7 @@ def unpack(cls: type[Record], data: bytes | bytearray | memoryview) -> Record:
 
 
 def record_id(record: Any) -> str:
-    """Hex sha256 of the record's canonical bytes."""
+    """Return the hex sha256 of the record's canonical bytes."""
     return hashlib.sha256(pack(record)).hexdigest()
 
 
@@ -93,7 +93,7 @@ def _named(cls: Any, value: Any) -> Any:
 
 
 def _nest(cls: Any, name: str, item: Any) -> Any:
-    """Nested records arrive as lists too: name their fields, so that the type check sees them."""
+    """Name the fields of nested records, which arrive as lists, for the type check."""
     kind, inner = _nested(cls).get(name, ("", None))
     if item is None or inner is None:
         return item
@@ -109,19 +109,19 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 
 @cache
 def _required(cls: Any) -> int:
-    """Fields without a default; they come first."""
+    """Return the number of fields without a default; they come first."""
     return sum(field.default is MISSING for field in fields(cls))
 
 
 @cache
 def _trailing_defaults(cls: Any) -> tuple[Any, ...]:
-    """Of the fields from the last one back to the first that has a default, as `_plain` makes them."""
+    """Return the packed defaults, from the last field to the first that has one."""
     return tuple(_plain(field.default) for field in reversed(fields(cls)) if field.default is not MISSING)
 
 
 @cache
 def _nested(cls: Any) -> dict[str, tuple[str, Any]]:
-    """Fields of `cls` that hold a record ("one") or a tuple of records ("many")."""
+    """Return the fields that hold a record ("one") or a tuple of records ("many")."""
     found: dict[str, tuple[str, Any]] = {}
     for name, hint in typing.get_type_hints(cls).items():
         options = [hint, *typing.get_args(hint)]

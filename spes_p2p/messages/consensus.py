@@ -34,6 +34,7 @@ from spes_p2p.messages.fields import (
     Steps,
     Term,
     Text,
+    Version,
 )
 from spes_p2p.messages.samples import Cursor, Interval
 
@@ -42,34 +43,43 @@ CampaignState = Literal["running", "paused", "stopped"]
 
 @dataclass(frozen=True)
 class Change:
-    """Another schedule."""
+    """A change of the schedule."""
 
     round: Round
-    """The first round that it holds for: the phase that leads there is the first one trained by it."""
+    """The first round that it applies to: the phase before this round is the first one trained with it."""
     training: Text
     """Fields of the campaign's `training` with their new values, as JSON."""
 
 
 @dataclass(frozen=True)
+class Requirement:
+    """Peers below this protocol version are excluded from a round on."""
+
+    protocol: Version
+    from_round: Round
+
+
+@dataclass(frozen=True)
 class Control:
-    """What the campaign's owner orders. It says all that holds from then on, so that the newest record is enough to know."""
+    """An order of the campaign's owner. It is complete: the newest record replaces all earlier ones."""
 
     campaign: Digest
     number: Count
-    """From 1; of two records the one with the higher number holds."""
+    """From 1; the highest number applies."""
     state: CampaignState
-    """running: rounds go on; paused: none is planned until a newer record says so; stopped: the campaign is over, for good."""
+    """paused: no round is planned until a newer record resumes; stopped: the campaign has ended permanently."""
     changes: Annotated[tuple[Change, ...], MaxLen(MAX_CHANGES)]
-    """All there ever were, by round; of two that change one field the later one holds."""
+    """All changes so far, by round; a later change of a field replaces an earlier one."""
     rollback: Round
-    """Round whose base everybody goes back to with the commit that applies this record; -1: none."""
+    """Round whose base the commit that applies this record returns to; -1: none."""
     signature: Signature
-    """By the key of the owner, under everything above."""
+    """By the owner's key, over all other fields."""
+    requires: Requirement | None = None
 
 
 @dataclass(frozen=True, order=True)
 class Ballot:
-    """A coordinator's turn in one round; higher ones win."""
+    """A coordinator's turn in one round; higher ballots win."""
 
     number: Count
     coordinator: PeerId
@@ -77,7 +87,7 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit: the decided record of a round."""
+    """The decided record of a round."""
 
     campaign: Digest
     term: Term
@@ -86,37 +96,37 @@ class Commit:
     plan: Digest
     """Id of the plan; empty for the genesis commit, a reform and a rollback."""
     roots: Roots
-    """Root of each member's manifest, revision by revision: `[revisions][members]`; empty bytes for members without one."""
+    """Roots of the members' manifests, flattened from `[revisions][members]`; empty bytes for a member without one."""
     dropped: Annotated[tuple[PartIndex, ...], MaxLen(MAX_PARTS)]
-    """Parts that had contributors but are left out: the base keeps its old value there."""
+    """Parts that had contributors but are left out: the base keeps their old values."""
     base_digest: Digest
-    """Of the parent's base; of base 0 in the genesis commit, of the base gone back to in a rollback; empty in a reform."""
+    """Digest of the parent's base; in the genesis commit of base 0, in a rollback of the restored base, in a reform empty."""
     step: Steps
     tokens: Count
-    """Included since the campaign began."""
+    """Tokens included since the campaign began."""
     members: Peers
     owners: Annotated[tuple[Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)], ...], MaxLen(MAX_EXPERTS)]
-    """For each expert, indices into `members` of who trains it next."""
+    """For each expert, its next owners, as indices into `members`."""
     cursor: Cursor
     helpers: Annotated[tuple[PeerId, ...], MaxLen(MAX_HELPERS)]
     electorate: Electorate
-    """Whose majority decides the next round."""
+    """The peers whose majority decides the next round."""
     incarnations: Annotated[tuple[Incarnation, ...], MaxLen(MAX_ELECTORATE)]
-    """Of each elector, the id of the disk that it votes with: its votes on another one, or on none, do not count."""
+    """For each elector, the incarnation whose votes count."""
     lost: Lost = ()
-    """Members that were lost before each revision of the part table (indices into `members`)."""
+    """Members lost before each revision of the part table (indices into `members`)."""
     control: Control | None = None
-    """The newest record that is applied: by everybody, with this commit or one before it. None: the owner never gave one."""
+    """The newest control record that this commit or an earlier one applied; None: there has been none."""
 
     @cached_property
     def id(self) -> str:
-        """Hex sha256 of the commit's bytes."""
+        """Return the hex sha256 of the commit's bytes."""
         return record_id(self)
 
 
 @dataclass(frozen=True)
 class Vote:
-    """An elector's signature under one (ballot, commit)."""
+    """An elector's signature over one (ballot, commit)."""
 
     elector: PeerId
     signature: Signature
@@ -124,7 +134,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Farewell:
-    """An elector leaves before it cast any vote in the round after `parent`, and will cast none: its seat does not count."""
+    """An elector has cast no vote in the round after `parent` and will cast none: its seat does not count."""
 
     elector: PeerId
     parent: Digest
@@ -133,18 +143,18 @@ class Farewell:
 
 @dataclass(frozen=True)
 class CertifiedCommit:
-    """A commit with its certificate: accepted by a majority of the electorate in one ballot. It proves itself."""
+    """A commit with the votes of a majority of the electorate in one ballot, which prove it."""
 
     commit: Commit
     ballot: Ballot
     votes: Annotated[tuple[Vote, ...], MaxLen(MAX_ELECTORATE)]
     farewells: Annotated[tuple[Farewell, ...], MaxLen(MAX_ELECTORATE)] = ()
-    """Electors without whom the majority is counted."""
+    """Electors whose seats do not count towards the majority."""
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """A coordinator asks for promises: nobody will accept a lower ballot in this round."""
+    """A coordinator asks electors to promise that they accept no lower ballot in this round."""
 
     round: Round
     parent: Digest
@@ -156,17 +166,17 @@ class Promise:
     """An elector's answer to Prepare."""
 
     round: Round
-    """Last round that the elector knows as decided; to one that is behind, the coordinator sends the missing commits first."""
+    """The elector's last decided round; the coordinator first sends commits that the elector lacks."""
     granted: bool
     promised: Ballot | None
-    """The highest ballot that it has promised in this round."""
+    """The highest ballot promised in this round."""
     accepted_ballot: Ballot | None
     accepted: Commit | None
 
 
 @dataclass(frozen=True)
 class Accept:
-    """A coordinator asks for votes on one commit."""
+    """A coordinator asks for votes on a commit."""
 
     ballot: Ballot
     commit: Commit
@@ -174,21 +184,21 @@ class Accept:
 
 @dataclass(frozen=True)
 class Decide:
-    """Heads with their certificates, in order."""
+    """Certified commits, in order."""
 
     decided: Annotated[tuple[CertifiedCommit, ...], MaxLen(MAX_PAGE)]
 
 
 @dataclass(frozen=True)
 class CommitsRequest(Extensible):
-    """All certificates after this round."""
+    """Ask for all certified commits after a round."""
 
     after: Round
 
 
 @dataclass(frozen=True)
 class ReformRequest(Extensible):
-    """A trainer finds no majority after this commit, or no base."""
+    """Ask the owner for a reform: rounds after this commit find no majority, or no base."""
 
     commit: Digest
     """Id of the asking peer's last commit."""
@@ -196,35 +206,35 @@ class ReformRequest(Extensible):
 
 @dataclass(frozen=True)
 class Leave(Extensible):
-    """I leave. What the plan gave me and I did not train comes back."""
+    """A peer leaves and returns the samples that it did not train, or comes back."""
 
     round: Round
     untrained: Annotated[tuple[Interval, ...], MaxLen(MAX_INTERVALS)]
     farewell: Farewell | None = None
-    """When I was an elector, and nobody had my vote yet."""
+    """From an elector that has not voted."""
     back: bool = False
-    """I am here again, and train what the plan gave me; my seat stays given up."""
+    """The peer is back and trains its assignment; a seat that it gave up stays given up."""
 
 
 @dataclass(frozen=True)
 class ControlRequest(Extensible):
-    """What do you know of the owner's orders?"""
+    """Ask for the newest control record."""
 
     brought: Control | None
-    """A record to take up, if it is news."""
+    """A record for the asked peer to take if it is newer."""
 
 
 @dataclass(frozen=True)
 class Known(Extensible):
-    """What a peer knows."""
+    """A peer's answer to ControlRequest."""
 
     newest: Control | None
     """Applied or not."""
     applied: Count
-    """Number of the record that its commit carries; 0: none."""
+    """Number of the record that its last commit carries; 0: none."""
     round: Round
-    """Of its commit."""
+    """Its last committed round."""
     step: Steps
-    """Campaign step of its commit."""
+    """Campaign step of its last commit."""
     archived: Archived
-    """Rounds whose bases it keeps."""
+    """Rounds whose bases it has archived."""

@@ -1,4 +1,4 @@
-"""What peers fetch from each other: the campaign, and pieces of its files, of bases, of text and of a round's results."""
+"""Requests for the campaign and for pieces of its files, of bases, of text and of a round's results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from annotated_types import MaxLen
 
 from spes_p2p.messages.codec import Extensible
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.fields import Count, Digest, PieceIndex, Round, Version
+from spes_p2p.messages.fields import Count, Digest, PieceIndex, Round, Version, Word
 
 PIECES_A_REQUEST = 16
-"""Bounds what a donor that fails costs."""
+"""Bounds what is lost when a donor fails."""
 
 ContentKind = Literal["file", "base_hashes", "base", "token_hashes", "tokens", "plan", "manifests", "parts", "record"]
 """Kinds of content in pieces (`content/pieces.py`); also the methods by which they are asked for."""
@@ -27,8 +27,12 @@ class CampaignRequest(Extensible):
 
 @dataclass(frozen=True)
 class CampaignRecord(Extensible):
-    """The campaign as a bootstrap or any member serves it."""
+    """The campaign as a bootstrap peer or any member serves it."""
 
+    protocol: Version
+    """The version that the serving peer speaks; a newer joiner decides whether it still does."""
+    program: Word
+    """The serving peer's version of spes_p2p."""
     campaign_json: Annotated[bytes, MaxLen(2**20)]
     genesis: Commit
     blobs: Annotated[tuple[tuple[Digest, Count], ...], MaxLen(2**6)] = field(default=())
@@ -37,26 +41,26 @@ class CampaignRecord(Extensible):
 
 @dataclass(frozen=True)
 class PiecesRequest(Extensible):
-    """Pieces of one content, sent back in this order."""
+    """Ask for pieces of one content, in this order."""
 
     name: Digest
-    """Which content of its kind."""
+    """Names the content among those of its kind."""
     pieces: Annotated[tuple[PieceIndex, ...], MaxLen(PIECES_A_REQUEST)]
 
 
 @dataclass(frozen=True)
 class SnapshotRequest(Extensible):
-    """Ask for a base: of this commit, or the newest one ("")."""
+    """Ask for the base of a commit; "": the newest one."""
 
     commit: Digest
 
 
 @dataclass(frozen=True)
 class SnapshotInfo(Extensible):
-    """A donor's answer."""
+    """The base that a donor serves."""
 
     commit: Digest
     round: Round
     elements: Count
     digest: Digest
-    """Of the list of its piece digests."""
+    """BLAKE3 of the list of piece digests."""

@@ -1,7 +1,6 @@
 """Types of the records' fields, each with its bound: `unpack` reads nothing beyond them.
 
-A bound says what can be meant, not what is likely: it keeps numbers where arithmetic on them is safe, and lists where work on
-them is. What a frame can hold bounds the bytes in any case.
+Bounds are generous: they keep arithmetic on numbers and work on lists safe. The frame limit bounds the bytes in any case.
 """
 
 from __future__ import annotations
@@ -12,51 +11,51 @@ from typing import Annotated
 from annotated_types import Ge, Le, MaxLen, Predicate
 
 MAX_MEMBERS = 2**10
-"""Members of a round: a plan grows with members times experts, and one frame holds 1024 members with 512 experts."""
+"""Members of a round. A plan grows with members times experts; one frame holds 1024 members with 512 experts."""
 MAX_EXPERTS = 2**12
 """Experts a layer; the largest published models have some hundreds."""
 MAX_LAYERS = 2**9
 MAX_PARTS = 2**20
 """Parts of a model: 10^12 parameters in parts of 2^20."""
 MAX_INTERVALS = 2**16
-"""Separate stretches of samples in a cursor or of one peer; the plan hands out a few a member and round."""
+"""Sample intervals in a cursor or of one peer; a plan assigns a few per member and round."""
 MAX_REVISIONS = 2**6
-"""Part tables of one round; each costs at least one member, and the exchange's time allows a few."""
+"""Part tables of one round. Each costs at least one member, and the exchange timeout allows a few."""
 MAX_ROOTS = 2**16
-"""Of manifests: members times revisions, as far as a frame holds them."""
+"""Manifest roots of one round: members times revisions, within a frame."""
 MAX_HELPERS = 2**6
 MAX_ELECTORATE = 2**4
 """Electors of a round; seven are chosen."""
 MAX_CHANGES = 2**8
-"""Changes of the schedule in the whole life of a campaign."""
+"""Schedule changes in the life of a campaign."""
 MAX_ARCHIVED = 2**16
 """Rounds whose bases a peer keeps."""
 MAX_PAGE = 2**8
-"""Certificates or round records in one answer."""
+"""Certified commits or round records in one answer."""
 MAX_ADDRESSES = 2**4
 MAX_PHASES = 2**6
-"""Phases of a round, or reasons for failed attempts, that a status names."""
+"""Phases of a round, or reasons for failed attempts, in a status."""
 LONGEST_WORD = 200
 
 PeerId = Annotated[str, MaxLen(128)]
 """A libp2p id is a multihash in base58: 46 characters for RSA, 52 for Ed25519."""
 Digest = Annotated[str, MaxLen(64)]
-"""32 bytes in hex: id of a record, hash of a file, digest of a base; empty where there is none."""
+"""32 bytes in hex: id of a record, hash of a file, digest of a base; empty for none."""
 Incarnation = Annotated[str, MaxLen(32)]
-"""Id of an elector's disk: 8 bytes in hex."""
+"""Id of an elector's vote file: 8 bytes in hex."""
 Root = Annotated[bytes, MaxLen(32)]
-"""A sha256; empty where there is none."""
+"""A sha256; empty for none."""
 Signature = Annotated[bytes, MaxLen(2**11)]
-"""With RSA of at most 4096 bits: 2 bytes of length, a public key of 550 and a signature of 512."""
+"""RSA of at most 4096 bits: length (2 bytes), public key (550) and signature (512)."""
 Word = Annotated[str, MaxLen(LONGEST_WORD), Predicate(str.isprintable)]
-"""Text from another peer: short, and without the control characters that could rewrite a terminal."""
+"""Short text from another peer, without control characters that could corrupt a terminal."""
 Address = Annotated[str, MaxLen(2**9)]
-"""A multiaddr; with a relay it names two peers."""
+"""A multiaddr; one through a relay names two peers."""
 Text = Annotated[str, MaxLen(2**10)]
 
 Count = Annotated[int, Ge(0), Le(2**63 - 1)]
 Tokens = Annotated[int, Ge(0), Le(2**48)]
-"""Of one peer or round: 2.8 * 10^14, more than any corpus; sums of a thousand of them stay below 2^63."""
+"""Tokens of a peer or round: 2.8 * 10^14 exceeds any corpus, and sums of a thousand stay below 2^63."""
 Round = Annotated[int, Ge(-1), Le(2**40)]
 """-1: before the first, or none."""
 Term = Annotated[int, Ge(0), Le(2**40)]
@@ -71,7 +70,7 @@ RootIndex = Annotated[int, Ge(0), Le(MAX_ROOTS - 1)]
 Lane = Annotated[int, Ge(0), Le(2**8)]
 PieceIndex = Annotated[int, Ge(0), Le(2**40)]
 Position = Annotated[int, Ge(0), Le(2**53)]
-"""A sample of a pass over the corpus; also exact as a float."""
+"""A sample's place in a pass over the corpus; exact as a float too."""
 Port = Annotated[int, Ge(0), Le(2**16 - 1)]
 FrameKind = Annotated[int, Ge(0), Le(2**8 - 1)]
 
@@ -81,10 +80,10 @@ UnixTime = Annotated[float, Ge(0), Le(1e11)]
 Rate = Annotated[float, Ge(0), Le(1e15)]
 """Tokens, bytes or operations a second."""
 Share = Annotated[float, Ge(0), Le(1e18)]
-"""Of a time: a straggler's 10^9 seconds over a quorum's nanosecond."""
+"""A ratio of times: a straggler's 10^9 seconds over a quorum's nanosecond."""
 Weight = Annotated[float, Ge(0), Le(1)]
 Loss = Annotated[float, Ge(-1e15), Le(1e15)]
-"""Nats a token; whoever sums losses weighted with tokens stays below the largest float."""
+"""Nats per token; token-weighted sums stay finite."""
 
 
 def _is_real(number: float) -> bool:
@@ -92,14 +91,14 @@ def _is_real(number: float) -> bool:
 
 
 Real = Annotated[float, Predicate(_is_real)]
-"""A measured number; NaN when it is not known."""
+"""A measurement; NaN when unknown."""
 
 Addresses = Annotated[tuple[Address, ...], MaxLen(MAX_ADDRESSES)]
 Archived = Annotated[tuple[Round, ...], MaxLen(MAX_ARCHIVED)]
 Electorate = Annotated[tuple[PeerId, ...], MaxLen(MAX_ELECTORATE)]
 Experts = Annotated[tuple[ExpertIndex, ...], MaxLen(MAX_EXPERTS)]
 Lost = Annotated[tuple[Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)], ...], MaxLen(MAX_REVISIONS)]
-"""Members that were lost before each revision of the part table."""
+"""Members lost before each revision of the part table."""
 Peers = Annotated[tuple[PeerId, ...], MaxLen(MAX_MEMBERS)]
 Roots = Annotated[tuple[Root, ...], MaxLen(MAX_ROOTS)]
 Routed = Annotated[tuple[Tokens, ...], MaxLen(MAX_EXPERTS)]

@@ -1,4 +1,4 @@
-"""What a peer can ask of another one: each method with its request and its answer."""
+"""The methods that a peer serves, each with its request and answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from spes_p2p.messages.content import ContentKind
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 
 PROTOCOL_VERSION = 10
-"""Changes whenever peers of the old and the new code could not train together: peers of another version are refused."""
+"""Raised with every change of a message that an older peer must understand."""
+OLDEST_PROTOCOL = 10
+"""The oldest version that this program still speaks; older peers are refused. Only the newer of two peers can know this, so no
+peer refuses one of a newer version."""
 
 ROUND, PREPARE, ACCEPT, DECIDE, COMMITS = "round", "prepare", "accept", "decide", "commits"
 PING, LEAVE, REFORM, CONTROL = "ping", "leave", "reform", "control"
@@ -17,13 +20,13 @@ STATUS, HISTORY, CLOCK, DIAL_BACK, SPEED = "status", "history", "clock", "dial_b
 
 
 SMALL = 2**12
-"""A record of some ids and numbers."""
+"""Bytes of a record of a few ids and numbers."""
 LISTS = 2**21
-"""A record with MAX_INTERVALS stretches of samples (28 bytes each), or MAX_ARCHIVED rounds."""
+"""Bytes of a record with MAX_INTERVALS sample intervals (28 bytes each) or MAX_ARCHIVED rounds."""
 WHOLE = MAX_FRAME_BYTES
-"""A plan, a commit or certificates, which grow with members and parts; a part of an update."""
+"""Bytes of a plan, a commit or certified commits, which grow with members and parts; a part of an update."""
 CHUNK = 2**18
-"""A chunk of a piece; of what measures a line."""
+"""Bytes of a chunk of a piece, or of a speed measurement."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,13 @@ class Method:
     name: str
     asked_by: str
     request: str
-    """What the peer that opens the stream sends."""
+    """Sent by the peer that opens the stream."""
     answer: str
-    """What comes back."""
+    """Sent back."""
     request_bytes: int = SMALL
-    """The longest message that the asked peer takes."""
+    """The longest message that the asked peer accepts."""
     answer_bytes: int = SMALL
-    """The longest message that the asking peer takes."""
+    """The longest message that the asking peer accepts."""
 
 
 def _pieces(kind: ContentKind, asked_by: str, what: str) -> Method:

@@ -1,4 +1,4 @@
-"""What a peer says of itself: its contact, its status, what it remembers, and what it does for `spes-p2p doctor`."""
+"""What a peer reports: contact, status and history, and its answers to `spes-p2p doctor`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from spes_p2p.messages.methods import PROTOCOL_VERSION
 
 @dataclass(frozen=True)
 class Contact(Extensible):
-    """What a peer publishes of itself in the registry; must stay below 1 KB."""
+    """A peer's entry in the registry; must stay below 1 KB."""
 
     campaign: Digest
     """Campaign hash."""
@@ -48,14 +48,14 @@ class Contact(Extensible):
     commit: Digest
     addresses: Addresses
     control: Count = 0
-    """Number of the newest control record that it holds; 0: none. Who has an older one asks for it."""
+    """Number of the newest control record that it holds; 0: none. Peers with an older one ask for it."""
     validation_loss: Loss | None = None
-    """Held-out loss of the base of `commit`, when this peer evaluated it. After the last round no announcement carries it."""
+    """Held-out loss of the base of `commit`, if this peer evaluated it; no announcement follows the last round to carry it."""
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="ignore"))
 class PeerStatus:
-    """One peer, as it says of itself. Fields that a version does not know are ignored, missing ones keep their default."""
+    """A peer's report on itself. Unknown fields are ignored; missing ones have their defaults."""
 
     peer_id: Word
     role: Word
@@ -68,28 +68,28 @@ class PeerStatus:
     phase: Word = "joining"
     """See events.PhaseEntered."""
     phase_seconds: Real = 0.0
-    """For so long it has been in this phase."""
+    """Time in this phase."""
     phases: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_PHASES)] = ()
-    """Since the last commit: each phase, and how many seconds ago it began; the present one is the last."""
+    """Phases since the last commit, with the seconds since each started; the current one is last."""
     round: Count = 0
-    """The last round in its base, 0 also before any. Round 0 only assembles the swarm: so many rounds have moved weights."""
+    """The last round in its base; 0 before any. Round 0 moves no weights, so this counts the rounds that have."""
     campaign_step: Count = 0
     total_steps: Count = 0
     total_tokens: Count = 0
-    """Trained by anybody and in the base."""
+    """Tokens of all peers in the base."""
     steps_done: Count = 0
-    """Local steps of the phase under way."""
+    """Local steps of the current phase."""
     steps_planned: Count = 0
     tokens_per_second: Real = 0.0
     """Training speed of this peer."""
     loss: Real = math.nan
-    """Training loss of the last committed round, all members, nats a token."""
+    """Training loss of the last committed round over all members, in nats per token."""
     validation_loss: Real = math.nan
-    """Held-out loss of the last evaluated base, nats a token."""
+    """Held-out loss of the last evaluated base, in nats per token."""
     validation_round: Count = 0
     """The last round in that base."""
     local_loss: Real = math.nan
-    """Training loss of this peer alone in the last phase that it finished."""
+    """This peer's training loss in its last finished phase."""
     learning_rate: Real = math.nan
     merge_alpha: Real = 0.0
     owned: Annotated[tuple[Count, ...], MaxLen(MAX_EXPERTS)] = ()
@@ -114,26 +114,26 @@ class PeerStatus:
     electorate: Annotated[tuple[Word, ...], MaxLen(MAX_ELECTORATE)] = ()
     """Peers whose majority decides the next round."""
     dropped_tokens: Count = 0
-    """Work of this peer that was given up since it started."""
+    """This peer's tokens discarded since it started."""
     failures: Annotated[dict[Word, Count], MaxLen(MAX_PHASES)] = field(default_factory=dict)
     """Attempts that did not commit since this peer started, by reason."""
     digest_mismatches: Count = 0
     seconds_left: Real = math.nan
-    """Until the last round of the campaign, from the pace of the last rounds; NaN before there is one, and in a pause."""
+    """Time to the campaign's last round, from the pace of recent rounds; NaN before a round, and in a pause."""
     uptime_s: Real = 0.0
     state: Word = "running"
-    """Of the campaign, as its owner wants it: running, paused, stopped."""
+    """State of the campaign: running, paused, stopped."""
     control: Word = ""
-    """What the owner has ordered, in words; empty for nothing."""
+    """The owner's orders in words; empty for none."""
 
     def to_bytes(self) -> bytes:
-        """The msgpack that `from_bytes` reads."""
+        """Return the msgpack that `from_bytes` reads."""
         packed: bytes = msgpack.packb(_STATUS.dump_python(self))
         return packed
 
     @staticmethod
     def from_bytes(data: bytes) -> PeerStatus:
-        """Read what another peer sent. Raises ValueError (one line) for anything that is no status."""
+        """Read another peer's status. Raises ValueError (one line) for anything else."""
         try:
             return _STATUS.validate_python(msgpack.unpackb(data))
         except ValidationError as error:
@@ -148,7 +148,7 @@ _STATUS = TypeAdapter(PeerStatus)
 
 @dataclass(frozen=True)
 class Contribution:
-    """Work of one peer that is in the base."""
+    """One peer's work in a committed round."""
 
     peer: Word
     tokens: Count
@@ -159,7 +159,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One committed round. Everything but what is marked as the teller's own is the same on every peer."""
+    """One committed round. Fields up to `teller` are the same on every peer."""
 
     round: Count
     campaign_step: Count
@@ -167,16 +167,16 @@ class RoundRecord:
     """Of this round, all members."""
     total_tokens: Count
     loss: Real
-    """Training loss of all members, nats a token; NaN when nobody trained or nobody remembers."""
+    """Training loss of all members, in nats per token; NaN without training, or when unknown."""
     validation_loss: Real
-    """Held-out loss of the base after this round, nats a token; NaN when it was not evaluated."""
+    """Held-out loss of the base after this round, in nats per token; NaN if not evaluated."""
     learning_rate: Real
     merge_alpha: Real
     members: Count
     base_digest: Word
     dropped_parts: Count
     teller: Word
-    """The peer that wrote this record; what follows is its own."""
+    """The peer that wrote this record and measured the following fields."""
     time: Real
     """Unix time at which it had the new base."""
     seconds: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_PHASES)]
@@ -186,14 +186,14 @@ class RoundRecord:
     failed_attempts: Count
     """Attempts of this peer at this round that did not commit."""
     control: Word = ""
-    """What the campaign's owner had ordered by then, in words; empty for nothing. The same on every peer."""
+    """The owner's orders by then, in words; empty for none. The same on every peer."""
     contributions: Annotated[tuple[Contribution, ...], MaxLen(MAX_MEMBERS)] = ()
     """By member. The same on every peer."""
 
 
 @dataclass(frozen=True)
 class HistoryRequest(Extensible):
-    """The first records after a round."""
+    """Ask for the first records after a round."""
 
     after: Round
     at_most: Count
@@ -201,17 +201,17 @@ class HistoryRequest(Extensible):
 
 @dataclass(frozen=True)
 class HistoryPage(Extensible):
-    """Some of what a peer remembers."""
+    """A page of a peer's round records."""
 
     now: UnixTime
     """Unix time of the peer that answers."""
     records: Annotated[tuple[RoundRecord, ...], MaxLen(MAX_PAGE)]
-    """By round, at most RECORDS_A_MESSAGE. They hold at most CONTRIBUTIONS_A_MESSAGE, unless the first alone has more."""
+    """By round; at most RECORDS_A_MESSAGE records with CONTRIBUTIONS_A_MESSAGE contributions in all."""
 
 
 @dataclass(frozen=True)
 class Clock(Extensible):
-    """A peer's wall clock, and what program it is."""
+    """A peer's wall clock, program version and protocol."""
 
     wall_time: UnixTime
     version: Word
@@ -220,36 +220,36 @@ class Clock(Extensible):
 
 @dataclass(frozen=True)
 class DialBackRequest(Extensible):
-    """Try to connect to these TCP ports of the address that you see me at."""
+    """Ask a peer to connect to these TCP ports at the address that it sees for the asking peer."""
 
     ports: Annotated[tuple[Port, ...], MaxLen(MAX_ADDRESSES)]
 
 
 @dataclass(frozen=True)
 class DialBack(Extensible):
-    """What came of it."""
+    """The outcome of a DialBackRequest."""
 
     seen_at: Addresses
-    """Multiaddrs of my connections to the peer that answers, as it sees them."""
+    """Multiaddrs of the asking peer's connections, as the answering peer sees them."""
     reached: Annotated[tuple[Port, ...], MaxLen(MAX_ADDRESSES)]
     """Ports where a libp2p peer answered."""
 
 
 @dataclass(frozen=True)
 class SpeedRequest(Extensible):
-    """Measure the link: you send to me, or (`up`) I send to you."""
+    """Measure the link: the asked peer sends, or (`up`) the asking one."""
 
     up: bool
 
 
 @dataclass(frozen=True)
 class Moved(Extensible):
-    """Payload that arrived."""
+    """The payload received in a speed measurement."""
 
     num_bytes: Count
     seconds: Seconds
 
     @property
     def bits_per_second(self) -> float:
-        """Speed of the link."""
+        """Return the speed of the link."""
         return 8 * self.num_bytes / max(self.seconds, 1e-9)

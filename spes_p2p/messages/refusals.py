@@ -1,4 +1,4 @@
-"""A typed refusal: a code that programs look at, data with declared types, and a text that only people read."""
+"""Typed refusals: a code and data for programs, and a text for people."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from spes_p2p.messages.fields import Digest, PeerId, Round, Seconds, Version, Wo
 
 
 class Code(str, Enum):
-    """Why a peer refuses. The values are the wire; a code that the receiver does not know reads as OTHER."""
+    """Why a peer refuses. The values are on the wire; an unknown one reads as OTHER."""
 
     VERSION = "version"
-    """The asking peer speaks another protocol; `protocol` is the one that is spoken here."""
+    """The asking peer's protocol is too old; `protocol` is the oldest that is accepted here."""
     CAMPAIGN = "campaign"
-    """The asking peer is in another campaign; `campaign` is the one here."""
+    """The asking peer is in another campaign; `campaign` is this peer's."""
     BEHIND = "behind"
     """The asking peer lacks decided rounds; `round` is the last one."""
     COORDINATOR_BEHIND = "coordinator_behind"
-    """The coordinator lacks decided rounds; `round` is the last one that it has."""
+    """The coordinator lacks decided rounds; `round` is its last one."""
     DIGEST = "digest"
-    """The base of the asking peer differs from what most members have."""
+    """The asking peer's base differs from that of most members."""
     CLOSED = "closed"
-    """Too late for this attempt at a round; the next one is open."""
+    """Too late for this attempt; the next one is open."""
     ALIVE = "alive"
-    """A coordinator of higher rank, `peer`, is there."""
+    """A coordinator of higher rank, `peer`, is alive."""
     NOT_COORDINATOR = "not_coordinator"
     """Another peer coordinates this attempt."""
     FAILED = "failed"
-    """The attempt at the round will not come to a decision."""
+    """This attempt will not decide the round."""
     LEAVING = "leaving"
-    """The peer leaves the swarm."""
+    """The peer is leaving the swarm."""
     NOT_ALLOWED = "not_allowed"
-    """The asking peer has no part in what it asks for."""
+    """The asking peer is not entitled to what it asks for."""
     CANNOT_VOTE = "cannot_vote"
-    """No elector of this round, or without the votes that it needs for it."""
+    """Not an elector of this round, or without the vote file that it needs."""
     OUTBID = "outbid"
-    """A higher ballot was promised."""
+    """The elector has promised a higher ballot."""
     NOT_PROVEN = "not_proven"
-    """A commit or a control record that does not follow, or without the signatures that it needs."""
+    """A commit or control record that does not follow the last one, or lacks signatures."""
     NO_REFORM = "no_reform"
-    """There is no reason to open a new term, or not for long enough."""
+    """There is no reason to open a new term, or not yet."""
     NOT_HERE = "not_here"
-    """What was asked for is not here."""
+    """The peer does not have what was asked for."""
     BUSY = "busy"
-    """Enough others are served; worth another try after `retry_s`."""
+    """The peer serves enough others; try again after `retry_s`."""
     MALFORMED = "malformed"
-    """The request is not what the method takes."""
+    """Not a request of this method."""
     UNKNOWN_KIND = "unknown_kind"
-    """A frame that the receiver must understand and does not."""
+    """A frame that the receiver does not know and may not ignore."""
     TOO_LARGE = "too_large"
-    """A message beyond the limit of its method."""
+    """A message over its method's limit."""
     UNKNOWN_METHOD = "unknown_method"
     """The method is not served here."""
     OTHER = "other"
-    """Any code that this version does not know."""
+    """A code that this version does not know."""
 
     @staticmethod
     def of(text: str) -> Code:
-        """The code of this name; OTHER for one that a newer version may know."""
+        """Return the code of this value, OTHER for an unknown one."""
         return Code(text) if text in Code._value2member_map_ else Code.OTHER
 
 
@@ -73,10 +73,10 @@ LONGEST_REFUSAL = 2**13
 
 @dataclass(frozen=True)
 class Refusal(Extensible):
-    """The body of a refusal. Which data comes with which code: Code."""
+    """The body of a refusal. Code says which data belong to each code."""
 
     code: Word
-    """A value of Code, or one that a newer version may know."""
+    """A value of Code, or of a newer version's."""
     detail: Annotated[str, MaxLen(LONGEST_DETAIL), Predicate(str.isprintable)]
     """For people."""
     round: Round | None = None

@@ -1,4 +1,4 @@
-"""One round: who is in it, the plan, the exchange of updates, and what each member holds of the results."""
+"""The messages of one round: announcements, plan, exchange of updates, and reports of the results held."""
 
 from __future__ import annotations
 
@@ -58,38 +58,38 @@ class Announcement(Extensible):
     campaign: Digest
     protocol: Version
     round: Round
-    """The round it wants to take part in: one more than its commit's."""
+    """The next round: one more than its commit's."""
     attempt: Count
     waited_s: Seconds
-    """Seconds since its phase was done: a new coordinator counts how long everybody has waited for a straggler already."""
+    """Time since its phase ended. A new coordinator needs it to tell how long members have already waited for stragglers."""
     commit: Digest
     base_digest: Digest
     tokens: Tokens
-    """Trained and not yet included in a base."""
+    """Trained tokens that no base includes yet."""
     routed: Routed
-    """For each expert, tokens its router sent there and not yet included; 0 where it has no pending work."""
+    """For each expert, routed tokens that no base includes yet; 0 without pending work."""
     capacity: ExpertCount
-    """Most experts that it can train."""
+    """The most experts that it can train."""
     tokens_per_second: Rate
     bandwidth: Rate
-    """Bytes a second that it can send, as measured; 0: cannot be dialled or will not reduce."""
+    """Measured upload, in bytes per second; 0: cannot be dialled, or does not reduce."""
     loss: Loss
-    """Mean training loss over `tokens`; 0 when there are none."""
+    """Mean training loss over `tokens`, in nats per token; 0 without tokens."""
     validation_loss: Loss | None
-    """Held-out loss of the base, from the member that evaluated it."""
+    """Held-out loss of the base, if this member evaluated it."""
     untrained: Annotated[tuple[Interval, ...], MaxLen(MAX_INTERVALS)]
-    """What comes back to the cursor."""
+    """Samples that return to the cursor."""
     trains: bool = True
-    """A helper does not: it gets no experts and no samples."""
+    """False for a helper, which gets no experts and no samples."""
     in_flight: bool = False
-    """Does a phase go on during this round? Its work comes with the next one (`sync.overlap`)."""
+    """Whether a phase runs during this round; its work goes with the next one (`sync.overlap`)."""
     archived: Archived = ()
-    """Rounds whose bases it keeps."""
+    """Rounds whose bases it has archived."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A peer in the plan, with the weight of what it contributes."""
+    """A peer in the plan, with the weights of its contributions."""
 
     peer: PeerId
     tokens: Tokens
@@ -115,13 +115,12 @@ class Merge:
 
     alpha: Weight
     donors: Annotated[tuple[Annotated[tuple[Experts, ...], MaxLen(MAX_EXPERTS)], ...], MaxLen(MAX_LAYERS)]
-    """Donors of each expert in each layer: `[layers][experts][k]`, chosen from the base before the round."""
+    """Donors of each expert in each layer, `[layers][experts][k]`, chosen from the parent's base."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is in the round, with which weights, what happens after it, and the next phase's assignments. The same for all
-    members."""
+    """The coordinator's proposal, the same for all members: members, weights, merge, and the next phase's assignments."""
 
     campaign: Digest
     term: Term
@@ -129,55 +128,54 @@ class Plan:
     parent: Digest
     ballot: Ballot
     base_digest: Digest
-    """Of the parent's base: everybody starts from these bits."""
+    """Digest of the parent's base, from which all members start."""
     members: Annotated[tuple[Member, ...], MaxLen(MAX_MEMBERS)]
     """Sorted by peer id."""
     tokens: Count
-    """Of this round, over all members."""
+    """Tokens of this round, over all members."""
     loss: Loss
     validation_loss: Loss | None
     """Held-out loss of the parent's base, where a member evaluated it."""
     step: Steps
-    """Campaign step that is reached with this round."""
+    """Campaign step after this round."""
     merge: Merge | None
     assignments: Annotated[tuple[Assignment, ...], MaxLen(MAX_MEMBERS)]
-    """One a member, in the members' order."""
+    """One per member, in the members' order."""
     cursor: Cursor
     straggler_delay: Annotated[tuple[Share, ...], MaxLen(MAX_MEMBERS)] = ()
-    """Of members that had an assignment: how much later than the first half of the work each announced, as a share of the time
-    until then. The next rounds' patience with stragglers is learnt from it."""
+    """For members with an assignment: how much later than the first half of the work each announced, as a share of the time
+    until then. Later rounds derive their straggler timeout from it."""
     phase_step: Steps = 0
-    """Campaign step at which the assignments begin: `step`, and the phase that goes on during this round on top
-    (`sync.overlap`)."""
+    """Campaign step at which the assignments start: `step`, plus the phase that runs during this round (`sync.overlap`)."""
     control: Control | None = None
-    """What holds after this round."""
+    """The control record that this round applies."""
 
     def index(self, peer: str) -> int | None:
-        """The peer's place among the members, or None."""
+        """Return the peer's index among the members, or None."""
         return next((i for i, member in enumerate(self.members) if member.peer == peer), None)
 
     @cached_property
     def id(self) -> str:
-        """Hex sha256 of the plan's bytes."""
+        """Return the hex sha256 of the plan's bytes."""
         return record_id(self)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a reducer made of its parts, in the order of the plan's part table."""
+    """A reducer's results for its parts, in the order of the part table."""
 
     plan: Digest
     reducer: MemberIndex
     revision: RevisionNumber
-    """Of the part table: 0 for the plan's own, then one more each time that reducers were lost."""
+    """Revision of the part table: 0 for the plan's own, then one more each time that reducers are lost."""
     digests: Annotated[bytes, MaxLen(32 * MAX_PARTS)]
-    """BLAKE3 of each encoded result, 32 bytes each; zeros for a part that got no contribution."""
+    """BLAKE3 of each encoded result, 32 bytes each; zeros for a part without contributions."""
     masks: Annotated[bytes, MaxLen(MAX_FRAME_BYTES)]
-    """For each part, who is in it: one bit a member, ceil(members / 8) bytes each."""
+    """For each part, its contributors: one bit per member, ceil(members / 8) bytes."""
 
     @property
     def root(self) -> bytes:
-        """32 bytes that stand for the whole manifest."""
+        """Return the manifest's sha256, 32 bytes."""
         return hashlib.sha256(pack(self)).digest()
 
 
@@ -187,28 +185,28 @@ class Staged(Extensible):
 
     plan: Digest
     manifests: Annotated[tuple[Manifest, ...], MaxLen(MAX_REVISIONS + 1)]
-    """My own: one for each revision in which I reduce parts."""
+    """The member's own, one for each revision in which it reduces parts."""
     revision: RevisionNumber
-    """The last one that this report is about."""
+    """The last revision that the report covers."""
     missing: Annotated[tuple[RootIndex, ...], MaxLen(MAX_ROOTS)]
-    """Which manifests I do not have, of the places `[revisions][members]`."""
+    """Manifests that the member lacks, as indices into the flattened `[revisions][members]`."""
     roots_digest: Root
-    """sha256 over the roots of the others: usually everybody has the same."""
+    """sha256 over the other roots; usually the same for all members."""
     roots: Roots
-    """Those roots, empty bytes for the missing ones, when the coordinator asked for them: somebody got other manifests."""
+    """Those roots, with empty bytes for the missing ones, once the coordinator asks because members' manifests differ."""
     parts: Annotated[bytes, MaxLen(MAX_PARTS // 8)]
-    """One bit a part of the plan: held here, matching its manifest."""
+    """One bit per part of the plan: held, and matching its manifest."""
     incarnation: Incarnation
-    """What I vote with, if the commit makes me an elector."""
+    """The member's incarnation, if the commit makes it an elector."""
 
 
 @dataclass(frozen=True)
 class Revision:
-    """Reducers were lost: their parts go to others. Sent by the coordinator while the exchange goes on."""
+    """The coordinator reassigns the parts of lost reducers during the exchange."""
 
     plan: Digest
     lost: Lost
-    """Members lost before each revision, in order: what the commit will say."""
+    """Members lost before each revision, as in the commit."""
 
 
 @dataclass(frozen=True)
@@ -219,33 +217,33 @@ class Pong(Extensible):
     """Last committed round."""
     phase: Word
     failed_to_coordinate: Round
-    """Last round that this peer could not bring to a decision as its coordinator; -1 when none."""
+    """The last round that this peer failed to decide as its coordinator; -1 for none."""
     votes: bool
-    """Is it an elector of the round after its last one, and may it vote?"""
+    """Whether it is an elector of its next round, and may vote."""
 
 
 @dataclass(frozen=True)
 class Ping(Extensible):
-    """Are you there? `stop_after`: end the phase after this round's current step and announce; -1: take your time."""
+    """Ask whether a peer is alive. `stop_after`: end the phase after this round at its next step, and announce; -1: go on."""
 
     stop_after: Round
 
 
 @dataclass(frozen=True)
 class Passed:
-    """In place of a plan or a decided commit: where it is."""
+    """In place of a plan or certified commit: where to fetch it."""
 
     kind: FrameKind
-    """Of the frame that would have held the record."""
+    """Kind of the frame that this one replaces."""
     sha256: Digest
-    """Of the record's bytes, hex."""
+    """Hex sha256 of the record's bytes."""
     holders: Annotated[tuple[PeerId, ...], MaxLen(2)]
-    """Peers that have it, to be asked in this order."""
+    """Peers that have the record, in the order to ask them."""
 
 
 @dataclass(frozen=True)
 class PushHeader(Extensible):
-    """First message of a push: for which plan."""
+    """First message of a push."""
 
     plan: Digest
     revision: RevisionNumber = 0
@@ -253,11 +251,10 @@ class PushHeader(Extensible):
 
 @dataclass(frozen=True)
 class PullRequest(Extensible):
-    """The results that the asked member reduces and the asking one pulls: every `lanes`-th of them from number `lane` on, and
-    after those of lane 0 its manifest."""
+    """Ask a reducer for every `lanes`-th of its results from number `lane` on, and in lane 0 for its manifest."""
 
     plan: Digest
     revision: RevisionNumber = 0
     lane: Lane = 0
     lanes: Lane = 1
-    """At most 16 (PULL_TALKS)."""
+    """At most 16 (PULL_STREAMS)."""

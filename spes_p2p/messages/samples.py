@@ -1,4 +1,4 @@
-"""Which samples: positions in a shuffled pass over the corpus. What is computed on them: `data/slices.py`."""
+"""Samples, as positions in a shuffled pass over the corpus. `data/slices.py` computes with them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Cursor:
-    """What of the data has been handed out: everything before (epoch, position), less what was returned.
+    """The samples handed out so far: all before (epoch, position), except the returned ones.
 
-    `returned` is sorted, disjoint and without touching neighbours, so equal sets are equal cursors.
+    `returned` is sorted, disjoint and coalesced, so equal sets are equal cursors.
     """
 
     epoch: Count = 0

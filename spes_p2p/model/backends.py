@@ -1,7 +1,7 @@
-"""The three products of experts with rows sorted by expert, behind one interface.
+"""The matrix products of experts, forward and backward, behind one interface.
 
-`grouped_mm` is torch's grouped GEMM, `eager` a loop of plain products (the reference), `megablocks` the optional Triton kernels
-of megablocks and stk (`megablocks.py`). Which one computes changes rounding only.
+`grouped_mm` is torch's grouped GEMM, `eager` a loop over experts (the reference), `megablocks` the optional Triton kernels of
+megablocks and stk (`megablocks.py`). Their results differ by rounding only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from spes_p2p.model.stored import Matrices
 BackendName = Literal["auto", "grouped_mm", "eager", "megablocks"]
 
 ALIGNMENT = 8
-"""grouped_mm wants rows of a multiple of 16 bytes; 8 elements are that in bfloat16."""
+"""grouped_mm requires rows of a multiple of 16 bytes: 8 elements in bfloat16."""
 
 
 class Backend(Protocol):
     """Products of rows `[S, in]` or `[S, out]`, sorted by expert, with matrices `[G, out, in]`.
 
-    `ends` is int32 `[G]`: the row after each expert's last; an expert may have none. `ends[-1]` is S.
+    `ends` is int32 `[G]`: the end of each expert's rows, of which there may be none. `ends[-1]` is S.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Backend(Protocol):
         """g W, `[S, out]` -> `[S, in]`, in the dtype of g."""
 
     def weight_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """Sum over each expert's rows of g x^T: `[G, out, in]`; 0 for an expert without rows."""
+        """The sum of g x^T over each expert's rows: `[G, out, in]`; 0 for an expert without rows."""
 
 
 class Eager:
-    """One product an expert; stored matrices are decoded one at a time."""
+    """One product per expert; stored matrices are decoded one at a time."""
 
     name = "eager"
 
@@ -67,10 +67,9 @@ class Eager:
 
 
 class GroupedMM:
-    """torch's grouped GEMM, and the loop where that is better or all there is.
+    """torch's grouped GEMM, and the loop where that is faster or grouped GEMM is unsupported.
 
-    On a CPU, matrices that need decoding go one at a time, so that they stay in the cache. On CUDA it is documented for
-    bfloat16 only.
+    On a CPU, decoding one matrix at a time keeps it in the cache. On CUDA, grouped GEMM is documented for bfloat16 only.
     """
 
     name = "grouped_mm"
@@ -98,12 +97,12 @@ class GroupedMM:
 
 
 def choose_backend(wanted: BackendName, device: torch.device, hidden_size: int, intermediate_size: int) -> Backend:
-    """The backend of that name; `auto` is grouped_mm where the sizes allow it, else eager.
+    """Return the backend of that name; `auto` is grouped_mm if it supports the sizes, otherwise eager.
 
-    Raises UserError, naming what is possible, when it cannot compute these sizes on this device.
+    Raises UserError, naming the alternatives, if the backend does not support these sizes on this device.
     """
     if wanted not in get_args(BackendName):
-        raise UserError(f"backend '{wanted}': experts can be computed by {', '.join(get_args(BackendName))}")
+        raise UserError(f"backend '{wanted}': must be one of {', '.join(get_args(BackendName))}")
     problems = {name: find(device, hidden_size, intermediate_size) for name, find in _PROBLEMS.items()}
     if wanted == "auto":
         wanted = "eager" if problems["grouped_mm"] else "grouped_mm"
@@ -145,7 +144,7 @@ def _wants_loop(x: Tensor, weights: Matrices | None = None) -> bool:
 
 
 def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """(group, its rows) of the groups that have any."""
+    """Yield (group, its rows) for groups with rows."""
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
@@ -154,7 +153,7 @@ def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _decoded(weights: Matrices, ends: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, matrix) of the groups that have rows; a matrix is valid until the next one is asked for."""
+    """Yield (rows, matrix) for groups with rows; a matrix is valid until the next one is yielded."""
     encoded = weights.is_encoded(dtype)
     scratch = torch.empty(weights.codes.shape[1:] if encoded else 0, dtype=dtype, device=weights.codes.device)
     for group, rows in _rows(ends):

@@ -1,8 +1,8 @@
-"""From a campaign's model section to a layout, a first state, and a model, through a model without memory (meta device).
+"""Building the layout, the initial state and the model of a campaign's model section, from a model on the meta device.
 
-Names are those of transformers' modules, but for experts: their fused `...experts.gate_up_proj [E, 2F, H]` is one tensor an
-expert, `...experts.{e}.gate_up_proj [2F, H]`. Tied weights count once, under their first name. What transformers does not have
-are the experts' terms of low rank (`low_rank.py`), `...experts.low_rank.gate_up_proj [E, 2F, rank]`.
+Names are those of transformers' modules, except that the fused `...experts.gate_up_proj [E, 2F, H]` is one tensor per expert,
+`...experts.{e}.gate_up_proj [2F, H]`. Tied weights occur once, under their first name. The experts' low-rank terms
+(`low_rank.py`), `...experts.low_rank.gate_up_proj [E, 2F, rank]`, do not exist in transformers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.low_rank import directions, low_rank_name
 from spes_p2p.model.partitioned import MATRICES, PartitionedExperts, expert_blocks
-from spes_p2p.model.staging import Staging
+from spes_p2p.model.prefetch import LayerPrefetcher
 from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 State = npt.NDArray[np.float32]
 
 ROUTERS = ("gate", "router")
-"""What the classes of transformers call the module beside the experts that chooses among them."""
+"""Names that transformers gives the module beside the experts that chooses among them."""
 
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
-    """The transformers model on the meta device: shapes without memory."""
+    """Return the transformers model on the meta device: shapes without memory."""
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -63,7 +63,7 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 
 @lru_cache(maxsize=8)
 def layout_of(config: ModelConfig) -> Layout:
-    """Where each tensor of the model lies in the flat state."""
+    """Return the layout of the model's flat state."""
     model = empty_model(config)
     plain = layout_of_model(model)
     if not config.moe_low_rank:
@@ -78,10 +78,7 @@ def layout_of(config: ModelConfig) -> Layout:
 
 
 def layout_of_model(model: nn.Module) -> Layout:
-    """The layout of any transformers model with plain experts and a router beside them.
-
-    Raises UserError, with the reason, for other kinds.
-    """
+    """Return the layout of a transformers model with plain experts and a router beside them. Raises UserError for others."""
     blocks = [name for name, _ in expert_blocks(model)]
     routers = tuple(_router_of(model, name) for name in blocks)
     layers = {name.rpartition(".")[0] for name in blocks}
@@ -94,28 +91,28 @@ def layout_of_model(model: nn.Module) -> Layout:
         if block in blocks:
             specs += [TensorSpec(f"{block}.{e}.{matrix}", shape[1:], "expert", layer, e) for e in range(shape[0])]
         else:
-            # What a layer of experts has of its own, as a bias an expert, serves the choice among them.
+            # A parameter of the layer itself, such as one bias per expert, belongs to the router.
             routes = name.startswith(routers) or block in layers
             specs.append(TensorSpec(name, shape, "router" if routes else "shared", layer))
     return Layout(specs)
 
 
 def _router_of(model: nn.Module, block: str) -> str:
-    """How the names of the parameters begin that choose among the experts of this block."""
+    """Return the name prefix of the router's parameters for this block of experts."""
     beside, _, _ = block.rpartition(".")
     layer = model.get_submodule(beside)
     for name in ROUTERS:
         if any(True for _ in getattr(layer, name, nn.Identity()).parameters()):
             return f"{beside}.{name}."
     raise UserError(f"{type(layer).__name__}: no router beside its experts ({' or '.join(ROUTERS)} with parameters); "
-                    "use a model of another class, as olmoe or qwen3_moe")
+                    "use a supported class such as olmoe or qwen3_moe")
 
 
 def initial_state(config: ModelConfig, out: State | None = None) -> State:
-    """Base 0, flat float32 `[layout.size]`: transformers' own initialisation from the config's seed. `out`: where to put it.
+    """Return base 0, flat float32 `[layout.size]`, in `out` if given: transformers' initialisation with the config's seed.
 
-    Only one module is in memory beside the result. The same seed gives other bits on other machines, so base 0
-    is made once and downloaded.
+    Only one module is in memory besides the result. Bits differ between machines even for equal seeds, so base 0 is created
+    once and downloaded.
     """
     model, layout = empty_model(config), layout_of(config)
     state = np.empty(layout.size, np.float32) if out is None else out
@@ -141,9 +138,9 @@ def initial_state(config: ModelConfig, out: State | None = None) -> State:
 
 
 def plain_model(config: ModelConfig, base: State) -> PreTrainedModel:
-    """The unchanged transformers model with the base's exact float32 values, on the CPU, for export and evaluation.
+    """Return the unmodified transformers model with the base's exact float32 values, on the CPU, for export and evaluation.
 
-    Terms of low rank are added to the experts' matrices.
+    Low-rank terms are added to the experts' matrices.
     """
     model, layout = empty_model(config), layout_of(config)
 
@@ -170,37 +167,37 @@ def build_model(
     stored_on: StoredPlace = "device",
     backend: BackendName = "auto",
 ) -> PreTrainedModel:
-    """The model a peer trains: the base's values, its own experts trainable, foreign ones stored. Never twice in memory.
+    """Return the model that a peer trains: owned experts trainable, foreign ones stored. Allocates each tensor once.
 
-    Raises UserError, naming what is possible, for a stored format or a backend that cannot be on this device.
+    Raises UserError, naming the alternatives, for a stored format or backend that this device does not support.
     """
     model, layout, device = empty_model(config), layout_of(config), torch.device(device)
     chosen = choose_backend(backend, device, config.hidden_size, config.intermediate_size)
-    # On a CPU, host memory is the device's own.
-    staging = Staging(device) if stored_on == "host" and device.type != "cpu" else None
+    # On a CPU, host memory is device memory.
+    prefetcher = LayerPrefetcher(device) if stored_on == "host" and device.type != "cpu" else None
     for name, block in list(expert_blocks(model)):
         exact = partial(exact_expert, base, layout, name)
-        mine = PartitionedExperts(block, owned, stored, device, exact, chosen, staging)
+        experts = PartitionedExperts(block, owned, stored, device, exact, chosen, prefetcher)
         if config.moe_low_rank:
-            mine.add_low_rank(name, config.moe_low_rank)
-        model.set_submodule(name, mine)
+            experts.add_low_rank(name, config.moe_low_rank)
+        model.set_submodule(name, experts)
     _materialise(model, lambda name, _: exact_tensor(base, layout, name), device)
     return model
 
 
 def exact_tensor(base: State, layout: Layout, name: str) -> Tensor:
-    """A float32 copy of one tensor of the base."""
+    """Return a float32 copy of one tensor of the base."""
     placed = layout.by_name[name]
     return torch.from_numpy(np.array(base[placed.start : placed.stop], np.float32)).view(placed.spec.shape)
 
 
 def exact_expert(base: State, layout: Layout, block: str, expert: int, matrix: str) -> Tensor:
-    """A float32 copy of one matrix of one expert; `block` is the name of the layer's experts module."""
+    """Return a float32 copy of one matrix of an expert; `block` is the name of the layer's experts module."""
     return exact_tensor(base, layout, f"{block}.{expert}.{matrix}")
 
 
 def _put(state: State, layout: Layout, name: str, values: npt.NDArray[np.float32]) -> None:
-    """Write one module's parameter into the state; a tied one, which the layout knows under another name, is left out."""
+    """Write a parameter to the state, unless it is tied to one that the layout has under another name."""
     block, _, matrix = name.rpartition(".")
     if matrix in MATRICES and f"{block}.0.{matrix}" in layout.by_name:
         for expert, rows in enumerate(values):
@@ -211,7 +208,7 @@ def _put(state: State, layout: Layout, name: str, values: npt.NDArray[np.float32
 
 
 def _materialise(model: PreTrainedModel, values: Callable[[str, tuple[int, ...]], Tensor], device: torch.device) -> None:
-    """Give memory and values to everything that is still on the meta device; tied parameters stay tied."""
+    """Allocate and fill everything that is still on the meta device; tied parameters stay tied."""
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:

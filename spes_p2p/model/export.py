@@ -1,4 +1,4 @@
-"""A committed base as a plain transformers checkpoint, which loads without this package."""
+"""Exporting a base as a plain transformers checkpoint, which loads without this package."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ def export_checkpoint(
     output: Path,
     beside: Mapping[str, str] | None = None,
 ) -> None:
-    """Write model, config and tokenizer to the directory `output`: float32, the base's exact bits. `beside`: more text files.
+    """Write model, config and tokenizer to the directory `output`, atomically. `beside`: further text files by name.
 
-    Only terms of low rank are no tensors there: they are added to the experts' matrices.
-
-    Written aside and renamed, so that `output` is whole or not there. Raises UserError when `output` exists, when the base
-    is of another size than the model, or when the tokenizer does not fit.
+    Weights are float32 with the base's exact bits, except that low-rank terms are added to the experts' matrices. Raises
+    UserError if `output` exists, the base's size is not the model's, or the tokenizer does not fit the model.
     """
     if output.exists():
-        raise UserError(f"{output}: exists already; give another output directory or remove it")
+        raise UserError(f"{output}: already exists; name another output directory or remove it")
     size = layout_of(config).size
     if base.shape != (size,):
         raise UserError(f"{output}: the base has {base.size} values and the model {size}; export with the base's own config")
@@ -42,20 +40,20 @@ def export_checkpoint(
     for ids in (model.config, model.generation_config):
         ids.eos_token_id, ids.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
         for name, text in (beside or {}).items():
-            (aside / name).write_text(text, encoding="utf-8")
+            (partial / name).write_text(text, encoding="utf-8")
         umask = os.umask(0)
         os.umask(umask)
-        for written in aside.iterdir():
-            written.chmod(0o666 & ~umask)  # weights come as their owner's only
-        aside.chmod(0o777 & ~umask)
-        aside.rename(output)
+        for written in partial.iterdir():
+            written.chmod(0o666 & ~umask)  # save_pretrained makes weights readable by their owner only
+        partial.chmod(0o777 & ~umask)
+        partial.rename(output)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, by formula: what a peer's step needs, without what is computed twice."""
+"""Model FLOPs of training by formula, without recomputation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PEAK_BF16_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A6000": 155e12,
     "A10G": 70e12, "A10": 125e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }
-"""Dense matrix operations a second of well-known cards (data sheets; accumulation in float32), by part of their name."""
+"""Dense bf16 FLOP/s of well-known GPUs (data sheets; float32 accumulation), by part of their name."""
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int, owned: Sequence[int]) -> float:
-    """2 N + 2 N + 2 N_trained a token, N active weights in matrix products, plus attention's 6 L S d.
+    """Return 4 N + 2 N_trained + 6 L S d, for N active weights in matrix products, of which N_trained are trained.
 
-    That is the usual 6 N + 6 L S d (PaLM, arXiv 2204.02311, appendix B; attention halved for the causal mask) less the weight
-    gradients of foreign experts. Of N, a token uses top_k experts a layer; the share `owned / E` of them is trained, and all of
-    their terms of low rank.
+    This is the usual 6 N + 6 L S d (PaLM, arXiv 2204.02311, appendix B; attention halved for the causal mask) less the weight
+    gradients of foreign experts. N includes top_k experts per layer, of which the fraction `owned / E` is trained, and their
+    low-rank terms, which are all trained.
     """
     layout = layout_of(model)
     looked_up = next(t.spec.size for t in layout.tensors if "embed_tokens" in t.spec.name)
@@ -36,5 +36,5 @@ def training_flops_per_token(model: ModelConfig, sequence_length: int, owned: Se
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 operations a second of a card by its name; None when it is not known."""
+    """Return a GPU's peak bf16 FLOP/s by its name; None if unknown."""
     return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)

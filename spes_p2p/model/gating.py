@@ -1,4 +1,4 @@
-"""What happens between an expert's two products and after them, with one gradient buffer where autograd's own needs copies."""
+"""The gate between an expert's two products and the weighting after them, with less memory than autograd would use."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Gate = Callable[[Tensor], Tensor]
 
 
 def gate_of(block: nn.Module) -> Gate:
-    """The gate of a transformers experts block, rows `[S, 2F]` -> `[S, F]`; the usual one, silu(gate) * up, in our form."""
-    own: Gate = block._apply_gate  # type: ignore[assignment]
-    is_usual = getattr(own, "__name__", "") == "_default_apply_gate" and isinstance(block.act_fn, type(ACT2FN["silu"]))
-    return silu_gate if is_usual else own
+    """Return the gate of a transformers experts block, rows `[S, 2F]` -> `[S, F]`; `silu_gate` for the default SiLU gate."""
+    gate: Gate = block._apply_gate  # type: ignore[assignment]
+    is_silu = getattr(gate, "__name__", "") == "_default_apply_gate" and isinstance(block.act_fn, type(ACT2FN["silu"]))
+    return silu_gate if is_silu else gate
 
 
 def silu_gate(x: Tensor) -> Tensor:
-    """silu(x[:, :F]) * x[:, F:] for rows `[S, 2F]`."""
+    """Return silu(x[:, :F]) * x[:, F:] for rows `[S, 2F]`."""
     result: Tensor = _SiluGate.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
 def join_weighted(owned: Tensor, foreign: Tensor, weights: Tensor) -> Tensor:
-    """Rows of owned experts, then of foreign ones, together `[S, H]`, each times its weight `[S]`, in the wider dtype."""
+    """Concatenate rows of owned and foreign experts to `[S, H]`, multiplied by their weights `[S]`, in the wider dtype."""
     result: Tensor = _JoinWeighted.apply(owned, foreign, weights)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,8 +1,8 @@
-"""The campaign's state as one flat float32 vector: which tensor lies where, and which group trains it.
+"""The model as one flat float32 vector: the position and the group of each tensor.
 
-Everything that crosses the network is a range of this vector. Groups are contiguous: first `shared`, then `router`, then one
-group an expert (`expert.0`, `expert.1`, ...), within an expert layer by layer, within a layer `gate_up_proj` then `down_proj`.
-A group is what is weighted and owned as a whole.
+All weights on the network are ranges of this vector. Groups are contiguous: `shared`, then `router`, then one group per expert
+(`expert.0`, `expert.1`, ...), within an expert layer by layer, within a layer `gate_up_proj` then `down_proj`. A group is
+weighted and owned as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = Literal["shared", "router", "expert"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the model. Experts' fused parameters `[E, ...]` count as E tensors, one an expert."""
+    """One tensor of the model. Experts' fused parameters `[E, ...]` are E tensors, one per expert."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class TensorSpec:
 
     @property
     def is_low_rank(self) -> bool:
-        """Is it what all peers train of a layer's experts, `[E, rows, rank]` (`low_rank.py`)?"""
+        """Whether this is a low-rank term of a layer's experts, `[E, rows, rank]` (`low_rank.py`)."""
         return ".low_rank." in self.name
 
 
@@ -49,7 +49,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Group:
-    """A contiguous range of the flat state that one set of peers trains: the shared weights, the router, or one expert."""
+    """A contiguous range of the flat state with the same owners: the shared weights, the router, or one expert."""
 
     name: str
     kind: Kind
@@ -64,11 +64,11 @@ class Group:
 
 
 class Layout:
-    """Where every tensor lies in the flat state. A pure function of the tensor specs, the same on every peer."""
+    """The position of every tensor in the flat state: a pure function of the tensor specs, the same on every peer."""
 
     def __init__(self, specs: Iterable[TensorSpec]):
         rank = {"shared": 0, "router": 1, "expert": 2}
-        # A stable sort keeps the model's own order of tensors within a group (and within a layer of an expert).
+        # The sort is stable: tensors keep the model's order within a group, and within a layer of an expert.
         ordered = sorted(
             specs,
             key=lambda s: (rank[s.kind], -1 if s.expert is None else s.expert, s.layer or 0 if s.kind == "expert" else 0),
@@ -91,28 +91,28 @@ class Layout:
 
     @cached_property
     def by_name(self) -> dict[str, Placed]:
-        """Tensors by their name."""
+        """Tensors by name."""
         return {t.spec.name: t for t in self.tensors}
 
     @cached_property
     def num_experts(self) -> int:
-        """Experts a layer (0 for a dense model)."""
+        """Experts per layer (0 for a dense model)."""
         return sum(1 for g in self.groups if g.kind == "expert")
 
     def group(self, name: str) -> Group:
-        """The group of that name; KeyError when there is none."""
+        """Return the group of that name. Raises KeyError."""
         return self._groups_by_name[name]
 
     def expert(self, expert: int) -> Group:
-        """The group of one expert."""
+        """Return the group of one expert."""
         return self._groups_by_name[f"expert.{expert}"]
 
     def tensors_of(self, group: Group) -> tuple[Placed, ...]:
-        """The tensors inside a group, in order; they lie side by side."""
+        """Return the adjacent tensors of a group, in order."""
         return self._by_group[group.name]
 
     def tensors_of_expert_layer(self, expert: int, layer: int) -> tuple[Placed, ...]:
-        """One expert's matrices in one layer, in order; they lie side by side."""
+        """Return the adjacent matrices of one expert in one layer, in order."""
         return self._by_expert_layer[expert, layer]
 
     @cached_property
@@ -134,6 +134,6 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Hex sha256 over names, shapes and places: two peers with different layouts must not exchange parts."""
+        """Hex sha256 of names, shapes and positions: peers with different layouts must not exchange parts."""
         text = "\n".join(f"{t.spec.name} {t.spec.shape} {t.spec.kind} {t.start}" for t in self.tensors)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -1,12 +1,11 @@
-"""A term of low rank beside each expert's matrices that every peer trains, so that its tokens teach foreign experts too.
+"""Low-rank terms of experts that every peer trains, so that a peer's tokens also train foreign experts.
 
-An expert's matrix `W [rows, columns]` becomes `W + B A`. `B [rows, rank]` begins as 0 and is one of the shared weights: all
-peers train it and rounds average it. `A [rank, columns]` is fixed: random signs (LoRA, arXiv 2106.09685, with the random half
-frozen), computed from the matrix's name, so that nobody sends or stores it. Their size makes a step of AdamW on B, which moves
-each of its elements by the learning rate, change a product by as much as one on W would: rank * size * |x| is then
-sqrt(columns) * |x|.
+An expert's matrix `W [rows, columns]` becomes `W + B A`. `B [rows, rank]` starts at 0 and is a shared weight: all peers train
+it and rounds average it. `A [rank, columns]` is fixed: random signs (LoRA, arXiv 2106.09685, with the random factor frozen),
+derived from the matrix's name, so it is neither sent nor stored. A's magnitude is sqrt(columns) / rank: AdamW moves each
+element of B by about the learning rate, and this makes such a step change a product by as much as a step on W would.
 
-An exported model has the sum.
+An exported model contains the sum.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from spes_p2p.model.stored import Matrices
 
 
 def low_rank_name(block: str, matrix: str) -> str:
-    """Of the layer's `B [E, rows, rank]`; `block` is the name of its experts module."""
+    """Return the name of the layer's `B [E, rows, rank]`; `block` is the name of its experts module."""
     return f"{block}.low_rank.{matrix}"
 
 
 def directions(name: str, rank: int, columns: int) -> Tensor:
-    """`A [rank, columns]`, float32, for the B of this name: the same bits everywhere."""
+    """Return `A [rank, columns]`, float32, for the B of this name, with the same bits on every machine."""
     count = rank * columns
     drawn = np.frombuffer(hashlib.shake_256(name.encode()).digest(-(-count // 8)), np.uint8)
     signs = 1 - 2 * np.unpackbits(drawn, count=count).astype(np.float32)
@@ -37,15 +36,15 @@ def directions(name: str, rank: int, columns: int) -> Tensor:
 
 
 class LowRank(nn.Module):
-    """The terms of one layer's experts."""
+    """The low-rank terms of one layer's experts."""
 
     def __init__(
         self, block: str, shapes: Mapping[str, Sequence[int]], num_experts: int, rank: int, experts: Backend,
         device: torch.device,
     ):
-        """`shapes`: `(rows, columns)` of an expert's matrices, by name; `experts`: what computes these.
+        """`shapes`: `(rows, columns)` of an expert's matrices by name; `experts`: the backend of those matrices.
 
-        The Bs are on the meta device until they get values.
+        The Bs are on the meta device until they are materialised.
         """
         super().__init__()
         self._backends: dict[str, Backend] = {}
@@ -57,9 +56,9 @@ class LowRank(nn.Module):
             self._backends[matrix] = choose_backend(wanted, device, rows, rank)
 
     def forward(self, matrix: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """`rows A^T B^T` of each row's expert: `[S, columns]` -> `[S, rows]`.
+        """Return `rows A^T B^T` of each row's expert: `[S, columns]` -> `[S, rows]`.
 
-        Rows are sorted by expert; those up to `ends[i]` belong to `experts[i]` or one before.
+        Rows are sorted by expert; those of `experts[i]` end at `ends[i]`.
         """
         narrow = nn.functional.linear(rows, self.get_buffer(f"directions_of_{matrix}").to(rows.dtype))
         term: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
@@ -69,7 +68,7 @@ class LowRank(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """y = x B^T for rows sorted by expert; `experts` says which of all Bs are meant, in which order."""
+    """y = x B^T for rows sorted by expert; `experts` selects the Bs, in the order of the rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, experts: Tensor, ends: Tensor, backend: Backend) -> Tensor:

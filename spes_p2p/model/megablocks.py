@@ -1,12 +1,11 @@
-"""The optional backend on megablocks' and stk's Triton kernels (arXiv 2211.15841): padded rows, block-sparse products.
+"""Optional backend with megablocks' and stk's Triton kernels (arXiv 2211.15841): padded rows, block-sparse products.
 
-Its packages are installed by the user, without their dependencies: `pip install --no-deps megablocks stanford-stk` (they pin an
-old torch). Only megablocks' kernels are loaded, because importing the package wants its compiled CUDA extension; what that
-computes, the topology of the sparse matrix, is built with torch here. Rows are padded by megablocks' gather and scatter, and
-multiplied by stk's sdd (dense x dense at the topology's blocks) and dsd (sparse x dense).
+Install the packages without their dependencies, which pin an old torch: `pip install --no-deps megablocks stanford-stk`. Only
+megablocks' kernels are loaded, because importing the package requires its compiled CUDA extension; the topology of the sparse
+matrix, which that extension computes, is built with torch here. megablocks' gather and scatter pad the rows; stk's sdd (dense x
+dense at the topology's blocks) and dsd (sparse x dense) multiply them.
 
-Parity with the other backends is tested through Triton's interpreter on a CPU; it was never run on a GPU, where float32
-products of these kernels may use TF32.
+Parity with the other backends is tested on a CPU with Triton's interpreter, not on a GPU, where float32 products may use TF32.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from spes_p2p.model.stored import Matrices
 
 BLOCK = 128
 PACKAGES = {"megablocks": "megablocks", "stk": "stanford-stk", "triton": "triton"}
-"""Module -> the distribution that has it."""
+"""Distribution of each module."""
 
 
 def problem(device: torch.device, hidden_size: int, intermediate_size: int) -> str | None:
-    """Why this backend cannot compute experts of these sizes on this device; None when it can."""
+    """Return why this backend does not support these sizes on this device; None if it does."""
     missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         return f"needs {' and '.join(missing)} (pip install --no-deps {' '.join(missing)})"
@@ -70,7 +69,7 @@ class Megablocks:
 
 @dataclass(frozen=True)
 class _Padded:
-    """Where S rows sorted by expert lie when each expert's are padded to whole blocks."""
+    """Positions of S rows, sorted by expert, when each expert's rows are padded to whole blocks."""
 
     ends: Tensor
     padded_ends: Tensor
@@ -88,7 +87,7 @@ class _Padded:
         return cls(ends, padded_ends, experts.repeat_interleave(counts).int(), experts.repeat_interleave(blocks))
 
     def pad(self, x: Tensor) -> Tensor:
-        """`[S, columns]` -> `[P, columns]`, zeros in the rows between."""
+        """`[S, columns]` -> `[P, columns]`, with zeros in the padding."""
         index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         if x.shape[0] == 0:
             return x
@@ -98,7 +97,7 @@ class _Padded:
         return padded
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Undo of `pad`."""
+        """Inverse of `pad`."""
         index = torch.arange(len(self.expert_of_row), dtype=torch.int32, device=padded.device)
         if len(index) == 0:
             return padded
@@ -106,9 +105,9 @@ class _Padded:
         return rows
 
     def sparse(self, values: Tensor | None, width: int, dtype: torch.dtype) -> Any:
-        """Block-sparse `[P, experts * width]` in which a row has its own expert's columns only.
+        """Block-sparse `[P, experts * width]` in which a row has the columns of its expert only.
 
-        With the rows `[S, width]` as values; without, the topology alone.
+        `values`: the rows `[S, width]`; None for the topology alone.
         """
         from stk import Matrix
 
@@ -142,7 +141,7 @@ class _Padded:
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """megablocks' Triton kernels, without the package around them."""
+    """Load megablocks' Triton kernels without importing the package."""
     package = importlib.util.find_spec("megablocks")
     assert package is not None
     assert package.submodule_search_locations is not None
@@ -153,7 +152,7 @@ def _kernels() -> Any:
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
     if _interpreted():
-        # The interpreter has no device on which Triton could time the variants.
+        # Triton cannot autotune in the interpreter.
         kernels._padded_copy.configs = kernels._padded_copy.configs[:1]
     return kernels
 

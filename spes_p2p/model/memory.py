@@ -1,23 +1,23 @@
-"""Bytes of device memory that a peer's training takes, by formula: nothing is allocated.
+"""Device memory of a peer's training in bytes, by formula, without allocating anything.
 
 Weights, gradients, moments and stored experts are exact sums over the layout's tensors. Activations are what autograd saves in
 one forward pass: T tokens of width H through L layers; Q and K: width of all query heads, of all key heads; F: width of one
-expert; k experts a token; E experts, o of them owned; V: vocabulary; w = 4 bytes, in bf16 autocast 2. A layer saves, a token:
+expert; k experts per token; E experts, o of them owned; V: vocabulary; w = 4 bytes, 2 in bf16 autocast. Saved per layer, token:
 
     float32   4 (6 H + 4 Q + 4 K)
     bf16      4 (4 H + Q + K) + 2 (4 H + 3 Q + 3 K)
     both      w k (2 H + 3 F + F o / E + 2 r) + 12 E + 36 k + 4 heads       (1 H instead of 2 when nothing is owned)
 
 the norms' inputs and outputs, attention's operands and result, then the experts' input, output, gated halves, the owned ones'
-product, the narrow inputs of the experts' terms of rank r, the router's probabilities and the indices. The last norm saves 8 H,
-and the loss, which makes its gradients in the forward pass (training/head_loss.py), 4 H a token and 4 V H at once; in bf16 the
-cast copies of all matrices but the experts and the head stay too. With checkpointing a layer keeps its input, 4 H, and one
-layer is whole.
+product, the narrow inputs of the low-rank terms of rank r, the router's probabilities and the indices. The last norm saves 8 H,
+and the loss, which computes its gradients in the forward pass (training/head_loss.py), 4 H per token and 4 V H once; in bf16
+the cast copies of all matrices except the experts and the head are also saved. With checkpointing, a layer saves its input,
+4 H, and one layer at a time is complete.
 
-Working memory is what is there for a moment: in the loss, logits of LOSS_CHUNK tokens (in bf16 in both widths) and a cast copy
-of the head; in a layer, decoded experts, their gradient, twice that of their terms of low rank, and gradients of its
-activations; at the end of the backward pass the gradient of the embedding, which joins the head's where the two are tied; in
-AdamW's step, a square root of the largest parameter group; in Muon's, copies of one matrix in bf16 at a time.
+Working memory is temporary: in the loss, logits of LOSS_CHUNK tokens (in bf16 in both widths) and a cast copy of the head; in a
+layer, decoded experts, their gradient, twice that of their low-rank terms, and gradients of its activations; at the end of the
+backward pass the gradient of the embedding, added to the head's if the two are tied; in AdamW's step, a square root of the
+largest parameter group; in Muon's, bf16 copies of one matrix at a time.
 """
 
 from __future__ import annotations
@@ -29,68 +29,67 @@ from typing import Literal
 from spes_p2p.config.campaign import ModelConfig
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.model.staging import SLOTS
+from spes_p2p.model.prefetch import SLOTS
 from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 DeviceKind = Literal["cuda", "cpu"]
 OptimizerKind = Literal["adamw", "adamw8bit"]
 
 LOSS_CHUNK = 512
-"""Tokens that have logits at once (training/head_loss.py)."""
+"""Tokens whose logits exist at the same time (training/head_loss.py)."""
 PRODUCT_ROWS = 8192
-"""Rows of the head whose gradient is computed at once where that is in bf16 (training/head_loss.py)."""
-
+"""Block size, in rows of the head, of its gradient in bf16 (training/head_loss.py)."""
 
 STORED_BYTES: dict[StoredFormat, int] = {"fp32": 4, "bf16": 2, "int8": 1}
 SCALE_BYTES = 4
 BLOCK_8BIT = 256
 SMALLEST_8BIT = 4096
-"""torchao keeps the moments of smaller tensors, and of those that are no whole number of blocks, in float32."""
+"""torchao keeps float32 moments for smaller tensors and for those that are not a multiple of the block size."""
 MAP_8BIT_BYTES = 1024
-"""Each 8-bit moment has its own table of 256 float32 values."""
+"""Each 8-bit moment has a table of 256 float32 values."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How one peer trains on its device."""
+    """Training options of one peer that affect its memory."""
 
     owned: int
-    """Experts that it trains."""
+    """Number of owned experts."""
     stored: StoredFormat
     optimizer: OptimizerKind
     micro_batch: int
-    """Samples in one forward pass."""
+    """Samples per forward pass."""
     device: DeviceKind = "cuda"
     bf16: bool = True
-    """Autocast; otherwise everything is computed in float32."""
+    """Autocast to bfloat16; otherwise float32 throughout."""
     stored_on: StoredPlace = "device"
     checkpointing: bool = False
-    """Layers' activations are computed again in the backward pass."""
+    """Activation checkpointing."""
     muon: bool = False
-    """The campaign trains matrices of attention and experts with Muon."""
+    """Whether the campaign trains matrices of attention and experts with Muon."""
 
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes at the highest moment of a step, by kind."""
+    """Bytes at the peak of a step, by kind."""
 
     weights: int
-    """Float32 weights that are trained: shared, router, owned experts."""
+    """Trained float32 weights: shared, router, owned experts."""
     gradients: int
     moments: int
     stored: int
-    """Foreign experts, and the fixed halves of all experts' terms of low rank."""
+    """Foreign experts, and the fixed factors of all low-rank terms."""
     activations: int
     working: int
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """Sum of all kinds."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def device_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> DeviceBytes:
-    """What training in this setup takes; which experts are owned does not matter."""
+    """Return the device memory of training with this setup, which does not depend on which experts are owned."""
     layout = layout_of(model)
     shared, expert = shared_elements(layout), layout.expert(0).size
     trained = shared + setup.owned * expert
@@ -109,13 +108,13 @@ def device_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> Devi
 
 
 def shared_elements(layout: Layout) -> int:
-    """Parameters that every peer trains: the shared weights and the router."""
+    """Return the number of parameters that every peer trains: the shared weights and the router."""
     return sum(group.size for group in layout.groups if group.expert is None)
 
 
 @lru_cache(maxsize=64)
 def _moments_bytes(layout: Layout, expert: int | None, optimizer: OptimizerKind, muon: bool) -> int:
-    """For one expert, or for everything that is no expert: AdamW's two moments, or Muon's one, which is float32."""
+    """Moments of one expert, or (None) of all shared weights: two for AdamW, one in float32 for Muon."""
     specs = [t.spec for t in layout.tensors if t.spec.expert == expert]
     return sum(
         4 * spec.size if muon and is_muons(spec) else 2 * tensor_moment_bytes(spec.size, optimizer) for spec in specs
@@ -123,25 +122,25 @@ def _moments_bytes(layout: Layout, expert: int | None, optimizer: OptimizerKind,
 
 
 def is_muons(spec: TensorSpec) -> bool:
-    """Would Muon step this tensor: a matrix between hidden states? Embedding, output head, routers and vectors are AdamW's."""
+    """Return whether Muon steps this tensor: a layer's matrix, but not embedding, output head, routers and vectors."""
     return spec.layer is not None and spec.kind != "router" and len(spec.shape) == 2
 
 
 def tensor_moment_bytes(elements: int, optimizer: OptimizerKind) -> int:
-    """One of AdamW's two moments of a tensor."""
+    """Return the bytes of one of AdamW's two moments of a tensor."""
     if optimizer == "adamw" or elements < SMALLEST_8BIT or elements % BLOCK_8BIT:
         return 4 * elements
     return elements + SCALE_BYTES * (elements // BLOCK_8BIT) + MAP_8BIT_BYTES
 
 
 def stored_bytes(model: ModelConfig, setup: Setup) -> int:
-    """All foreign experts, wherever they are kept."""
+    """Return the bytes of all foreign experts, on the device or in host memory."""
     return (model.moe_num_experts - setup.owned) * stored_expert_bytes(layout_of(model), setup.stored)
 
 
 @lru_cache(maxsize=16)
 def stored_expert_bytes(layout: Layout, stored: StoredFormat) -> int:
-    """One foreign expert in all layers; int8 has a float32 scale an output channel."""
+    """Return the bytes of one foreign expert in all layers; int8 has a float32 scale per output channel."""
     tensors = [t.spec for t in layout.tensors_of(layout.expert(0))]
     scales = sum(SCALE_BYTES * spec.shape[0] for spec in tensors) if stored == "int8" else 0
     return STORED_BYTES[stored] * sum(spec.size for spec in tensors) + scales
@@ -152,7 +151,7 @@ def _directions_bytes(model: ModelConfig) -> int:
 
 
 def saved_activation_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> int:
-    """What autograd keeps at the end of one forward pass (module docstring)."""
+    """Return what autograd saves in one forward pass (module docstring)."""
     return _Pass(model, sequence_length, setup).saved()
 
 
@@ -166,27 +165,28 @@ class _Pass:
         self._cast_copies = 2 * _multiplied_elements(layout_of(model)) if setup.bf16 else 0
 
     def saved(self) -> int:
-        """At the end of the forward pass."""
+        """Bytes saved at the end of the forward pass."""
         return self.layers_saved() + self.head_saved() + self._cast_copies
 
     def highest(self) -> tuple[int, int]:
-        """(activations, working) bytes at the highest of three moments: loss, last layer's backward pass, embedding's."""
+        """Return (activations, working) bytes at the largest of three peaks: loss, backward pass of the last layer, of the
+        embedding."""
         layer = self.layer_saved() if self._setup.checkpointing else 0
         tied = self._head() if self._model.tie_word_embeddings else 0
-        moments = (
+        peaks = (
             (self.saved(), self._loss_working()),
             (self.layers_saved() + self._cast_copies + layer, self._layer_working() + tied),
             (self._cast_copies, self._head() + tied),
         )
-        return max(moments, key=sum)
+        return max(peaks, key=sum)
 
     def layers_saved(self) -> int:
-        """What all layers keep at the end of the forward pass."""
+        """Bytes saved by all layers at the end of the forward pass."""
         layer = 4 * self._model.hidden_size * self._tokens if self._setup.checkpointing else self.layer_saved()
         return self._model.num_hidden_layers * layer
 
     def layer_saved(self) -> int:
-        """What one layer keeps that is not checkpointed."""
+        """Bytes saved by one layer without checkpointing."""
         m, w = self._model, self._width
         hidden, queries, keys = m.hidden_size, m.hidden_size, m.hidden_size // m.num_attention_heads * m.num_key_value_heads
         if self._setup.bf16:
@@ -201,15 +201,15 @@ class _Pass:
         return round(self._tokens * (attention + experts + router))
 
     def head_saved(self) -> int:
-        """What the last norm keeps, and the gradients that the loss made."""
+        """Bytes saved by the last norm, and the gradients that the loss computed."""
         return self._tokens * 12 * self._model.hidden_size + self._head()
 
     def _head(self) -> int:
-        """The head's matrix, or its gradient, or the embedding's."""
+        """Bytes of the head, of its gradient, or of the embedding's gradient."""
         return 4 * self._model.vocab_size * self._model.hidden_size
 
     def _loss_working(self) -> int:
-        """Logits of a chunk, which become their gradient; in bf16 a narrower form of them and of the head too, and pieces."""
+        """Logits of a chunk, reused for their gradient; in bf16 also a bf16 copy of them and of the head, and row blocks."""
         logits = min(LOSS_CHUNK, self._tokens) * self._model.vocab_size
         if not self._setup.bf16:
             return 4 * logits
@@ -217,7 +217,7 @@ class _Pass:
         return 6 * logits + self._head() // 2 + 6 * pieces
 
     def _layer_working(self) -> int:
-        """Decoded foreign experts, or the owned ones' gradient (in bf16, then in float32), and rows of the experts' inputs."""
+        """Decoded foreign experts, or gradients of the owned ones (in bf16, then float32), and rows of the experts' inputs."""
         m, w, setup = self._model, self._width, self._setup
         matrix = w * 2 * m.intermediate_size * m.hidden_size
         # A CPU decodes one at a time (model/backends.py).
@@ -230,6 +230,6 @@ class _Pass:
 
 @lru_cache(maxsize=8)
 def _multiplied_elements(layout: Layout) -> int:
-    """Elements of the layers' matrices but the experts': autocast makes a bf16 copy of each."""
+    """Elements of the layers' matrices except the experts'; autocast makes a bf16 copy of each."""
     specs = (t.spec for t in layout.tensors)
     return sum(s.size for s in specs if s.expert is None and s.layer is not None and len(s.shape) == 2)

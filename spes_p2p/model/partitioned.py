@@ -1,8 +1,8 @@
-"""A layer's experts, split into those that this peer owns and trains and the foreign ones that it only stores.
+"""A layer's experts, split into owned ones, which this peer trains, and foreign ones, which it only stores.
 
-Replaces the fused experts block of transformers (same arguments, same result). Owned experts are Parameters, one an expert
-and matrix, so that each has its own optimizer state; foreign experts have no gradient and no optimizer state, and no weight
-gradient is computed for them. Time of forward + backward against all experts trained: (2 + owned / E) / 3 in theory.
+Replaces the fused experts block of transformers, with the same arguments and results. Owned experts are Parameters, one per
+expert and matrix, so that each has its own optimizer state. Foreign experts have neither weight gradients nor optimizer state.
+In theory, forward + backward take (2 + owned / E) / 3 of the time with all experts trained.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.backends import Backend, choose_backend
 from spes_p2p.model.gating import gate_of, join_weighted
 from spes_p2p.model.low_rank import LowRank
-from spes_p2p.model.staging import BACKWARD, FORWARD, Staging
+from spes_p2p.model.prefetch import BACKWARD, FORWARD, LayerPrefetcher
 from spes_p2p.model.stored import Matrices, StoredFormat, StoredMatrices, StoredPlace
 
 MATRICES = ("gate_up_proj", "down_proj")
 """Names of an expert's matrices: `[2F, H]` and `[H, F]`."""
 
 ExactRows = Callable[[int, str], Tensor]
-"""(expert, name of the matrix) -> its exact float32 values."""
+"""(Expert, name of the matrix) -> its exact float32 values."""
 
 Fetch = Callable[[int], Matrices]
 """Direction of the pass (FORWARD, BACKWARD) -> the matrices, on the device."""
@@ -40,10 +40,9 @@ _REFUSED = {
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The (name, module) of each fused experts block of a transformers model, in the model's order.
+    """Yield (name, module) of each fused experts block of a transformers model, in the model's order.
 
-    Raises UserError, naming the class and the reason, for a layout other than plain: `gate_up_proj [E, 2F, H]` and
-    `down_proj [E, H, F]`.
+    Raises UserError, naming class and reason, for matrices other than `gate_up_proj [E, 2F, H]` and `down_proj [E, H, F]`.
     """
     found = False
     for name, module in model.named_modules():
@@ -56,7 +55,7 @@ def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             reasons = ["its matrices are not [E, 2F, H] and [E, H, F]"]
         if reasons:
             raise UserError(f"{type(module).__name__}: its experts cannot be partitioned: {' and '.join(reasons)}; "
-                            "use a model of another class, as olmoe or qwen3_moe")
+                            "use a supported class such as olmoe or qwen3_moe")
         found = True
         yield name, module
     if not found:
@@ -69,7 +68,7 @@ def _is_plain(gate_up: torch.Size, down: torch.Size) -> bool:
 
 
 class _Expert(nn.Module):
-    """One owned expert of one layer; its Parameters are views of the layer's slabs."""
+    """One owned expert of one layer. Its Parameters are views of the layer's slabs."""
 
     def __init__(self, matrices: dict[str, Tensor]):
         super().__init__()
@@ -80,16 +79,15 @@ class _Expert(nn.Module):
 class PartitionedExperts(nn.Module):
     """Experts block whose owned experts are trained and whose foreign experts are stored.
 
-    Parameters are named `{expert}.gate_up_proj` and `{expert}.down_proj`, as in the layout, and `low_rank.gate_up_proj` and
-    `low_rank.down_proj` of all experts where there are such terms. A kept expert's Parameters stay the same objects when owners
-    change, and with them its optimizer state. The owned matrices lie side by side in one slab `[owned, ...]` a matrix, which
-    the grouped GEMM reads without gathering.
+    Parameters are named as in the layout: `{expert}.gate_up_proj` and `{expert}.down_proj`, and for all experts' low-rank terms
+    `low_rank.gate_up_proj` and `low_rank.down_proj`. When owners change, a kept expert's Parameters stay the same objects and
+    keep their optimizer state. Owned matrices are adjacent in a slab `[owned, ...]`: grouped GEMM needs no gathering.
     """
 
     order: Tensor
     """`[E]`: the owned experts, then the foreign ones."""
     slot: Tensor
-    """`[E]`: an expert's place in that order."""
+    """`[E]`: each expert's index in `order`."""
 
     def __init__(
         self,
@@ -99,11 +97,11 @@ class PartitionedExperts(nn.Module):
         device: torch.device,
         exact: ExactRows,
         backend: Backend | None = None,
-        staging: Staging | None = None,
+        prefetcher: LayerPrefetcher | None = None,
     ):
-        """`block` is the transformers block that is replaced; only its shapes and its gate are used, so it may be on meta.
+        """`block` is the transformers block to replace; only its shapes and gate are used, so it may be on the meta device.
 
-        Foreign experts are kept on `device`, or with `staging` in host memory. The default backend is what `auto` chooses.
+        Foreign experts are stored on `device`, or with a `prefetcher` in host memory. The default backend is that of `auto`.
         """
         super().__init__()
         self.num_experts: int = int(block.get_parameter("gate_up_proj").shape[0])
@@ -116,11 +114,11 @@ class PartitionedExperts(nn.Module):
         self._gate = gate_of(block)
         _, hidden_size, intermediate_size = block.get_parameter("down_proj").shape
         self._backend = backend or choose_backend("auto", device, hidden_size, intermediate_size)
-        self._staging = staging
-        self._layer = staging.add() if staging is not None else 0
+        self._prefetcher = prefetcher
+        self._layer = prefetcher.add() if prefetcher is not None else 0
         self._slabs: dict[str, Tensor] = {}
         self.low_rank: LowRank | None = None
-        """Of all experts, trained here whoever owns them."""
+        """Low-rank terms of all experts, trained here regardless of owners."""
         self._stores = nn.ModuleDict()
         self.register_buffer("order", None, persistent=False)
         self.register_buffer("slot", torch.empty(self.num_experts, dtype=torch.int64, device=device), persistent=False)
@@ -128,7 +126,7 @@ class PartitionedExperts(nn.Module):
 
     @torch.no_grad()
     def assign(self, owned: Iterable[int], exact: ExactRows) -> None:
-        """Train these experts from now on. Kept ones keep their values; new owned and new foreign ones take the exact rows."""
+        """Set the owned experts. Kept ones keep their values; newly owned and newly foreign ones take the exact values."""
         owned = tuple(sorted(owned))
         foreign = tuple(e for e in range(self.num_experts) if e not in owned)
         stores = {name: self._new_store(name, foreign, exact) for name in MATRICES}
@@ -139,25 +137,25 @@ class PartitionedExperts(nn.Module):
             self.add_module(str(expert), _Expert({name: slabs[name][owned.index(expert)] for name in MATRICES}))
         self.owned, self.foreign, self._slabs, self._stores = owned, foreign, slabs, nn.ModuleDict(stores)
         self._link()
-        if self._staging is not None:
-            self._staging.replace(self._layer, {name: store.matrices for name, store in stores.items()})
+        if self._prefetcher is not None:
+            self._prefetcher.replace(self._layer, {name: store.matrices for name, store in stores.items()})
         self.order = torch.tensor(owned + foreign, device=self.slot.device)
         self.slot[self.order] = torch.arange(self.num_experts, device=self.slot.device)
 
     def add_low_rank(self, block: str, rank: int) -> None:
-        """Give each expert's matrices a term of this rank; `block` is this module's name in the model."""
+        """Add a low-rank term to each expert's matrices; `block` is this module's name in the model."""
         self.low_rank = LowRank(block, self._shapes, self.num_experts, rank, self._backend, self.slot.device)
 
     @torch.no_grad()
     def write_foreign(self, expert: int, name: str, values: Tensor) -> None:
-        """Store new values (float32) of one matrix of an expert that is not owned here; ValueError when it is owned."""
-        place = self.foreign.index(expert)
-        if self._staging is not None:
-            self._staging.forget(self._layer)
-        self._store(name).write(place, values)
+        """Store new float32 values of one matrix of a foreign expert. Raises ValueError if the expert is owned."""
+        index = self.foreign.index(expert)
+        if self._prefetcher is not None:
+            self._prefetcher.forget(self._layer)
+        self._store(name).write(index, values)
 
     def stored_tensors(self) -> list[Tensor]:
-        """What the foreign experts' memory is made of."""
+        """Return the tensors that store foreign experts."""
         return [tensor for name in MATRICES for tensor in self._store(name).matrices.tensors]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -177,15 +175,15 @@ class PartitionedExperts(nn.Module):
         return collected.to(hidden_states.dtype)
 
     def _experts(self, hidden: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
-        """Each row's expert applied to it, times its weight: `[S, H]`, `[E]`, `[S]` -> `[S, H]`."""
+        """Apply each row's expert and multiply by its weight: `[S, H]`, `[E]`, `[S]` -> `[S, H]`."""
         count = len(self.owned)
         if count == 0:
             return self._foreign_experts(hidden, ends) * weights[:, None]
         if count == self.num_experts:
             return self._owned_experts(hidden, ends) * weights[:, None]
-        # The one host synchronisation of the block: how many rows belong to owned experts.
+        # The block's only host synchronisation: the number of rows of owned experts.
         split = int(ends[count - 1])
-        # Not two slices, whose gradients would each be as large as all rows.
+        # The gradients of two slices would each be as large as all rows.
         for_owned, for_foreign = hidden.split_with_sizes((split, hidden.shape[0] - split))
         owned = self._owned_experts(for_owned, ends[:count])
         return join_weighted(owned, self._foreign_experts(for_foreign, ends[count:] - split), weights)
@@ -212,7 +210,7 @@ class PartitionedExperts(nn.Module):
         return Matrices(self._slabs[name])
 
     def _fetch_foreign(self, name: str, direction: int) -> Matrices:
-        return self._store(name).matrices if self._staging is None else self._staging.use(self._layer, direction)[name]
+        return self._store(name).matrices if self._prefetcher is None else self._prefetcher.use(self._layer, direction)[name]
 
     def _store(self, name: str) -> StoredMatrices:
         store = self._stores[name]
@@ -220,7 +218,7 @@ class PartitionedExperts(nn.Module):
         return store
 
     def _new_store(self, name: str, foreign: tuple[int, ...], exact: ExactRows) -> StoredMatrices:
-        place: StoredPlace = "device" if self._staging is None else "host"
+        place: StoredPlace = "device" if self._prefetcher is None else "host"
         store = StoredMatrices(len(foreign), self._shapes[name], self.stored, self.slot.device, place)
         for index, expert in enumerate(foreign):
             if expert in self.foreign:
@@ -252,13 +250,13 @@ class PartitionedExperts(nn.Module):
         self._link()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        raise RuntimeError("this model holds exact values of its owned experts only; export the base instead (model/export.py)")
+        raise RuntimeError("this model has exact values of its owned experts only; export the base instead (model/export.py)")
 
 
 class _Dispatch(torch.autograd.Function):
     """Rows of tokens `[T, H]` -> rows of assignments `[T * k, H]`, sorted by expert.
 
-    `token` is each row's token, `place` each assignment's row. Knowing both, no gradient is added up by index.
+    `token` is each row's token, `place` each assignment's row. With both, gradients need no scatter-add.
     """
 
     @staticmethod
@@ -274,7 +272,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The other way: each token's sum over its assignments' rows, `[T * k, H]` -> `[T, H]`."""
+    """The inverse of _Dispatch: sum the rows of each token's assignments, `[T * k, H]` -> `[T, H]`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor, tokens: int) -> Tensor:
@@ -292,9 +290,9 @@ def _sum_assignments(rows: Tensor, place: Tensor, tokens: int) -> Tensor:
 
 
 class _ExpertLinear(torch.autograd.Function):
-    """y = x W^T for rows sorted by expert, of which those up to `ends[i]` belong to matrix i or one before.
+    """y = x W^T for rows sorted by expert; those of matrix i end at `ends[i]`.
 
-    Keeps how to fetch the stored matrices, not the decoded ones. Weight gradients only for the Parameters given: all or none.
+    Saves the function that fetches the matrices, not decoded matrices. Weight gradients are computed if Parameters are given.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Foreign experts' matrices as they are kept: float32, bfloat16, or int8 with one scale an output channel.
+"""Storage formats of foreign experts' matrices: float32, bfloat16, or int8 with one scale per output channel.
 
-Measured output error of a block, relative: bfloat16 2.5e-3, int8 1.1e-2.
+Measured relative error of a block's output: bfloat16 2.5e-3, int8 1.1e-2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spes_p2p.errors import UserError
 
 StoredFormat = Literal["fp32", "bf16", "int8"]
 StoredPlace = Literal["device", "host"]
-"""Where foreign experts are kept: beside the trained ones, or in host memory, brought to the device layer by layer."""
+"""Where foreign experts are stored: on the device, or in host memory and prefetched layer by layer."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -31,22 +31,22 @@ class Matrices:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What takes memory."""
+        """The tensors that hold the matrices."""
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
     def is_encoded(self, dtype: torch.dtype) -> bool:
-        """Must they be decoded to be multiplied in `dtype`?"""
+        """Return whether multiplying in `dtype` requires decoding."""
         return self.scales is not None or self.codes.dtype != dtype
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """All matrices in `dtype`: the stored tensor itself where no decoding is needed."""
+        """Return all matrices in `dtype`: the stored tensor itself if it needs no decoding."""
         if self.scales is None:
             return self.codes.to(dtype)
-        # Two passes: multiplying int8 by a float in one is twice as slow on a CPU.
+        # Two passes: on a CPU, multiplying int8 by a float directly is twice as slow.
         return self.codes.to(dtype).mul_(self.scales.to(dtype))
 
     def decode_one(self, index: int, scratch: Tensor) -> Tensor:
-        """One matrix in the dtype of `scratch` `[rows, columns]`, which is overwritten where decoding is needed."""
+        """Return one matrix in the dtype of `scratch` `[rows, columns]`, which is overwritten if decoding is needed."""
         if not self.is_encoded(scratch.dtype):
             return self.codes[index]
         scratch.copy_(self.codes[index])
@@ -56,7 +56,7 @@ class Matrices:
 class StoredMatrices(nn.Module):
     """`count` matrices of one shape `[rows, columns]` without gradient.
 
-    On the device they are buffers, which move with the model; in host memory they are not, and pinned where there is CUDA.
+    On the device they are buffers, which move with the model. In host memory they are not buffers, and are pinned for CUDA.
     """
 
     codes: Tensor
@@ -67,7 +67,7 @@ class StoredMatrices(nn.Module):
     ):
         super().__init__()
         if stored not in get_args(StoredFormat):
-            raise UserError(f"stored format '{stored}': foreign experts can be kept as {', '.join(get_args(StoredFormat))}")
+            raise UserError(f"stored format '{stored}': must be one of {', '.join(get_args(StoredFormat))}")
         on_host = place == "host"
         pinned = on_host and device.type == "cuda"
         where = torch.device("cpu") if on_host else device
@@ -81,20 +81,20 @@ class StoredMatrices(nn.Module):
 
     @property
     def matrices(self) -> Matrices:
-        """Where they are kept."""
+        """The stored matrices."""
         return self._on_host or Matrices(self.codes, self.scales)
 
     def write(self, index: int, values: Tensor) -> None:
         """Encode a float32 matrix `[rows, columns]` into place `index`."""
-        kept = self.matrices
-        values = values.to(kept.codes.device)
-        if kept.scales is not None:
+        matrices = self.matrices
+        values = values.to(matrices.codes.device)
+        if matrices.scales is not None:
             scale = values.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
-            kept.scales[index] = scale
+            matrices.scales[index] = scale
             values = (values / scale).round_().clamp_(-127, 127)
-        kept.codes[index].copy_(values)
+        matrices.codes[index].copy_(values)
 
     def copy(self, index: int, other: StoredMatrices, source: int) -> None:
-        """Take over the matrix at place `source` of another store of the same format, without decoding it."""
-        for mine, theirs in zip(self.matrices.tensors, other.matrices.tensors, strict=True):
-            mine[index].copy_(theirs[source])
+        """Copy the encoded matrix at index `source` of another store of the same format."""
+        for target, origin in zip(self.matrices.tensors, other.matrices.tensors, strict=True):
+            target[index].copy_(origin[source])

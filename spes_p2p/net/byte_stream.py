@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 AHEAD_BYTES = 2**14
-"""What may lie here that nobody asked for yet; beyond that the other end is slowed down."""
+"""Bytes buffered ahead of a read; beyond this the other end is slowed down."""
 UNSENT_BYTES = 2**18
-"""A writer waits while more than this is not yet sent."""
+"""A writer waits while more bytes than this are unsent."""
 
 
 class ByteStream(asyncio.BufferedProtocol):
@@ -23,7 +23,7 @@ class ByteStream(asyncio.BufferedProtocol):
         """`on_connected`: what a server does with it, in a task of its own."""
         self._transport: asyncio.Transport
         self.on_bytes: Callable[[], None] = lambda: None
-        """Called whenever some have come."""
+        """Called whenever bytes arrive."""
         self._on_connected = on_connected
         self._serving: asyncio.Task[None] | None = None
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
@@ -65,7 +65,7 @@ class ByteStream(asyncio.BufferedProtocol):
                 return
 
     def at_end(self) -> bool:
-        """Has the other end said that nothing more comes, and is all of it read?"""
+        """Return whether the other end has finished and everything is read."""
         return self._has_ended and self._taken == self._received
 
     def write(self, *pieces: bytes | memoryview) -> None:
@@ -79,7 +79,7 @@ class ByteStream(asyncio.BufferedProtocol):
             raise self._failure
 
     def is_closing(self) -> bool:
-        """Is it closed, here or there?"""
+        """Return whether either end has closed the connection."""
         return self._transport.is_closing()
 
     def close(self) -> None:
@@ -93,20 +93,20 @@ class ByteStream(asyncio.BufferedProtocol):
     # What the event loop calls --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
+        """Start serving the connection."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
         if self._on_connected is not None:
             self._serving = asyncio.get_running_loop().create_task(self._on_connected(self))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """Return the buffer for the next bytes."""
         if self._wanted is not None and self._filled < len(self._wanted):
             return self._wanted[self._filled :]
         return self._ahead[self._received :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes went there."""
+        """Account for bytes received into the buffer."""
         self.on_bytes()
         if self._wanted is not None and self._filled < len(self._wanted):
             self._filled += nbytes
@@ -120,24 +120,24 @@ class ByteStream(asyncio.BufferedProtocol):
         self._news.set()
 
     def eof_received(self) -> bool:
-        """The other end sends nothing more; ours may go on."""
+        """Note that the other end has finished; this end may still send."""
         self._has_ended = True
         self._news.set()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing comes or goes any more."""
+        """Wake readers and writers, which then raise."""
         self._has_ended = True
         self._failure = exc if isinstance(exc, OSError) else ConnectionResetError("the connection is closed")
         self._news.set()
         self._writable.set()
 
     def pause_writing(self) -> None:
-        """Too much is unsent."""
+        """Make writers wait."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """There is room again."""
+        """Let writers continue."""
         self._writable.set()
 
     def _take_ahead(self) -> None:

@@ -24,7 +24,7 @@ CLOCK_SAMPLES = 5
 MAX_PORTS = 4
 DIAL_TIMEOUT_S = 4.0
 GREETING = b"/multistream/"
-"""What every libp2p peer says first to who connects."""
+"""The first bytes that a libp2p peer sends on a connection."""
 SPEED_SECONDS = 3.0
 SPEED_BYTES = 2**27
 SPEED_CHUNK_BYTES = 2**18
@@ -32,7 +32,7 @@ SPEED_CHUNK_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Skew:
-    """How far another clock is ahead of mine, as far as the travel time of messages lets one know."""
+    """How far another clock is ahead of this one, within half a round trip."""
 
     ahead_s: float
     uncertainty_s: float
@@ -117,7 +117,7 @@ async def measure_clock(board: RpcEndpoint, peer: str, wall_time: Callable[[], f
 
 
 async def ask_dial_back(board: RpcEndpoint, peer: str, ports: tuple[int, ...]) -> DialBack:
-    """Have a peer connect to me. Raises PeerUnreachable, Refused, WireError."""
+    """Have a peer dial this one back. Raises PeerUnreachable, Refused, WireError."""
     request = pack(DialBackRequest(ports[:MAX_PORTS]))
     return unpack(DialBack, await board.ask(peer, DIAL_BACK, request, 4 * DIAL_TIMEOUT_S))
 

@@ -1,12 +1,12 @@
 """How long a peer may be silent before it counts as dead: learnt from the heartbeats of this swarm, not guessed by a user.
 
 While a stream is open each end sends a heartbeat every HEARTBEAT_S. The bound is median + K * 1.4826 * MAD of the gaps that
-were seen between them (of this peer where it showed enough, else of everybody), never below a floor that covers a lost packet's
+were seen between them (this peer's if there are enough, else all peers'), never below a floor that covers a lost packet's
 resending, never above the campaign's `silence_s`. MAD is the median absolute deviation; 1.4826 scales it to a standard
 deviation of normal gaps (Hampel 1974).
 
-On a thin line heartbeats wait behind megabytes of other streams. Whatever comes from a peer, in any stream and be it a part of
-a frame, therefore shows that it lives.
+On a thin line heartbeats wait behind megabytes of other streams. Any bytes from a peer, in any stream, therefore
+show that it is alive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HEARTBEAT_S = 1.0
 FLOOR_HEARTBEATS = 5.0
 """Heartbeats that may be missing however regular they were."""
 CLOCK_ERROR_S = 1e-3
-"""A timer may ring so much too early."""
+"""Timers may fire this much early."""
 KEPT_GAPS, ENOUGH_GAPS = 64, 16
 ELSEWHERE_CEILINGS = 3.0
-"""A stream in which nothing comes is given up after so many times the ceiling, though its peer be heard in other streams: its
-connection may be dead, and the peer have come back over another one."""
+"""Give up a silent stream after this many ceilings even if its peer is heard in other streams: the peer may have come back over
+another connection."""
 
 
 def silence_bound(gaps: Sequence[float], floor_s: float, ceiling_s: float) -> float:
@@ -50,7 +50,7 @@ class SilenceDetector:
         self._lost_at: dict[str, float] = {}
 
     def saw_gap(self, peer: str, gap_s: float) -> None:
-        """Two heartbeats of a peer came so many seconds apart."""
+        """Record the gap between two heartbeats of a peer."""
         self._of.setdefault(peer, deque(maxlen=KEPT_GAPS)).append(gap_s)
         self._all.append(gap_s)
         self._bounds.clear()
@@ -71,7 +71,7 @@ class SilenceDetector:
             self._lost_at[peer] = now_s
 
     def is_lost(self, peer: str, now_s: float) -> bool:
-        """Was it silent for too long a moment ago, and not heard since? Then nobody needs to wait for it once more."""
+        """Return whether the peer was found silent recently and not heard since, so that no caller waits for it again."""
         return peer in self._lost_at and now_s - self._lost_at[peer] < self.bound(peer)
 
     def forget_losses(self) -> None:

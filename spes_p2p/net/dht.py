@@ -48,7 +48,7 @@ class DHTRegistry:
         self._last_expiry: dict[str, float] = {}
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Store under (key, my id). Raises ValueError when it is too large, PeerUnreachable when no peer of the DHT took it."""
+        """Store under (key, this peer's id). Raises ValueError if it is too large, PeerUnreachable if no peer stored it."""
         if len(value) > MAX_RECORD_BYTES:
             raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
         if await self._store(key, value, ttl_s):

@@ -1,7 +1,7 @@
-"""What a peer needs of the world: transport, registry, identity, store, clock.
+"""The interfaces between a peer and the world: transport, registry, identity, store, clock.
 
 Each has a real form (libp2p, the Hivemind DHT, an RSA key, a directory) and an in-memory form (`testing/memory.py`) with delays
-and faults. The peer's code sees only these protocols, so the simulator runs the very same code.
+and faults. A peer's code sees only these protocols, so the simulator runs the same code.
 Time inside a peer is the running event loop's time (`loop.time()`, `asyncio.sleep`, `asyncio.wait_for`): the simulator gives a
 loop whose time is virtual. Wall-clock time (for records that others read) comes from `World.wall_time`.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from spes_p2p.messages.framing import Kind, Message
+from spes_p2p.messages.methods import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from spes_p2p.net.limits import UNLIMITED, Line
 from spes_p2p.storage.interfaces import Store
 
@@ -31,7 +32,7 @@ class Channel(Protocol):
         """The peer at the other end, as the transport authenticated it."""
 
     def watch(self, heard: Callable[[], None]) -> None:
-        """Call this whenever something comes from the other end, be it a part of a frame."""
+        """Call `heard` whenever bytes arrive from the other end, even part of a frame."""
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one frame, these bytes one after the other; waits while the other end is slow. They must not change any more.
@@ -43,7 +44,7 @@ class Channel(Protocol):
         """The next frame; None after the other end called `finish`. Raises PeerUnreachable when the stream broke."""
 
     async def finish(self) -> None:
-        """Say that no more frames will come from this end; the other direction stays open."""
+        """Announce that this end sends no more frames; the other direction stays open."""
 
     def abort(self) -> None:
         """Drop the stream in both directions, now. Safe to call twice, and after `finish`."""
@@ -57,14 +58,14 @@ class Transport(Protocol):
 
     @property
     def peer_id(self) -> str:
-        """My own id (base58 libp2p peer id)."""
+        """This peer's id (base58 libp2p peer id)."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddrs, each ending in /p2p/<my id>, under which others can dial me."""
+        """Multiaddrs at which others can dial this peer, each ending in /p2p/<its id>."""
 
     def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
-        """Remember where a peer said it can be dialled."""
+        """Remember the addresses at which a peer says it can be dialled."""
 
     async def serve(self, method: str, handler: Handler) -> None:
         """Call `handler` for every stream that a peer opens for `method`. The channel is dropped when the handler returns."""
@@ -80,7 +81,7 @@ class Registry(Protocol):
     """The DHT: small values that expire, `key -> {peer id: value}`. A peer can write only under its own id."""
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Store `value` (at most MAX_RECORD_BYTES) under (key, my id) for `ttl_s` seconds."""
+        """Store `value` (at most MAX_RECORD_BYTES) under (key, this peer's id) for `ttl_s` seconds."""
 
     async def get(self, key: str) -> dict[str, bytes]:
         """All living values under key, by the peer that wrote them."""
@@ -114,3 +115,6 @@ class World:
     """`await run_blocking(f, *args)`: a worker thread in the real world, inline (with modelled seconds) in the simulator."""
     line: Line = UNLIMITED
     """This peer's rate limits."""
+    protocol: int = PROTOCOL_VERSION
+    oldest_protocol: int = OLDEST_PROTOCOL
+    """The protocol versions that this peer speaks: both of these and all between."""

@@ -80,7 +80,7 @@ class Libp2p:
         await self._daemon.wait()
 
     async def keep_finding(self, addresses: Sequence[str]) -> None:
-        """Dial these peers now and then, and be in one DHT with them again after they, or I, were away. Never returns."""
+        """Dial these peers regularly, to rejoin one DHT after an outage of either side. Never returns."""
         others = {peer_of(address): address for address in addresses}
         others.pop(self.identity.peer_id, None)
         while True:
@@ -88,7 +88,7 @@ class Libp2p:
             await asyncio.gather(*(self._find(peer, address) for peer, address in others.items()))
 
     async def _find(self, peer: str, address: str) -> None:
-        """Each takes the other into its routing table; then mine learns who is near me in the DHT that the other is in."""
+        """Enter the peers into each other's routing tables, then look up this node's neighbours in the other's DHT."""
         protocol, timeout_s = self._node.protocol, OPEN_TIMEOUT_S
         known = PeerID.from_base58(peer) in protocol.routing_table.peer_id_to_uid
         with suppress(PeerUnreachable, ValidationError, asyncio.TimeoutError):
@@ -196,7 +196,7 @@ def _take_identity(path: Path) -> tuple[RSAIdentity, bool, IO[bytes]]:
 
 
 async def _check_identity_is_free(identity: RSAIdentity, initial_peers: Sequence[str], timeout_s: float) -> None:
-    """Ask the swarm, under another name, whether somebody answers to this identity."""
+    """Ask the swarm, under another identity, whether a living peer uses this one."""
     if any(address.endswith(f"/p2p/{identity.peer_id}") for address in initial_peers):
         raise UserError(f"{identity.path}: this is the identity of an initial peer; choose another identity file")
     probe = await start_daemon(initial_peers, timeout_s, nat_port_map=False, auto_nat=False, use_relay=True, dht_mode="client")

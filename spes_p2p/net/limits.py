@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 LINE_OVERHEAD = 1.035
 BURST_S = 0.1
-"""An idle line may catch up so much."""
+"""Unused time that an idle line may catch up on."""
 
 
 class Pacer:
@@ -23,7 +23,7 @@ class Pacer:
         self._free_at = 0.0
 
     async def let_pass(self, size: int) -> None:
-        """Returns when the line has carried these bytes and those before them."""
+        """Return when the line has carried these bytes and those before them."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(self._free_at, now - BURST_S) + size / self.bytes_per_s
         if self._free_at > now:

@@ -1,4 +1,4 @@
-"""Can others open connections to this peer? Nobody is asked to know it: some peers are asked to try.
+"""Can others open connections to this peer? Some peers are asked to try.
 
 A peer that cannot be dialled trains like the others. It reduces nothing and is no elector, since those that would have to dial
 it could not; it opens the connections of a round itself, and is reached through the relay of a peer that can be dialled.
@@ -59,7 +59,7 @@ class Reachability:
 
 
 async def measure_dialable(board: RpcEndpoint, addresses: Sequence[str], peers: Sequence[str]) -> bool | None:
-    """Do all of these peers that can try it reach me at the ports of my addresses? None when nobody can try."""
+    """Return whether all of these peers that can try reach this peer's ports; None if none can try."""
     ports = ports_of(addresses)
     answers = await asyncio.gather(*(_dial_back(board, peer, ports) for peer in peers))
     tried = [answer for answer in answers if answer is not None and any(map(direct_host, answer.seen_at))]

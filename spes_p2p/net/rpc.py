@@ -1,4 +1,4 @@
-"""Talks between peers: typed messages with refusals and heartbeats, on top of the transport's channels.
+"""Streams between peers: typed messages with refusals and heartbeats, on top of the transport's channels.
 
 What each kind of frame means, and what is done with a kind that is not known here: `messages/framing.py`.
 
@@ -31,20 +31,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALLED_SILENCES = 2.0
-"""A stream in which nothing moves, though it should, is given up after so many times the longest silence."""
+"""Give up a stalled stream after this many times the longest silence."""
+REQUEST_SILENCES = 12.0
+"""A served stream without a request is dropped after this many times the longest silence: a request can queue behind the
+parts of other streams on a thin line."""
 QUEUED_FRAMES = 8
-"""Received frames that wait to be read; beyond that the sender is slowed down."""
+"""Received frames that may wait to be read; beyond this the sender is slowed down."""
 
 
 SEQUENCES = (Kind.CONTENT, Kind.PART, Kind.MANIFEST)
 """Kinds of which several follow each other until END."""
 TAKEN_KINDS = frozenset(int(kind) for kind in Kind) - {Kind.FINISHED}
 Count = Callable[[int, int, float], None]
-"""Of one message: bytes sent, bytes received, and when that began."""
+"""Called per message with bytes sent, bytes received, and the start time."""
 
 
 class Stream:
-    """One open conversation with one peer."""
+    """An open stream with one peer."""
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class Stream:
         line: Line = UNLIMITED,
         longest: int = MAX_FRAME_BYTES,
     ):
-        """`count` is told what was sent or received. `longest`: bytes of a message; a longer one is refused."""
+        """`longest`: limit on a message, in bytes; longer ones are refused."""
         self.remote = channel.remote
         self._channel = channel
         self._detector = detector
@@ -72,6 +75,13 @@ class Stream:
         self._heard_at, self._reading = self._loop.time(), True
         channel.watch(self._hear)
         self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
+        self._request_due: asyncio.TimerHandle | None = None
+
+    def expect_request(self) -> None:
+        """Break the stream unless a first message arrives in time. Ignorable frames of unknown kinds do not count."""
+        limit_s = REQUEST_SILENCES * self._detector.ceiling_s
+        error = PeerUnreachable(f"{self.remote[-6:]} opened a stream and sent no request for {limit_s:g} s")
+        self._request_due = self._loop.call_later(limit_s, self._break, error)
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one message, these bytes one after the other. Raises PeerUnreachable when the stream is broken."""
@@ -83,7 +93,7 @@ class Stream:
         self._count(size, 0, began)
 
     async def refuse(self, refused: Refused) -> None:
-        """Tell the other end why not; its `receive` raises the same."""
+        """Send a refusal, which the other end's `receive` raises."""
         if not self._has_refused:
             self._has_refused = True
             await self._send(pack(refused.refusal), kind=Kind.REFUSAL)
@@ -97,7 +107,7 @@ class Stream:
         return None if received is None else bytes(received)
 
     async def receive_view(self, kind: Kind = Kind.MESSAGE) -> memoryview | None:
-        """As `receive`, for large messages: not copied."""
+        """As `receive`, without copying: for large messages."""
         received = await self.receive_any()
         if received is None or (received.kind == Kind.END and kind in SEQUENCES):
             return None
@@ -123,7 +133,7 @@ class Stream:
         return bytes(await self.message_view(kind))
 
     async def message_view(self, kind: Kind = Kind.MESSAGE) -> memoryview:
-        """As `message`, for large ones: not copied."""
+        """As `message`, without copying: for large messages."""
         received = await self.receive_view(kind)
         if received is None:
             raise PeerUnreachable(f"{self.remote[-6:]} ended the stream early")
@@ -137,11 +147,11 @@ class Stream:
         return received
 
     async def prompt_message(self, kind: Kind = Kind.MESSAGE) -> memoryview:
-        """As `message_view`, of an end that has nothing to wait for: one that lives and sends nothing counts as unreachable."""
+        """As `message_view`, but a peer that lives and sends nothing for STALLED_SILENCES counts as unreachable."""
         return await self._promptly(self.message_view(kind))
 
     async def prompt_receive(self, kind: Kind) -> memoryview | None:
-        """As `receive_view`, of an end that has nothing to wait for."""
+        """As `receive_view`, with the same limit as `prompt_message`."""
         return await self._promptly(self.receive_view(kind))
 
     async def _promptly(self, awaited: Coroutine[Any, Any, T]) -> T:
@@ -166,12 +176,12 @@ class Stream:
             del task, either  # its error's traceback has this frame, which would keep all that is on the stack in a ring
 
     async def finish(self) -> None:
-        """Say that nothing more comes from here."""
+        """Announce that this end sends no more messages."""
         async with self._sending:
             await self._channel.finish()
 
     def break_off(self, refused: Refused) -> None:
-        """Whoever waits on this stream here gets this refusal, and so does the other end when it is served here."""
+        """Raise this refusal for local waiters, and for the other end of a stream served here."""
         self._break(refused)
 
     async def close(self) -> None:
@@ -179,6 +189,8 @@ class Stream:
         for task in self._tasks:
             task.cancel()
         self._silence.cancel()
+        if self._request_due is not None:
+            self._request_due.cancel()
         self._channel.abort()
         self._break(PeerUnreachable("the stream is closed"))
 
@@ -227,7 +239,9 @@ class Stream:
         return None
 
     async def _put(self, message: Message | None) -> None:
-        """For `receive`. While nothing is read here, nobody there is silent."""
+        """Queue a message for `receive`. The other end does not count as silent while this end does not read."""
+        if self._request_due is not None:
+            self._request_due.cancel()
         self._reading = False
         if self._line.down is not None and message is not None and message.body:
             await self._line.down.let_pass(len(message.body))
@@ -266,7 +280,7 @@ class RpcEndpoint:
     """Opens and serves streams by method name; a peer can stream to itself. Counts payload bytes by kind."""
 
     def __init__(self, transport: Transport, silence_s: float, line: Line = UNLIMITED):
-        """`silence_s`: the longest silence of a living peer; the same on all peers. `line`: my own rate limits."""
+        """`silence_s`: the longest silence of a living peer; the same on all peers. `line`: this peer's rate limits."""
         self.transport = transport
         self._line = line
         self.upload = Throughput(line.up.bytes_per_s if line.up is not None else None)
@@ -278,7 +292,7 @@ class RpcEndpoint:
 
     @property
     def peer_id(self) -> str:
-        """My own id."""
+        """This peer's id."""
         return self.transport.peer_id
 
     @property
@@ -342,13 +356,14 @@ class RpcEndpoint:
             raise PeerUnreachable(f"{peer[-6:]} did not answer {method} within {timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """End streams with myself."""
+        """End the peer's streams to itself."""
         for task in tuple(self._own):
             task.cancel()
 
     async def _answer(self, method: str, channel: Channel) -> None:
         remote, longest = channel.remote, METHODS[method].request_bytes if method in METHODS else MAX_FRAME_BYTES
         stream = Stream(channel, self.detector, self._counter(method, remote), self._line_to(remote), longest)
+        stream.expect_request()
         try:
             await self._handlers[method](stream)
             await stream.finish()

@@ -37,6 +37,6 @@ async def beside(*works: Awaitable[None]) -> AsyncIterator[None]:
 
 
 def _drop(task: asyncio.Future[Any]) -> None:
-    """Its failure is nobody's business any more, also when the wait for its end is cancelled in turn."""
+    """Retrieve the task's exception, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

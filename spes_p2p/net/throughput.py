@@ -4,8 +4,8 @@ Time is cut into windows. A transfer that fills the line fills whole windows, so
 carried: of STRETCH windows, since senders' buffers take megabytes at once from a thin line's peer, or of as many as it has. The
 first and the last window are partly idle; shorter transfers say nothing, nor does a trickle of small messages.
 
-That holds for lines. On faster ones the processors are what limits, and who has more to send measures more, gets more to send,
-and so on: those count as alike.
+On a fast line the processors are the limit: a peer with more to send measures more, gets more to send, and so on. Fast lines
+therefore count as equal.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ WINDOW_S = 0.5
 STRETCH = 8
 KEPT_WINDOWS = 2**12
 UNKNOWN_BYTES_PER_S = 12.5e6
-"""Assumed of a line that nothing is known of: 100 Mbit/s."""
+"""Assumed for an unmeasured line: 100 Mbit/s."""
 WEIGHT_OF_NEWS = 0.5
 SLOWEST_BYTES_PER_S = 62.5e3
-"""0.5 Mbit/s: what is slower is no line that is full."""
+"""0.5 Mbit/s: a slower transfer did not fill the line."""
 FASTEST_BYTES_PER_S = 25e6
-"""200 Mbit/s: no line counts as faster."""
+"""200 Mbit/s: faster lines count as this."""
 
 
 class Throughput:

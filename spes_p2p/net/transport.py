@@ -40,25 +40,25 @@ class Libp2pTransport:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddrs under which I can be dialled, those of this machine only at the end."""
+        """Multiaddrs at which this peer can be dialled, loopback ones last."""
         return self._addresses
 
     async def keep_addresses(self) -> None:
-        """Follow what the daemon finds out about them: ports that a router opened for it, relays. Never returns."""
+        """Keep the addresses current as the daemon learns of router ports and relays. Never returns."""
         while True:
             await asyncio.sleep(ADDRESSES_EVERY_S)
             with suppress(ControlFailure, OSError, EOFError, ValueError):
                 self._addresses = await visible_addresses(self.daemon)
 
     def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
-        """Remember where to dial a peer; what is not a peer address is ignored."""
+        """Remember where to dial a peer; ignore malformed addresses."""
         usable = tuple(address for address in addresses if is_peer_address(address))
         if usable and usable != self._known.get(peer):
             self._known[peer] = usable
             self._dialled.discard(peer)
 
     async def seen_at(self, peer: str) -> tuple[str, ...]:
-        """Multiaddrs of the connections that I have with a peer, as they look from here."""
+        """Return the multiaddrs of the open connections with a peer, as seen from here."""
         connected = await self.daemon.list_peers()
         return tuple(str(address) for info in connected if str(info.peer_id) == peer for address in info.addrs)
 
@@ -105,5 +105,5 @@ class Libp2pTransport:
 
 
 async def visible_addresses(daemon: Daemon) -> tuple[str, ...]:
-    """Of this machine, those that lead nowhere from elsewhere at the end."""
+    """Return this machine's addresses, loopback ones last."""
     return tuple(sorted((str(address) for address in await daemon.get_visible_maddrs(latest=True)), key=is_loopback))

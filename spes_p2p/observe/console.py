@@ -1,4 +1,4 @@
-"""A peer's own log: one line a round that says what its owner wants to know, and every trouble at once."""
+"""The log of a peer: one line per round, and problems as soon as they occur."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ from spes_p2p.observe.units import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 60.0
-"""In a phase longer than this, a line says how far it is."""
+"""Log progress after this long without a line."""
 DOWNLOAD_EVERY_S = 10.0
-"""Between two lines about one download."""
+"""Minimum interval between two lines about one download."""
 
-_SOURCES = {"disk": "base {} is in the run-dir", "download": "downloaded base {}",
-            "rollback": "the campaign was rolled back: base {} is that of an earlier round",
-            "reform": "no majority was left: the swarm was reformed on base {}"}
+_SOURCES = {"disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
+            "rollback": "the campaign was rolled back to base {}",
+            "reform": "the swarm lost its majority and was reformed on base {}"}
 
 
 def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) -> str:
-    """The last line of a trainer: what came of it, and how to go on. `records` are those that the peer knows of."""
+    """Return a trainer's last line: its contribution according to `records`, and how to continue."""
     own = sum(each.tokens for record in records for each in record.contributions if each.peer == status.peer_id)
-    work = f"{human_count(own)} tokens trained here are in the base" if own else "no round has work of this peer yet"
+    work = f"{human_count(own)} tokens trained here are in the base" if own else "no round includes work of this peer yet"
     if gather([status]).done:
         ended = "was stopped by its owner" if status.state == "stopped" else "is done"
-        return f"the campaign {ended} · {work} · take it: spes-p2p export --run-dir {run_dir} --output checkpoint"
-    return f"left · {work} · with --run-dir {run_dir} this peer goes on where it was"
+        return f"the campaign {ended} · {work} · export it: spes-p2p export --run-dir {run_dir} --output checkpoint"
+    return f"left · {work} · to continue, join again with --run-dir {run_dir}"
 
 
 class RoundLog:
-    """Observer that logs one line a round. Round 0 assembles the swarm; rounds 1 to 60 of 60 move weights."""
+    """Observer that logs one line per round. Round 0 assembles the swarm; later rounds move weights."""
 
     def __init__(self, board: StatusBoard, clock: Callable[[], float]):
-        """`board` must hear of an event before this does; `clock` gives seconds that never go back."""
+        """`board` must receive each event before this observer; `clock` is monotonic, in seconds."""
         self._board = board
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
         self._utilisation = ""
-        """Of the device, in the last phase; empty where its peak is not known."""
+        """Device utilisation in the last phase; empty if the device's peak is unknown."""
         self._waiting = {"announcing": "waiting for the plan", "downloading": "waiting for a peer that has the base"}
 
     def tell(self, event: Event) -> None:
-        """Log the event if a person wants to know of it."""
+        """Log the event if it is of interest to the user."""
         if isinstance(event, PhaseTrained):
             self._utilisation = "" if math.isnan(event.mfu) else f" at {100 * event.mfu:.0f} % MFU"
         silent_s = self._clock() - self._spoke_at
@@ -96,14 +96,14 @@ class RoundLog:
             case DownloadProgress():
                 return f"downloading {event.what}: {100 * event.done // max(1, event.total)} %"
             case PeersSeen():
-                return self._who_came_and_went(event) or self._still_waiting(event)
+                return self._membership_change(event) or self._still_waiting(event)
             case PhaseTrained() if event.skipped_steps:
-                return f"{self._nth(event.round)}: {event.skipped_steps} steps left out, their loss or gradient was not finite"
+                return f"{self._nth(event.round)}: skipped {event.skipped_steps} steps with a non-finite loss or gradient"
             case RoundCommitted():
                 return self._round(event) if event.round > 0 else self._assembled(event)
             case Controlled():
                 order = event.order or event.state
-                return f"{self._nth(event.round)} · from now on, by the owner's order {event.number}: {order}"
+                return f"{self._nth(event.round)} · owner's order {event.number} takes effect: {order}"
             case Evaluated():
                 when = "" if event.round > 0 else " before training"
                 return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"
@@ -111,37 +111,37 @@ class RoundLog:
                 why = f"{event.reason}: {event.detail}" if event.detail else event.reason
                 return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
             case WorkDropped():
-                return f"{self._nth(event.round)}: gave up work on {human_count(event.tokens)} tokens ({event.reason})"
+                return f"{self._nth(event.round)}: discarded work on {human_count(event.tokens)} tokens ({event.reason})"
             case DigestMismatch():
-                theirs = f"agreed {event.agreed[:12]}, mine {event.mine[:12]}"
-                return f"{self._nth(event.round)}: my base differs from the agreed one ({theirs}); downloading it again"
+                digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
+                return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"
         return None
 
-    def _who_came_and_went(self, event: PeersSeen) -> str | None:
-        """For a helper, whose owner wants to know who is there."""
+    def _membership_change(self, event: PeersSeen) -> str | None:
+        """Report arrivals and departures, on helpers only."""
         living = frozenset(event.living) - {self._board.status.peer_id}
         before, self._living = self._living, living
         if self._board.status.role != "helper" or before is None or before == living:
             return None
-        came = [f"{short_peer(peer)} is here" for peer in sorted(living - before)]
-        went = [f"{short_peer(peer)} is gone" for peer in sorted(before - living)]
-        return f"{', '.join(came + went)} · {counted(event.trainers, 'trainer')}"
+        joined = [f"{short_peer(peer)} joined" for peer in sorted(living - before)]
+        left = [f"{short_peer(peer)} left" for peer in sorted(before - living)]
+        return f"{', '.join(joined + left)} · {counted(event.trainers, 'trainer')}"
 
     def _still_waiting(self, event: PeersSeen) -> str | None:
-        """When a wait is long, what for, and which electors the registry does not show."""
+        """Report a long wait, and the electors that are missing from the registry."""
         status = self._board.status
         what = self._waiting.get(status.phase)
         if what is None or min(status.phase_seconds, self._clock() - self._spoke_at) < HEARTBEAT_S:
             return None
         missing = sorted(set(event.electorate) - set(event.living) - {status.peer_id})
         names = ", ".join(short_peer(peer) for peer in missing)
-        gone = f" · {len(missing)} of {len(event.electorate)} electors are not there ({names})" if missing else ""
+        gone = f" · {len(missing)} of {len(event.electorate)} electors are missing ({names})" if missing else ""
         return f"{self._nth(status.round + 1)} · {what} for {human_seconds(status.phase_seconds)}{gone}"
 
     def _restored(self, event: BaseRestored) -> str:
         what = _SOURCES.get(event.source, "loaded base {}").format(max(0, event.round))
         if event.round == BEFORE_TRAINING:
-            upcoming = "next: the swarm assembles"
+            upcoming = "next: assembling the swarm"
         elif event.round < self._board.status.total_rounds:
             upcoming = f"next: {self._nth(event.round + 1)}"
         else:
@@ -155,7 +155,7 @@ class RoundLog:
         parts = [
             self._nth(event.round),
             f"swarm assembled: {counted(len(event.members), 'trainer')}",
-            f"I train experts {human_indices(status.owned)}" if status.role == "trainer" else "",
+            f"training experts {human_indices(status.owned)}" if status.role == "trainer" else "",
             ", ".join(f"{short_peer(peer)} {human_indices(experts)}" for peer, experts in owned),
         ]
         return " · ".join(part for part in parts if part)
@@ -175,7 +175,7 @@ class RoundLog:
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
         if event.dropped_parts:
-            parts.append(f"{event.dropped_parts} of {event.parts} parts left out")
+            parts.append(f"{event.dropped_parts} of {event.parts} parts dropped")
         if status.round < status.total_rounds:
             parts.append(time_left(status.seconds_left))
         return " · ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""What a peer tells its observers (metrics, console, history). Observers are told; they ask nobody."""
+"""Events that a peer sends to its observers (log, history, metrics, status, tracker)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEFORE_TRAINING = -1
 
 @dataclass(frozen=True)
 class PhaseEntered:
-    """What this peer does from now on."""
+    """This peer enters a phase."""
 
     name: str
     """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, paused, leaving."""
@@ -21,29 +21,29 @@ class PhaseEntered:
 
 @dataclass(frozen=True)
 class BaseRestored:
-    """A base is in place without a round having run here: at every start of a peer, and after a repair."""
+    """A base is in place that no round on this peer produced: at each start and after a repair."""
 
     round: int
     """The last round that is in this base; -1 for base 0."""
     campaign_step: int
     total_steps: int
     total_tokens: int
-    """Included since the campaign began."""
+    """Tokens in the base, since the start of the campaign."""
     base_digest: str
     source: str
     """disk, download, reform, rollback."""
     owners: tuple[tuple[str, ...], ...] = ()
-    """For each expert, who trains it; empty when it is not known yet."""
+    """Owners of each expert; empty if not known yet."""
     total_rounds: int = 0
-    """The last round, as things stand; 0: as the campaign was planned."""
+    """Number of the last round under the owner's orders; 0: as planned."""
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """After a local step."""
+    """A local step is done."""
 
     round: int
-    """The round that it works towards, from 1."""
+    """The round at the end of this phase, from 1."""
     steps_done: int
     steps_planned: int
     tokens_per_second: float
@@ -54,7 +54,7 @@ class PhaseTrained:
     """The local steps between two rounds are done."""
 
     round: int
-    """The round that they work towards, from 1."""
+    """The round at the end of this phase, from 1."""
     steps: int
     tokens: int
     loss: float
@@ -62,13 +62,13 @@ class PhaseTrained:
     seconds: float
     skipped_steps: int
     flops_per_second: float = 0.0
-    """Floating-point operations that the steps needed, a second; 0 when it is not known."""
+    """Floating-point operations per second; 0: unknown."""
     mfu: float = math.nan
-    """Model FLOPs utilisation, 0 to 1; NaN when the device's peak is not known."""
+    """Model FLOPs utilisation, 0 to 1; NaN if the device's peak is unknown."""
     load_violation: tuple[float, ...] = ()
-    """For each layer, on this peer's tokens: those of the busiest expert over the mean, less 1."""
+    """By layer: tokens of the busiest expert over the mean, minus 1, on this peer's tokens."""
     owned_routing: float = math.nan
-    """Share of this peer's routing that went to experts that it trains."""
+    """Share of this peer's token routings that go to experts it trains."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ class RoundCommitted:
     """A new base is in place."""
 
     round: int
-    """0 for the round that assembled the swarm: it gives assignments and moves no weights."""
+    """0: the round that assembled the swarm, which moves no weights."""
     campaign_step: int
     total_steps: int
     tokens: int
-    """Trained by all members and included in this round."""
+    """Tokens of all members in this round."""
     total_tokens: int
-    """Included since the campaign began."""
+    """Tokens in the base, since the start of the campaign."""
     loss: float
-    """Token-weighted mean of the members' training losses in this phase (NaN when nobody trained)."""
+    """Token-weighted mean of the members' training losses in this phase; NaN without training."""
     members: tuple[str, ...]
     owners: tuple[tuple[str, ...], ...]
-    """For each expert, who trains it from now on."""
+    """Owners of each expert in the next phase."""
     base_digest: str
     parts: int
     dropped_parts: int
@@ -98,70 +98,70 @@ class RoundCommitted:
     merge_alpha: float = 0.0
     learning_rate: float = 0.0
     contributions: tuple[tuple[str, int, int], ...] = ()
-    """For each member: peer id, tokens, local steps times experts trained in them."""
+    """By member: peer id, tokens, local steps times experts trained in them."""
     total_rounds: int = 0
-    """The last round, as things stand; 0: as the campaign was planned."""
+    """Number of the last round under the owner's orders; 0: as planned."""
     control: str = ""
-    """What the campaign's owner has ordered, in words; empty for nothing."""
+    """Description of the owner's orders; empty if there are none."""
 
 
 @dataclass(frozen=True)
 class Controlled:
-    """An order of the campaign's owner holds from now on, for everybody alike."""
+    """An order of the campaign's owner takes effect, on all peers in the same round."""
 
     round: int
     """The last round in this peer's base."""
     number: int
-    """Of the control record."""
+    """Number of the control record."""
     state: str
     """running, paused, stopped."""
     order: str = ""
-    """All that it says, in words."""
+    """Description of the order."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Over the weights of one kind (shared, router, expert) that a peer sent in a round and the round took in."""
+    """A peer's update compared with the base's step, over the weights of one kind that the round accepted."""
 
     sent: float
     """L2 norm of the peer's update."""
     step: float
     """L2 norm of the base's step, merge and outer momentum included."""
     cosine: float
-    """Of the two; 0 where one of them is 0."""
+    """Cosine similarity of the two; 0 if either is 0."""
 
     @property
     def shrink(self) -> float:
-        """Length of the base's step over that of the peer's update; 0 without an update."""
+        """Norm of the base's step over that of the peer's update; 0 without an update."""
         return self.step / self.sent if self.sent else 0.0
 
 
 @dataclass(frozen=True)
 class RoundMeasured:
-    """What a committed round did to the work that was sent to it."""
+    """Measurements of a committed round."""
 
     round: int
     drift: Mapping[str, Drift]
-    """By kind of weights (shared, router, expert): this peer's update beside the base's step; empty when it sent none."""
+    """By kind of weights (shared, router, expert); empty if this peer sent no update."""
     expert_tokens: tuple[int, ...]
-    """For each expert, summed over layers: tokens on which its owners trained it, as the plan counts them."""
+    """By expert, summed over layers: tokens on which its owners trained it, as counted in the plan."""
 
 
 @dataclass(frozen=True)
 class RoundFailed:
-    """An attempt that did not commit. Nothing was applied."""
+    """An attempt did not commit. Nothing was applied."""
 
     round: int
-    """The round that was attempted."""
+    """The attempted round."""
     attempt: int
     reason: str
-    """A short word for the metric: coordinator_lost, quorum_lost, refused, malformed, exchange, timeout."""
+    """Label of the metric: coordinator_lost, quorum_lost, refused, malformed, exchange, timeout."""
     detail: str
 
 
 @dataclass(frozen=True)
 class WorkDropped:
-    """Pending work that was given up, in tokens."""
+    """Pending work was discarded."""
 
     round: int
     """The last round in this peer's base."""
@@ -171,7 +171,7 @@ class WorkDropped:
 
 @dataclass(frozen=True)
 class DigestMismatch:
-    """My base differs from what the members agreed on; it is downloaded again."""
+    """This peer's base differs from the one the members agreed on; it is downloaded again."""
 
     round: int
     """The last round in the base."""
@@ -184,35 +184,35 @@ class Evaluated:
     """Held-out loss of the base after a round."""
 
     round: int
-    """The last round in that base; up to 0, nothing was trained yet."""
+    """The last round in that base; up to 0, it is untrained."""
     validation_loss: float
 
 
 @dataclass(frozen=True)
 class PeersSeen:
-    """Living peers as the registry shows them."""
+    """Living peers in the registry."""
 
     trainers: int
     helpers: int
     living: tuple[str, ...] = ()
-    """Ids of them all."""
+    """Peer ids."""
     electorate: tuple[str, ...] = ()
-    """Whose majority decides the next round."""
+    """The electors of the next round."""
 
 
 @dataclass(frozen=True)
 class DownloadProgress:
-    """Of something that takes long to fetch."""
+    """Progress of a long download."""
 
     what: str
     done: int
     total: int
-    """In the same unit as `done`; both equal at the end."""
+    """In the unit of `done`; equal to `done` at the end."""
 
 
 @dataclass(frozen=True)
 class BytesMoved:
-    """Payload bytes that crossed the transport."""
+    """Payload bytes over the transport."""
 
     kind: str
     """push, pull, download, control."""
@@ -221,7 +221,7 @@ class BytesMoved:
 
 
 def sync_phases(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Of a round's seconds by phase, those without training (PhaseTrained tells that)."""
+    """Return the seconds by phase without training, which PhaseTrained reports."""
     return {phase: spent for phase, spent in seconds.items() if phase != "train"}
 
 
@@ -244,19 +244,19 @@ Event = (
 
 
 class Observer(Protocol):
-    """Anything that wants to know."""
+    """A receiver of events."""
 
     def tell(self, event: Event) -> None:
-        """Called on the event loop; must return at once."""
+        """Process an event. Called on the event loop; must not block."""
 
 
 class Observers:
-    """Tells several."""
+    """Passes each event on to several observers."""
 
     def __init__(self, *observers: Observer):
         self._observers = observers
 
     def tell(self, event: Event) -> None:
-        """Pass the event on to each."""
+        """Pass the event on."""
         for observer in self._observers:
             observer.tell(event)

@@ -1,7 +1,7 @@
-"""A peer's journal, `history.jsonl` in its run-dir: a JSON line for each event worth keeping, and for each round that another
-peer told it of. Plots, summaries and the records of all rounds are read from it.
+"""A peer's journal, `history.jsonl` in its run-dir: one JSON line per kept event, and per round record from another peer.
+Plots, summaries and the records of all rounds are read from it.
 
-A torn or damaged line costs what it says and nothing else: other peers are asked for a round that is missing.
+Damaged lines are skipped; missing rounds are fetched from other peers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spes_p2p.observe.events import (
     RoundFailed,
     WorkDropped,
 )
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds
 
 logger = logging.getLogger(__name__)
@@ -49,15 +49,15 @@ class Entry:
     """An event of the peer itself."""
 
     time: float
-    """Unix time of the peer that wrote it."""
+    """Unix time on the peer that wrote it."""
     event: Event
 
 
 class History:
-    """Observer that appends the events worth keeping; after a restart it goes on where the file ends."""
+    """Observer that appends the events in KEPT; a restart continues the file."""
 
     def __init__(self, peer_id: str, run_dir: Path, wall_time: Callable[[], float] = time.time):
-        """Raises UserError when the file cannot be written."""
+        """Open the file. Raises UserError if it cannot be written."""
         path = run_dir / HISTORY_FILE
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -72,21 +72,21 @@ class History:
         """Append the event, if it is one of KEPT."""
         if isinstance(event, KEPT):
             now = round(self._wall_time(), 3)
-            self._append({"time": now, "event": type(event).__name__, **plain(event)})
+            self._append({"time": now, "event": type(event).__name__, **to_json(event)})
             self.rounds.tell(event, now)
 
     def hear(self, records: Iterable[RoundRecord]) -> None:
-        """Append what another peer tells of rounds, as far as it is news."""
+        """Append another peer's records, as far as they add information."""
         for record in records:
             if self.rounds.hear(record):
-                self._append({"event": RoundRecord.__name__, **plain(record)})
+                self._append({"event": RoundRecord.__name__, **to_json(record)})
 
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
+        """Close the file. Idempotent."""
         self._file.close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Hand the line to the operating system. A line that finds no room is left out whole: no peer stops for it."""
+        """Write a line. A full disk loses the whole line, but does not stop the peer."""
         text = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         before = os.fstat(self._file.fileno()).st_size
         try:
@@ -95,11 +95,11 @@ class History:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(before)
-            logger.warning("%s: an event is not kept (%s)", self._file.name, error.strerror)
+            logger.warning("%s: cannot write an event (%s)", self._file.name, error.strerror)
 
 
 def read_history(path: Path) -> list[Entry]:
-    """The events in a history file, or in the one in a run-dir, oldest first. Raises UserError when there is no such file."""
+    """Return the events of a history file, or of a run-dir's, oldest first. Raises UserError if there is no such file."""
     file = path / HISTORY_FILE if path.is_dir() else path
     try:
         return [Entry(at, what) for at, what in _lines(file) if not isinstance(what, RoundRecord)]
@@ -108,7 +108,7 @@ def read_history(path: Path) -> list[Entry]:
 
 
 def read_rounds(run_dir: Path, peer_id: str = "") -> Rounds:
-    """What the peer of this run-dir knows of the rounds; nothing where there is no file. Raises OSError."""
+    """Return the round records in a run-dir; none without a history file. Raises OSError."""
     rounds = Rounds(peer_id)
     with suppress(FileNotFoundError):
         for at, what in _lines(run_dir / HISTORY_FILE):
@@ -120,18 +120,18 @@ def read_rounds(run_dir: Path, peer_id: str = "") -> Rounds:
 
 
 def _lines(file: Path) -> Iterator[tuple[float, Event | RoundRecord]]:
-    """Left out are a torn last line (the writer was killed), damaged lines, and kinds that this version does not know."""
+    """Yield entries, without a torn last line (the writer was killed), damaged lines and unknown kinds."""
     for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
         try:
             found = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
             if found["event"] in _KINDS:
                 yield float(found["time"]), _KINDS[found["event"]].validate_python(found)
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError):
-            logger.warning("%s, line %d: damaged, left out", file, number)
+            logger.warning("%s, line %d: damaged, skipped", file, number)
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Drop what follows the last newline: a line that the writer did not finish."""
+    """Remove an unfinished line after the last newline."""
     if not path.exists():
         return
     with path.open("r+b") as file:

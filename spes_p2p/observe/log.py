@@ -1,4 +1,4 @@
-"""One logging format for every command: a line for people, or a JSON object a line for machines."""
+"""The logging format of all commands: plain lines, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from spes_p2p.errors import UserError
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 
 EVENT = "spes_event"
 """Attribute of a log record that holds an event (`events.py`)."""
@@ -17,18 +17,18 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def _level(record: logging.LogRecord) -> str:
-    """The level's word; libraries rename the levels of `logging` (hivemind says WARN)."""
+    """Return the level's name; libraries rename the levels of `logging` (hivemind: WARN)."""
     return next((name for name in LEVELS if getattr(logging, name.upper()) == record.levelno), record.levelname.lower())
 
 
 class LineFormatter(logging.Formatter):
-    """`12:03:44 round 3/60 ...`; when it is more or less than information, the level stands before the message."""
+    """`12:03:44 round 3/60 ...`; levels other than info precede the message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         if record.levelno != logging.INFO:
             record.message = f"{_level(record)}: {record.message}"
         return super().formatMessage(record)
@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
     """`{"time": "2026-01-31T12:03:44.123+00:00", "level": "info", "logger": "...", "message": "..."}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One JSON object; a traceback, if any, is its `exception`, what happened to a peer with all numbers its `event`."""
+        """Return a JSON object; `exception` holds the traceback, `event` the fields of an event, if any."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": _level(record),
@@ -47,17 +47,17 @@ class JsonFormatter(logging.Formatter):
         }
         event = getattr(record, EVENT, None)
         if event is not None:
-            line["event"] = {"name": type(event).__name__, **plain(event)}
+            line["event"] = {"name": type(event).__name__, **to_json(event)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, allow_nan=False)
 
 
 class StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is at that moment: a live table replaces it, to print the lines above itself."""
+    """Writes to the current sys.stderr, which a live table replaces to print lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line; what goes wrong with it is reported the way `logging` does."""
+        """Write one line; errors are handled as `logging` does."""
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
@@ -66,7 +66,7 @@ class StderrHandler(logging.Handler):
 
 
 def setup_logging(level: str = "info", as_json: bool = False) -> None:
-    """Log to stderr: this project's messages from `level` on, those of libraries from warnings on. May be called again.
+    """Log to stderr: this project's messages from `level` up, libraries' warnings and errors. Idempotent.
 
     Raises UserError for an unknown level.
     """

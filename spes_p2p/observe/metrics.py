@@ -1,4 +1,4 @@
-"""What Prometheus sees of one peer. The table in `docs/metrics.md` is generated from here."""
+"""Prometheus metrics of one peer. The table in `docs/metrics.md` is generated from this module."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from spes_p2p.observe.events import (
 
 BYTE_KINDS = ("push", "pull", "download", "control")
 FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "malformed", "exchange", "timeout")
-"""Series that exist from the start: an alert on an increase would miss a first one that comes from nowhere."""
+"""Series created at the start: an alert on an increase would miss the first sample of a new series."""
 
 hide_created_series: Callable[[], None] = disable_created_metrics
 hide_created_series()
 
 PHASE_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
-"""From a quick announcement to an hour of training."""
+"""From a fast announcement to an hour of training."""
 _BY_KIND = "kind: shared, router, expert."
 
 
@@ -74,48 +74,48 @@ def _counter(name: str, description: str, *labels: str) -> Described:
 
 DESCRIBED = (
     _gauge("spes_round", "Last round in the base; round 0 only assembles the swarm."),
-    _gauge("spes_campaign_step", "Campaign steps that the base contains."),
-    _gauge("spes_campaign_planned_steps", "Campaign steps until the end of the campaign."),
-    _gauge("spes_campaign_tokens", "Tokens in the base: trained by anybody and committed."),
-    _gauge("spes_last_commit_timestamp_seconds", "Unix time of the last commit applied here; 0 before the first."),
-    _gauge("spes_round_interval_seconds", "Seconds between the last two commits applied here; 0 before there are two."),
-    _gauge("spes_loss", "Training loss of the last committed round, nats a token, all members."),
-    _gauge("spes_validation_loss", "Held-out loss of the last evaluated base, nats a token."),
+    _gauge("spes_campaign_step", "Campaign steps in the base."),
+    _gauge("spes_campaign_planned_steps", "Campaign steps at the end of the campaign."),
+    _gauge("spes_campaign_tokens", "Tokens in the base, trained by all peers."),
+    _gauge("spes_last_commit_timestamp_seconds", "Unix time of the last commit applied by this peer; 0 before the first."),
+    _gauge("spes_round_interval_seconds", "Seconds between the last two commits applied by this peer; 0 before the second."),
+    _gauge("spes_loss", "Training loss of the last committed round, mean over all members, nats per token."),
+    _gauge("spes_validation_loss", "Held-out loss of the last evaluated base, nats per token."),
     _gauge("spes_learning_rate", "Learning rate at the last commit."),
-    _gauge("spes_merge_alpha", "Strength of the last round's expert merge; 0 when it had none."),
+    _gauge("spes_merge_alpha", "Alpha of the last round's expert merge; 0 if it had none."),
     _gauge("spes_peers", "Living peers in the registry, by role: trainer, helper.", "role"),
     _gauge("spes_round_members", "Members of the last committed round."),
     _gauge("spes_expert_owners", "Peers that train the expert.", "expert"),
     _gauge("spes_owned_experts", "Experts that this peer trains."),
-    _gauge("spes_campaign_held", "1 while its owner has the campaign paused, or stopped it; otherwise 0."),
+    _gauge("spes_campaign_held", "1 if the owner has paused or stopped the campaign, otherwise 0."),
     _counter("spes_tokens_total", "Tokens trained by this peer."),
     _counter("spes_steps_total", "Local optimizer steps of this peer."),
-    _counter("spes_skipped_steps_total", "Local steps of which nothing was applied: loss or gradient was not finite."),
+    _counter("spes_skipped_steps_total", "Local steps skipped because of a non-finite loss or gradient."),
     _gauge("spes_tokens_per_second", "Training speed of this peer at its last local step."),
-    _gauge("spes_flops_per_second", "Operations a second that the last phase's steps needed, by formula; 0: not known."),
-    _gauge("spes_model_flops_utilization", "Those over the device's bf16 peak, 0 to 1; NaN on a device of unknown peak."),
-    _gauge("spes_auxiliary_loss", "Auxiliary losses of this peer in its last phase."),
+    _gauge("spes_flops_per_second", "Computed floating-point operations per second of the last phase; 0: unknown."),
+    _gauge("spes_model_flops_utilization", "spes_flops_per_second over the bf16 peak, 0 to 1; NaN if the peak is unknown."),
+    _gauge("spes_auxiliary_loss", "Auxiliary loss of this peer in its last phase."),
     _counter("spes_rounds_total", "Rounds committed while this peer ran, round 0 included."),
     _counter("spes_bytes_total",
-             f"Payload bytes across the transport; kind: {', '.join(BYTE_KINDS)}; direction: sent, received.",
+             f"Payload bytes over the transport; kind: {', '.join(BYTE_KINDS)}; direction: sent, received.",
              "kind", "direction"),
     Described("spes_phase_seconds", "histogram", "Seconds by phase: train, announce, exchange, commit, apply.", ("phase",)),
     _gauge("spes_update_norm", f"L2 norm of the update that this peer sent in the last round; {_BY_KIND}", "kind"),
-    _gauge("spes_update_shrink", f"Length of the base's last step over that of this peer's update; {_BY_KIND}", "kind"),
+    _gauge("spes_update_shrink", f"L2 norm of the base's last step over that of this peer's update; {_BY_KIND}", "kind"),
     _gauge("spes_update_cosine", f"Cosine of this peer's update and the base's step; {_BY_KIND}", "kind"),
-    _gauge("spes_expert_tokens", "Tokens that trained the expert for the last round, over owners and layers.", "expert"),
-    _gauge("spes_load_violation", "On this peer's tokens: those of the layer's busiest expert over the mean, less 1.", "layer"),
-    _gauge("spes_owned_routing_share", "Share of this peer's routing that went to experts that it trains."),
+    _gauge("spes_expert_tokens", "Tokens that trained the expert in the last round, summed over owners and layers.", "expert"),
+    _gauge("spes_load_violation", "Tokens of the busiest expert over the mean, minus 1, on this peer's tokens.", "layer"),
+    _gauge("spes_owned_routing_share", "Share of this peer's token routings that go to experts it trains."),
     _counter("spes_round_failures_total",
              f"Attempts at a round that did not commit, by reason: {', '.join(FAILURE_REASONS)}.", "reason"),
-    _counter("spes_dropped_parts_total", "Parts that committed rounds left out; the base keeps its old value there."),
-    _counter("spes_dropped_tokens_total", "Tokens whose pending work was given up."),
-    _counter("spes_reforms_total", "Reforms: most electors were gone, or all who had the newest base."),
-    _counter("spes_digest_mismatches_total", "Times this peer's base differed from the agreed one and was replaced."),
-    Described("spes_build_info", "gauge", "Version of the program, identity of campaign and peer; always 1."),
+    _counter("spes_dropped_parts_total", "Parts dropped from committed rounds; the base is unchanged there."),
+    _counter("spes_dropped_tokens_total", "Tokens whose pending work was discarded."),
+    _counter("spes_reforms_total", "Reforms after the loss of most electors or of all peers with the newest base."),
+    _counter("spes_digest_mismatches_total", "Times that this peer's base differed from the agreed one and was replaced."),
+    Described("spes_build_info", "gauge", "Program version and identity of campaign and peer; always 1."),
 )
 UNKNOWN_AT_FIRST = ("spes_loss", "spes_validation_loss", "spes_model_flops_utilization", "spes_owned_routing_share")
-"""Gauges that are NaN until they are told."""
+"""Gauges that are NaN until the first measurement."""
 
 
 def _made(row: Described, registry: CollectorRegistry) -> Any:
@@ -130,7 +130,7 @@ def _made(row: Described, registry: CollectorRegistry) -> Any:
 
 
 class Metrics:
-    """Observer that turns events into metrics in a registry of its own, so that several peers can live in one process."""
+    """Observer that updates metrics in its own registry, so that several peers can share a process."""
 
     described = DESCRIBED
 
@@ -156,11 +156,11 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def _of(self, name: str, *labels: object) -> Any:
-        """The metric, or its series with these labels."""
+        """Return the metric, or its series with these labels."""
         return self._metrics[name].labels(*labels) if labels else self._metrics[name]
 
     def tell(self, event: Event) -> None:
-        """Take note of the event."""
+        """Update the metrics that the event concerns."""
         match event:
             case TrainingProgress():
                 self._of("spes_tokens_per_second").set(event.tokens_per_second)
@@ -236,9 +236,9 @@ class Metrics:
             self._of("spes_owned_experts").set(sum(self._peer_id in owners for owners in event.owners))
 
     def serve(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
-        """Answer HTTP on host:port (0: any free port) until `close`. Raises UserError when the port cannot be had."""
+        """Serve HTTP on host:port (0: any free port) until `close`. Raises UserError if the port is not available."""
         if not 0 <= port <= 65535:
-            raise UserError(f"--metrics-port {port}: a port is a number from 0 to 65535")
+            raise UserError(f"--metrics-port {port}: must be 0 to 65535")
         try:
             server, thread = start_http_server(port, host, self.registry)
         except OSError as error:
@@ -247,7 +247,7 @@ class Metrics:
 
 
 class MetricsServer:
-    """A running `/metrics` endpoint in a thread of its own."""
+    """A `/metrics` endpoint, served by its own thread."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread):
         self._server = server
@@ -255,17 +255,17 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that it listens on."""
         return int(self._server.server_port)
 
     @property
     def url(self) -> str:
-        """What Prometheus scrapes."""
+        """URL for Prometheus to scrape."""
         host = str(self._server.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Stop listening and free the port. Safe to call twice."""
+        """Stop listening. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -279,7 +279,7 @@ def _cannot_listen(port: int, host: str, error: OSError) -> str:
 
 
 def metrics_document() -> str:
-    """The whole of `docs/metrics.md`."""
+    """Return the content of `docs/metrics.md`."""
     rows = [
         f"| `{row.name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels) or '-'} | {row.description} |"
         for row in DESCRIBED
@@ -292,10 +292,10 @@ _DOCUMENT_HEAD = """\
 
 Generated by `python -m spes_p2p.observe.metrics > docs/metrics.md`; a test keeps it current.
 
-Every peer and the bootstrap serve these at `http://127.0.0.1:P/metrics` when started with `--metrics-port P`; with
-`--metrics-host 0.0.0.0` other machines and containers can scrape them too. Units are base units: seconds, bytes, tokens, nats.
-Counters start at 0 with the process. `process_*` (CPU, memory, open files) are there too. Alert rules on them are in
-[bootstrap/alerts.yml](../bootstrap/alerts.yml), a dashboard in [bootstrap/grafana](../bootstrap/grafana/spes_p2p.json).
+A peer started with `--metrics-port P` serves these metrics at `http://127.0.0.1:P/metrics`; with `--metrics-host 0.0.0.0`,
+other machines and containers can scrape them too. Units are seconds, bytes, tokens and nats. Counters start at 0.
+`process_*` metrics (CPU, memory, open files) are included. [bootstrap/alerts.yml](../bootstrap/alerts.yml) has alert rules,
+[bootstrap/grafana](../bootstrap/grafana/spes_p2p.json) a dashboard.
 """
 
 

@@ -1,4 +1,4 @@
-"""Where values of a sample stop being ordinary, by statistics that a few extreme values do not move."""
+"""A robust bound for outliers, based on the median absolute deviation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss curve of a campaign as a PNG, drawn from the histories of its peers."""
+"""Plot the loss curve of a campaign from the histories of its peers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from spes_p2p.observe.units import human_count, human_loss
 
 TRAINING, HELD_OUT, MERGE, PEER = "#2563a8", "#c2410c", "#7c6f9c", "#9db8d6"
 MARKED_POINTS = 40
-"""Up to so many rounds, each is a dot."""
+"""Mark each round with a dot up to this many rounds."""
 
 Points = list[tuple[int, float]]
-"""(tokens in the base, loss in nats a token), by tokens."""
+"""(tokens in the base, loss in nats per token), by tokens."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What the plot shows."""
+    """Data of the plot."""
 
     training: Points
-    """All members' loss, a point a round in which somebody trained."""
+    """Loss over all members, one point per round with training."""
     held_out: Points
     by_peer: Mapping[str, Points]
     """Each peer's own training loss."""
@@ -41,15 +41,15 @@ class Curves:
 
 
 def collect_curves(histories: Mapping[str, Sequence[Entry]]) -> Curves:
-    """Join the histories by round; what several peers noted of one round is the same. Keys of `histories` name the peers.
+    """Merge the histories (by peer name), which agree on each round.
 
-    Raises UserError when no round with training was committed.
+    Raises UserError if no round with training was committed.
     """
     events = {peer: [entry.event for entry in history] for peer, history in histories.items()}
     everything = list(itertools.chain.from_iterable(events.values()))
     commits = {event.round: event for event in everything if isinstance(event, RoundCommitted)}
     if not any(math.isfinite(commit.loss) for commit in commits.values()):
-        raise UserError("no loss to plot: the history holds no round with training; train for at least one round")
+        raise UserError("no loss to plot: the history has no round with training; train for at least one round")
     bases = (event for event in everything if isinstance(event, (BaseRestored, RoundCommitted)))
     tokens = {BEFORE_TRAINING: 0, **{event.round: event.total_tokens for event in bases}}
     held_out = {event.round: event.validation_loss for event in everything if isinstance(event, Evaluated)}
@@ -67,7 +67,7 @@ def collect_curves(histories: Mapping[str, Sequence[Entry]]) -> Curves:
 
 
 def plot_loss(histories: Mapping[str, Sequence[Entry]], output: Path, title: str) -> None:
-    """Write the PNG: training and held-out loss against tokens. Raises UserError without a round or a place to write to."""
+    """Write a PNG of training and held-out loss against tokens. Raises UserError if there is no loss, or `output` fails."""
     curves = collect_curves(histories)
     figure = Figure(figsize=(9, 5), dpi=144, layout="constrained")
     axes = figure.subplots()
@@ -100,7 +100,7 @@ def _finish(axes: Axes, curves: Curves, title: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_title(f"{curves.rounds} rounds, {human_count(curves.training[-1][0])} tokens", loc="right", color="#666666")
     axes.set_xlabel("tokens trained by all peers")
-    axes.set_ylabel("loss (nats a token)")
+    axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""What a peer does at this moment, in one live line below its log: for a person at a terminal, nothing otherwise."""
+"""A live progress line below the log of a peer, on terminals only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.units import human_rate
 
 DOING = {
-    "joining": "looking around in the swarm",
+    "joining": "joining the swarm",
     "downloading": "waiting for a peer that has the base",
     "training": "training",
     "announcing": "waiting for the others and the plan",
@@ -24,10 +24,10 @@ DOING = {
 
 
 class ProgressLine:
-    """Observer that keeps the line current from `start` to `close`."""
+    """Observer that updates the line from `start` to `close`."""
 
     def __init__(self, board: StatusBoard, console: Console | None = None):
-        """`board` must hear of an event before this does. Default console: stderr, where the log goes."""
+        """`board` must receive each event before this observer. The default console is stderr, like the log's."""
         self._board = board
         console = console or Console(stderr=True)
         self._progress = Progress(
@@ -38,19 +38,19 @@ class ProgressLine:
 
     @property
     def renderable(self) -> RenderableType:
-        """The line as it is now."""
+        """The current line."""
         return self._progress.get_renderable()
 
     def start(self) -> None:
-        """Show it."""
+        """Show the line."""
         self._progress.start()
 
     def close(self) -> None:
-        """Take it away. Safe to call twice."""
+        """Remove the line. Idempotent."""
         self._progress.stop()
 
     def tell(self, event: Event) -> None:
-        """Follow the event."""
+        """Update the line."""
         match event:
             case PhaseEntered():
                 status = self._board.status

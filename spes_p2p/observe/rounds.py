@@ -1,4 +1,4 @@
-"""What a peer knows of committed rounds: one record a round, its own or another peer's, so that curves begin at round 0."""
+"""Records of committed rounds, one per round, from this peer or another one, so that curves begin at round 0."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitt
 
 @dataclass(frozen=True)
 class Totals:
-    """Everybody's contributions up to a round."""
+    """Contributions of all peers up to a round."""
 
     round: int
-    """-1: of no round yet."""
+    """-1: no round yet."""
     contributions: tuple[Contribution, ...]
     """By peer id."""
 
     @property
     def tokens(self) -> int:
-        """Of all peers."""
+        """Tokens of all peers."""
         return sum(each.tokens for each in self.contributions)
 
 
@@ -30,7 +30,7 @@ NOTHING = Totals(-1, ())
 
 
 def totals_of(records: Iterable[RoundRecord]) -> Totals:
-    """The sum of what these rounds took in."""
+    """Sum the contributions to these rounds."""
     newest, sums = -1, dict[str, tuple[int, int]]()
     for record in records:
         newest = max(newest, record.round)
@@ -41,7 +41,7 @@ def totals_of(records: Iterable[RoundRecord]) -> Totals:
 
 
 def merged(known: RoundRecord | None, heard: RoundRecord) -> RoundRecord:
-    """What is known of a round, completed by what another peer says of it."""
+    """Complete a known record with another peer's record of the round."""
     if known is None:
         return heard
     if math.isnan(known.loss) and not math.isnan(heard.loss):
@@ -52,7 +52,7 @@ def merged(known: RoundRecord | None, heard: RoundRecord) -> RoundRecord:
 
 
 class Rounds:
-    """The records of a peer: those of its own events, and those that others told it."""
+    """A peer's records: from its own events and from other peers."""
 
     def __init__(self, peer_id: str):
         self._peer_id = peer_id
@@ -62,25 +62,25 @@ class Rounds:
 
     @property
     def records(self) -> tuple[RoundRecord, ...]:
-        """All that are known, by round."""
+        """All known records, by round."""
         return tuple(self._records[number] for number in sorted(self._records))
 
     @property
     def newest(self) -> int:
-        """Last round that is known; -1 before there is one."""
+        """The last known round; -1 before the first."""
         return max(self._records, default=-1)
 
     def missing(self, rounds: Iterable[int]) -> list[int]:
-        """Of these rounds, those of which nothing is known."""
+        """Return those of the given rounds that have no record."""
         return [number for number in rounds if number not in self._records]
 
     def after(self, round_number: int, at_most: int) -> tuple[RoundRecord, ...]:
-        """The first records after that round."""
+        """Return the first records after a round."""
         later = sorted(number for number in self._records if number > round_number)
         return tuple(self._records[number] for number in later[:at_most])
 
     def tell(self, event: Event, time: float) -> None:
-        """Take note of an event of this peer; `time`: unix time at which it happened."""
+        """Record an event of this peer; `time`: Unix time of the event."""
         match event:
             case PhaseTrained():
                 self._train_seconds = event.seconds
@@ -92,7 +92,7 @@ class Rounds:
                 self._records[event.round] = replace(self._records[event.round], validation_loss=event.validation_loss)
 
     def hear(self, record: RoundRecord) -> bool:
-        """Take what another peer tells; returns whether it says more than was known."""
+        """Merge another peer's record; return whether it adds information."""
         known = self._records.get(record.round)
         self._records[record.round] = merged(known, record)
         return self._records[record.round] is not known

@@ -1,4 +1,4 @@
-"""What a peer answers to a status call, kept current from events; and the swarm's state as the answers of its peers show it."""
+"""The status of a peer, updated by events, and the state of a swarm, merged from the statuses of its peers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from spes_p2p.observe.events import (
     WorkDropped,
     sync_phases,
 )
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 
 KEPT_PHASES = 12
-"""Of the round under way; a stalled one may have many."""
+"""Maximum number of recorded phases of the current round; a stalled round can have many."""
 PACE_ROUNDS = 8
-"""Time left is estimated from the median of so many rounds."""
+"""Estimate the time left from the median duration of this many rounds."""
 
 
 class StatusBoard:
-    """Observer that keeps a peer's status current. `clock` gives seconds that never go back."""
+    """Observer that updates a peer's status. `clock` is monotonic, in seconds."""
 
     def __init__(self, status: PeerStatus, clock: Callable[[], float]):
-        """`status` says who this is; the rest comes from events."""
+        """`status` identifies the peer; events set the other fields."""
         self._status = status
         self._clock = clock
         self._started = clock()
@@ -48,7 +48,7 @@ class StatusBoard:
 
     @property
     def status(self) -> PeerStatus:
-        """As of now."""
+        """The current status."""
         now = self._clock()
         return replace(
             self._status,
@@ -59,7 +59,7 @@ class StatusBoard:
         )
 
     def tell(self, event: Event) -> None:
-        """Take note of the event."""
+        """Update the status."""
         match event:
             case PhaseEntered():
                 self._phases.append((event.name, self._clock()))
@@ -92,7 +92,7 @@ class StatusBoard:
                 self._set(trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate)
 
     def _base_restored(self, event: BaseRestored) -> None:
-        """This peer took no part in the last round of such a base, unless it is a repair of the base that it had."""
+        """Clear the last round's fields, unless the base is a repair: this peer took no part in that round."""
         if event.round != self._status.round:
             self._set(
                 members=(), loss=math.nan, round_tokens=0, round_sent_bytes=0, round_received_bytes=0, round_seconds={}
@@ -100,7 +100,7 @@ class StatusBoard:
         self._base_is(event)
 
     def _round_committed(self, event: RoundCommitted) -> None:
-        if set(event.seconds) != {"apply"}:  # a round that is only replayed to catch up tells nothing of the pace
+        if set(event.seconds) != {"apply"}:  # a round replayed to catch up says nothing about the pace
             self._commits.append((event.round, self._clock()))
         self._phases = deque([(self._status.phase, self._clock())], maxlen=KEPT_PHASES)
         self._base_is(event)
@@ -154,7 +154,7 @@ class StatusBoard:
 
 @dataclass(frozen=True)
 class SwarmStatus:
-    """The swarm as far as the asked peers know it. The leading peers are those that hold the newest base among them."""
+    """State of the swarm as the queried peers know it. The leading peers are those with the newest base."""
 
     campaign: str
     campaign_hash: str
@@ -162,14 +162,14 @@ class SwarmStatus:
     round: int
     """The last committed round; round 0 only assembles the swarm."""
     total_rounds: int
-    """Rounds of the campaign that move weights; it is done when `round` is this."""
+    """Number of the campaign's last round."""
     campaign_step: int
     total_steps: int
     total_tokens: int
     loss: float
     validation_loss: float
     validation_round: int
-    """The last round in the base with that held-out loss, the newest that any peer knows."""
+    """The last round in the newest evaluated base."""
     learning_rate: float
     merge_alpha: float
     tokens_per_second: float
@@ -177,62 +177,62 @@ class SwarmStatus:
     seconds_left: float
     base_digest: str
     digests_equal: bool
-    """All peers that hold the newest base name the same digest."""
+    """Whether all leading peers report the same digest."""
     round_tokens: int
     round_sent_bytes: int
-    """Of the last round, all leading peers together."""
+    """Sum over the leading peers in the last round."""
     round_received_bytes: int
     round_seconds: Mapping[str, float]
-    """Of the last round by phase: the slowest leading peer's."""
+    """Seconds of the last round by phase, maximum over the leading peers."""
     owners: tuple[tuple[str, ...], ...]
     ownerless: tuple[int, ...]
-    """Experts that nobody trains, once the swarm is assembled."""
+    """Experts without a trainer, once the swarm is assembled."""
     electorate: tuple[str, ...]
-    """Peers whose majority decides the next round."""
+    """The electors of the next round."""
     electors_missing: tuple[str, ...]
-    """Those of them that did not answer."""
+    """Electors that did not answer."""
     failures: Mapping[str, int]
-    """The most that any peer counted, by reason (one failed attempt is seen by all of its members)."""
+    """Failed attempts by reason, maximum over the peers: all members count the same attempt."""
     digest_mismatches: int
     dropped_tokens: int
-    """Work that was given up, all peers."""
+    """Tokens of discarded work, sum over the peers."""
     peers: tuple[PeerStatus, ...]
     """Trainers first, then by id."""
     state: str
-    """Of the campaign, as its owner wants it: running, paused, stopped."""
+    """State set by the owner: running, paused, stopped."""
     control: str
-    """What the owner has ordered, in words; empty for nothing."""
+    """Description of the owner's orders; empty if there are none."""
 
     @property
     def assembled(self) -> bool:
-        """Has round 0 given out the experts?"""
+        """Whether round 0 has assigned the experts."""
         return any(self.owners)
 
     @property
     def majority_missing(self) -> bool:
-        """Do so few electors answer that no round can be decided?"""
+        """Whether too few electors answer to decide a round."""
         return bool(self.electorate) and 2 * (len(self.electorate) - len(self.electors_missing)) <= len(self.electorate)
 
     @property
     def done(self) -> bool:
-        """Is the campaign's last round committed?"""
+        """Whether the campaign's last round is committed."""
         return self.assembled and self.round >= self.total_rounds
 
 
 _OF_ONE_PEER = ("campaign", "campaign_hash", "protocol", "total_rounds", "campaign_step", "total_steps", "total_tokens", "loss",
                 "learning_rate", "merge_alpha", "base_digest", "round_tokens", "owners", "electorate", "state", "control")
-"""Fields of SwarmStatus that the leading peer's status has under the same names."""
+"""Fields of SwarmStatus that are copied from the best informed leading peer."""
 
 
 def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
-    """Put the peers' answers together. Raises ValueError when there is none."""
+    """Merge the peers' answers. Raises ValueError if there is none."""
     if not statuses:
         raise ValueError("no peer answered")
     peers = tuple(sorted(statuses, key=lambda status: (status.role != "trainer", status.peer_id)))
     with_base = [status for status in peers if status.base_digest] or peers
     newest = max(status.round for status in with_base)
     leading = [status for status in with_base if status.round == newest]
-    # A peer that only downloaded the base knows no loss or pace: prefer one that took part in the last round.
+    # A peer that only downloaded the base has no loss or pace: prefer one that took part in the last round.
     best = max(leading, key=lambda status: (status.peer_id in status.members, math.isfinite(status.loss)))
     lefts = (status.seconds_left for status in (best, *leading, *peers))
     judged = max([best, *peers], key=lambda status: (math.isfinite(status.validation_loss), status.validation_round))
@@ -257,13 +257,13 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
 
 
 def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
-    """What `spes-p2p status --json` prints: SwarmStatus as JSON values (unknown numbers are null)."""
-    document: dict[str, Any] = plain(gather(statuses))
+    """Return the document of `spes-p2p status --json`: SwarmStatus as JSON values (unknown numbers are null)."""
+    document: dict[str, Any] = to_json(gather(statuses))
     return document
 
 
 def sync_seconds(round_seconds: Mapping[str, float]) -> float:
-    """Seconds of a round without its training, from seconds by phase."""
+    """Return the seconds of a round without training."""
     return sum(sync_phases(round_seconds).values())
 
 

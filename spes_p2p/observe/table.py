@@ -1,4 +1,4 @@
-"""The swarm as a table: printed once by `status`, kept live by `swarm` in a terminal, one plain line a round elsewhere."""
+"""The swarm as a table: printed once, kept live on a terminal, or one line per round elsewhere."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from spes_p2p.observe.units import (
 )
 
 GRID_EXPERTS = 32
-"""Up to so many experts, the table shows who owns what as a grid; beyond, as ranges of numbers."""
+"""Up to this many experts, the table shows ownership as a grid; beyond, as ranges of numbers."""
 
 _PHASE_STYLES = {"training": "green", "downloading": "cyan", "joining": "cyan", "waiting": "dim", "leaving": "yellow"}
 
 
 def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> RenderableType:
-    """The swarm for people: progress, what the last round did, a row a peer, and what is wrong (`notes` are added to that)."""
+    """Render progress, the last round, one row per peer, and problems, followed by `notes`."""
     if not statuses:
         return Group(Text("no peer has answered yet", "dim"), *_warnings(notes))
     swarm = gather(statuses)
-    order = [Text(f"by its owner's order: {swarm.control}", "bold yellow")] if swarm.control else []
+    order = [Text(f"ordered by the owner: {swarm.control}", "bold yellow")] if swarm.control else []
     last_round = [_last_round(swarm)] if swarm.round > 0 and swarm.round_seconds else []
     return Group(
         _headline(swarm),
@@ -53,7 +53,7 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
 
 
 def round_line(statuses: Sequence[PeerStatus]) -> str:
-    """The same in one plain line; `statuses` must not be empty."""
+    """Return the state of the swarm in one line; `statuses` must not be empty."""
     swarm = gather(statuses)
     parts = _assembled(swarm) if swarm.round == 0 else _trained(swarm)
     return " · ".join(part for part in (f"round {swarm.round}/{swarm.total_rounds}", *parts, *troubles(swarm)) if part)
@@ -61,8 +61,8 @@ def round_line(statuses: Sequence[PeerStatus]) -> str:
 
 def _assembled(swarm: SwarmStatus) -> list[str]:
     if not swarm.assembled:
-        return [f"the swarm assembles: {_trainers(swarm)} so far"]
-    return [f"swarm assembled: {_trainers(swarm)}", f"{len(swarm.owners)} experts a layer"]
+        return [f"assembling the swarm: {_trainers(swarm)} so far"]
+    return [f"swarm assembled: {_trainers(swarm)}", f"{len(swarm.owners)} experts per layer"]
 
 
 def _trained(swarm: SwarmStatus) -> list[str]:
@@ -73,7 +73,7 @@ def _trained(swarm: SwarmStatus) -> list[str]:
         f"held-out {_held_out(swarm)}",
         human_rate(swarm.tokens_per_second),
         _trainers(swarm),
-        f"{human_bytes(sum(sent) / len(sent))} up a peer in {seconds}" if sent else "",
+        f"{human_bytes(sum(sent) / len(sent))} up per peer in {seconds}" if sent else "",
         _when_done(swarm),
     ]
 
@@ -95,12 +95,12 @@ def _trainers(swarm: SwarmStatus) -> str:
 
 
 class SwarmView:
-    """Shows a swarm until it is closed. The caller asks the peers and passes their answers to `update`."""
+    """Shows a swarm until it is closed. The caller queries the peers and passes their answers to `update`."""
 
     def __init__(
         self, console: Console | None = None, line: Callable[[Sequence[PeerStatus]], str] = round_line, live: bool = True
     ):
-        """On a terminal a live table, if `live`; otherwise one plain `line` whenever a round was committed."""
+        """Show a live table on a terminal, if `live`; otherwise print one `line` per committed round."""
         self._console = console or Console()
         self._line = line
         self._live = Live(console=self._console, auto_refresh=False) if live and self._console.is_terminal else None
@@ -117,7 +117,7 @@ class SwarmView:
             self._live.stop()
 
     def update(self, statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> None:
-        """Show the peers' latest answers; `notes` are lines of the caller's own, such as 'peer 3 ended with code 1'."""
+        """Show the peers' latest answers; `notes` are additional lines, such as 'peer 3 ended with code 1'."""
         if self._live:
             self._live.update(render_status(statuses, notes), refresh=True)
         else:
@@ -128,7 +128,7 @@ class SwarmView:
             if note not in self._printed_notes:
                 self._printed_notes.add(note)
                 self._console.out(note, highlight=False)
-        # A peer that only holds a base names no members: it cannot tell of the round.
+        # A peer that only downloaded the base has no members and no data of the round.
         committed = max((status.round for status in statuses if status.members), default=-1)
         if committed > self._printed_round:
             self._printed_round = committed
@@ -225,10 +225,10 @@ def _owned(status: PeerStatus, experts: int) -> Text:
 
 
 def troubles(swarm: SwarmStatus) -> list[str]:
-    """What is wrong, a line each."""
+    """Return one line per problem."""
     found = []
     if swarm.ownerless:
-        found.append(f"nobody trains expert {human_indices(swarm.ownerless)}")
+        found.append(f"no peer trains expert {human_indices(swarm.ownerless)}")
     if not swarm.digests_equal:
         found.append(f"peers at round {swarm.round} hold different bases")
     if swarm.electors_missing and not swarm.done:

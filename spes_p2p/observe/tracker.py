@@ -1,4 +1,4 @@
-"""Experiment trackers: wandb, or trackio, which has the same calls. A peer's numbers go there once a round."""
+"""Experiment trackers: wandb, or trackio, which has the same API. Metrics of a peer are logged once per round."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class Run(Protocol):
-    """What both libraries' `init` returns."""
+    """The run that `init` of both libraries returns."""
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
-        """Note these numbers at a step; returns at once."""
+        """Queue metrics for a step, without blocking."""
 
     def finish(self) -> None:
-        """Send what is left."""
+        """Flush the queue."""
 
 
 class Tracker:
-    """Observer that logs to a run of wandb or trackio; steps are rounds. Training goes on when the tracker fails."""
+    """Observer that logs to a run of wandb or trackio; steps are rounds. A failing tracker does not stop training."""
 
     def __init__(self, library: str, project: str, name: str, config: Mapping[str, Any]):
-        """`library`: wandb or trackio. Raises UserError when it is not installed or cannot begin a run."""
+        """`library`: wandb or trackio. Raises UserError if it is not installed or cannot start a run."""
         try:
             module = importlib.import_module(library)
         except ImportError:
@@ -46,12 +46,12 @@ class Tracker:
             self._run: Run | None = module.init(project=project, name=name, config=dict(config))
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"--tracker {library}: cannot begin a run ({reason}); mend that, or leave it out") from None
+            raise UserError(f"--tracker {library}: cannot start a run ({reason}); fix that, or omit --tracker") from None
         self._round = 0
         self._failures = 0
 
     def tell(self, event: Event) -> None:
-        """Log what the event has to say."""
+        """Log the metrics of the event."""
         match event:
             case PhaseTrained():
                 speed = event.tokens / event.seconds if event.seconds > 0 else math.nan
@@ -70,12 +70,12 @@ class Tracker:
                 self._log(event.round, {"peer/digest_mismatch": 1})
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush the tracker."""
         if self._run is not None:
             self._guarded(self._run.finish)
 
     def _log(self, round_number: int, numbers: Mapping[str, float]) -> None:
-        """Steps never go back: a number of an earlier round is noted at the newest one."""
+        """Log at this round; trackers need nondecreasing steps, so an earlier round counts as the newest one."""
         self._round = max(self._round, round_number)
         known = {name: float(number) for name, number in numbers.items() if math.isfinite(number)}
         if self._run is not None and known:
@@ -85,7 +85,7 @@ class Tracker:
         try:
             call(*arguments, **named)
         except Exception as error:
-            logger.warning("the tracker fails (%s); training goes on without it", error)
+            logger.warning("the tracker failed (%s); training continues without it", error)
             self._run = None
 
 

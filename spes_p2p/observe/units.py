@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def human_indices(indices: Iterable[int]) -> str:
 
 
 def short_peer(peer_id: str) -> str:
-    """The last six characters: peer ids share their beginning."""
+    """Return the last six characters; peer ids share their prefix."""
     return peer_id[-6:]
 
 

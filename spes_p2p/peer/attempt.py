@@ -1,31 +1,40 @@
-"""The member's side of one attempt at a round: announce, exchange, stage, report, and learn the decided commit."""
+"""The member's side of a round: try the coordinators by rank; in each attempt announce, exchange, report, learn the commit."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from spes_p2p.consensus.control import is_paused
-from spes_p2p.errors import Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import CertifiedCommit
 from spes_p2p.messages.framing import Kind, Message
-from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.methods import PING, ROUND
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Plan, Revision
-from spes_p2p.net.rpc import Stream
+from spes_p2p.messages.rounds import Ping, Plan, Revision
+from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.announcing import Announcer
-from spes_p2p.peer.leaving import LeaveRequest, hand_back
+from spes_p2p.peer.coordinator_service import CoordinatorService
+from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
+from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
-from spes_p2p.rounds.plan import staged_report
+from spes_p2p.rounds.commit import staged_report
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 15.0
 
 
 class RoundMember:
-    """Takes part in attempts at the next round. An attempt that fails changes nothing."""
+    """Takes part in the next round. An attempt that fails changes nothing."""
 
     def __init__(
         self,
@@ -34,22 +43,97 @@ class RoundMember:
         announcer: Announcer,
         samples: AssignedSamples,
         phases: PhaseRunner,
+        coordinators: CoordinatorService,
+        reporter: EventReporter,
         leave: LeaveRequest,
     ):
-        self._node, self._replica, self._announcer = node, replica, announcer
-        self._samples, self._phases, self._leave = samples, phases, leave
+        self._node, self._replica, self._announcer, self._samples = node, replica, announcer, samples
+        self._phases, self._coordinators, self._reporter, self._leave = phases, coordinators, reporter, leave
 
-    async def attempt(self, number: int, coordinator: str, seconds: dict[str, float]) -> None:
-        """One attempt; it ends without a decision when this peer is asked to leave before there is a plan.
+    async def decide(self, seconds: dict[str, float]) -> None:
+        """Bring the round after the base to a decision, or return when this peer is asked to leave.
 
-        `seconds` gets the duration of each part. Raises PeerUnreachable, Refused, WireError.
+        The base changes only where it has to be repaired. `seconds` gets the duration of each part of the last attempt.
+        Raises UserError when this peer cannot take part.
+        """
+        target, attempt = self._replica.base.round + 1, 0
+        while self._node.log.last.id == self._replica.base.commit and not self._leave.is_made:
+            seconds.clear()
+            order = self._node.coordinators()
+            coordinator = order[attempt % len(order)]
+            try:
+                await self._attempt(attempt, coordinator, seconds)
+            except PeerUnreachable as error:
+                self._reporter.failed(target, attempt, "coordinator_lost", str(error))
+                attempt += 1
+                left = order[attempt % len(order) :] if attempt % len(order) else ()
+                attempt += await self._leave.unless_made(_first_living(self._node.endpoint, left)) or 0
+            except WireError as error:
+                self._reporter.failed(target, attempt, "malformed", str(error))
+                attempt += 1
+            except Refused as error:
+                attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
+            if attempt and attempt % len(order) == 0:
+                await self._rediscover(attempt // len(order))
+
+    async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, refused: Refused) -> int:
+        """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
+        if refused.code in (Code.VERSION, Code.CAMPAIGN):
+            raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
+        if refused.code is Code.BEHIND:
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                await self._node.decisions.learn_from(coordinator)
+            return attempt if self._node.log.round >= target else attempt + 1
+        if refused.code is Code.DIGEST:
+            return await self._repair(target, attempt, refused.detail)
+        await self._leave.wait(BACKOFF_S)
+        if refused.code in (Code.CLOSED, Code.ALIVE):
+            logger.info("round %d: %s", target, refused.detail)
+            next_pass = (attempt // ranks + 1) * ranks
+            return attempt if refused.code is Code.CLOSED else next_pass
+        self._reporter.failed(target, attempt, "refused", refused.detail)
+        return attempt + 1
+
+    async def _repair(self, target: int, attempt: int, reason: str) -> int:
+        try:
+            async with self._phases.lock:
+                await self._replica.repair()
+            self._reporter.restored("download")
+            return attempt
+        except PeerUnreachable as error:
+            self._reporter.failed(target, attempt, "refused", f"{reason} ({error})")
+            await self._leave.wait(BACKOFF_S)
+            return attempt + 1
+
+    async def _rediscover(self, times_tried: int) -> None:
+        """After trying every coordinator: refresh contacts and commits, and ask for a reform."""
+        await self._leave.wait(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S))
+        await self._node.refresh_contacts()
+        await self._node.decisions.learn_from_all(self._node.others())
+        await self._node.departures.come_back()
+        if self._node.role == "trainer":
+            await self._node.decisions.ask_for_reform()
+
+    async def return_work(self) -> None:
+        """Tell the electors that this peer leaves, with the samples of its work that no round includes."""
+        assignment, commit = None, ""
+        if self._replica.has_base:
+            assignment, commit = self._replica.base.assignment(self._node.peer_id), self._replica.base.commit
+        untrained = self._samples.unfinished(commit, assignment.slices if assignment is not None else ())
+        await self._coordinators.stop()
+        await self._node.departures.leave(untrained)
+
+    async def _attempt(self, number: int, coordinator: str, seconds: dict[str, float]) -> None:
+        """Make one attempt; it ends without a decision when this peer is asked to leave before there is a plan.
+
+        Raises PeerUnreachable, Refused, WireError.
         """
         clock = asyncio.get_running_loop().time
         await self._replica.durable()
         trains, paused = self._node.role == "trainer", is_paused(self._node.log.last.control)
         self._set_state("paused" if paused else "announcing" if trains else "waiting")
         started = clock()
-        async with self._node.board.stream(coordinator, ROUND) as stream:
+        async with self._node.endpoint.stream(coordinator, ROUND) as stream:
             await stream.send(pack(self._announcer.announcement(number)))
             reply = await self._plan_or_commit(stream)
             if reply is None:
@@ -60,17 +144,17 @@ class RoundMember:
             if reply.kind == Kind.PLAN:
                 reply = await self._exchange(stream, unpack(Plan, reply.body), seconds)
             decided = unpack(CertifiedCommit, reply.body)
-        self._node.learn(decided)
+        self._node.decisions.learn(decided)
 
     def _set_state(self, state: str) -> None:
         self._phases.set_state_unless_training(state)
 
     async def _plan_or_commit(self, stream: Stream) -> Message | None:
-        """The coordinator's answer; None when this peer leaves before there is a plan. A plan just made is still served."""
+        """Return the coordinator's answer; None when this peer leaves before there is one."""
         answer = asyncio.ensure_future(stream.any_message())
         try:
             if await self._leave.unless_made(asyncio.shield(answer)) is None:
-                await hand_back(self._node, self._replica, self._samples)
+                await self.return_work()
             return await answer if answer.done() else None
         finally:
             answer.cancel()
@@ -82,7 +166,7 @@ class RoundMember:
         started = clock()
         self._check_plan(plan, stream.remote)
         if self._node.campaign.config.sync.overlap:
-            self._node.phase_goes_on_during(plan.round)
+            self._coordinators.phase_begins_during(plan.round)
         exchange = await self._node.world.run_blocking(self._replica.open_exchange, plan)
         work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run())
         answer = asyncio.ensure_future(stream.any_message())
@@ -92,10 +176,10 @@ class RoundMember:
                 if answer.done():
                     reply = answer.result()
                     if reply.kind == Kind.IN_FULL:
-                        report = staged_report(exchange.results, exchange.me, self._node.incarnation, in_full=True)
+                        report = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation, in_full=True)
                         await stream.send(pack(report), kind=Kind.REPORT)
                     elif reply.kind == Kind.REVISION:
-                        more = self._replica.revise_exchange(plan, unpack(Revision, reply.body))
+                        more = self._replica.exchanges.revise(plan, unpack(Revision, reply.body))
                         work = asyncio.gather(*([work] if work else []), *(each.run() for each in more))
                     else:
                         seconds["commit"] = clock() - started - seconds.get("exchange", 0.0)
@@ -104,8 +188,8 @@ class RoundMember:
                 elif work is not None:
                     work.result()
                     work = None
-                    await self._replica.stage(exchange.results)
-                    report = staged_report(exchange.results, exchange.me, self._node.incarnation)
+                    await self._replica.results.stage(exchange.results)
+                    report = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation)
                     await stream.send(pack(report), kind=Kind.REPORT)
                     seconds["exchange"] = clock() - started
                     self._set_state("committing")
@@ -117,6 +201,18 @@ class RoundMember:
         if (plan.campaign, plan.round, plan.parent) != (self._node.campaign_hash, base.round + 1, base.commit):
             raise WireError("a plan of another round")
         if plan.ballot.coordinator != coordinator or plan.index(self._node.peer_id) is None:
-            raise WireError("a plan of another coordinator, or without me")
+            raise WireError("a plan of another coordinator, or without this peer")
         if plan.base_digest != base.digest:
-            raise Refused(Code.DIGEST, "the plan starts from other bits than mine")
+            raise Refused(Code.DIGEST, "the plan starts from another base than this peer's")
+
+
+async def _first_living(endpoint: RpcEndpoint, peers: Sequence[str]) -> int:
+    """Return the index of the first of these peers that answers; their number when none does. Takes one `silence_s` at most."""
+    pings = [asyncio.ensure_future(endpoint.is_there(peer, PING, pack(Ping(-1)))) for peer in peers]
+    try:
+        for index, ping in enumerate(pings):
+            if await ping is not None:
+                return index
+        return len(peers)
+    finally:
+        await end_tasks(pings)

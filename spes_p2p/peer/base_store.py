@@ -1,4 +1,4 @@
-"""The base that this peer has: in use, served to others, and on its way to the disk."""
+"""This peer's base: in use, served to others, and on its way to the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spes_p2p.storage.interfaces import Draft
 from spes_p2p.training.checkpoint import Checkpoint, write_checkpoint
 
 TakeCheckpoint = Callable[[Base, str | None], Checkpoint]
-"""(base, name of the checkpoint before) -> what the trainer has on top of this base."""
+"""(base, name of the last checkpoint) -> checkpoint of the work on top of the base."""
 
 
 class BaseStore:
@@ -23,7 +23,7 @@ class BaseStore:
         self.snapshots = Snapshots()
         self.current: Base | None = None
         self.checkpoint: str | None = None
-        """Name of the one that belongs to the base on disk."""
+        """Name of the checkpoint that belongs to the base on disk."""
         self._world, self._elements, self._in_memory = world, elements, base_in_memory
         self._saving: asyncio.Future[None] | None = None
 
@@ -34,7 +34,7 @@ class BaseStore:
         return self.current
 
     def load(self, where: str) -> bool:
-        """Take up the base of this run-dir; False when there is none. Raises UserError when it is damaged."""
+        """Load the base of this run-dir; False when there is none. Raises UserError when it is damaged."""
         base = load_base(self._world.store, self._elements, where)
         if base is None:
             return False
@@ -49,7 +49,7 @@ class BaseStore:
         self.current = base
 
     def replace(self, base: Base) -> None:
-        """Use this base from now on; it is served already."""
+        """Use this base, which is served already."""
         self.current = base
 
     async def save(self, take_checkpoint: TakeCheckpoint | None, draft: Draft | None = None) -> None:

@@ -13,9 +13,8 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Revision, Staged
 from spes_p2p.net.rpc import Stream
-from spes_p2p.peer.gathering import PING_EVERY_S, Gathering
-from spes_p2p.peer.round_context import RoundContext
-from spes_p2p.rounds.plan import check_staged, disagreeing, lost_reducers
+from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
+from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
@@ -26,33 +25,33 @@ class StagedReports:
 
     def __init__(self, context: RoundContext, members: Gathering, results: Results):
         """`results`: the plan's, empty; it takes up the revisions."""
-        self._round, self._sync = context.commit.round + 1, context.rules.config.sync
+        self._round, self._sync = context.commit.round + 1, context.node.rules.config.sync
         self._members = members
         self.results = results
         self.staged: dict[int, Staged] = {}
         self._asked: set[int] = set()
         """Members that were asked for their reports in full."""
-        self._told: dict[Stream, int] = {}
+        self._known: dict[Stream, int] = {}
         """The revision that each member with a plan knows."""
 
     async def begin(self, stream: Stream) -> None:
-        """A member has the plan: tell it every revision from now on."""
-        self._told[stream] = 0
-        await self._tell_revisions()
+        """Send this member, which has the plan, every revision from now on."""
+        self._known[stream] = 0
+        await self._send_revisions()
 
     def end(self, stream: Stream) -> None:
-        """This member's stream has ended."""
-        self._told.pop(stream, None)
+        """Note that this member's stream has ended."""
+        self._known.pop(stream, None)
 
     def take(self, index: int, staged: Staged) -> None:
-        """A member reports. A report from before a revision is useless: another one follows. Raises Refused."""
+        """Take a member's report. One that precedes a revision is dropped: another follows. Raises Refused."""
         check_staged(staged, index, self.results)
         if staged.revision == self.results.revision:
             self.staged[index] = staged
             self._members.changed.set()
 
     async def wait(self) -> None:
-        """Wait for the report of every living member; the parts of lost reducers go to backups meanwhile."""
+        """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         deadline = started + 2 * self._sync.exchange_timeout_s
@@ -66,7 +65,7 @@ class StagedReports:
             if lost:
                 self._revise(lost)
                 half_at = None
-                await self._tell_revisions()
+                await self._send_revisions()
             elif not waiting:
                 unclear = [i for i in disagreeing(self.results, self.staged) if names[i] in alive and i not in self._asked]
                 if not unclear:
@@ -79,16 +78,15 @@ class StagedReports:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, deadline - now))
 
-    async def _tell_revisions(self) -> None:
-        """To every member that has the plan and not yet the last revision."""
-        revision = pack(Revision(self.results.plan.id, self.results.lost))
-        behind = [stream for stream, known in self._told.items() if known < self.results.revision]
+    async def _send_revisions(self) -> None:
+        record = pack(Revision(self.results.plan.id, self.results.lost))
+        behind = [stream for stream, revision in self._known.items() if revision < self.results.revision]
         for stream in behind:
-            self._told[stream] = self.results.revision
-        await asyncio.gather(*(stream.send(revision, kind=Kind.REVISION) for stream in behind), return_exceptions=True)
+            self._known[stream] = self.results.revision
+        await asyncio.gather(*(stream.send(record, kind=Kind.REVISION) for stream in behind), return_exceptions=True)
 
     async def _ask_in_full(self, peers: Sequence[str]) -> None:
-        """These members got other manifests than the coordinator: ask which, so that the rest of what they hold counts."""
+        """Ask members whose manifests differ from the coordinator's which they hold, so that the rest of their parts counts."""
         for peer in peers:
             index = self.results.plan.index(peer)
             if index is not None:
@@ -104,14 +102,14 @@ class StagedReports:
         self.staged = {i: staged for i, staged in self.staged.items() if i in gone and i not in lost}
 
     def _patience(self, half_s: float) -> float:
-        """Seconds that the slower half of the members gets after the first: as long again, and the longest silence."""
+        """Seconds that the slower half of the members gets: as long as the first half took, and `silence_s`."""
         return self._sync.silence_s + half_s
 
     def _give_up(self, waiting: Iterable[str]) -> None:
-        """These members take too long. Their streams end; those that live catch up with the commit."""
+        """End the streams of members that take too long; they catch up from the commit."""
         for peer in waiting:
             logger.info("round %d goes on without %s, which takes too long to exchange", self._round, peer[-6:])
             stream = self._members.alive.pop(peer, None)
             if stream is not None:
-                stream.break_off(Refused(Code.CLOSED, "the others exchanged long ago"))
+                stream.break_off(Refused(Code.CLOSED, "the exchange took you too long"))
         self._members.changed.set()

@@ -13,22 +13,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from spes_p2p.consensus.control import is_paused, rolls_back
-from spes_p2p.consensus.proposer import Proposer
-from spes_p2p.errors import Refused, UserError
+from spes_p2p.consensus.proposer import Phase, Proposer, Reply, Send
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Vote
 from spes_p2p.messages.framing import Kind, Message
-from spes_p2p.messages.methods import DECIDE
+from spes_p2p.messages.methods import ACCEPT, DECIDE, PREPARE
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Plan, Staged
-from spes_p2p.net.rpc import Stream
+from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
-from spes_p2p.peer.balloting import drive
 from spes_p2p.peer.collecting import StagedReports
-from spes_p2p.peer.gathering import PING_EVERY_S, Gathering
-from spes_p2p.peer.round_context import AttemptFailed, RoundContext
-from spes_p2p.rounds.merge import Donors
-from spes_p2p.rounds.plan import alpha_due, check_announcement, make_commit, make_plan
+from spes_p2p.peer.gathering import PING_EVERY_S, AttemptFailed, Gathering, RoundContext
+from spes_p2p.peer.replica import Replica
+from spes_p2p.rounds.commit import make_commit
+from spes_p2p.rounds.merge import Donors, nearest_experts
+from spes_p2p.rounds.plan import alpha_due, check_announcement, make_plan
+from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,10 @@ logger = logging.getLogger(__name__)
 class Coordination:
     """One attempt at the round after `commit`."""
 
-    def __init__(self, context: RoundContext):
+    def __init__(self, context: RoundContext, replica: Replica):
         self.commit = context.commit
         self.failed = False
-        self._context = context
+        self._context, self._node, self._replica = context, context.node, replica
         self._members = Gathering(context)
         self._reports: StagedReports | None = None
         """None until the round is planned."""
@@ -48,14 +49,14 @@ class Coordination:
         self._decided: asyncio.Future[CertifiedCommit] = loop.create_future()
 
     async def run(self) -> None:
-        """Bring the round to a decision, or fail the attempt for everybody in it."""
+        """Bring the round to a decision, or fail the attempt for all its members."""
         try:
             await self._sit_out_pause()
             await self._members.wait()
             decided = await self._decide()
-            self._context.learn(decided)
+            self._node.decisions.learn(decided)
             self._decided.set_result(decided)
-            await self._tell_electors(decided)
+            await self._notify_electors(decided)
         except (AttemptFailed, Refused, WireError, UserError) as error:
             self._fail(str(error))
         except Exception:
@@ -64,7 +65,7 @@ class Coordination:
 
     @property
     def is_planned(self) -> bool:
-        """Is the round's plan made? Then others may be exchanging by it."""
+        """Whether the plan is made: members may be exchanging by it."""
         return self._plan.done()
 
     def give_up(self) -> None:
@@ -81,8 +82,8 @@ class Coordination:
     # Members -----------------------------------------------------------------------------------------------------------
 
     async def serve(self, stream: Stream, announcement: Announcement) -> None:
-        """One member's stream, from its announcement to the decided commit."""
-        check_announcement(announcement, self.commit, self._context.rules)
+        """Serve one member's stream, from its announcement to the decided commit."""
+        check_announcement(announcement, self.commit, self._node.rules)
         if self._plan.done():
             self._context.too_late.add(stream.remote)
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
@@ -92,7 +93,7 @@ class Coordination:
             if isinstance(plan, Plan):
                 await self._serve_plan(stream, plan, announcement)
             decided = await stream.alive(asyncio.shield(self._decided))
-            await self._pass_on(stream, Kind.DECIDED, pack(decided), decided.commit.members)
+            await self._send_record(stream, Kind.DECIDED, pack(decided), decided.commit.members)
         finally:
             self._members.part(stream)
 
@@ -101,10 +102,10 @@ class Coordination:
         index, reports = plan.index(stream.remote), self._reports
         assert reports is not None
         if announcement.base_digest != plan.base_digest:
-            raise Refused(Code.DIGEST, "your base differs from what most members have")
+            raise Refused(Code.DIGEST, "your base differs from most members' bases")
         if index is None:
             raise Refused(Code.CLOSED, "the plan of this attempt was being made")
-        await self._pass_on(stream, Kind.PLAN, pack(plan), [member.peer for member in plan.members])
+        await self._send_record(stream, Kind.PLAN, pack(plan), [member.peer for member in plan.members])
         report: asyncio.Future[bytes] | None = None
         try:
             await reports.begin(stream)
@@ -120,41 +121,44 @@ class Coordination:
             if report is not None:
                 await end_tasks([report])
 
-    async def _pass_on(self, stream: Stream, kind: Kind, record: bytes, members: Sequence[str]) -> None:
+    async def _send_record(self, stream: Stream, kind: Kind, record: bytes, members: Sequence[str]) -> None:
         index = members.index(stream.remote) if stream.remote in members else 0
-        message = self._context.relay.addressed(Message(record, kind), index, members)
+        message = self._node.relay.addressed(Message(record, kind), index, members)
         await stream.send(bytes(message.body), kind=message.kind)
 
     # Deciding ----------------------------------------------------------------------------------------------------------
 
     async def _sit_out_pause(self) -> None:
-        """After a commit that pauses the campaign no round is planned, until its owner says more."""
+        """Wait while the last commit pauses the campaign and there is no newer control record."""
         while is_paused(self.commit.control) and self._next_control() == self.commit.control:
             self._context.require_open()
             await asyncio.sleep(PING_EVERY_S)
 
     def _next_control(self) -> Control | None:
-        """What the next commit carries: the newest record, but a rollback only while a member keeps the base for it."""
-        control = self._context.newest_control()
+        """Return the record for the next commit: the newest one, but a rollback only while a member keeps the base for it."""
+        control = self._node.controls.newest
         if control is None or not rolls_back(control, self.commit):
             return control
         kept = self._members.keeps_base_of(control.rollback)
-        return control if kept and self._context.log.rolled_back(self.commit, control) is not None else self.commit.control
+        return control if kept and self._node.log.rolled_back(self.commit, control) is not None else self.commit.control
 
     async def _decide(self) -> CertifiedCommit:
-        """Collect promises; plan and exchange, unless the promises or an order name the commit; collect votes."""
-        context = self._context
-        proposer = Proposer(context.log, context.identity)
-        await drive(context.board, proposer, proposer.prepare(context.farewells()))
+        """Collect promises; plan and exchange, unless a promise or a control record names the commit; collect votes."""
+        node = self._node
+        proposer = Proposer(node.log, node.world.identity)
+        await _drive(node.endpoint, proposer, proposer.prepare(node.departures.farewells()))
         control = self._next_control()
-        proposal = proposer.bound or context.log.rolled_back(self.commit, control)
+        # Paxos: a commit that some elector accepted in an earlier ballot may be decided already and must be proposed again.
+        proposal = proposer.bound or node.log.rolled_back(self.commit, control)
         if proposal is None:
             plan = await self._make_plan(proposer.ballot, control)
-            self._reports = StagedReports(context, self._members, context.results_of(plan))
+            self._reports = StagedReports(
+                self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
+            )
             self._plan.set_result(plan)
             await self._reports.wait()
             proposal = make_commit(self.commit, plan, self._reports.results, self._reports.staged, self.commit.helpers)
-        await drive(context.board, proposer, proposer.propose(proposal, context.farewells()))
+        await _drive(node.endpoint, proposer, proposer.propose(proposal, node.departures.farewells()))
         decided = proposer.decided
         assert decided is not None
         if not self._plan.done():
@@ -162,28 +166,59 @@ class Coordination:
         return decided
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
-        context, announced, left = self._context, self._members.announced, self._context.returned()
+        rules, announced, left = self._node.rules, self._members.announced, self._context.returned()
         there = {peer: announced[peer] for peer in self._members.alive if peer not in left}
         if not any(announcement.trains for announcement in there.values()):
-            raise AttemptFailed("everybody left")
+            raise AttemptFailed("no trainer is left")
         digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]
         agreeing = {peer: announcement for peer, announcement in there.items() if announcement.base_digest == digest}
         tokens = sum(announcement.tokens for announcement in agreeing.values())
-        donors = await self._choose_donors() if alpha_due(self.commit, tokens, context.rules) > 0 else None
-        returned = tuple(interval for peer, back in context.returned().items() if peer not in there for interval in back)
+        donors = await self._choose_donors() if alpha_due(self.commit, tokens, rules) > 0 else None
+        returned = tuple(interval for peer, back in left.items() if peer not in there for interval in back)
         arrivals = self._members.arrivals(agreeing)
-        return make_plan(self.commit, ballot, agreeing, returned, digest, donors, context.rules, arrivals, control)
+        return make_plan(self.commit, ballot, agreeing, returned, digest, donors, rules, arrivals, control)
 
     async def _choose_donors(self) -> Donors | None:
-        """Merge donors; none when this peer holds no base to compare experts in: this one merge is left out then."""
-        try:
-            return await self._context.donors()
-        except Refused as error:
-            logger.warning("round %d goes without its merge: %s", self.commit.round + 1, error)
+        """Return the merge donors; None, which leaves this merge out, when this peer does not hold the last base."""
+        replica, top_k = self._replica, self._node.campaign.config.merge.merge_top_k
+        if not replica.has_base or replica.base.round != self.commit.round:
+            logger.warning("round %d goes without its merge: the coordinator is still catching up", self.commit.round + 1)
             return None
+        run = self._node.world.run_blocking
+        donors: Donors = await run(nearest_experts, replica.base.values, replica.layout, top_k)
+        return donors
 
-    async def _tell_electors(self, decided: CertifiedCommit) -> None:
-        board, request = self._context.board, pack(Decide((decided,)))
+    async def _notify_electors(self, decided: CertifiedCommit) -> None:
+        endpoint, request = self._node.endpoint, pack(Decide((decided,)))
         outside = sorted(set(self.commit.electorate) - set(decided.commit.members))
-        told = (board.ask(elector, DECIDE, request, board.silence_s) for elector in outside)
-        await asyncio.gather(*told, return_exceptions=True)
+        asked = (endpoint.ask(elector, DECIDE, request, endpoint.silence_s) for elector in outside)
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _drive(endpoint: RpcEndpoint, proposer: Proposer, sends: Sequence[Send]) -> None:
+    """Send these requests and pass the replies to the proposer until it waits for none. Raises AttemptFailed."""
+    asked: dict[asyncio.Task[Reply | None], Send] = {}
+    try:
+        while proposer.waits:
+            asked.update((asyncio.ensure_future(_reply(endpoint, send)), send) for send in sends)
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            answered = [(asked.pop(task), task.result()) for task in list(asked) if task.done()]
+            sends = [more for send, reply in answered for more in proposer.receive(send.to, send.request, reply)]
+    finally:
+        await end_tasks(asked)
+    if proposer.phase is Phase.FAILED:
+        raise AttemptFailed(proposer.failure)
+
+
+async def _reply(endpoint: RpcEndpoint, send: Send) -> Reply | None:
+    """Return an elector's reply; None when it refuses, is unreachable, or sends something else."""
+    request = pack(send.request)
+    try:
+        if isinstance(send.request, Prepare):
+            return unpack(Promise, await endpoint.ask(send.to, PREPARE, request, endpoint.silence_s))
+        if isinstance(send.request, Decide):
+            return await endpoint.ask(send.to, DECIDE, request, endpoint.silence_s)
+        return unpack(Vote, await endpoint.ask(send.to, ACCEPT, request, endpoint.silence_s))
+    except (PeerUnreachable, Refused, WireError) as error:
+        logger.debug("elector %s: %s", send.to[-6:], error)
+        return None

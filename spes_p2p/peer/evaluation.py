@@ -1,4 +1,4 @@
-"""Evaluation of the base on held-out text: one trainer at a time, in turn; its next announcement tells the others."""
+"""Evaluation of the base on held-out text: the trainers take turns; the next announcement carries the loss."""
 
 from __future__ import annotations
 
@@ -11,27 +11,19 @@ from spes_p2p.peer.reporter import EventReporter, trainers_of
 
 
 def has_last_base(node: Node, replica: Replica) -> bool:
-    """Whether the base includes the campaign's last round: the one at the last step, or in which the owner stopped it."""
+    """Return whether the base includes the last round: the one at the last step, or in which the owner stopped the campaign."""
     commit = node.log.last
     is_over = commit.step >= node.training_after(commit).total_steps or is_stopped(commit.control)
     return is_over and replica.has_base and replica.base.commit == commit.id
 
 
 class Evaluation:
-    """This peer's turns at evaluating the base, and the loss of the last base, for which no announcement follows."""
+    """This peer's turns at evaluating the base, and the loss of the last base, which no announcement carries."""
 
     def __init__(self, node: Node, replica: Replica, reporter: EventReporter):
-        self._evaluated = "", math.nan
-        """The commit whose base this peer evaluated last, and the loss."""
         self._node, self._replica, self._reporter = node, replica, reporter
         self._every_rounds = node.campaign.config.evaluation.every_rounds
         """0: never."""
-
-    @property
-    def loss(self) -> float | None:
-        """Held-out loss of the last commit's base, in nats a token; None unless this peer has evaluated it."""
-        commit, loss = self._evaluated
-        return loss if commit == self._node.log.last.id else None
 
     async def evaluate_if_due(self) -> None:
         """Evaluate a new base when it is this peer's turn."""
@@ -41,11 +33,11 @@ class Evaluation:
         self._reporter.set_state("evaluating")
         loss = float(await self._node.world.run_blocking(self._replica.validation_loss))
         if math.isfinite(loss):
-            self._evaluated = base.commit, loss
+            self._node.evaluated = base.commit, loss
             self._reporter.evaluated(base.round, loss)
 
     def learn_last_loss(self) -> bool:
-        """Take the loss of the last base from its evaluator's contact; returns whether no more is to be learned."""
+        """Take the loss of the last base from its evaluator's contact; return whether it is known or will never be."""
         base, evaluator = self._replica.base, self._evaluator()
         contact = self._node.contacts.get(evaluator or "")
         loss = contact.validation_loss if contact is not None and contact.commit == base.commit else None
@@ -54,7 +46,7 @@ class Evaluation:
         return evaluator is None or self._reporter.evaluated_round == base.round
 
     def _evaluator(self) -> str | None:
-        """The peer whose turn it is to evaluate this base."""
+        """Return the trainer whose turn it is to evaluate this base."""
         base, every = self._replica.base, self._every_rounds
         trainers = trainers_of(base.plan) if base.plan is not None else ()
         return trainers[(base.round // every) % len(trainers)] if every and trainers else None

@@ -1,12 +1,12 @@
-"""One member's side of a round's exchange: push updates to reducers, reduce, pull everybody's results.
+"""One member's side of a round's exchange: push updates to reducers, reduce, pull all results.
 
-When a reducer is lost, another exchange runs beside it over the parts that moved to backups (a revision of the part table).
+A contributor pushes its encoded update of each part to the part's reducer, with the number of tokens it was trained on. A
+reducer sums by these weights, closes a part when every contributor has sent, is lost or is too late, encodes the mean once, and
+serves it; its manifest lists the digests and contributors. A part's only contributor reduces it itself where its bandwidth
+allows; otherwise its codes are passed on unchanged and not sent back to it. Every member pulls every other part. Sender, part
+and size are checked against the plan before anything is decoded, and values that are not finite are refused.
 
-A contributor pushes its encoded update of each part to the part's reducer, and how many tokens stand behind it. A reducer sums
-by these weights, closes a part when every contributor has sent, is lost or is too late, encodes the mean once, and serves it;
-its manifest says what it made and who is in it. A part's only contributor is its own reducer where its line bears that: its
-codes are passed on unchanged, and it does not get them back. Every member pulls every other part. Nothing is decoded that the
-plan does not allow: sender, part and size are checked first; values that are not finite are nobody's update.
+When a reducer is lost, a further exchange covers the parts that moved to backups (a revision of the part table).
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.rounds.parts import Part, mask_bytes, pulls, to_mask, weight
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.results import ABSENT, Results
-from spes_p2p.storage.scratch import Scratch, memory_scratch, side_by_side
+from spes_p2p.storage.scratch import Scratch, memory_scratch, scratch_arrays
 
 logger = logging.getLogger(__name__)
 
 PUSH_SHARE = 0.5
-"""Of the exchange's longest time: what was not pushed by then is left out, so that the rest can still be pulled."""
+"""Share of the exchange's time limit after which missing updates are left out, so that the results can still be pulled."""
 PUSH_FIRST = 2.0
-"""My updates go first, since others wait for them to reduce: a member is served results when mine are on their way to it, or
-to all reducers, or after so many times the seconds that my line needs for them."""
-PULL_TALKS, LANE_BYTES = 16, 2**20
-"""Results come in so many streams at once, shared out among the reducers, of so many bytes each at least; in one stream with
-each where these are more. libp2p's muxer lets 256 KiB of a stream be under way, and more only on an idle line: its permission
-for the next ones waits behind what this peer sends, so that a thin line that pushes would be half empty downwards."""
-WINDOW_BYTES, UNDER_WAY_S = 2**18, 1.5
-"""More than one stream with a reducer only where a line, by what it carries upwards, takes no longer than this for all that is
-under way then: whatever else is sent waits behind it."""
+"""Bounds how long results wait for this peer's updates, which go first because reducers wait for them: in multiples of the time
+that the upload bandwidth needs for the updates."""
+PULL_STREAMS, LANE_BYTES = 16, 2**20
+"""Bound the streams in which results arrive, over all reducers (but one each), and from below the bytes that each carries.
+libp2p's muxer keeps 256 KiB of a stream in flight: window updates queue behind this peer's own uploads, so one stream would
+leave a slow link's downstream half empty."""
+WINDOW_BYTES, IN_FLIGHT_S = 2**18, 1.5
+"""Bounds the time that the data in flight of all streams takes on the slower link: everything else queues behind it."""
 INDEX_BYTES, WEIGHT_BYTES = 8, 8
-"""Of a part's index and of the tokens behind an update, little-endian: as many as keep the values behind them aligned."""
-BREATHE_EVERY = 8
-"""Parts that are encoded in a row before other tasks get their turn."""
+"""A part's index and an update's tokens, little-endian; sized to keep the values behind them aligned."""
+YIELD_EVERY = 8
+"""Yield to other tasks after encoding this many parts."""
 
 
 class Exchange:
@@ -56,41 +55,40 @@ class Exchange:
 
     def __init__(
         self,
-        board: RpcEndpoint,
+        endpoint: RpcEndpoint,
         results: Results,
         pending: Mapping[str, np.ndarray],
-        carried: Mapping[int, np.ndarray],
+        residuals: Mapping[int, np.ndarray],
         timeout_s: float,
         behind: Callable[[Part], int],
         revision: int = 0,
         scratch: Scratch = memory_scratch,
     ):
-        """`pending`: my update by group name; it is overwritten with what was sent. `behind`: tokens behind a part of it.
+        """`pending`: this peer's update by group name; overwritten with what was sent. `behind`: tokens of a part of it.
 
-        `carried`: what my encoding dropped before, by start of the part's range.
-
-        `revision`: which of the results' part tables is exchanged. `scratch`: where sums and what encoding drops are kept.
+        `residuals`: this reducer's, by start of the part. `revision`: of the results' part table. `scratch`: for sums and new
+        residuals.
         """
         self.results = results
         self.plan = results.plan
         self.revision = revision
         self.sent: dict[int, tuple[Part, np.ndarray]] = {}
-        """What I contributed, as the reducer decoded it; by part index."""
-        self.rounding: dict[int, np.ndarray] = {}
-        """What my encoding as a reducer dropped in this round, by start of the part's range."""
-        me = self.plan.index(board.peer_id)
+        """This peer's contributions as the reducers decode them, by part index."""
+        self.new_residuals: dict[int, np.ndarray] = {}
+        """Residuals of this peer's encodings as a reducer in this round, by start of the part's range."""
+        me = self.plan.index(endpoint.peer_id)
         if me is None:
             raise ValueError("not a member of this plan")
         self.me = me
-        self._board = board
+        self._endpoint = endpoint
         self._pending = pending
-        self._carried = carried
+        self._residuals = residuals
         self._timeout_s = timeout_s
         self._behind = behind
         self._scratch = scratch
         self._names = [member.peer for member in self.plan.members]
         self._weights: dict[int, int] = {}
-        """Tokens behind what is summed, by part index."""
+        """Tokens of the summed updates, by part index."""
         self._arrived: dict[int, set[int]] = {}
         self._codes: dict[int, bytes | memoryview] = {}
         self._masks: dict[int, bytes] = {}
@@ -98,30 +96,29 @@ class Exchange:
         self._pushing: set[int] = set()
         self._mine = {part.index: part for part in self._reduced_by(me)}
         several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
-        self._sums = side_by_side(scratch, "sums", {index: part.size for index, part in several.items()})
-        """Sum of updates times tokens, of the planned tokens, by part index; of a closed part, what its encoding dropped."""
+        self._sums = scratch_arrays(scratch, "sums", {index: part.size for index, part in several.items()})
+        """By part index: the sum of updates times tokens / planned tokens; the new residual once the part is closed."""
         self._closed: set[int] = set()
         self._order: list[int] = []
-        """Of my parts, as they were closed."""
+        """Indices of this peer's parts, in the order in which they were closed."""
         self._next_closed = asyncio.Event()
         self._manifest_ready = asyncio.Event()
         self._is_over = False
         self._pushed = {i: asyncio.Event() for i in range(len(self._names))}
-        """Set when my updates for this reducer are on their way; of a member that gets none, when all are."""
+        """By member; set when its updates are sent or, for a member that reduces nothing, when all are."""
         self._unsent = set(range(len(self._names))) - {me}
-        """Members that are still sent mine."""
+        """Members to which updates are still being sent."""
         self._someone_left = asyncio.Event()
 
-    def beside(self, revision: int) -> Exchange:
-        """An exchange of the same updates over the parts that this revision of the part table moved."""
-        return Exchange(
-            self._board, self.results, self._pending, self._carried, self._timeout_s, self._behind, revision, self._scratch,
-        )
+    def with_revision(self, revision: int) -> Exchange:
+        """Return an exchange of the same updates over the parts that this revision of the part table moved."""
+        shared = self._endpoint, self.results, self._pending, self._residuals, self._timeout_s, self._behind
+        return Exchange(*shared, revision, self._scratch)
 
     async def run(self) -> None:
-        """Push, reduce and pull. Members that are lost on the way cost their parts, nothing else.
+        """Push, reduce and pull. A member that is lost costs its parts, nothing else.
 
-        When this ends, also when it is cancelled, I refuse those who wait for what I did not make of my parts, or push to me.
+        Once this has ended or was cancelled, requests for parts that are not reduced, and pushes, are refused.
         """
         others = [i for i in range(len(self._names)) if i != self.me]
         tasks = [asyncio.create_task(self._reduce())]
@@ -139,7 +136,7 @@ class Exchange:
     # Serving -----------------------------------------------------------------------------------------------------------
 
     async def on_push(self, stream: Stream) -> None:
-        """A contributor's parts."""
+        """Take a contributor's parts."""
         sender = self.plan.index(stream.remote)
         if sender is None or sender == self.me:
             raise Refused(Code.NOT_ALLOWED, "not a contributor of this plan")
@@ -153,11 +150,11 @@ class Exchange:
             self._someone_left.set()
 
     async def on_pull(self, stream: Stream, request: PullRequest) -> None:
-        """Serve results as they come: what is ready never waits for an update that is still on its way to me."""
+        """Serve results as they are reduced: none waits for the updates of another part."""
         puller = self.plan.index(stream.remote)
         if puller is None:
             raise Refused(Code.NOT_ALLOWED, "not a member of this plan")
-        if not 0 <= request.lane < request.lanes <= PULL_TALKS:
+        if not 0 <= request.lane < request.lanes <= PULL_STREAMS:
             raise Refused(Code.MALFORMED, f"no lane {request.lane} of {request.lanes}")
         wanted = [index for index, part in self._mine.items() if pulls(part, puller)]
         in_lane = set(wanted[request.lane :: request.lanes])
@@ -177,18 +174,18 @@ class Exchange:
             await stream.alive(self._manifest_ready.wait())
             manifest = self.results.manifests.get((self.revision, self.me))
             if manifest is None:
-                raise Refused(Code.NOT_HERE, "I have no manifest in this exchange")
+                raise Refused(Code.NOT_HERE, "no manifest in this exchange")
             await stream.send(pack(manifest), kind=Kind.MANIFEST)
 
     def _require_going_on(self) -> None:
         if self._is_over:
-            raise Refused(Code.CLOSED, "my part in this exchange is over")
+            raise Refused(Code.CLOSED, "this exchange is over")
 
     def _take(self, sender: int, message: memoryview) -> None:
         index, tokens, body = _unframe_push(message)
         part = self._mine.get(index)
         if part is None or sender not in part.contributors:
-            raise Refused(Code.NOT_ALLOWED, f"part {index} is not for me from you")
+            raise Refused(Code.NOT_ALLOWED, f"part {index} is not yours to push here")
         if len(self._closed) < len(self._mine):
             self._require_going_on()
         arrived = self._arrived.setdefault(index, set())
@@ -197,7 +194,7 @@ class Exchange:
         if len(body) != part.encoded_bytes:
             raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
-            raise Refused(Code.MALFORMED, f"part {index} cannot have {tokens} tokens behind it")
+            raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
         if not part.codec.is_finite(body, part.size):
             raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
         if len(part.contributors) == 1:
@@ -213,35 +210,35 @@ class Exchange:
     # Reducing ----------------------------------------------------------------------------------------------------------
 
     async def _reduce(self) -> None:
-        """Close my parts; those that wait for others are closed as the last update arrives or its sender is lost."""
+        """Close this peer's parts: each when the last update arrives or its sender is lost."""
         await self._close_complete()
         started = asyncio.get_running_loop().time()
         while len(self._closed) < len(self._mine):
             self._someone_left.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._someone_left.wait(), self._board.silence_s / 4)
+                await asyncio.wait_for(self._someone_left.wait(), self._endpoint.silence_s / 4)
             waited_s = asyncio.get_running_loop().time() - started
-            silent = {i for i, peer in enumerate(self._names) if waited_s >= self._board.detector.bound(peer)}
+            silent = {i for i, peer in enumerate(self._names) if waited_s >= self._endpoint.detector.bound(peer)}
             self._lost |= silent - self._pushing - {self.me}
             if waited_s >= PUSH_SHARE * self._timeout_s:
                 self._lost |= set(range(len(self._names))) - {self.me}
             await self._close_complete()
-        self._sign_off()
+        self._write_manifest()
 
     async def _close_complete(self) -> None:
         for count, (index, part) in enumerate(self._mine.items()):
             if index not in self._closed and self._complete(part):
                 self._close(part)
-                if count % BREATHE_EVERY == 0:
+                if count % YIELD_EVERY == 0:
                     await asyncio.sleep(0)
 
-    def _sign_off(self) -> None:
-        """Say in a manifest what I made of my parts."""
+    def _write_manifest(self) -> None:
+        """Write the manifest of this peer's parts."""
         own = self._reduced_by(self.me)
         if own:
-            nobody = bytes(mask_bytes(len(self._names)))
+            no_mask = bytes(mask_bytes(len(self._names)))
             digests = b"".join(self.results.digests.get(part.index, ABSENT) for part in own)
-            masks = b"".join(self._masks.get(part.index, nobody) for part in own)
+            masks = b"".join(self._masks.get(part.index, no_mask) for part in own)
             self.results.add_manifest(Manifest(self.plan.id, self.me, self.revision, digests, masks))
         self._manifest_ready.set()
 
@@ -265,7 +262,7 @@ class Exchange:
         self._next_closed = asyncio.Event()
 
     def _contribute(self, part: Part) -> None:
-        """My own update of a part that I reduce: a sole one is encoded as the result, any other one is summed as it is."""
+        """Add this peer's update of a part that it reduces: a sole update is encoded as the result, others are summed as is."""
         if len(part.contributors) == 1:
             self._codes[part.index] = self._encode_own(part)
         else:
@@ -281,21 +278,21 @@ class Exchange:
         self._weights[part.index] = self._weights.get(part.index, 0) + tokens
 
     def _planned_weight(self, part: Part) -> int:
-        """What all contributors together tally, unless earlier rounds treated a part of a group otherwise than the rest."""
+        """Return the planned tokens of all contributors; arriving tokens differ where a round took only parts of a group."""
         return sum(weight(self.plan.members[i], part.group) for i in part.contributors)
 
     def _encode_mean(self, part: Part) -> bytes:
-        """The mean by tokens of what arrived, and what earlier rounds' encoding dropped, encoded."""
+        """Encode the token-weighted mean of what arrived, plus the part's residual."""
         mean = self._sums[part.index]
         arrived = self._weights[part.index] / self._planned_weight(part)
         if arrived != 1:
             mean = mean * np.float32(1 / arrived)
-        carried = self._carried.get(part.start)
-        if carried is not None and carried.size == mean.size:
-            mean = mean + carried
+        residual = self._residuals.get(part.start)
+        if residual is not None and residual.size == mean.size:
+            mean = mean + residual
         codes = part.codec.encode(mean)
         if part.codec.is_lossy:
-            dropped = self.rounding[part.start] = self._sums[part.index]
+            dropped = self.new_residuals[part.start] = self._sums[part.index]
             np.subtract(mean, part.codec.decode(codes, part.size), out=dropped)
         return codes
 
@@ -303,7 +300,7 @@ class Exchange:
         return self.results.reduced_by(reducer, self.revision)
 
     def _put(self, part: Part, encoded: bytes | memoryview) -> None:
-        """Take a result, unless a later revision has moved its part away."""
+        """Store a result, unless a later revision has moved its part."""
         if self.results.parts[part.index].revision == self.revision:
             self.results.put(part.index, encoded)
 
@@ -311,11 +308,11 @@ class Exchange:
         return self._pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]
 
     def _has_update(self, part: Part) -> bool:
-        """Do I contribute to it? Not where the round before took all that I trained, but not all of the group."""
+        """Return whether this peer contributes to a part: not where the last round took all of its work on it."""
         return self.me in part.contributors and self._behind(part) > 0 and bool(np.isfinite(self._own(part)).all())
 
     def _encode_own(self, part: Part) -> bytes:
-        """Encode my update; from now on it is what the others decode: what the codec dropped stays with the trainer."""
+        """Encode this peer's update and replace it by what the others decode: the rest stays pending."""
         update = self._own(part)
         codes = part.codec.encode(update)
         if part.codec.is_lossy:
@@ -326,7 +323,7 @@ class Exchange:
     # Calling -----------------------------------------------------------------------------------------------------------
 
     def _push_s(self) -> float:
-        """How long my line needs for my updates alone. 0 when it is not known: nobody can dial me."""
+        """Return the seconds that this peer's updates take at its announced bandwidth; 0 when that is 0 (not dialable)."""
         others = (part for i in range(len(self._names)) if i != self.me for part in self._reduced_by(i))
         pushed = sum(part.encoded_bytes for part in others if self.me in part.contributors)
         bandwidth = self.plan.members[self.me].bandwidth
@@ -336,7 +333,7 @@ class Exchange:
         mine = [part for part in self._reduced_by(reducer) if self.me in part.contributors]
         if mine:
             try:
-                async with self._board.stream(self._names[reducer], PUSH) as stream:
+                async with self._endpoint.stream(self._names[reducer], PUSH) as stream:
                     await self._send_updates(stream, mine)
                     self._pushed[reducer].set()
                     self._has_sent(reducer)
@@ -356,14 +353,14 @@ class Exchange:
         await stream.send(kind=Kind.END)
 
     def _has_sent(self, reducer: int) -> None:
-        """This reducer has my updates, or will not get them."""
+        """Note that this reducer has this peer's updates, or will not get them."""
         self._unsent.discard(reducer)
         if not self._unsent:
             for pushed in self._pushed.values():
                 pushed.set()
 
     def _pulls_from(self, reducer: int) -> Iterator[Coroutine[None, None, None]]:
-        """The streams in which this reducer's results come."""
+        """Yield one coroutine for each stream in which this reducer's results come."""
         reduced = self._reduced_by(reducer)
         if reduced:
             wanted = [part for part in reduced if pulls(part, self.me)]
@@ -372,15 +369,15 @@ class Exchange:
                 yield self._pull(reducer, lane, lanes, {part.index: part for part in wanted[lane::lanes]})
 
     def _lanes(self, reducer: int, size: int) -> int:
-        """In how many streams so many bytes come from this reducer."""
+        """Return the number of streams for `size` bytes from this reducer."""
         others = len(self._names) - 1
-        bandwidth = min(self._board.upload.last_bytes_per_s, self.plan.members[reducer].bandwidth)
-        bearable = bandwidth * UNDER_WAY_S / WINDOW_BYTES / others
-        return max(1, int(min(bearable, PULL_TALKS / others, size / LANE_BYTES)))
+        bandwidth = min(self._endpoint.upload.last_bytes_per_s, self.plan.members[reducer].bandwidth)
+        bearable = bandwidth * IN_FLIGHT_S / WINDOW_BYTES / others
+        return max(1, int(min(bearable, PULL_STREAMS / others, size / LANE_BYTES)))
 
     async def _pull(self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part]) -> None:
         try:
-            async with self._board.stream(self._names[reducer], PULL) as stream:
+            async with self._endpoint.stream(self._names[reducer], PULL) as stream:
                 await stream.send(pack(PullRequest(self.plan.id, self.revision, lane, lanes)))
                 for _ in range(len(wanted)):
                     _store_part(self.results, await stream.message_view(Kind.PART), wanted)
@@ -397,9 +394,9 @@ class Exchange:
 
 
 def _store_part(results: Results, message: memoryview, wanted: dict[int, Part]) -> None:
-    """Take one served part of those wanted (by index). Raises WireError when it is none of them, or of another size.
+    """Store one of the wanted parts (by index). Raises WireError when it is none of them or has another size.
 
-    One that a later revision moved comes from its backup instead.
+    A part that a later revision moved comes from its backup instead.
     """
     index, body = _unframe(message)
     part = wanted.pop(index, None)
@@ -415,7 +412,7 @@ def _store_part(results: Results, message: memoryview, wanted: dict[int, Part]) 
 
 
 def _numbered(index: int) -> bytes:
-    """What a part's bytes follow in a message."""
+    """Return the bytes that precede a part in a message."""
     return index.to_bytes(INDEX_BYTES, "little")
 
 
@@ -426,8 +423,8 @@ def _unframe(message: memoryview) -> tuple[int, memoryview]:
 
 
 def _unframe_push(message: memoryview) -> tuple[int, int, memoryview]:
-    """Index of the part, tokens behind its update, the encoded update."""
+    """Return the part's index, the update's tokens, and the encoded update."""
     index, rest = _unframe(message)
     if len(rest) < WEIGHT_BYTES:
-        raise WireError("an update without its weight")
+        raise WireError("an update without its tokens")
     return index, int.from_bytes(rest[:WEIGHT_BYTES], "little"), rest[WEIGHT_BYTES:]

@@ -1,4 +1,4 @@
-"""Who takes part in a round: its coordinator waits for announcements, and for stragglers as far as the swarm's pace allows."""
+"""The members of a round: its coordinator waits for announcements, and for stragglers as far as the swarm's pace allows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,48 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
+from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import Stream
-from spes_p2p.peer.round_context import AttemptFailed, RoundContext
-from spes_p2p.rounds.stragglers import patience, straggler_delay
+from spes_p2p.peer.node import Node
+from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 
 logger = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
+
+
+class AttemptFailed(Exception):
+    """This attempt will not come to a decision; nothing was applied."""
+
+
+@dataclass(frozen=True)
+class RoundContext:
+    """One round, and the peer that coordinates it."""
+
+    node: Node
+    commit: Commit
+    """The last one: the round is the one after it."""
+    phase_began: float
+    """Loop time."""
+    assigned_steps: Mapping[str, int]
+    """Steps of this phase by peer."""
+    too_late: set[str]
+    """Peers that came too late for a round and were in none since. Kept by the coordinator from round to round."""
+
+    def returned(self) -> Mapping[str, tuple[Interval, ...]]:
+        """Return the samples that each peer returned which has left this round."""
+        return self.node.departures.returned(self.commit.round + 1)
+
+    def require_open(self) -> None:
+        """Raise AttemptFailed when another coordinator has brought this round to its decision."""
+        if self.node.log.last.id != self.commit.id:
+            raise AttemptFailed("this round is decided already")
 
 
 class Gathering:
@@ -27,14 +58,14 @@ class Gathering:
         self.announced: dict[str, Announcement] = {}
         self.alive: dict[str, Stream] = {}
         self.changed = asyncio.Event()
-        """Set when a member comes, goes or reports; whoever waits clears it."""
+        """Set when a member joins, leaves or reports; the waiting coordinator clears it."""
         self._done_at: dict[str, float] = {}
         """Loop time at which each member's phase was done."""
         self._quorum_at: float | None = None
         self._dead: set[str] = set()
 
     def join(self, stream: Stream, announcement: Announcement) -> None:
-        """A member announces."""
+        """Take a member's announcement."""
         peer = stream.remote
         self._context.too_late.discard(peer)
         self.announced[peer] = announcement
@@ -45,24 +76,24 @@ class Gathering:
         self.changed.set()
 
     def part(self, stream: Stream) -> None:
-        """A member's stream has ended."""
+        """Note that a member's stream has ended."""
         if self.alive.get(stream.remote) is stream:
             del self.alive[stream.remote]
         self.changed.set()
 
     def keeps_base_of(self, round_number: int) -> bool:
-        """Does a member that is present keep the base of this round?"""
+        """Return whether a member that is present keeps the base of this round."""
         return any(round_number in self.announced[peer].archived for peer in self.alive)
 
     async def wait(self) -> None:
-        """Wait until every living trainer with an assignment has announced; tell late ones to stop, then leave them behind.
+        """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
-        A peer that came too late for a round is waited for, up to the bound of silence: the short phases of a few would keep it
-        out for ever otherwise. A phase without assignments, the first of a campaign or of a term, is a time to join.
-        Raises AttemptFailed when the round is decided elsewhere.
+        A peer that came too late for the last round is waited for, up to `silence_s`: otherwise the short phases of a few could
+        keep it out forever. A phase without assignments, the first of a campaign or a term, goes on for `join_grace_s`
+        after its quorum. Raises AttemptFailed when the round is decided elsewhere.
         """
         context, all_there_at = self._context, None
-        sync = context.rules.config.sync
+        sync = context.node.rules.config.sync
         while True:
             context.require_open()
             self.changed.clear()
@@ -91,26 +122,25 @@ class Gathering:
                 await asyncio.wait_for(self.changed.wait(), PING_EVERY_S)
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
-        """How late each member with an assignment was. After a failed attempt nobody can tell."""
+        """Return the straggler delay of each member with an assignment; unknown, thus empty, after a failed attempt."""
         if self._quorum_at is None or any(self.announced[peer].attempt for peer in members):
             return ()
         began = self._context.phase_began
         quorum_s = self._quorum_at - began
-        timed = [peer for peer in members if peer in self._context.assignments]
+        timed = [peer for peer in members if peer in self._context.assigned_steps]
         return tuple(straggler_delay(self._done_at[peer] - began, quorum_s) for peer in timed)
 
     def _expected(self) -> dict[str, int]:
-        """Steps in this phase of the peers that have an assignment, live and have not left."""
+        """Steps of the living peers with an assignment that have not left."""
         gone = self._dead | set(self._context.returned())
-        return {peer: steps for peer, steps in self._context.assignments.items() if peer not in gone}
+        return {peer: steps for peer, steps in self._context.assigned_steps.items() if peer not in gone}
 
     def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
-        """When those with half of the phase's work were done with it; without assignments: when enough trainers to begin were
-        there.
+        """Loop time at which half of the phase's work was done or, without assignments, enough trainers were there to begin.
 
-        Loop time; None while they are not.
+        None before that.
         """
-        enough = self._context.rules.config.sync.min_peers if self._context.commit.round < 0 else 1
+        enough = self._context.node.rules.config.sync.min_peers if self._context.commit.round < 0 else 1
         needed, there = (sum(expected.values()) / 2 if expected else enough), 0
         for peer in sorted(trainers, key=lambda peer: self._done_at[peer]):
             there += expected.get(peer, 0) if expected else 1
@@ -122,18 +152,18 @@ class Gathering:
         """Seconds after the quorum until stragglers are told to stop."""
         if self._quorum_at is None:
             return 0.0
-        return patience(self._context.straggler_delay, self._quorum_at - self._context.phase_began)
+        return patience_s(self._context.node.straggler_delay, self._quorum_at - self._context.phase_began)
 
     async def _ping(self, peer: str, stop: bool) -> None:
-        """Is it there? Raises AttemptFailed when it is ahead: then this round is over, and nobody will come."""
+        """Find out whether a peer is there. Raises AttemptFailed when it is ahead: this round is over then."""
         commit = self._context.commit
-        answer = await self._context.board.is_there(peer, PING, pack(Ping(commit.round if stop else -1)))
+        answer = await self._context.node.endpoint.is_there(peer, PING, pack(Ping(commit.round if stop else -1)))
         try:
             pong = unpack(Pong, answer) if answer is not None else None
         except WireError:
             pong = None
         if pong is None:
-            logger.info("%s is not there for round %d", peer[-6:], commit.round + 1)
+            logger.info("%s does not answer before round %d", peer[-6:], commit.round + 1)
             self._dead.add(peer)
         elif pong.round > commit.round:
             raise AttemptFailed(f"{peer[-6:]} knows of later rounds")

@@ -1,4 +1,4 @@
-"""Results of the last rounds, by plan: kept for peers that replay them, completed from peers that keep them."""
+"""Results of the last rounds, by plan: kept for peers that replay the rounds, completed from peers that have them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from spes_p2p.messages.rounds import Manifest, Plan
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.interfaces import World
 from spes_p2p.rounds.codecs import GroupCodecs
+from spes_p2p.rounds.result_file import ResultFile
 from spes_p2p.rounds.results import (
     BODIES_OF,
     KEPT_ROUNDS,
@@ -29,14 +30,13 @@ from spes_p2p.rounds.results import (
     round_of,
     save_results,
 )
-from spes_p2p.rounds.spool import Spool
 
 UPLOADS_AT_ONCE = 8
-"""Peers that replay rounds from this one at the same time."""
+"""Bounds the peers that replay rounds from this one at the same time."""
 
 
 class KeptResults:
-    """Staged or fetched results; on the disk, in part, as they arrive."""
+    """Staged or fetched results, spooled to disk as they arrive."""
 
     def __init__(self, world: World, layout: Layout, codecs: GroupCodecs):
         self.by_plan: dict[str, Results] = {}
@@ -44,7 +44,7 @@ class KeptResults:
         self._layout, self._codecs = layout, codecs
 
     def load(self) -> None:
-        """Take up what was staged in an earlier life; what was damaged on the disk is left."""
+        """Load the results that were staged before a restart; damaged ones are skipped."""
         for name in self._store.names(RESULTS_OF):
             with contextlib.suppress(ValueError):
                 results = load_results(self._store, name, self._layout, self._codecs)
@@ -52,16 +52,16 @@ class KeptResults:
                     self.by_plan[results.plan.id] = results
 
     async def serve(self, server: ContentServer) -> None:
-        """Answer peers that replay rounds, from now on."""
+        """Answer requests from now on."""
         await server.serve("plan", self._plan, UPLOADS_AT_ONCE)
         await server.serve("manifests", self._manifest, UPLOADS_AT_ONCE)
         await server.serve("parts", self._part, UPLOADS_AT_ONCE)
 
     def begin(self, plan: Plan, lost: tuple[tuple[int, ...], ...] = ()) -> Results:
-        """Results of a plan that are kept from now on. Raises WireError when `lost` names no members of the plan."""
+        """Begin to keep the results of a plan. Raises WireError when `lost` names other than members of the plan."""
         results = Results.empty(plan, self._layout, self._codecs, lost=lost)
         if results.parts:
-            results.spool = Spool(self._store.draft(bodies_name(results_name(plan))), results.parts)
+            results.file = ResultFile(self._store.draft(bodies_name(results_name(plan))), results.parts)
         self.by_plan[plan.id] = results
         return results
 
@@ -70,7 +70,7 @@ class KeptResults:
         await self._run(save_results, self._store, results)
 
     def forget(self, base_round: int, pinned_round: int | None) -> None:
-        """Let old results go. `pinned_round`: of the oldest base that somebody downloads."""
+        """Delete old results. `pinned_round`: round of the oldest base that a peer is downloading."""
         oldest = base_round - KEPT_ROUNDS
         if pinned_round is not None:
             oldest = max(min(oldest, pinned_round), base_round - MAX_KEPT_ROUNDS)
@@ -83,9 +83,9 @@ class KeptResults:
     # Completing what is missing ------------------------------------------------------------------------------------------
 
     async def complete(self, commit: Commit, fetcher: Fetcher, peers: Iterable[str]) -> Results | None:
-        """The commit's results with every committed part, fetched from these peers where they are missing.
+        """Return the commit's results with every committed part, fetching missing ones from these peers.
 
-        None when none of them has them any more.
+        None when a part cannot be had.
         """
         donors = [fetcher.peers(peers)]
         with contextlib.suppress(PeerUnreachable, WireError):
@@ -98,26 +98,26 @@ class KeptResults:
         return None
 
     async def _of(self, commit: Commit, fetcher: Fetcher, donors: Tiers) -> Results:
-        """What is kept of the commit's plan, under its revisions; at least the plan. Raises PeerUnreachable, WireError."""
+        """Return what is kept of the commit's results; fetches the plan if needed. Raises PeerUnreachable, WireError."""
         results = self.by_plan.get(commit.plan)
         if results is None:
             content = single("plan", commit.plan, from_hex(commit.plan), MAX_FRAME_BYTES)
             plan = unpack(Plan, bytes(await fetcher.fetch_single(content, donors)))
             return self.begin(plan, commit.lost)
-        results = self.by_plan[commit.plan] = results.under(commit.lost)
+        results = self.by_plan[commit.plan] = results.with_revisions(commit.lost)
         return results
 
     async def _fetch_manifests(self, commit: Commit, results: Results, fetcher: Fetcher, donors: Tiers) -> None:
-        """Those that the commit names. Raises PeerUnreachable when nobody has them."""
+        """Fetch the manifests that the commit names. Raises PeerUnreachable when no peer has them."""
         places = enumerate(zip(results.roots(), commit.roots, strict=True))
-        missing = [place for place, (mine, root) in places if root and mine != root]
+        missing = [place for place, (kept, root) in places if root and kept != root]
 
         async def keep(place: int, body: Body) -> None:
             results.add_manifest(unpack(Manifest, bytes(body)))
 
         content = Content("manifests", commit.plan, lambda place: Piece(commit.roots[place], MAX_FRAME_BYTES))
         if await fetcher.fetch(content, missing, donors, keep):
-            raise PeerUnreachable("nobody has the manifests")
+            raise PeerUnreachable("no peer has the manifests")
 
     async def _fetch_parts(self, commit: Commit, results: Results, fetcher: Fetcher, donors: Tiers) -> None:
         def piece(index: int) -> Piece:

@@ -1,4 +1,4 @@
-"""Leaving: on request, what the others are told then, and how long a peer serves on after the campaign's last round."""
+"""Leaving: on request, what a peer returns to the others then, and how long it serves after the campaign's last round."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any, TypeVar
 
 from spes_p2p.peer.evaluation import Evaluation
 from spes_p2p.peer.node import Node
-from spes_p2p.peer.replica import Replica
-from spes_p2p.peer.samples import AssignedSamples
 
 T = TypeVar("T")
 
-LINGER_S = 20.0
-"""After the last round, serve for at most this long those that still need its results."""
-LOOK_AGAIN_S = 1.0
+SERVE_RESULTS_S = 20.0
+"""Bounds how long a trainer waits, after the last round, for others that still need the round's results."""
+RETRY_S = 1.0
 
 
 class LeaveRequest:
@@ -52,31 +50,22 @@ class LeaveRequest:
             asked.cancel()
 
 
-async def hand_back(node: Node, replica: Replica, samples: AssignedSamples) -> None:
-    """Tell the electors that this peer leaves, with the samples of all its work that is in no round: none of it will be."""
-    assignment, commit = None, ""
-    if replica.has_base:
-        assignment, commit = replica.base.assignment(node.peer_id), replica.base.commit
-    await node.leave(samples.to_hand_back(commit, assignment.slices if assignment is not None else ()))
-
-
-async def linger(node: Node, evaluation: Evaluation, request: LeaveRequest) -> None:
-    """Serve until every other trainer has the last base, within LINGER_S."""
+async def serve_last_results(node: Node, evaluation: Evaluation, request: LeaveRequest) -> None:
+    """Serve until every other peer has the last base and this peer knows its held-out loss, within SERVE_RESULTS_S."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + LINGER_S
+    deadline = loop.time() + SERVE_RESULTS_S
     while loop.time() < deadline and not request.is_made:
-        await node.meet()
-        evaluation.learn_last_loss()
-        if all(node.contacts[peer].round >= node.log.round for peer in node.others("trainer")):
+        await node.refresh_contacts()
+        if evaluation.learn_last_loss() and all(node.contacts[peer].round >= node.log.round for peer in node.others()):
             return
-        await request.wait(LOOK_AGAIN_S)
+        await request.wait(RETRY_S)
 
 
-async def serve_on(node: Node, evaluation: Evaluation, request: LeaveRequest) -> None:
-    """Serve after the last round until asked to leave. The last loss comes late: look once more for it before leaving."""
+async def serve_until_asked_to_leave(node: Node, evaluation: Evaluation, request: LeaveRequest) -> None:
+    """Serve after the last round. The last loss comes late: look for it once more before leaving."""
     while not request.is_made:
         evaluation.learn_last_loss()
-        await request.wait(LOOK_AGAIN_S)
+        await request.wait(RETRY_S)
     if not evaluation.learn_last_loss():
-        await node.meet()
+        await node.refresh_contacts()
         evaluation.learn_last_loss()

@@ -1,45 +1,47 @@
-"""The life of a peer: get the base, then train a phase, take part in a round, and again until the campaign is done.
+"""The life of a peer: get the base, then train a phase and take part in a round, until the campaign is complete.
 
-A helper lives the same life without the training: it reduces, follows the base and serves it, also when all others are gone.
+A helper does the same without the training: it reduces, follows the base and serves it, also when all others are gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import numpy as np
 
 from spes_p2p.consensus.control import is_rollback
-from spes_p2p.errors import Refused
-from spes_p2p.messages.refusals import Code
+from spes_p2p.errors import UserError, version_advice
+from spes_p2p.messages.methods import STATUS
 from spes_p2p.model.layout import Layout
+from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, WorkDropped
-from spes_p2p.peer.announcing import Announcer
+from spes_p2p.peer.announcing import Announcer, Capacity
 from spes_p2p.peer.attempt import RoundMember
-from spes_p2p.peer.capacity import Capacity
-from spes_p2p.peer.deciding import RoundDecision
+from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
-from spes_p2p.peer.leaving import LeaveRequest, hand_back, linger, serve_on
-from spes_p2p.peer.node import Hooks, Node
+from spes_p2p.peer.leaving import LeaveRequest, serve_last_results, serve_until_asked_to_leave
+from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
+from spes_p2p.peer.reforming import ReformService
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
-from spes_p2p.rounds.merge import Donors, nearest_experts
-from spes_p2p.rounds.results import Results
 from spes_p2p.rounds.selftest import check_arithmetic
 from spes_p2p.training.checkpoint import load_checkpoint
 from spes_p2p.training.interface import Trainer
+
+logger = logging.getLogger(__name__)
 
 MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
 """Builds the trainer on a base (flat float32) with these owned experts."""
 
 
 class Peer:
-    """One peer. `run` returns after `leave` was asked for, a trainer's also when the campaign is complete."""
+    """One peer. `run` returns after `leave`; a trainer's also when the campaign is complete."""
 
     def __init__(
         self,
@@ -68,9 +70,12 @@ class Peer:
         self._reporter = EventReporter(node, self.replica, observer)
         self._evaluation = Evaluation(node, self.replica, self._reporter)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
-        self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases, self._evaluation)
-        member = RoundMember(node, self.replica, self.announcer, self._samples, self.phases, self._leave)
-        self._decision = RoundDecision(node, self.replica, member, self.phases, self._reporter, self._leave)
+        self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases)
+        self.coordinators = CoordinatorService(node, self.replica, self.phases, self._reporter)
+        self.reforms = ReformService(node, self.replica.newest)
+        self._member = RoundMember(
+            node, self.replica, self.announcer, self._samples, self.phases, self.coordinators, self._reporter, self._leave,
+        )
 
     @property
     def finished(self) -> bool:
@@ -78,17 +83,18 @@ class Peer:
         return has_last_base(self.node, self.replica)
 
     def leave(self) -> None:
-        """Stop at the next step and go, after telling the others."""
+        """Stop at the next step, tell the other peers, and end."""
         self._leave.make()
 
     async def run(self) -> None:
-        """The whole life. Raises UserError when this peer cannot take part."""
+        """Live until the end of the campaign, or until asked to leave. Raises UserError when this peer cannot take part."""
         check_arithmetic()
         await self._start()
         try:
             await self._get_base()
             is_helper, overlaps = self._make_trainer is None, self.node.campaign.config.sync.overlap
-            while not self.finished and not self._leave.is_made:
+            outdated = ""
+            while not self.finished and not self._leave.is_made and not (outdated := self._why_outdated()):
                 if overlaps and not is_helper:
                     await self._train_during_round()
                 else:
@@ -97,26 +103,39 @@ class Peer:
             if is_helper:
                 self._reporter.set_state("waiting")
                 if self.finished:
-                    await serve_on(self.node, self._evaluation, self._leave)
+                    await serve_until_asked_to_leave(self.node, self._evaluation, self._leave)
             await self.replica.durable()
-            await self._go()
+            await self._end()
+            if outdated:
+                raise UserError(outdated)
         finally:
+            self.coordinators.close()
             await self.node.close()
 
     async def _start(self) -> None:
-        hooks = Hooks(
-            results_of=lambda plan: Results.empty(plan, self.layout, self.replica.codecs),
-            donors=self._donors,
-            assignments=self._assignments,
-            stop_phase=self.phases.stop_after,
-            phase=lambda: self._reporter.state,
-            status=self._status,
-            validation_loss=lambda: self._evaluation.loss,
-            base_lost_since=self.replica.base_lost_since,
-            newest_base=self.replica.newest_at_hand,
-        )
         await self.replica.start()
-        await self.node.start(hooks)
+        await self.coordinators.serve()
+        await self.reforms.serve()
+        await self.node.endpoint.serve(STATUS, self._on_status)
+        await self.node.start()
+
+    async def _on_status(self, stream: Stream) -> None:
+        await stream.send(self._status())
+
+    def _why_outdated(self) -> str:
+        """Say why this peer's protocol is too old for the next round; "" when it is not, with a warning when it will be."""
+        control, protocol, next_round = self.node.log.last.control, self.node.world.protocol, self.node.log.round + 1
+        requires = None if control is None else control.requires
+        if requires is None or protocol >= requires.protocol:
+            return ""
+        problem = (
+            f"the campaign requires protocol {requires.protocol} from round {requires.from_round} on, this program speaks "
+            f"{protocol}; {version_advice(protocol, requires.protocol)}"
+        )
+        if next_round >= requires.from_round:
+            return problem
+        logger.warning("rounds left: %d; %s", requires.from_round - next_round, problem)
+        return ""
 
     async def _get_base(self) -> None:
         restored = self.replica.restore(self._where)
@@ -130,11 +149,11 @@ class Peer:
         if self._make_trainer is not None:
             await self._begin_training(self._make_trainer, restored)
         base = self.replica.base
-        if self.node.log.has(base.commit, base.round):  # else that branch was given up, and another base comes
+        if self.node.log.has(base.commit, base.round):  # otherwise its branch was given up: another base follows
             self._reporter.restored("disk" if restored else "download")
-        await self.node.learn_from_all()
+        await self.node.decisions.learn_from_all(self.node.others())
         if restored:
-            await self.node.tell_back()
+            await self.node.departures.come_back()
         await self._advance({})
 
     async def _begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
@@ -150,15 +169,15 @@ class Peer:
                 self.replica.announce()
 
     async def _sync(self) -> None:
-        """Bring the next round to a decision and apply it, until there is another base."""
+        """Bring the next round to a decision and apply it; again until there is another base."""
         before, seconds = self.replica.base.commit, dict[str, float]()
         await self.announcer.freeze_update()
         while self.replica.base.commit == before and not self._leave.is_made:
-            await self._decision.reach(seconds)
+            await self._member.decide(seconds)
             await self._advance(seconds)
 
     async def _train_during_round(self) -> None:
-        """Train the phase while the round with the work until now is held, then apply that round: one phase late."""
+        """Train a phase while the round with the work before it is under way, then apply that round, one phase late."""
         seconds: dict[str, float] = {}
         await self.announcer.freeze_update()
         round_under_way = asyncio.ensure_future(self._decide_and_prepare(seconds))
@@ -170,18 +189,18 @@ class Peer:
         await self._advance(seconds)
 
     async def _decide_and_prepare(self, seconds: dict[str, float]) -> None:
-        await self._decision.reach(seconds)
+        await self._member.decide(seconds)
         await self.replica.prepare()
 
     async def _advance(self, seconds: dict[str, float]) -> None:
-        """Apply what was decided, and report it; then archive and evaluate the base."""
+        """Apply and report decided rounds; then archive and evaluate the base."""
         if self.replica.base.commit == self.node.log.last.id:
             return
         self._reporter.set_state("applying")
         started = asyncio.get_running_loop().time()
         applied = await self.replica.advance()
         if not applied and self.replica.base.commit != self.node.log.last.id:
-            return  # the peer leaves, and could not get the newest base
+            return  # asked to leave without the newest base
         seconds["apply"] = asyncio.get_running_loop().time() - started
         self._samples.decided()
         self.phases.round_applied()
@@ -192,44 +211,28 @@ class Peer:
             self._reporter.restored(self._source_of_base())
         await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base, self._wanted_round())
         await self._evaluation.evaluate_if_due()
-        await self.node.meet()
+        await self.node.refresh_contacts()
 
     def _source_of_base(self) -> str:
-        """Why the base of the last commit is here, though no round was applied."""
+        """Return where the last commit's base comes from when no round was applied."""
         commit = self.node.log.last
         return "rollback" if is_rollback(commit) else "download" if commit.plan else "reform"
 
     def _wanted_round(self) -> int:
-        """The round that the newest control record goes back to, or went; -1: none."""
+        """Return the round that the newest control record goes back to; -1 for none."""
         control = self.node.controls.newest
         return -1 if control is None else control.rollback
 
-    async def _go(self) -> None:
+    async def _end(self) -> None:
         self._reporter.set_state("leaving")
         if not self.finished:
-            await hand_back(self.node, self.replica, self._samples)
+            await self._member.return_work()
         elif self._make_trainer is not None:
             self._report_dropped_work()
-            await linger(self.node, self._evaluation, self._leave)
+            await serve_last_results(self.node, self._evaluation, self._leave)
 
     def _report_dropped_work(self) -> None:
-        """The campaign is over, and no round will include what is still pending: a stop does not wait for it."""
-        tokens = self.replica.ledger.most_behind
+        """Report pending work that no round will include: the campaign's end does not wait for it."""
+        tokens = self.replica.ledger.max_pending_tokens
         if tokens:
             self._observer.tell(WorkDropped(self.replica.base.round, tokens, "the campaign ended before a round included it"))
-
-    def _assignments(self) -> dict[str, int] | None:
-        base = self.replica.base if self.replica.has_base else None
-        if base is None or base.commit != self.node.log.last.id or base.plan is None:
-            return None
-        members, overlap = base.plan.members, self.node.campaign.config.sync.overlap
-        return {members[d.member].peer: max(d.steps, overlap and members[d.member].trains) for d in base.plan.assignments}
-
-    async def _donors(self) -> Donors:
-        merge = self.node.campaign.config.merge
-        if self.replica.base.round != self.node.log.round:
-            raise Refused(Code.COORDINATOR_BEHIND, "the coordinator is still catching up")
-        donors: Donors = await self.node.world.run_blocking(
-            nearest_experts, self.replica.base.values, self.layout, merge.merge_top_k
-        )
-        return donors

@@ -1,4 +1,4 @@
-"""Getting a base from others: which ones are offered for a commit, downloading one, since when the newest one is missing."""
+"""Getting a base from other peers: offers, downloads, and since when nobody offers the newest one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spes_p2p.consensus.control import is_rollback
-from spes_p2p.content.bases import KeptPieces, Offer, Snapshots, collect_offers, download, newest_bases
+from spes_p2p.content.bases import Offer, PartialDownload, Snapshots, collect_offers, download, newest_bases
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.base import Base
@@ -17,30 +17,30 @@ from spes_p2p.rounds.base import Base
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-ASK_EVERY = 10
-"""Ask the helpers to go on without the newest base after this many fruitless looks for it."""
+ASK_FOR_REFORM_EVERY = 10
+"""Ask the owner for a reform after this many attempts to get the newest base."""
 
 
 class NewestBase:
-    """Looks for bases at the peers that are there."""
+    """Gets bases from the peers in the registry."""
 
     def __init__(self, node: Node, elements: int, snapshots: Snapshots):
         """`snapshots`: what this peer has itself."""
-        self.fruitless = 0
-        """How often the newest base could not be had."""
+        self.failures = 0
+        """Attempts to get the newest base that failed."""
         self._node, self._elements, self._snapshots = node, elements, snapshots
-        self._kept = KeptPieces(node.world.store)
+        self._kept = PartialDownload(node.world.store)
         self._lost_after, self._lost_since = "", 0.0
-        """The commit whose base is needed here and offered by nobody, and since when."""
+        """The commit whose base is needed here and offered by nobody, and the loop time since when."""
 
     async def offers(self, commit: Commit) -> list[Offer]:
-        """Of a commit's base. What its members say counts; whether that was right the next commit's certificate tells."""
+        """Return the offers of a commit's base. Its members' word counts until the next commit certifies the digest."""
         node = self._node
-        return await collect_offers(node.board, node.others(), commit.id, self._elements, {*commit.members, *commit.helpers})
+        return await collect_offers(node.endpoint, node.others(), commit.id, self._elements, {*commit.members, *commit.helpers})
 
     async def offers_of_newest(self) -> list[Offer]:
-        """Offers of the newest commit that living peers have, after learning its certificate."""
-        await self._node.learn_from_all()
+        """Learn the newest commit, then return the offers of its base."""
+        await self._node.decisions.learn_from_all(self._node.others())
         commit = self._node.log.last
         offers = [offer for offer in await self.offers(commit) if offer.info.round == commit.round]
         if commit.round < 0 or is_rollback(commit):
@@ -58,9 +58,9 @@ class NewestBase:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         resumable: bool = True,
     ) -> Base:
-        """The offered base, in a file until it is written as a base. Raises PeerUnreachable when no donor is left.
+        """Download the offered base into a scratch file. Raises PeerUnreachable when no donor is left.
 
-        `have`: a base that has some of its pieces. `resumable`: keep what arrives on disk until `clear`.
+        `have`: a base that shares some of its pieces. `resumable`: keep what arrives on disk until `clear`.
         """
         info, kept = offers[0].info, self._kept if resumable else None
         values = await download(self._node.fetcher, offers, have, on_progress, kept, self._node.world.store.scratch)
@@ -68,28 +68,28 @@ class NewestBase:
         return Base(info.commit, info.round, values, info.digest, None)
 
     def clear(self) -> None:
-        """The downloaded base is used and safe: forget what was kept of it."""
+        """Delete the kept pieces, once the downloaded base is durable."""
         self._kept.clear()
 
-    async def look_again(self) -> None:
-        """The newest base could not be had: wait a while, and see who is there then."""
-        self.fruitless += 1
-        if self.lost_since() is not None and self.fruitless % ASK_EVERY == 0:
-            logger.info("nobody who is there has the base of round %d; waiting for a peer that has it", self._node.log.round)
+    async def wait_for_donors(self) -> None:
+        """After a failed attempt: wait, then refresh the contacts; ask for a reform when nobody has the base for long."""
+        self.failures += 1
+        if self.lost_since() is not None and self.failures % ASK_FOR_REFORM_EVERY == 0:
+            logger.info("no reachable peer has the base of round %d; waiting for one that has it", self._node.log.round)
             if self._node.role != "helper":
-                await self._node.ask_for_reform()
+                await self._node.decisions.ask_for_reform()
         await asyncio.sleep(RETRY_S)
-        await self._node.meet()
+        await self._node.refresh_contacts()
 
     def found(self) -> None:
-        """The base of the last commit is here."""
+        """Note that the base of the last commit is here."""
         self._lost_after = ""
 
     def lost_since(self) -> float | None:
-        """Loop time since when nobody has the base of the last commit, this peer included; None when none is known to miss."""
+        """Return the loop time since when no peer, this one included, has the last commit's base; None when one has it."""
         return self._lost_since if self._lost_after == self._node.log.last.id else None
 
     async def at_hand(self, peers: Sequence[str]) -> int | None:
-        """The last round of the log whose base is here, or at one of these peers; None when there is none."""
-        known = [*await newest_bases(self._node.board, peers), *self._snapshots.infos]
+        """Return the last round of the log whose base this peer or one of these has; None when there is none."""
+        known = [*await newest_bases(self._node.endpoint, peers), *self._snapshots.infos]
         return max((info.round for info in known if self._node.log.has(info.commit, info.round)), default=None)

@@ -1,4 +1,4 @@
-"""What this peer trained and no round has included yet, and what becomes of it when the base changes."""
+"""This peer's pending work: what it has trained and no round includes yet, and how a new base changes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.parts import Part, part_ranges
-from spes_p2p.rounds.reducer_residual import Carried
+from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.scratch import Scratch
@@ -21,7 +21,7 @@ from spes_p2p.training.interface import Trainer
 
 
 class OwnWork:
-    """The trainer of this peer with its ledger; a helper has no trainer, and only what its encodings dropped as a reducer.
+    """The trainer with its ledger, and the residuals of this peer's encodings as a reducer. A helper has no trainer.
 
     Methods that compute are called in a worker thread.
     """
@@ -29,37 +29,37 @@ class OwnWork:
     def __init__(self, peer_id: str, layout: Layout, codecs: GroupCodecs, scratch: Scratch):
         self.trainer: Trainer | None = None
         self.ledger = Ledger(layout, part_ranges(layout, codecs), scratch)
-        self.carried = Carried(scratch)
+        self.residuals = ReducerResiduals(scratch)
         self.codes_lost = False
-        """Was this peer restarted, so that a push of its last life may be in a round that it knows nothing of?"""
+        """Set by a restart: a round may include an update whose codes this peer no longer has."""
         self._peer_id, self._layout = peer_id, layout
 
     def announce(self, base: np.ndarray) -> None:
-        """Take what is pending now as the update of the next round; a helper has none."""
+        """Take all pending work as the update of the next round."""
         if self.trainer is not None:
             self.ledger.announce(self.trainer, base)
 
     def validation_loss(self, base: np.ndarray) -> float:
-        """Held-out loss of the base; work that is pending is set aside meanwhile. Called between two steps."""
+        """Return the held-out loss of the base, without pending work. Called between two steps."""
         trainer = self.trainer
         assert trainer is not None
-        if not self.ledger.most_behind:
+        if not self.ledger.max_pending_tokens:
             return trainer.validation_loss()
-        set_aside = self.ledger.set_aside(trainer, base)
+        stashed = self.ledger.stash_pending(trainer, base)
         trainer.load_base(base)
         loss = trainer.validation_loss()
-        self.ledger.put_back(trainer, set_aside)
+        self.ledger.restore_pending(trainer, stashed)
         return loss
 
     def checkpoint(self, store: Store, base: Base, before: str | None) -> Checkpoint:
-        """What the trainer has on top of this base. `before`: name of the checkpoint that is on disk."""
+        """Take a checkpoint of the work on top of this base. `before`: name of the checkpoint on disk."""
         assert self.trainer is not None
         return take_checkpoint(store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before)
 
     def settle(self, old: Base, new: Base, results: Results, committed: set[int], exchanges: Sequence[Exchange]) -> int:
-        """A round was applied: what it included of this peer's work is in the base, the rest stays pending.
+        """Subtract the work that the applied round includes from what is pending.
 
-        Returns the tokens of work that is given up, since it was left out of more than two rounds.
+        Returns the tokens of work that is dropped because more than two rounds left it out.
         """
         assert self.trainer is not None
         me = results.plan.index(self._peer_id)
@@ -76,17 +76,17 @@ class OwnWork:
         return dropped
 
     def rebase(self, old: Base, new: Base, keep_pending: bool, rolled_back: bool) -> int:
-        """The base was replaced by another one than the next round's; returns the tokens of work that is given up.
+        """Move pending work onto a base that is not the next round's; return the tokens of work that is dropped.
 
-        A rollback gives up everything that was trained since.
+        A rollback drops all pending work.
         """
         self.codes_lost = False
         if rolled_back:
-            self.carried.clear()
+            self.residuals.clear()
         if self.trainer is None:
             return 0
         if rolled_back:
-            dropped = self.ledger.give_up(self.trainer, new.values)
+            dropped = self.ledger.discard_pending(self.trainer, new.values)
         else:
             dropped = self.ledger.rebase(self.trainer, old.values, new.values, keep_pending)
         self.take_assignment(new)
@@ -104,15 +104,17 @@ class OwnWork:
     def _sent_before_restart(
         self, base: Base, results: Results, included: Callable[[int], bool]
     ) -> dict[int, tuple[Part, np.ndarray]]:
-        """What a push of the last life contributed: its codes were lost in the crash, so what is pending there counts as sent,
-        or it would be included twice."""
+        """Return what updates from before a crash contributed, by part index.
+
+        Their codes are lost, so all that is pending there counts as sent: otherwise it would be included twice.
+        """
         assert self.trainer is not None
         sent, pushed = {}, dict[str, np.ndarray | None]()
         for part in results.parts:
             if included(part.index):
                 name, start = part.group.name, part.start - part.group.start
                 if name not in pushed:
-                    pushed[name] = self.ledger.may_be_sent(self.trainer, base.values, part.group)
+                    pushed[name] = self.ledger.possibly_sent(self.trainer, base.values, part.group)
                 values = pushed[name]
                 if values is not None:
                     sent[part.index] = (part, values[start : start + part.size])

@@ -30,39 +30,39 @@ class PhaseRunner:
     ):
         self.node, self.replica = node, replica
         self.lock = asyncio.Lock()
-        """Held during a phase: weights and base change between phases only."""
+        """Held during a phase, because weights and base may change only between phases."""
         self.tokens_per_s = 0.0
-        """Of the last phase."""
+        """Speed in the last phase."""
         self._samples, self._reporter, self._observer, self._leave = samples, reporter, observer, leave
         self._stop_after_round: int | None = None
 
     @property
     def assigned_steps(self) -> int:
-        """Steps of the phase that the base's plan assigns to this peer."""
+        """Steps that the base's plan assigns to this peer."""
         assignment = self.replica.base.assignment(self.node.peer_id)
         return assignment.steps if assignment is not None else 0
 
     def stop_after(self, round_number: int) -> None:
-        """The coordinator waits no longer for the phase that follows this round: announce what is done."""
+        """End the phase that follows this round after its current step: the coordinator waits no longer."""
         self._stop_after_round = round_number
 
     def set_state_unless_training(self, state: str) -> None:
-        """Report what this peer does; a round during a phase is not reported as its state."""
+        """Report the peer's state, unless a phase is running: then it stays "training"."""
         if not self.lock.locked():
             self._reporter.set_state(state)
 
     def round_applied(self) -> None:
-        """What the coordinator asked for belongs to a phase that is over."""
+        """Forget a request to stop: its phase is over."""
         self._stop_after_round = None
 
     async def train(self, round_under_way: asyncio.Future[None] | None = None) -> None:
-        """Train the assigned phase, if there is one; it ends early when the round that runs beside it fails."""
+        """Train the assigned phase, if there is one; it ends early when the round under way fails."""
         base = self.replica.base
         assignment = base.assignment(self.node.peer_id)
         if self.replica.trainer is None or base.plan is None or assignment is None or assignment.steps == 0:
             return
         if not self.node.log.has(base.commit, base.round):
-            return  # that branch was given up
+            return  # the base is of a branch that was given up
         self._reporter.set_state("training")
         self._samples.begin(base.commit, assignment.slices)
         training = self.node.training_after(self.node.log.commit_at(base.round))
@@ -78,7 +78,7 @@ class PhaseRunner:
             return
         self._samples.trained(report.untrained)
         self.tokens_per_s = report.tokens / report.seconds if report.seconds > 0 else 0.0
-        self.replica.ledger.trained(report)
+        self.replica.ledger.add_phase(report)
         self._observer.tell(_phase_trained(phase, report, trainer.owned))
 
     def _should_stop(self, round_under_way: asyncio.Future[None] | None) -> bool:
@@ -87,7 +87,7 @@ class PhaseRunner:
         return self._leave.is_made or is_late or _has_failed(round_under_way)
 
     def _progress_of(self, phase: Phase) -> Callable[[int, float], None]:
-        """What the trainer calls from its thread after each step."""
+        """Return what the trainer calls from its thread after each step."""
         loop = asyncio.get_running_loop()
 
         def tell(steps_done: int, tokens_per_second: float) -> None:

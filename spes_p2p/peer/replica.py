@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.errors import PeerUnreachable, UserError
 from spes_p2p.messages.consensus import CertifiedCommit, Commit
-from spes_p2p.messages.rounds import Plan, Revision
+from spes_p2p.messages.rounds import Plan
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import DigestMismatch, Observer, WorkDropped
 from spes_p2p.peer.base_store import BaseStore
@@ -43,20 +43,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Applied:
-    """One commit that was applied, for whoever reports it."""
+    """One commit that was applied, for the report."""
 
     decided: CertifiedCommit
     plan: Plan
     results: Results
     base_digest: str
-    """Of the base that it gave."""
+    """Digest of the new base."""
 
 
 class Replica:
-    """The base, and the work on top of it."""
+    """The base, and the pending work on top of it."""
 
     def __init__(self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False):
-        """`base_in_memory`: hold the base in memory, and what a round keeps beside it; otherwise both are memory-mapped."""
+        """`base_in_memory`: hold the base and a round's buffers in memory; otherwise both are memory-mapped."""
         sync = node.campaign.config.sync
         self.node = node
         self.layout = layout
@@ -70,13 +70,13 @@ class Replica:
         self.exchanges = Exchanges(node, layout, self.results, self.work, scratch)
         self.newest = NewestBase(node, self._size, self.store.snapshots)
         self.leaves: Callable[[], bool] = lambda: False
-        """Was this peer asked to leave?"""
+        """Whether this peer was asked to leave."""
         self._observer = observer
         self._prepared: StagedBase | None = None
 
     @property
     def has_base(self) -> bool:
-        """Is there a base yet?"""
+        """Whether there is a base yet."""
         return self.store.current is not None
 
     @property
@@ -95,19 +95,19 @@ class Replica:
 
     @property
     def ledger(self) -> Ledger:
-        """Of this peer's own work."""
+        """Accounts of this peer's pending work."""
         return self.work.ledger
 
     async def start(self) -> None:
-        """Serve what is here."""
+        """Serve exchanges, results and bases from now on."""
         await self.exchanges.serve()
         await self.results.serve(self.node.content)
-        await self.store.snapshots.serve(self.node.board, self.node.content)
+        await self.store.snapshots.serve(self.node.endpoint, self.node.content)
 
     # Getting a base ----------------------------------------------------------------------------------------------------
 
     def restore(self, where: str) -> bool:
-        """Take up the base and the staged results of this run-dir; False when there is none. Raises UserError when damaged."""
+        """Load base and staged results from this run-dir; False when there is no base. Raises UserError when it is damaged."""
         if not self.store.load(where):
             return False
         self.results.load()
@@ -115,25 +115,25 @@ class Replica:
         return True
 
     async def learn_own_commit(self) -> None:
-        """Wait until the log reaches the base: it falls short of it when its file was harmed, and others know the rest.
+        """Wait until the log reaches the base, in case the log's file was damaged: other peers have the rest.
 
-        Or the base is of a branch that was given up: then `advance` takes another.
+        Also returns when the base's branch was given up: `advance` takes another base then.
         """
         log, waited = self.node.log, 0
         while self.base.round > log.round and not log.gave_up(self.base.commit):
-            await self.node.learn_from_all()
+            await self.node.decisions.learn_from_all(self.node.others())
             if self.base.round > log.round:
                 if waited % 30 == 0:
                     logger.warning(
-                        "the log of commits ends at round %d, the base is of round %d: waiting for a peer that knows the rest",
+                        "the log of commits ends at round %d, the base is of round %d: waiting for a peer that has the rest",
                         log.round, self.base.round,
                     )
                 waited += 1
                 await asyncio.sleep(RETRY_S)
-                await self.node.meet()
+                await self.node.refresh_contacts()
 
     async def join(self, on_progress: Callable[[int, int], None]) -> None:
-        """Download the newest base from whoever has it, verified; waits until somebody does."""
+        """Download and verify the newest base; wait until a peer has it."""
         while True:
             offers = await self.newest.offers_of_newest()
             if offers:
@@ -143,55 +143,39 @@ class Replica:
                     await self.durable()
                     self.newest.clear()
                     return
-            await self.newest.look_again()
-
-    def base_lost_since(self) -> float | None:
-        """As `NewestBase.lost_since`."""
-        return self.newest.lost_since()
-
-    async def newest_at_hand(self, peers: Sequence[str]) -> int | None:
-        """As `NewestBase.at_hand`."""
-        return await self.newest.at_hand(peers)
+            await self.newest.wait_for_donors()
 
     # The current round -------------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
-        """Take what is pending now as the update of the next round; a helper has none."""
+        """Take all pending work as the update of the next round."""
         self.work.announce(self.base.values)
 
     def validation_loss(self) -> float:
-        """Held-out loss of the base. Called between two steps."""
+        """Return the held-out loss of the base. Called between two steps."""
         return self.work.validation_loss(self.base.values)
 
     def open_exchange(self, plan: Plan) -> Exchange:
-        """Take part in a plan with what was announced."""
+        """Take part in a plan with the announced update."""
         return self.exchanges.open(plan, self.base)
 
-    def revise_exchange(self, plan: Plan, revision: Revision) -> list[Exchange]:
-        """Reducers are lost: exchanges over their parts. Raises WireError when that cannot be."""
-        return self.exchanges.revise(plan, revision)
-
-    async def stage(self, results: Results) -> None:
-        """Make results durable before they are reported as staged."""
-        await self.results.stage(results)
-
     async def durable(self) -> None:
-        """Wait until the base and its checkpoint are on the disk: nothing is announced before. Raises UserError (disk full)."""
+        """Wait until base and checkpoint are on disk, as they must be before an announcement. Raises UserError (disk full)."""
         await self.store.durable()
 
     # Following the commits -----------------------------------------------------------------------------------------------
 
     async def advance(self) -> list[Applied]:
-        """Apply every decided commit that is not yet in the base; returns those applied, but for what a reform gave up
-        meanwhile.
+        """Apply every decided commit after the base; return those applied that no reform gave up meanwhile.
 
-        A peer that leaves applies what it took part in first, or that would be trained again. It does not wait for a base.
+        A leaving peer applies the rounds it took part in, too: otherwise it would return their samples. It does not wait for a
+        base that nobody offers.
         """
         applied = []
-        log, fruitless = self.node.log, self.newest.fruitless
-        while self.base.commit != log.last.id and not (self.leaves() and self.newest.fruitless > fruitless):
+        log, failures = self.node.log, self.newest.failures
+        while self.base.commit != log.last.id and not (self.leaves() and self.newest.failures > failures):
             if self.base.round >= log.round or log.commit_at(self.base.round).id != self.base.commit:
-                logger.warning("a reform of the swarm gave up my round %d: taking base %d", self.base.round, log.round)
+                logger.warning("a reform gave up round %d of this peer: taking base %d", self.base.round, log.round)
                 await self._jump_to_newest(forked=True)
                 continue
             decided = log.at(self.base.round + 1)
@@ -215,9 +199,9 @@ class Replica:
         return [each for each in applied if log.has(each.decided.commit.id, each.decided.commit.round)]
 
     async def prepare(self) -> None:
-        """Make the base that follows, when it is decided and its parts are here, so that `advance` finds it ready.
+        """Compute and serve the base of the next round, if it is decided, so that `advance` finds it ready.
 
-        From now on it is served. Nothing else changes: the trainer may be training meanwhile.
+        Nothing else changes: the trainer may be training meanwhile.
         """
         log, base = self.node.log, self.base
         if base.round >= log.round or log.commit_at(base.round).id != base.commit:
@@ -230,7 +214,7 @@ class Replica:
                 self.store.snapshots.publish(commit.id, commit.round, staged.base.values, staged.digests)
 
     async def _apply(self, commit: Commit, results: Results) -> None:
-        """A decided round becomes part of the base: every member gets the same bits."""
+        """Apply a decided round to the base. Every member gets the same bits."""
         staged, self._prepared = self._prepared, None
         if staged is None or staged.base.commit != commit.id:
             staged = await self._stage_base(commit, results)
@@ -241,16 +225,16 @@ class Replica:
         if self.trainer is not None:
             dropped = await self.node.world.run_blocking(self.work.settle, old, new, results, committed, exchanges)
         self.work.codes_lost = False
-        self.work.carried.settle(exchanges, results, committed)
+        self.work.residuals.settle(exchanges, results, committed)
         self.store.replace(new)
-        self._tell_dropped(dropped, "left out of more than two rounds")
+        self._report_dropped(dropped, "left out of more than two rounds")
         del old
         await self._save(staged.draft)
         self.results.forget(new.round, self.store.snapshots.oldest_pinned_round)
         self.exchanges.forget(new.round)
 
     async def _complete_results(self, commit: Commit) -> Results | None:
-        """The commit's results with every committed part; None when nobody who is there has them any more."""
+        """Return the commit's results with every committed part; None when no reachable peer has one of them."""
         peers = sorted({*commit.members, *self.node.others()} - {self.node.peer_id})
         return await self.results.complete(commit, self.node.fetcher, peers)
 
@@ -264,7 +248,7 @@ class Replica:
         return staged
 
     async def _pass_reform(self, commit: Commit) -> None:
-        """A reform moves no weights: the same values under its commit, assignments are void, pending work stays."""
+        """Apply a reform: the base's values stay, as does pending work; assignments are void."""
         base, run = replace(self.base, commit=commit.id, round=commit.round, plan=None), self.node.world.run_blocking
         await run(self.store.snapshots.publish, base.commit, base.round, base.values)
         if self.trainer is not None:
@@ -275,21 +259,18 @@ class Replica:
     # Taking another base -----------------------------------------------------------------------------------------------
 
     async def repair(self) -> None:
-        """The bits differ from most members': download the pieces that differ; pending work stays on top.
-
-        Raises PeerUnreachable.
-        """
+        """Fetch the pieces whose digests differ from the majority's. Pending work stays on top. Raises PeerUnreachable."""
         if not self.node.log.has(self.base.commit, self.base.round):
             raise PeerUnreachable("the branch of this round was given up")
         offers = await self.newest.offers(self.node.log.commit_at(self.base.round))
         if not offers or offers[0].info.digest == self.base.digest:
-            raise PeerUnreachable("nobody offers another base for this round")
+            raise PeerUnreachable("no peer offers another base for this round")
         self._observer.tell(DigestMismatch(self.base.round, self.base.digest, offers[0].info.digest))
         right = await self.newest.download(offers, self.base.values, resumable=False)
         await self._jump(replace(right, plan=self.base.plan), True)
 
     async def _take_certified(self, digest: str) -> None:
-        """The next round was decided on other bits: download the pieces that differ. Pending work stays on top."""
+        """Fetch the pieces that differ from the base that the next commit certifies. Pending work stays on top."""
         offers = [o for o in await self.newest.offers(self.node.log.commit_at(self.base.round)) if o.info.digest == digest]
         self._observer.tell(DigestMismatch(self.base.round, self.base.digest, digest))
         if not offers:
@@ -300,7 +281,7 @@ class Replica:
             await self._jump(replace(right, plan=self.base.plan), True)
 
     async def _roll_back(self, commit: Commit) -> None:
-        """Take an earlier base: from the own archive, or from peers that have it there. What was trained since is given up."""
+        """Take an earlier base, from this peer's archive or another's. Work since then is dropped."""
         kept = await self._archived(commit)
         if kept is None:
             await self._jump_to_newest(forked=False)
@@ -308,7 +289,7 @@ class Replica:
             await self._jump(Base(commit.id, commit.round, kept.values, kept.digest, None), False)
 
     async def _archived(self, commit: Commit) -> Base | None:
-        """The base that this commit goes back to, where it is kept here and whole."""
+        """Return the base that this commit goes back to, if it is archived here undamaged."""
         assert commit.control is not None
         world, wanted = self.node.world, commit.control.rollback
         try:
@@ -319,18 +300,18 @@ class Replica:
         return kept if kept is not None and kept.digest == commit.base_digest else None
 
     async def _jump_to_newest(self, forked: bool) -> None:
-        """Take the newest base: too far behind to replay, or on a branch that was given up (`forked`).
+        """Take the newest base: this peer is too far behind to replay, or on a branch that was given up (`forked`).
 
-        What was announced stays pending unless it may be in the rounds that are skipped, or the base is of another branch.
+        Pending work is kept unless a skipped round may include it, or the base is of another branch.
         """
         offers = await self.newest.offers_of_newest()
         try:
             if not offers:
-                raise PeerUnreachable("nobody offers the newest base")
+                raise PeerUnreachable("no peer offers the newest base")
             base = await self.newest.download(offers, self.base.values)
         except PeerUnreachable as error:
             logger.debug("snapshot: %s", error)
-            await self.newest.look_again()
+            await self.newest.wait_for_donors()
             return
         skipped = {decided.commit.plan: decided.commit for decided in self.node.log.since(self.base.round)}
         may_be_in = self.exchanges.knows_any(set(skipped))
@@ -348,17 +329,17 @@ class Replica:
             self.work.rebase(old, new, keep_pending, rolled_back)
         else:
             dropped = await self.node.world.run_blocking(self.work.rebase, old, new, keep_pending, rolled_back)
-            self._tell_dropped(dropped, "the campaign was rolled back" if rolled_back else "the base was downloaded again")
+            self._report_dropped(dropped, "the campaign was rolled back" if rolled_back else "the base was downloaded again")
         del old
         await self._save()
 
-    def _tell_dropped(self, tokens: int, reason: str) -> None:
-        """Work that was pending until now is given up."""
+    def _report_dropped(self, tokens: int, reason: str) -> None:
+        """Report pending work that is dropped."""
         if tokens:
             self._observer.tell(WorkDropped(self.base.round, tokens, reason))
 
     async def _save(self, draft: Draft | None = None) -> None:
-        """Begin to make the base durable, and what the trainer has on top of it."""
+        """Begin to make the base, and the checkpoint of the work on top of it, durable."""
         await self.store.save(None if self.trainer is None else self._checkpoint, draft)
 
     def _checkpoint(self, base: Base, before: str | None) -> Checkpoint:

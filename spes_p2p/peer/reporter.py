@@ -1,4 +1,4 @@
-"""The events of one peer: its state, commits, failures, downloads, and the bytes that crossed the transport."""
+"""The events of one peer: state, commits, failures, downloads, and bytes that crossed the transport."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spes_p2p.observe.events import (
 )
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
-from spes_p2p.rounds.plan import contributions
+from spes_p2p.rounds.commit import contributions
 from spes_p2p.training.optimizer import learning_rate
 
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "parts": "pull", **dict.fromkeys(
@@ -39,12 +39,12 @@ class EventReporter:
         self._replica = replica
         self._observer = observer
         self.evaluated_round = -1
-        """The last round whose held-out loss was told."""
+        """The last round whose held-out loss was reported."""
         self._control = 0
         self._moved: Counter[tuple[str, bool]] = Counter()
 
     def set_state(self, state: str) -> None:
-        """Report what the peer does from now on."""
+        """Report the peer's new state."""
         self.state = state
         self._observer.tell(PhaseEntered(state))
 
@@ -53,7 +53,7 @@ class EventReporter:
         self._observer.tell(RoundFailed(round_number, attempt, reason, detail))
 
     def evaluated(self, round_number: int, validation_loss: float) -> None:
-        """Report the held-out loss of a round's base, measured here or told by the peer that measured it."""
+        """Report the held-out loss of a round's base, measured here or by another peer."""
         self.evaluated_round = round_number
         self._observer.tell(Evaluated(round_number, validation_loss))
 
@@ -72,7 +72,7 @@ class EventReporter:
                 total_rounds=self._total_rounds(commit),
             )
         )
-        self._tell_control(commit)
+        self._report_control(commit)
 
     def committed(self, applied: Applied, seconds: Mapping[str, float]) -> None:
         """Report a round that was applied; `seconds` by part of the round."""
@@ -104,7 +104,7 @@ class EventReporter:
                 control=describe(commit.control),
             )
         )
-        self._tell_control(commit)
+        self._report_control(commit)
 
         if commit.round == self._replica.base.round:
             drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
@@ -115,27 +115,27 @@ class EventReporter:
         self._observer.tell(DownloadProgress("the base", done, total))
 
     def _total_rounds(self, commit: Commit) -> int:
-        """Number of the last round. One that resumes or reforms is one more; another schedule or a rollback moves the end."""
+        """Return the number of the last round, as far as known: pauses, reforms, rollbacks and new schedules move it."""
         training, config = self._node.training_after(commit), self._node.campaign.config
         if is_stopped(commit.control):
             return commit.round
         left = -(-max(0, training.total_steps - commit.step) // training.sync_steps)
         return max(0, commit.round) + left + (config.sync.overlap and commit.round < 1)
 
-    def _tell_control(self, commit: Commit) -> None:
-        """The owner's order, once."""
+    def _report_control(self, commit: Commit) -> None:
+        """Report the commit's control record, once."""
         control = commit.control
         if control is not None and control.number != self._control:
             self._control = control.number
             self._observer.tell(Controlled(commit.round, control.number, control.state, describe(control)))
 
     def _bytes(self) -> tuple[int, int]:
-        """Report what crossed the transport since the last time; returns (sent, received) in all."""
+        """Report the bytes that crossed the transport since the last call; return (sent, received)."""
         totals = [0, 0]
-        board = self._node.board
-        for method in set(board.sent) | set(board.received):
-            sent = board.sent[method] - self._moved[method, True]
-            received = board.received[method] - self._moved[method, False]
+        endpoint = self._node.endpoint
+        for method in set(endpoint.sent) | set(endpoint.received):
+            sent = endpoint.sent[method] - self._moved[method, True]
+            received = endpoint.received[method] - self._moved[method, False]
             self._moved[method, True] += sent
             self._moved[method, False] += received
             totals[0] += sent
@@ -145,15 +145,15 @@ class EventReporter:
 
 
 def trainers_of(plan: Plan) -> tuple[str, ...]:
-    """The members that train, by id."""
+    """Return the ids of the members that train."""
     return tuple(member.peer for member in plan.members if member.trains)
 
 
 def expert_tokens_of(plan: Plan) -> tuple[int, ...]:
-    """For each expert: tokens on which the members trained it."""
+    """Return, for each expert, the tokens on which the members trained it."""
     return tuple(map(sum, zip(*(member.routed for member in plan.members), strict=True)))
 
 
 def owners_of(commit: Commit) -> tuple[tuple[str, ...], ...]:
-    """Peer ids of each expert's owners in the phase after this commit."""
+    """Return the ids of each expert's owners in the phase after this commit."""
     return tuple(tuple(commit.members[i] for i in owners) for owners in commit.owners)

@@ -32,7 +32,7 @@ def draw(title: str, found: Sequence[Outcome], path: Path) -> None:
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     sent.set_xscale("log")
-    tokens.set_ylabel("held-out loss (nats a token)")
+    tokens.set_ylabel("held-out loss (nats per token)")
     memory.set_title("final loss")
     figure.suptitle(title)
     handles, labels = tokens.get_legend_handles_labels()

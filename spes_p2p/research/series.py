@@ -12,7 +12,7 @@ from spes_p2p.training.balance import load_violation, share_of
 from spes_p2p.training.interface import PhaseReport
 
 POINTS = 40
-"""Rounds are averaged down to at most so many."""
+"""Average the rounds down to at most this many."""
 
 
 class RoundSeries:

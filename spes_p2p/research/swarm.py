@@ -23,7 +23,7 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, initial_state, layout_of
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, RoundMeasured, WorkDropped
-from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node

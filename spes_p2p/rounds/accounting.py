@@ -1,31 +1,26 @@
-"""What this peer trained and has not yet seen in a base: the accounting rule.
+"""Accounting of pending updates: what this peer trained and no base includes yet.
 
-`pending = local - base`, always. `sent` is what was pushed, as the others decoded it. On commit, part by part: where the push
-was included, `local += (base' - base) - sent`, otherwise `local += base' - base`. So a codec's rounding error stays pending
-(error feedback), a part that was dropped stays pending, and nothing is counted twice.
+The invariant is `pending = local - base`. On commit, for each part: `local += (base' - base) - sent` if the commit includes
+this peer's push, else `local += base' - base`, where `sent` is the pushed update as others decode it. So the codec's rounding
+error and dropped parts stay pending (error feedback), and nothing is counted twice.
 
-The rule does not ask what happened between announcement and commit. A peer that trains on meanwhile (`sync.overlap`) adds to
-`local` what it trains, so that stays pending and goes with the next round: with update u announced for round r on base b(r-1),
-codes s decoded from it, and progress g of the phase that went on during the round,
+The rule also holds for a peer that trains on during a round (`sync.overlap`). With update u announced for round r on base
+b(r-1), s decoded from its encoding, and progress g of the phase in parallel with the round,
 
     local  = b(r-1) + u + g                      at the end of that phase
     local += (b(r) - b(r-1)) - s                 round r is applied, one phase late
     u'     = local - b(r) = (u - s) + g          the update announced for round r+1
 
-What is announced is therefore kept apart from what is trained afterwards: `announce` draws the line, and only what is behind
-it settles, ages, or is given up.
+Announced updates are therefore kept apart from later training: only announced updates settle, age or are discarded.
 
-A round may take one part of a group and leave another out. So the tokens behind what is pending are kept part by part: they are
-what the next update of that part weighs.
-
-What is kept lies in scratch arrays, files perhaps; everything else is done piece by piece, so that a model's size is no matter
-of memory.
+A round may include one part of a group and drop another, so pending tokens (an update's weight in the mean) are counted by
+part. Updates are in scratch arrays, possibly in files, and processed in pieces: memory does not grow with the model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,122 +29,123 @@ from spes_p2p.model.layout import Group, Layout
 from spes_p2p.observe.events import Drift
 from spes_p2p.rounds.drift import DriftSums
 from spes_p2p.rounds.parts import Part
-from spes_p2p.storage.scratch import Scratch, memory_scratch, side_by_side
+from spes_p2p.storage.scratch import Scratch, memory_scratch, scratch_arrays
 from spes_p2p.training.interface import PhaseReport, Trainer
 from spes_p2p.training.pending import add_pending, pending_of, trained_groups
 
 MAX_PENDING_ROUNDS = 2
+"""Discard an update that this many rounds left out: it is too stale."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """How much training stands behind pending weights."""
+class TrainedTokens:
+    """The tokens and losses of the training in pending weights."""
 
     routed: tuple[int, ...]
-    """For each expert, tokens that its routers sent there."""
+    """Tokens routed to each expert."""
     tokens: int = 0
     loss_sum: float = 0.0
     loss_tokens: int = 0
 
     @property
     def loss(self) -> float:
-        """Mean training loss; 0 without any."""
+        """Mean training loss; 0 without tokens."""
         return self.loss_sum / self.loss_tokens if self.loss_tokens else 0.0
 
-    def plus(self, other: Work) -> Work:
-        """Both together."""
+    def plus(self, other: TrainedTokens) -> TrainedTokens:
+        """Return the sum of both."""
         routed = tuple(a + b for a, b in zip(self.routed, other.routed, strict=True))
         losses = self.loss_sum + other.loss_sum, self.loss_tokens + other.loss_tokens
-        return Work(routed, self.tokens + other.tokens, *losses)
+        return TrainedTokens(routed, self.tokens + other.tokens, *losses)
 
     def of(self, group: Group) -> int:
-        """Tokens that trained this group."""
+        """Return the tokens that trained this group."""
         return self.tokens if group.expert is None else self.routed[group.expert]
 
 
 class Ledger:
-    """Pending work of one peer, and how many tokens stand behind it."""
+    """The pending updates of one peer, and their tokens."""
 
     def __init__(self, layout: Layout, ranges: Sequence[tuple[Group, int, int]], scratch: Scratch = memory_scratch):
-        """`ranges`: of all that can be parts (`part_ranges`). `scratch`: where updates are kept."""
+        """`ranges`: all possible parts (`part_ranges`). `scratch` allocates the updates."""
         self._layout = layout
         self._ranges = tuple(ranges)
         self._scratch = scratch
-        self._nothing = Work((0,) * layout.num_experts)
+        self._nothing = TrainedTokens((0,) * layout.num_experts)
         self._fresh = self._nothing
-        """Trained since the last announcement."""
-        self._behind = np.zeros(len(ranges), np.int64)
-        """Tokens behind what was announced of each range and is not yet included."""
+        """Training since the last announcement."""
+        self._tokens = np.zeros(len(ranges), np.int64)
+        """Announced tokens of each range that no base includes yet."""
         self._place = {start: place for place, (_, start, _) in enumerate(ranges)}
         self._places = _places_of_groups(ranges)
         self._losses = 0.0, 0
-        """Their sum and tokens, of what was announced."""
+        """Sum and tokens of the announced losses."""
         self._update: dict[str, np.ndarray] = {}
         self.drift: dict[str, Drift] = {}
-        """By kind of weights, at the last commit; empty where nothing of mine was in it."""
+        """By kind of weights, at the last commit; empty if it included no update of this peer."""
         self._handed_over: dict[int, np.ndarray] = {}
         self._age: dict[str, int] = {}
 
     @property
-    def announced(self) -> Work:
-        """What the round in flight carries, and what earlier rounds left out.
+    def announced(self) -> TrainedTokens:
+        """What was announced and is not yet included, from this and earlier rounds.
 
-        Tokens count as included with the first part of the shared weights that is, those of an expert with its last part.
+        Tokens count as included with the first included part of the shared weights, those of an expert with its last part.
         """
         experts = range(self._layout.num_experts)
-        routed = tuple(int(self._behind_group(self._layout.expert(expert)).max()) for expert in experts)
-        return Work(routed, int(self._behind_group(self._layout.group("shared")).min()), *self._losses)
+        routed = tuple(int(self._announced_tokens(self._layout.expert(expert)).max()) for expert in experts)
+        return TrainedTokens(routed, int(self._announced_tokens(self._layout.group("shared")).min()), *self._losses)
 
     @property
-    def pending(self) -> Work:
-        """All that was not yet included."""
+    def pending(self) -> TrainedTokens:
+        """All training that no base includes yet."""
         return self.announced.plus(self._fresh)
 
     @property
-    def most_behind(self) -> int:
-        """Tokens behind the part that has most of them pending; 0: nothing is pending but what codecs dropped."""
-        return int(self._behind_all().max())
+    def max_pending_tokens(self) -> int:
+        """The largest pending tokens of any part; 0: only rounding errors of codecs are pending."""
+        return int(self._pending_tokens().max())
 
-    def behind(self, part: Part) -> int:
-        """Tokens behind the part's update: its weight in the mean."""
-        return int(self._behind[self._place[part.start]])
+    def tokens_behind(self, part: Part) -> int:
+        """Return the tokens of the part's announced update: its weight in the mean."""
+        return int(self._tokens[self._place[part.start]])
 
     @property
     def update(self) -> Mapping[str, np.ndarray]:
-        """What was announced, by group name (float32): the groups that this peer contributes to the round.
+        """The announced update by group name, float32 `[group.size]`: the groups that this peer contributes to the round.
 
-        An exchange overwrites it with what it sent.
+        An exchange overwrites it with the values that it sent.
         """
         return self._update
 
-    def copy_of_update(self) -> dict[str, np.ndarray]:
-        """For another attempt at the round."""
-        copies = side_by_side(self._scratch, "update", {name: values.size for name, values in self._update.items()})
+    def copy_update(self) -> dict[str, np.ndarray]:
+        """Copy the update for another attempt at the round."""
+        copies = scratch_arrays(self._scratch, "update", {name: values.size for name, values in self._update.items()})
         for name, values in self._update.items():
             np.copyto(copies[name], values)
         return copies
 
-    def may_be_sent(self, trainer: Trainer, base: np.ndarray, group: Group) -> np.ndarray | None:
-        """What a push of before a restart may have held of a group; None when nothing that is pending here."""
+    def possibly_sent(self, trainer: Trainer, base: np.ndarray, group: Group) -> np.ndarray | None:
+        """Return what a push before a restart may have contained of a group; None if nothing pending."""
         if group.name in self._update:
             return self._update[group.name]
         if self._fresh.of(group) or (group.expert is not None and group.expert not in trainer.owned):
             return None
-        return pending_of(trainer, base, group, self._scratch("aside", group.size))
+        return pending_of(trainer, base, group, self._scratch("temporary", group.size))
 
-    def trained(self, report: PhaseReport) -> None:
-        """Add a phase's work."""
+    def add_phase(self, report: PhaseReport) -> None:
+        """Count a phase's tokens and losses; a non-finite loss is left out."""
         counts = report.tokens and math.isfinite(report.loss)
         losses = (report.loss * report.tokens, report.tokens) if counts else (0.0, 0)
-        self._fresh = self._fresh.plus(Work(report.routed, report.tokens, *losses))
+        self._fresh = self._fresh.plus(TrainedTokens(report.routed, report.tokens, *losses))
 
     def announce(self, trainer: Trainer, base: np.ndarray) -> None:
-        """Take all that is pending now as the update of the next round. Called between two steps."""
-        announced, self._behind = self.pending, self._behind_all()
+        """Freeze all that is pending as the update of the next round. Call between two steps."""
+        announced, self._tokens = self.pending, self._pending_tokens()
         self._fresh, self._losses = self._nothing, (announced.loss_sum, announced.loss_tokens)
-        self._update = {}  # its file is that of the next one
-        groups = [group for group in self._layout.groups if announced.of(group) and self._is_mine(trainer, group)]
-        self._update = side_by_side(self._scratch, "update", {group.name: group.size for group in groups})
+        self._update = {}  # release the file for the next update
+        groups = [group for group in self._layout.groups if announced.of(group) and self._contributes(trainer, group)]
+        self._update = scratch_arrays(self._scratch, "update", {group.name: group.size for group in groups})
         for group in groups:
             handed_over = self._handed_over_of(group)
             if handed_over is not None:
@@ -157,29 +153,28 @@ class Ledger:
             else:
                 pending_of(trainer, base, group, self._update[group.name])
 
-    def set_aside(self, trainer: Trainer, base: np.ndarray) -> Mapping[str, np.ndarray]:
-        """All that is pending in the trainer, by group name: for `put_back`, after something else was done with its weights."""
+    def stash_pending(self, trainer: Trainer, base: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Return a copy of all that is pending in the trainer, by group name, for `restore_pending`."""
         groups = trained_groups(trainer)
-        values = side_by_side(self._scratch, "aside", {group.name: group.size for group in groups})
+        values = scratch_arrays(self._scratch, "temporary", {group.name: group.size for group in groups})
         for group in groups:
             pending_of(trainer, base, group, values[group.name])
         return values
 
-    def put_back(self, trainer: Trainer, set_aside: Mapping[str, np.ndarray]) -> None:
-        """Undo of `set_aside`, on the same base."""
-        for name, values in set_aside.items():
+    def restore_pending(self, trainer: Trainer, stashed: Mapping[str, np.ndarray]) -> None:
+        """Add stashed updates to a trainer that holds the plain base."""
+        for name, values in stashed.items():
             add_pending(trainer, self._layout.group(name), values)
 
     def change_owned(self, trainer: Trainer, owned: tuple[int, ...], base: np.ndarray) -> None:
-        """Train these experts from now on.
+        """Make the trainer own these experts.
 
-        An expert that is lost with pending work contributes that once more, then none; one that comes back before it did so
-        goes on with that work.
+        A lost expert's pending update is handed over: announced once more. If the expert returns earlier, it keeps the update.
         """
         for expert in set(trainer.owned) - set(owned):
             group = self._layout.expert(expert)
             if self.pending.routed[expert] > 0:
-                self._handed_over[expert] = pending_of(trainer, base, group, self._scratch("aside", group.size))
+                self._handed_over[expert] = pending_of(trainer, base, group, self._scratch("temporary", group.size))
         trainer.assign(owned, base)
         for expert in owned:
             pending = self._handed_over.pop(expert, None)
@@ -193,13 +188,13 @@ class Ledger:
         new: np.ndarray,
         accepted: Sequence[tuple[Part, np.ndarray]],
     ) -> int:
-        """Account for one commit that took the base from `old` to `new`; returns the tokens of work that was given up.
+        """Account for a commit that moves the base from `old` to `new`; return the tokens that are discarded as too stale.
 
-        `accepted`: the parts that hold my push of the committed plan, with the decoded values that I pushed.
+        `accepted`: the parts that include this peer's push of the committed plan, with the pushed values as decoded.
         """
         sent = {part.start: values for part, values in accepted}
         for part, _ in accepted:
-            self._behind[self._place[part.start]] = 0
+            self._tokens[self._place[part.start]] = 0
         drift = DriftSums()
         for group in self._layout.groups:
             self._settle_group(trainer, group, old, new, sent, drift)
@@ -207,9 +202,9 @@ class Ledger:
         return self._age_pending(trainer, {part.group.name for part, _ in accepted})
 
     def rebase(self, trainer: Trainer, old: np.ndarray, new: np.ndarray, keep_announced: bool) -> int:
-        """The base jumped (a snapshot, a repaired digest); returns the tokens of announced work that was given up, if it was.
+        """Move to another base without a commit (download, repair); return the announced tokens that are discarded.
 
-        What was trained since the announcement is kept either way.
+        Training since the announcement is kept in any case.
         """
         lost = 0
         if not keep_announced:
@@ -219,67 +214,67 @@ class Ledger:
             self._settle_group(trainer, group, old, new, {}, DriftSums())
         return lost
 
-    def give_up(self, trainer: Trainer, base: np.ndarray) -> int:
-        """The campaign went back to an earlier base: nothing of what is pending stays. Returns its tokens."""
-        lost = self.most_behind
+    def discard_pending(self, trainer: Trainer, base: np.ndarray) -> int:
+        """Discard all that is pending after a rollback; return its tokens."""
+        lost = self.max_pending_tokens
         trainer.load_base(base)
         self._fresh, self._losses = self._nothing, (0.0, 0)
-        self._behind[:] = 0
+        self._tokens[:] = 0
         for table in (self._update, self._handed_over, self._age):
             table.clear()
         return lost
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a restart needs beside `local - base`, by name."""
+        """Return the arrays that a restart needs in addition to `local - base`, by name."""
         handed_over = {f"handed_over.{expert}": values for expert, values in self._handed_over.items()}
         losses = np.array([self.pending.loss_sum, self.pending.loss_tokens], np.float64)
-        return {"tokens_behind": self._behind_all(), "losses": losses, **handed_over}
+        return {"tokens_behind": self._pending_tokens(), "losses": losses, **handed_over}
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Undo of `state`, before anything is announced or trained."""
-        behind = arrays.get("tokens_behind")
-        if behind is None or behind.shape != self._behind.shape:
+        """Restore `state`. Call before anything is announced or trained."""
+        tokens = arrays.get("tokens_behind")
+        if tokens is None or tokens.shape != self._tokens.shape:
             return
-        self._behind = behind.copy()
+        self._tokens = tokens.copy()
         loss_sum, loss_tokens = map(float, arrays["losses"])
         self._losses = loss_sum, int(loss_tokens)
         for name, values in arrays.items():
             if name.startswith("handed_over."):
-                kept = self._handed_over[int(name.partition(".")[2])] = self._scratch("aside", values.size)
+                kept = self._handed_over[int(name.partition(".")[2])] = self._scratch("temporary", values.size)
                 np.copyto(kept, values)
 
     def _settle_group(
         self, trainer: Trainer, group: Group, old: np.ndarray, new: np.ndarray, sent: Mapping[int, np.ndarray], drift: DriftSums
     ) -> None:
-        """`sent`: what was included of mine, by start of its range."""
+        """Apply the accounting rule to one group. `sent`: the included values, by start of their range."""
         is_trained = group.expert is None or group.expert in trainer.owned
         if not is_trained:
             trainer.refresh(group, new[group.start : group.stop])
         update, handed_over = self._update.get(group.name), self._handed_over_of(group)
-        for start, stop in self._ranges_of(group):
-            mine, here = sent.get(start), slice(start - group.start, stop - group.start)
-            if mine is None and not is_trained:
+        for _, start, stop in self._ranges[self._places[group.name]]:
+            pushed, here = sent.get(start), slice(start - group.start, stop - group.start)
+            if pushed is None and not is_trained:
                 continue
             step = new[start:stop] - old[start:stop]
-            if mine is not None:
-                drift.add(group.kind, mine, step)
+            if pushed is not None:
+                drift.add(group.kind, pushed, step)
                 if handed_over is not None:
-                    handed_over[here] -= mine
-                step -= mine
+                    handed_over[here] -= pushed
+                step -= pushed
             if is_trained:
                 trainer.add(group, step, here.start)
-            if mine is not None and update is not None:
+            if pushed is not None and update is not None:
                 update[here] = 0
 
     def _age_pending(self, trainer: Trainer, included: set[str]) -> int:
-        """What more than two rounds left out is given up; returns its tokens.
+        """Discard updates that more than MAX_PENDING_ROUNDS rounds left out; return their tokens.
 
-        An expert of which a part was left out ages as a whole: it may be handed over before that part goes again.
+        An expert ages until all its parts are included: it may be handed over before the rest is sent again.
         """
         dropped = 0
         for group in self._layout.groups:
             is_settled = group.expert is None and group.name in included
-            if is_settled or group.name not in self._update or not self._behind_group(group).any():
+            if is_settled or group.name not in self._update or not self._announced_tokens(group).any():
                 self._age.pop(group.name, None)
                 continue
             self._age[group.name] = self._age.get(group.name, 0) + 1
@@ -289,56 +284,48 @@ class Ledger:
         return dropped
 
     def _forget_settled(self) -> None:
-        """Nothing is left of an expert that was handed over, or of what the losses are about."""
+        """Drop handed-over experts and losses without pending tokens."""
         pending = self.pending
         self._handed_over = {expert: values for expert, values in self._handed_over.items() if pending.routed[expert]}
         if self.announced.tokens == 0:
             self._losses = 0.0, 0
 
     def _drop(self, trainer: Trainer, group: Group) -> int:
-        """Give up what was announced of a group and is still pending; returns its tokens."""
-        behind = self._behind_group(group)
-        dropped = int(behind.max())
-        behind[:] = 0
+        """Discard a group's announced update, also from the local weights; return its tokens."""
+        tokens = self._announced_tokens(group)
+        dropped = int(tokens.max())
+        tokens[:] = 0
         self._age.pop(group.name, None)
-        self._take_back(trainer, group)
-        return dropped
-
-    def _take_back(self, trainer: Trainer, group: Group) -> None:
-        """What is still pending of a group's announced update leaves the local weights."""
         update = self._update.pop(group.name)
         handed_over = self._handed_over_of(group)
         if handed_over is not None:
             handed_over -= update
-        elif self._is_mine(trainer, group):
+        elif self._contributes(trainer, group):
             np.negative(update, out=update)
             add_pending(trainer, group, update)
+        return dropped
 
-    def _is_mine(self, trainer: Trainer, group: Group) -> bool:
-        """Is it trained here, or was it, and there is work left?"""
+    def _contributes(self, trainer: Trainer, group: Group) -> bool:
+        """Return whether this peer trains the group, or has a handed-over update of it."""
         return group.expert is None or group.expert in trainer.owned or group.expert in self._handed_over
 
     def _handed_over_of(self, group: Group) -> np.ndarray | None:
         return None if group.expert is None else self._handed_over.get(group.expert)
 
-    def _ranges_of(self, group: Group) -> Iterator[tuple[int, int]]:
-        """Where its ranges begin and end in the flat state."""
-        return ((start, stop) for _, start, stop in self._ranges[self._places[group.name]])
+    def _announced_tokens(self, group: Group) -> np.ndarray:
+        """Return the announced tokens of each of the group's ranges: a view."""
+        return self._tokens[self._places[group.name]]
 
-    def _behind_group(self, group: Group) -> np.ndarray:
-        """Tokens behind each of its parts, of what was announced: a view."""
-        return self._behind[self._places[group.name]]
-
-    def _behind_all(self) -> np.ndarray:
-        """Tokens behind each range, of all that is pending."""
-        behind = self._behind.copy()
+    def _pending_tokens(self) -> np.ndarray:
+        """Return the pending tokens of each range."""
+        tokens = self._tokens.copy()
         for group in self._layout.groups:
-            behind[self._places[group.name]] += self._fresh.of(group)
-        return behind
+            tokens[self._places[group.name]] += self._fresh.of(group)
+        return tokens
 
 
 def _places_of_groups(ranges: Sequence[tuple[Group, int, int]]) -> dict[str, slice]:
-    """By group name: where its ranges stand among all of them."""
+    """Return the slice of each group's ranges among all ranges, by group name."""
     places: dict[str, slice] = {}
     for place, (group, _, _) in enumerate(ranges):
         first = places[group.name].start if group.name in places else place

@@ -1,6 +1,6 @@
-"""From one base to the next: decode what was committed, outer step, merge. The same bits on every machine.
+"""Apply a decided round: decode the committed results, outer step, merge. Every machine computes the same bits.
 
-The new base is made piece by piece, so that it never needs to be in memory as a whole.
+The next base is computed in pieces, so it is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from spes_p2p.rounds.outer import momentum_offsets, next_momentum, next_weights,
 from spes_p2p.rounds.parts import Part
 
 DECODED_PARTS = 16
-"""Decoded parts that are kept at hand; a merge looks at several places at once."""
+"""Bounds the cache of decoded parts. A merge reads several places of the state at a time."""
 PLAIN = OuterConfig()
 
 
 class NextBase:
-    """The new base (float32 `[base_size(layout, outer)]`), any piece of it: `[PIECE_ELEMENTS]` each but the last.
+    """Computes any piece of the next base: float32 `[PIECE_ELEMENTS]`, the last one shorter; `base_size` elements in all.
 
-    Parts that were not committed keep their old weights and momentum. The merge moves weights, never momentum.
+    Parts that are not committed keep their old weights and momentum. The merge moves weights, never momentum.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class NextBase:
         merge: Merge | None,
         outer: OuterConfig = PLAIN,
     ):
-        """`committed`: the committed parts, ascending; `encoded`: their mean updates, by part index."""
+        """`committed`: parts, ascending; `encoded`: their encoded mean updates, by part index."""
         self._size = base.size
         self._stepped = _OuterStep(base, layout, committed, encoded, outer)
         self._rows = merged_rows(layout, merge.donors) if merge is not None else ()
         self._alpha = merge.alpha if merge is not None else 0.0
 
     def piece(self, number: int) -> np.ndarray:
-        """One piece, a new array."""
+        """Return one piece as a new array."""
         start = number * PIECE_ELEMENTS
         return merge_range(self._stepped.values, self._rows, self._alpha, start, min(start + PIECE_ELEMENTS, self._size))
 
     def parts_by_piece(self) -> list[tuple[int, ...]]:
-        """For each piece, which parts are in it by their index."""
+        """Return the indices of the parts in each piece."""
         return self._stepped.parts_by_piece(-(-self._size // PIECE_ELEMENTS))
 
     def merged_pieces(self) -> set[int]:
-        """Pieces that the merge changes: parts of other places are in them too."""
+        """Return the pieces that the merge changes. They also depend on parts in other pieces."""
         return {n for row in self._rows for n in range(row.start // PIECE_ELEMENTS, -(-row.stop // PIECE_ELEMENTS))}
 
 
@@ -68,20 +68,20 @@ def next_base(
     merge: Merge | None,
     outer: OuterConfig = PLAIN,
 ) -> Iterator[np.ndarray]:
-    """All pieces of a `NextBase`."""
+    """Yield all pieces of a `NextBase`."""
     new = NextBase(base, layout, committed, encoded, merge, outer)
     return (new.piece(number) for number in range(-(-base.size // PIECE_ELEMENTS)))
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """Where a part's update goes: its weights, or their momentum."""
+class _Target:
+    """A range of the base that a part's update changes: its weights, or their momentum."""
 
     start: int
     stop: int
     part: Part
     momentum_at: int | None
-    """Where the momentum of the part begins in the base; None where its group has none."""
+    """Start of the part's momentum in the base; None without momentum."""
 
     @property
     def is_momentum(self) -> bool:
@@ -89,7 +89,7 @@ class _Stretch:
 
 
 class _OuterStep:
-    """Values after the outer step, for any range."""
+    """Computes any range of the base after the outer step."""
 
     def __init__(
         self,
@@ -100,36 +100,36 @@ class _OuterStep:
         outer: OuterConfig,
     ):
         self._base, self._encoded, self._outer = base, encoded, outer
-        self._stretches = _stretches(layout, committed, outer)
-        self._stops = [stretch.stop for stretch in self._stretches]
+        self._targets = _targets(layout, committed, outer)
+        self._stops = [target.stop for target in self._targets]
         self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def values(self, start: int, stop: int) -> np.ndarray:
-        """float32 `[stop - start]`, a new array."""
+        """Return float32 `[stop - start]`, a new array."""
         new = self._base[start:stop].copy()
-        for place in range(bisect.bisect_right(self._stops, start), len(self._stretches)):
-            stretch = self._stretches[place]
-            if stretch.start >= stop:
+        for place in range(bisect.bisect_right(self._stops, start), len(self._targets)):
+            target = self._targets[place]
+            if target.start >= stop:
                 break
-            a, b = max(start, stretch.start), min(stop, stretch.stop)
-            self._step(stretch, a - stretch.start, b - stretch.start, new[a - start : b - start])
+            a, b = max(start, target.start), min(stop, target.stop)
+            self._step(target, a - target.start, b - target.start, new[a - start : b - start])
         return new
 
     def parts_by_piece(self, pieces: int) -> list[tuple[int, ...]]:
-        """For each of so many pieces, the parts whose weights or momentum are in it."""
+        """Return for each piece the indices of the parts whose weights or momentum it contains."""
         found: list[list[int]] = [[] for _ in range(pieces)]
-        for stretch in self._stretches:
-            for number in range(stretch.start // PIECE_ELEMENTS, -(-stretch.stop // PIECE_ELEMENTS)):
-                found[number].append(stretch.part.index)
+        for target in self._targets:
+            for number in range(target.start // PIECE_ELEMENTS, -(-target.stop // PIECE_ELEMENTS)):
+                found[number].append(target.part.index)
         return list(map(tuple, found))
 
-    def _step(self, stretch: _Stretch, a: int, b: int, values: np.ndarray) -> None:
-        """In place, on elements `[a, b)` of a stretch, which hold the old base's values."""
-        rate, mu = outer_settings(stretch.part.group, self._outer)
-        update, momentum = self._update(stretch.part)[a:b], None
-        if stretch.momentum_at is not None:
-            momentum = next_momentum(self._base[stretch.momentum_at + a : stretch.momentum_at + b], update, mu)
-        if stretch.is_momentum:
+    def _step(self, target: _Target, a: int, b: int, values: np.ndarray) -> None:
+        """Update elements `[a, b)` of a range in place; `values` holds the old base's."""
+        rate, mu = outer_settings(target.part.group, self._outer)
+        update, momentum = self._update(target.part)[a:b], None
+        if target.momentum_at is not None:
+            momentum = next_momentum(self._base[target.momentum_at + a : target.momentum_at + b], update, mu)
+        if target.is_momentum:
             values[:] = momentum
         else:
             next_weights(values, update, momentum, rate, mu)
@@ -144,14 +144,14 @@ class _OuterStep:
         return update
 
 
-def _stretches(layout: Layout, committed: Sequence[Part], outer: OuterConfig) -> list[_Stretch]:
-    """Of all committed parts, ascending: the weights, then the momentum of those groups that have one."""
+def _targets(layout: Layout, committed: Sequence[Part], outer: OuterConfig) -> list[_Target]:
+    """Return the targets of all committed parts, ascending: weights, then momentum."""
     offsets = momentum_offsets(layout, outer)
     weights, momentum = [], []
     for part in committed:
         begin = offsets.get(part.group.name)
         at = None if begin is None else begin + part.start - part.group.start
-        weights.append(_Stretch(part.start, part.stop, part, at))
+        weights.append(_Target(part.start, part.stop, part, at))
         if at is not None:
-            momentum.append(_Stretch(at, at + part.size, part, at))
+            momentum.append(_Target(at, at + part.size, part, at))
     return weights + momentum

@@ -1,4 +1,4 @@
-"""Bases that a bootstrap peer keeps beside the current one: every so many rounds, the newest few."""
+"""Archived bases: a bootstrap peer keeps every nth base, for rollbacks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ARCHIVED = "archived-"
 
 @dataclass(frozen=True)
 class Archive:
-    """When a base is kept, and how many of them."""
+    """Which bases are archived."""
 
     every: int
-    """Rounds between two; 0: none is kept."""
+    """Interval in rounds; 0: archive nothing."""
     keep: int
-    """The newest so many stay. Each takes as much disk as the base."""
+    """Bounds the archived bases. Each takes as much disk as the base."""
 
     def file(self, store: Store, base: Base, wanted: int = -1) -> bool:
-        """Keep this base if it is due, and let the oldest go; was it kept? Raises UserError when the disk is full.
+        """Archive this base if it is due, and delete the oldest; return whether it was due. Raises UserError (disk full).
 
-        `wanted`: a round whose base stays, because the campaign goes back to it.
+        `wanted`: the round of a base that is not deleted, because a rollback needs it.
         """
         if not self.every or base.round <= 0 or base.round % self.every:
             return False
@@ -36,12 +36,12 @@ NO_ARCHIVE = Archive(0, 1)
 
 
 def archived_rounds(store: Store) -> list[int]:
-    """Rounds whose bases are kept, ascending."""
+    """Return the rounds that are archived, ascending."""
     return sorted(int(name.removeprefix(ARCHIVED)) for name in store.names(ARCHIVED))
 
 
 def load_archived(store: Store, round_number: int, elements: int, where: str) -> Base | None:
-    """The kept base of a round; None when it is not kept. Raises UserError when it is damaged."""
+    """Return the archived base of a round, or None. Raises UserError when it is damaged."""
     return load_base(store, elements, where, _name(round_number))
 
 

@@ -1,7 +1,6 @@
-"""The base on disk: the values, the commit that they belong to, and the plan that led there (it holds this phase's
-assignments).
+"""The base and its file: values, the commit that they belong to, and that round's plan (it has this phase's assignments).
 
-The values come first, so that they can be memory-mapped as they lie; then the header and its length.
+The values come first in the file, aligned for memory mapping; the header and its length follow.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Base:
-    """What all members agreed on at one commit, bit for bit."""
+    """The state after one commit, equal on all members bit for bit."""
 
     commit: str
     round: int
     values: np.ndarray
-    """float32 `[base_size]` (outer.py): weights, then outer momentum; never written to; memory-mapped, or `in_memory`."""
+    """float32 `[base_size]` (outer.py), read-only: weights, then outer momentum. Memory-mapped, or `in_memory`."""
     digest: str
     plan: Plan | None
-    """The plan of that round; None for base 0 and for a base that was downloaded."""
+    """The plan of that round; None for base 0 and for a downloaded base."""
 
     def assignment(self, peer: str) -> Assignment | None:
-        """What the peer has to do in the phase after this base."""
+        """Return the peer's assignment in the phase after this base, if any."""
         index = self.plan.index(peer) if self.plan is not None else None
         return None if self.plan is None or index is None else self.plan.assignments[index]
 
 
 @dataclass(frozen=True)
 class StagedBase:
-    """A base that is written and in use, and not yet durable."""
+    """A base that is written and usable, but not yet durable."""
 
     base: Base
     digests: bytes
-    """Of each piece (digest.py)."""
+    """Digest of each piece (digest.py), concatenated."""
     draft: Draft
 
 
@@ -62,9 +61,9 @@ class _Header:
 def stage_base(
     store: Store, commit: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray], name: str = BASE
 ) -> StagedBase:
-    """Write a base piece by piece beside the stored one. `pieces`: float32, PIECE_ELEMENTS each but the last.
+    """Write a base to a draft. `pieces`: float32 `[PIECE_ELEMENTS]`, the last one shorter.
 
-    The stored one stays until the draft is committed.
+    The stored base stays until the draft is published.
     """
     draft, elements = store.draft(name), 0
     digests: list[bytes] = []
@@ -75,7 +74,7 @@ def stage_base(
 
 
 def write_piece(draft: Draft, number: int, piece: np.ndarray) -> bytes:
-    """Put one piece of a base into its draft; returns its digest."""
+    """Write one piece of a base to its draft; return its digest."""
     draft.write(4 * PIECE_ELEMENTS * number, np.ascontiguousarray(piece, "<f4").data)
     return piece_digest(piece)
 
@@ -83,7 +82,7 @@ def write_piece(draft: Draft, number: int, piece: np.ndarray) -> bytes:
 def close_base(
     draft: Draft, commit: str, round_number: int, plan: Plan | None, elements: int, digests: bytes
 ) -> StagedBase:
-    """Write a base's header behind its pieces, and map it."""
+    """Write a base's header after its pieces, and map the base."""
     digest = root_digest(digests)
     header = frame_record(pack(_Header(commit, round_number, elements, digest, plan)))
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
@@ -92,26 +91,26 @@ def close_base(
 
 
 def in_memory(base: Base) -> Base:
-    """The same base with its values in memory of this process, not in a mapped file."""
+    """Return a copy of the base with values in memory instead of a mapped file."""
     values = np.array(base.values)
     values.flags.writeable = False
     return replace(base, values=values)
 
 
 def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:
-    """Views of a whole base's pieces."""
+    """Return views of a base's pieces."""
     return (values[a : a + PIECE_ELEMENTS] for a in range(0, values.size, PIECE_ELEMENTS))
 
 
 def save_base(store: Store, base: Base, name: str = BASE) -> None:
-    """Replace the stored base, durably and whole."""
+    """Replace the stored base durably."""
     stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name).draft.publish()
 
 
 def load_base(store: Store, elements: int, where: str, name: str = BASE) -> Base | None:
-    """The stored base, checked against its digest; None when there is none. Raises UserError when it is damaged.
+    """Return the stored base after checking its digest, or None. Raises UserError when it is damaged.
 
-    `where` names the run-dir in that message.
+    `where` names the run-dir in the error.
     """
     blob = store.read(name)
     if blob is None:

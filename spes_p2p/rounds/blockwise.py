@@ -1,7 +1,7 @@
-"""8- and 4-bit codecs: each block of an update has one float32 scale, its values are whole multiples of it.
+"""8- and 4-bit codecs: symmetric quantization in blocks that share a float32 scale.
 
-Decoding is one multiplication an element, so it gives the same bits on every machine. Rounding is to nearest; what it drops
-stays with the sender (error feedback). Ratio to float32: (bits / 8 + 4 / BLOCK) / 4.
+Decoding is one multiplication an element, so it gives the same bits on every machine. Rounding is to nearest. Compression ratio
+to float32: (bits / 8 + 4 / BLOCK) / 4.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 class Blockwise:
-    """Symmetric quantisation of float32 vectors to `bits` bits: codes of all blocks first, then their scales."""
+    """Symmetric quantization of float32 vectors to `bits` bits: the codes of all blocks, then their scales."""
 
     def __init__(self, name: str, bits: int):
         """`bits`: 8 or 4."""
@@ -23,13 +23,13 @@ class Blockwise:
         self._levels = np.float32(2 ** (bits - 1) - 1)
 
     def encoded_bytes(self, elements: int) -> int:
-        """Codes, then four bytes a block."""
+        """Return the bytes of the codes and of one float32 scale a block."""
         blocks = -(-elements // BLOCK)
         codes = elements if self._bits == 8 else blocks * BLOCK // 2
         return codes + 4 * blocks
 
     def elements(self, encoded_bytes: int) -> int:
-        """Whole blocks only, at least one."""
+        """Return a whole number of blocks, at least one."""
         return max(1, encoded_bytes // (BLOCK * self._bits // 8 + 4)) * BLOCK
 
     def encode(self, values: np.ndarray) -> bytes:
@@ -47,7 +47,7 @@ class Blockwise:
         return body + tail
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """float32 `[elements]`. Raises ValueError when `data` has another length than `encoded_bytes(elements)`."""
+        """Decode to float32 `[elements]`. Raises ValueError for a length other than `encoded_bytes(elements)`."""
         scales, blocks = self._scales(data, elements), -(-elements // BLOCK)
         if self._bits == 4:
             codes = _unpack(np.frombuffer(data, np.uint8, blocks * BLOCK // 2).reshape(blocks, BLOCK // 2))
@@ -60,7 +60,7 @@ class Blockwise:
         return values.reshape(-1)[:elements]
 
     def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
-        """The scales say it: no code is larger than 2^(bits - 1)."""
+        """Return whether all values are finite. The scales suffice, since codes are at most 2^(bits - 1)."""
         with np.errstate(over="ignore"):
             return bool(np.isfinite(self._scales(data, elements) * (self._levels + 1)).all())
 
@@ -72,20 +72,20 @@ class Blockwise:
 
 
 def _in_blocks(values: np.ndarray) -> np.ndarray:
-    """`[blocks, BLOCK]`, zeros at the end."""
+    """Pad with zeros and reshape to `[blocks, BLOCK]`."""
     missing = -values.size % BLOCK
     whole = np.concatenate([values, np.zeros(missing, np.float32)]) if missing else np.ascontiguousarray(values, np.float32)
     return whole.reshape(-1, BLOCK)
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
-    """int8 in -7..7 `[blocks, BLOCK]` to bytes `[blocks, BLOCK / 2]`: a block's first half in the low nibbles."""
+    """Pack int8 in -7..7 `[blocks, BLOCK]` to bytes `[blocks, BLOCK / 2]`; a block's first half goes to the low nibbles."""
     nibbles = (codes + np.int8(8)).view(np.uint8)
     return nibbles[:, : BLOCK // 2] | (nibbles[:, BLOCK // 2 :] << np.uint8(4))
 
 
 def _unpack(packed: np.ndarray) -> np.ndarray:
-    """The inverse of `_pack`."""
+    """Invert `_pack`."""
     codes = np.empty((packed.shape[0], BLOCK), np.uint8)
     np.bitwise_and(packed, np.uint8(15), out=codes[:, : BLOCK // 2])
     np.right_shift(packed, np.uint8(4), out=codes[:, BLOCK // 2 :])

@@ -1,4 +1,8 @@
-"""How an update is encoded on the wire. Decoding is elementwise and gives the same bits on every machine."""
+"""Codecs of updates: the interface, the simple ones, and the table CODECS of all of them.
+
+To add one, implement `Codec`, enter it in CODECS, and add its name to `CodecName` (`config/types.py`); CONTRIBUTING.md has the
+steps. Decoding is elementwise and must give the same bits on every machine: all members decode the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,89 +20,77 @@ FP16_MAX = np.float32(65504.0)
 
 
 class Codec(Protocol):
-    """Encodes float32 vectors; what it drops stays with the caller (error feedback)."""
+    """Encodes float32 vectors. The caller keeps the encoding error (error feedback)."""
 
     name: str
     is_lossy: bool
-    """May decoding give other values than were encoded?"""
+    """Whether decoding may give values that differ from the encoded ones."""
 
     def encoded_bytes(self, elements: int) -> int:
-        """Exact length of an encoded vector of so many elements."""
+        """Return the exact length of an encoded vector."""
 
     def elements(self, encoded_bytes: int) -> int:
-        """Most elements whose encoding fits into so many bytes."""
+        """Return the largest number of elements whose encoding fits."""
 
     def encode(self, values: np.ndarray) -> bytes:
         """Encode float32 `[n]`."""
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """float32 `[elements]`, not to be written to. Raises ValueError for a length other than `encoded_bytes(elements)`."""
+        """Decode to read-only float32 `[elements]`. Raises ValueError for a length other than `encoded_bytes(elements)`."""
 
     def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
-        """Would decoding give finite values only? Raises ValueError as `decode`."""
+        """Return whether all decoded values are finite. Raises ValueError as `decode`."""
 
 
-class Uncompressed:
-    """float32, little-endian."""
-
-    name = "none"
-    is_lossy = False
+class _FixedWidth(Codec):
+    width: int
+    """Bytes of an encoded element."""
 
     def encoded_bytes(self, elements: int) -> int:
-        """Four bytes an element."""
-        return 4 * elements
+        return self.width * elements
 
     def elements(self, encoded_bytes: int) -> int:
-        """Four bytes an element."""
-        return encoded_bytes // 4
-
-    def encode(self, values: np.ndarray) -> bytes:
-        """The bytes as they are."""
-        return np.ascontiguousarray(values, dtype="<f4").tobytes()
-
-    def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """The values as they were."""
-        _check_length(self, data, elements)
-        return np.frombuffer(data, dtype="<f4")
+        return encoded_bytes // self.width
 
     def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
-        """Looks at all of them."""
         return bool(np.isfinite(self.decode(data, elements)).all())
 
 
-class HalfPrecision:
-    """IEEE half precision, rounded to nearest even; values beyond its range are clipped."""
+class Uncompressed(_FixedWidth):
+    """float32, little-endian."""
 
-    name = "fp16"
-    is_lossy = True
-
-    def encoded_bytes(self, elements: int) -> int:
-        """Two bytes an element."""
-        return 2 * elements
-
-    def elements(self, encoded_bytes: int) -> int:
-        """Two bytes an element."""
-        return encoded_bytes // 2
+    name, is_lossy, width = "none", False, 4
 
     def encode(self, values: np.ndarray) -> bytes:
-        """Clip to +-65504, then round. torch does it more than ten times as fast as numpy, to the same bits."""
+        """Return the values' bytes."""
+        return np.ascontiguousarray(values, dtype="<f4").tobytes()
+
+    def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
+        """Return a view of the bytes."""
+        _check_length(self, data, elements)
+        return np.frombuffer(data, dtype="<f4")
+
+
+class HalfPrecision(_FixedWidth):
+    """IEEE half precision, rounded to nearest even; values beyond its range are clipped."""
+
+    name, is_lossy, width = "fp16", True, 2
+
+    def encode(self, values: np.ndarray) -> bytes:
+        """Clip to +-65504, then round. torch rounds ten times as fast as numpy, to the same bits."""
         halves: np.ndarray = _as_tensor(np.clip(values, -FP16_MAX, FP16_MAX)).half().numpy()
         return halves.astype("<f2", copy=False).tobytes()
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """Exact: every half-precision number is a float32."""
+        """Convert exactly: every half-precision number is a float32."""
         _check_length(self, data, elements)
         halves = np.frombuffer(data, dtype="<f2").astype(np.float16)
         values: np.ndarray = _as_tensor(halves).float().numpy()
         return values
 
-    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
-        """Looks at all of them."""
-        return bool(np.isfinite(self.decode(data, elements)).all())
-
 
 def _as_tensor(values: np.ndarray) -> Any:
-    """As torch's; the command line knows codecs by name, and does not wait for torch to be imported."""
+    """Convert to a torch tensor. The import is late, since the command line only needs the codecs' names."""
     return import_module("torch").from_numpy(values)
 
 
@@ -106,28 +98,28 @@ CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4))
 }
-"""By the names that a campaign file uses."""
+"""All codecs, by the names that a campaign file uses (`CodecName`)."""
 
 
 @dataclass(frozen=True)
 class GroupCodecs:
-    """Which codec encodes the updates of which groups."""
+    """The codec of each kind of group."""
 
     router: Codec
     shared: Codec
     experts: Codec
 
     def of(self, group: Group) -> Codec:
-        """The codec of one group's parts."""
+        """Return the codec of a group's parts."""
         return {"router": self.router, "shared": self.shared, "expert": self.experts}[group.kind]
 
     def encoded_bytes(self, layout: Layout) -> int:
-        """An update of the whole state, encoded."""
+        """Return the encoded size of an update of the whole state."""
         return sum(self.of(group).encoded_bytes(group.size) for group in layout.groups)
 
 
 def group_codecs(config: CodecConfig) -> GroupCodecs:
-    """The codecs that a campaign names."""
+    """Return the codecs that a campaign names."""
     return GroupCodecs(CODECS[config.router], CODECS[config.shared], CODECS[config.experts])
 
 

@@ -1,7 +1,7 @@
-"""How a peer's updates stand to what a round made of everybody's: the cheapest sign of peers that drift apart.
+"""Client drift: the cosine and lengths of a peer's update and of the round's mean.
 
-N updates of equal length whose pairs have cosine c give a mean of sqrt(1/N + (1 - 1/N) c) times their length, and each has that
-same number as its cosine with the mean: 1 for peers that agree, 1/sqrt(N) for independent ones.
+N updates of equal length with pairwise cosine c have a mean of sqrt(1/N + (1 - 1/N) c) times their length, and the same number
+is each one's cosine with the mean: 1 for equal updates, 1/sqrt(N) for independent ones.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from spes_p2p.observe.events import Drift
 
 
 class DriftSums:
-    """Inner products of what was sent with what the base moved by, part by part."""
+    """Sums of inner products of the sent updates and the base's steps, by kind of weights."""
 
     def __init__(self) -> None:
         self._by_kind: dict[str, np.ndarray] = {}
 
     def add(self, kind: str, sent: np.ndarray, step: np.ndarray) -> None:
-        """One part of this kind of weights: my update, and the base's step."""
+        """Add one part: the update that this peer sent, and the base's step."""
         found = np.array([sent @ sent, step @ step, sent @ step], np.float64)
         self._by_kind[kind] = self._by_kind.get(kind, 0.0) + found
 
     def by_kind(self) -> dict[str, Drift]:
-        """Kinds of which nothing was added are left out."""
+        """Return the drift of each kind that has parts."""
         return {kind: _drift(*found.tolist()) for kind, found in self._by_kind.items()}
 
 

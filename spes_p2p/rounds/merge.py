@@ -1,7 +1,7 @@
-"""SPES's expert-merging warm-up (arXiv 2602.11543): similar experts are drawn together a little, so that all learn faster.
+"""SPES's expert-merging warm-up (arXiv 2602.11543): each expert moves towards the mean of its most similar experts.
 
-Which experts are similar is computed by one peer and published in the plan, since sums and sorts may differ between machines.
-The merge itself is elementwise, one numpy operation a call in a fixed order, so that all peers get the same bits.
+The coordinator computes the similarities and publishes them in the plan, since sums and sorts may differ between machines. The
+merge itself is elementwise, in a fixed order of numpy operations, so all peers get the same bits.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 from spes_p2p.model.layout import Layout
 
 BLOCK_ELEMENTS = 2**16
-"""Of each expert, when they are compared."""
+"""Elements of each expert that are compared at a time; bounds the float64 copies."""
 
 Donors = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def merge_alpha(step: int, alpha_start: float, decay_steps: int) -> float:
-    """alpha = alpha_start * max(0, 1 - step / decay_steps)."""
+    """Return the merge strength: alpha_start * max(0, 1 - step / decay_steps)."""
     return alpha_start * max(0.0, 1.0 - step / decay_steps)
 
 
 def nearest_experts(state: np.ndarray, layout: Layout, top_k: int) -> Donors:
-    """For each layer and expert the `top_k` most similar other experts (fewer when there are fewer), nearest first.
+    """Return for each layer and expert the `top_k` most similar other experts, nearest first: `[layers][experts][k]`.
 
-    Similarity is the cosine of the flattened gate projections: the first half of an expert's `gate_up_proj`, without a term of
-    low rank. Ties go to the lower expert. Returns `[layers][experts][k]`.
+    Similarity is the cosine of the flattened gate projections: the first half of an expert's `gate_up_proj`, without low-rank
+    terms. Ties go to the lower expert.
     """
     donors = []
     for layer in _layers(layout):
@@ -44,7 +44,7 @@ def nearest_experts(state: np.ndarray, layout: Layout, top_k: int) -> Donors:
 
 @dataclass(frozen=True)
 class MergedRows:
-    """What one expert has in one layer, `[start, stop)` of the state, and how far from it that of its donors lies."""
+    """One expert's range `[start, stop)` of the state in one layer, and the distances to its donors' ranges."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class MergedRows:
 
 
 def merged_rows(layout: Layout, donors: Donors) -> tuple[MergedRows, ...]:
-    """Everything that a merge changes, ascending. `donors` is `[layers][experts][k]`; an expert without any stays."""
+    """Return all ranges that a merge changes, ascending. `donors`: `[layers][experts][k]`; an expert without donors stays."""
     rows = []
     for layer, its_donors in zip(_layers(layout), donors, strict=True):
         for places in _places_of_experts(layout, layer):
@@ -65,9 +65,9 @@ def merged_rows(layout: Layout, donors: Donors) -> tuple[MergedRows, ...]:
 def merge_range(
     before: Callable[[int, int], np.ndarray], rows: Sequence[MergedRows], alpha: float, start: int, stop: int
 ) -> np.ndarray:
-    """The range `[start, stop)` of the state after the merge, float32: w <- w + alpha (mean(donors) - w) in `rows`.
+    """Return the range `[start, stop)` of the state after the merge, float32: w <- w + alpha (mean(donors) - w) in `rows`.
 
-    `before(a, b)`: a new array of the values before the merge, for any range; donors give these.
+    `before(a, b)` returns a new array of the values before the merge, also the donors'.
     """
     merged = before(start, stop)
     for row in rows[bisect.bisect_right([row.stop for row in rows], start) :]:
@@ -86,7 +86,7 @@ def merge_range(
 
 
 def _inner_products(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 `[n, n]`; a copy of a small part of the rows at a time."""
+    """Return float64 `[n, n]`."""
     products = np.zeros((len(rows), len(rows)))
     for start in range(0, rows[0].size, BLOCK_ELEMENTS):
         block = np.stack([row[start : start + BLOCK_ELEMENTS] for row in rows]).astype(np.float64)
@@ -99,7 +99,7 @@ def _layers(layout: Layout) -> list[int]:
 
 
 def _places_of_experts(layout: Layout, layer: int) -> Iterator[list[slice]]:
-    """Where each expert's matrices in a layer lie, side by side; then where its rows of each term of low rank do."""
+    """Yield `[experts]` slices of a layer: each expert's matrices, then its rows of each low-rank term."""
     experts = range(layout.num_experts)
     matrices = [layout.tensors_of_expert_layer(expert, layer) for expert in experts]
     yield [slice(places[0].start, places[-1].stop) for places in matrices]

@@ -1,8 +1,8 @@
-"""The next base, made while a round's results arrive, so that a commit finds most of it there.
+"""Builds the next base while a round's results arrive, so that little is left to do after the commit.
 
-A piece of the base is made when all the parts in it have come. That runs ahead of the reducers' manifests and of the commit: in
-the end the pieces that hold anything else than what was committed are made again, with those that were not made at all. A
-merge looks at other places too: the pieces that it changes are made in the end.
+A piece is built when all parts in it have arrived, before their manifests and the commit. After the commit, pieces that are
+missing or contain other results than the committed ones are rebuilt. Pieces that a merge changes depend on other places of the
+state and are built after the commit.
 """
 
 from __future__ import annotations
@@ -23,73 +23,72 @@ from spes_p2p.rounds.base import BASE, StagedBase, close_base, write_piece
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 
-PIECES_AT_ONCE = 16
-"""Made in a row by a worker thread."""
+PIECES_PER_CALL = 16
+"""Pieces that a worker thread builds in one call, so that it is not occupied for long."""
 
 
-class Staging:
-    """The base after one plan, under way."""
+class NextBaseBuilder:
+    """Builds the base after one plan."""
 
     def __init__(
         self, store: Store, base: np.ndarray, layout: Layout, outer: OuterConfig, results: Results,
         run_blocking: Callable[..., Awaitable[Any]],
     ):
-        """`base`: the one that the plan was made on; `results`: those that will come."""
+        """`base`: the plan's base. `results`: of the plan, still arriving."""
         self.base, self.plan = base, results.plan
         self._layout, self._outer, self._run = layout, outer, run_blocking
         self._results = results
         self._new = NextBase(base, layout, results.parts, results.encoded, None, outer)
         self._parts = self._new.parts_by_piece()
-        self._missing = [len(parts) for parts in self._parts]
+        self._num_missing = [len(parts) for parts in self._parts]
         self._pieces: dict[int, list[int]] = {}
         for number, parts in enumerate(self._parts):
             for index in parts:
                 self._pieces.setdefault(index, []).append(number)
-        merged = NextBase(base, layout, (), {}, self.plan.merge, outer).merged_pieces()
-        self._complete = [n for n, count in enumerate(self._missing) if not count and n not in merged]
-        self._left_to_the_end = merged
+        self._merged = NextBase(base, layout, (), {}, self.plan.merge, outer).merged_pieces()
+        self._complete = [n for n, count in enumerate(self._num_missing) if not count and n not in self._merged]
         self._draft = store.draft(BASE)
         self._digests: dict[int, bytes] = {}
-        self._made_of: dict[int, dict[int, bytes | None]] = {}
-        """By piece: the digests of the parts in it."""
+        self._built_from: dict[int, dict[int, bytes | None]] = {}
+        """By piece: the digests of the results in it, by part index."""
         self._arrived: set[int] = set()
-        self._making: asyncio.Task[None] | None = None
+        self._building: asyncio.Task[None] | None = None
         results.on_put = self._note
 
     async def finish(self, commit: Commit, results: Results) -> StagedBase:
-        """The base after this commit of the plan, written and mapped. `results`: with all that was committed."""
+        """Return the base after this commit of the plan, written and mapped. `results`: complete for the commit."""
         self.drop()
-        if self._making is not None:
-            await asyncio.wait({self._making})
+        if self._building is not None:
+            await asyncio.wait({self._building})
         staged: StagedBase = await self._run(self._finish, commit, results)
         return staged
 
     def drop(self) -> None:
-        """Make nothing more ahead."""
+        """Build no more pieces ahead."""
         self._results.on_put = lambda index: None
         self._complete = []
 
     def _note(self, index: int) -> None:
-        """A result has come; one that comes once more, in place of a wrong one, completes nothing."""
+        """Count a result on its first arrival, and build the pieces that it completes."""
         if index in self._arrived:
             return
         self._arrived.add(index)
         for number in self._pieces.get(index, ()):
-            self._missing[number] -= 1
-            if not self._missing[number] and number not in self._left_to_the_end:
+            self._num_missing[number] -= 1
+            if not self._num_missing[number] and number not in self._merged:
                 self._complete.append(number)
-        if self._complete and (self._making is None or self._making.done()):
-            self._making = asyncio.ensure_future(self._make_complete())
+        if self._complete and (self._building is None or self._building.done()):
+            self._building = asyncio.ensure_future(self._build_complete())
 
-    async def _make_complete(self) -> None:
-        """A disk that is full is left to `finish` to say."""
+    async def _build_complete(self) -> None:
+        """Build all complete pieces. `finish` writes again, so it reports a full disk."""
         with suppress(UserError):
             while self._complete:
-                batch, self._complete = self._complete[:PIECES_AT_ONCE], self._complete[PIECES_AT_ONCE:]
-                await self._run(self._make_ahead, batch)
+                batch, self._complete = self._complete[:PIECES_PER_CALL], self._complete[PIECES_PER_CALL:]
+                await self._run(self._build, batch)
 
-    def _make_ahead(self, batch: list[int]) -> None:
-        """In a worker thread. A part that is dropped or replaced meanwhile has another digest afterwards, or none."""
+    def _build(self, batch: list[int]) -> None:
+        """Build pieces in a worker thread. A piece whose results change meanwhile is rebuilt by `finish`."""
         digests, encoded = self._results.digests, self._results.encoded
         for number in batch:
             before = {index: digests.get(index) for index in self._parts[number]}
@@ -100,15 +99,16 @@ class Staging:
             except KeyError:
                 continue
             self._write(number, piece)
-            self._made_of[number] = {index: mine if digests.get(index) == mine else None for index, mine in before.items()}
+            if all(digests.get(index) == digest for index, digest in before.items()):
+                self._built_from[number] = before
 
     def _finish(self, commit: Commit, results: Results) -> StagedBase:
         committed = results.committed(commit)
         right = {part.index: results.digest_of(part) for part in committed}
         new = NextBase(self.base, self._layout, committed, results.encoded, self.plan.merge, self._outer)
         for number, parts in enumerate(self._parts):
-            made_of = self._made_of.get(number)
-            if made_of is None or any(made_of[index] is None or made_of[index] != right.get(index) for index in parts):
+            built_from = self._built_from.get(number)
+            if built_from is None or any(built_from[index] != right.get(index) for index in parts):
                 self._write(number, new.piece(number))
         digests = b"".join(self._digests[number] for number in range(len(self._parts)))
         return close_base(self._draft, commit.id, commit.round, self.plan, self.base.size, digests)

@@ -1,4 +1,4 @@
-"""Who trains which expert: a pure function of the members, their capacities and the last assignment."""
+"""Assignment of experts to owners: a pure function of the members, their capacities and the last owners."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Owners = tuple[tuple[str, ...], ...]
 def assign_experts(
     num_experts: int, capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, salt: str
 ) -> Owners:
-    """Owners of each expert, sorted by peer id: `[experts][owners]`.
+    """Return the owners of each expert, sorted by peer id: `[experts][owners]`.
 
-    Every expert gets an owner before any gets a second, up to `redundancy`; no peer exceeds its capacity; loads differ by at
-    most one where capacities allow; a peer keeps what it has as long as that holds. `last[e]` are the owners until now. `salt`
-    (the campaign's hash) breaks ties, so that no peer is favoured in every campaign.
+    Every expert gets an owner before any gets a second one, up to `redundancy`. No peer exceeds its capacity. Loads differ by
+    at most one where capacities allow. Within these rules, the previous owners `last[e]` keep their experts. `salt` (the
+    campaign hash) breaks ties, so no peer is favoured in every campaign.
     """
     room = {peer: min(capacity, num_experts) for peer, capacity in capacities.items() if capacity > 0}
     if not room:
@@ -40,7 +40,7 @@ def assign_experts(
 
 
 def _quotas(room: Mapping[str, int], wanted: int, order: Sequence[str]) -> dict[str, int]:
-    """Share `wanted` places among the peers as evenly as their room allows; what is left over goes to the first in order."""
+    """Share `wanted` places among the peers as evenly as their room allows; the first in `order` get the remainder."""
     quota = dict.fromkeys(room, 0)
     for _ in range(wanted):
         open_peers = [peer for peer in order if quota[peer] < room[peer]]
@@ -51,7 +51,7 @@ def _quotas(room: Mapping[str, int], wanted: int, order: Sequence[str]) -> dict[
 
 
 def _place(expert: int, owners: list[set[str]], free: dict[str, int], salt: str) -> None:
-    """Give the expert to the peer with most places left; where only its owners have any, swap with an expert that they lack."""
+    """Give the expert to the peer with most free places; if only its owners have any, swap with another expert."""
     takers = [peer for peer in free if free[peer] > 0 and peer not in owners[expert]]
     if takers:
         _give(expert, min(takers, key=lambda peer: (-free[peer], _rank(salt, f"{peer}/{expert}"))), owners, free)

@@ -1,4 +1,4 @@
-"""Which ranges of the flat state are exchanged, and who reduces which. Pure functions of what the plan says."""
+"""The part table: the ranges of the flat state that a round exchanges, and their reducers. Pure functions of the plan."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from spes_p2p.messages.rounds import Member
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.codecs import Codec, GroupCodecs
 
-WORTH_HANDING_ON = 1.5
-"""Bandwidths are measured, and lines that are alike differ by less: their owners go on serving their own experts."""
+DELEGATION_RATIO = 1.5
+"""Owners delegate parts above this ratio of the busiest link's time to the optimum: below, it is an error of measurement."""
 PART_BYTES = 2**19
-"""Most encoded bytes of one part. On the slowest line that a peer may have (1 Mbit/s) a part takes 4.2 s, less than the default
-silence_s of 10 s, within which the heartbeats behind it must arrive; smaller parts cost a round time in messages."""
+"""Bounds the encoded bytes of a part. On the slowest permitted link (1 Mbit/s) a part takes 4.2 s, so heartbeats queued behind
+it arrive within the default silence_s of 10 s. Smaller parts cost more messages."""
 SPREAD, SMALL_BYTES = 64, 2**14
+"""Cut a group into at least this many parts, to balance its reducers, but not into parts below this size."""
 
 
 @dataclass(frozen=True)
@@ -25,33 +26,29 @@ class Part:
     start: int
     stop: int
     contributors: tuple[int, ...]
-    """Members that send an update for it, in member order."""
+    """Members that send an update of the part, ascending."""
     reducer: int
-    """Member that sums, encodes and first serves it."""
+    """Member that sums the updates, encodes the mean and serves it first."""
     codec: Codec
-    """Of its updates and of its result."""
+    """Encodes the updates and the result."""
     revision: int = 0
-    """Of the part table in which it got this reducer."""
+    """Revision of the part table that chose this reducer."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Elements of the part."""
         return self.stop - self.start
 
     @property
     def encoded_bytes(self) -> int:
-        """Length of an encoded update."""
+        """Bytes of an encoded update, and of the encoded result."""
         return self.codec.encoded_bytes(self.size)
 
 
 def part_ranges(
     layout: Layout, codecs: GroupCodecs, part_bytes: int = PART_BYTES
 ) -> tuple[tuple[Group, int, int], ...]:
-    """Group, start and stop of everything that can be a part, in order. The same in every round: who is in it plays no role.
-
-    A group is cut into SPREAD parts at least, so that its reducers get alike shares of it, but not below SMALL_BYTES each
-    (its last part may be smaller).
-    """
+    """Return group, start and stop of all possible parts, ascending. They do not depend on the round or its members."""
     ranges = []
     for group in layout.groups:
         codec = codecs.of(group)
@@ -62,9 +59,9 @@ def part_ranges(
 
 
 def weight(member: Member, group: Group) -> int:
-    """Tokens behind the member's update of this group, or those of them that its router sent to the expert.
+    """Return the tokens of the member's update of this group (for an expert: the tokens routed to it).
 
-    Of a part that earlier rounds left out more may stand behind it, of one that they took less: its push says how many.
+    The push of a part names its exact tokens, which differ where an earlier round included or dropped only some of the parts.
     """
     return member.tokens if group.expert is None else member.routed[group.expert]
 
@@ -72,19 +69,19 @@ def weight(member: Member, group: Group) -> int:
 def part_table(
     layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int = PART_BYTES
 ) -> tuple[Part, ...]:
-    """Every part of a round. Groups that nobody trained have none: they are not sent, and the base keeps its value.
+    """Return every part of a round, ascending. Groups without contributors have no parts: the base keeps their values.
 
-    A part's only contributor reduces it. All other parts go, one by one, to the member whose line is then busy for the shortest
-    time: a reducer of a part with c contributors receives c' (those that are not itself) and sends N - 1 copies, so its time is
+    A part's only contributor reduces it. Each other part goes to the member whose link is then busy for the shortest time: the
+    reducer of a part with c contributors receives c' updates (those of others) and sends N - 1 copies, which takes
     (c' + N - 1) * encoded bytes / bandwidth.
 
-    Then lines that would send for longest hand on parts of their own, which they send only once then. A round takes at least
-    max over members of (bytes sent / upload bandwidth): each contributor sends its update once, a reducer `extra_copies` more.
-    Handing on costs no byte, since a result crosses N - 1 uplinks, whoever serves it; no assignment takes less than
-    max(own updates / own bandwidth, all bytes sent / all bandwidth). It is done where owners would take WORTH_HANDING_ON times
-    that, while it shortens the longest time.
+    Then the members that would send for longest delegate parts that they alone contribute to, and send those only once. A
+    round takes at least max over members of (bytes sent / upload bandwidth): a contributor sends its update once, a reducer
+    `extra_copies` more. Delegation adds no bytes, since a result crosses N - 1 uplinks whoever serves it, so the optimum is at
+    least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time exceeds
+    DELEGATION_RATIO times that bound, as long as it gets shorter.
 
-    Members with bandwidth 0 cannot be dialled and reduce nothing; when nobody can be there are no parts.
+    Members with bandwidth 0 cannot be dialled and reduce nothing; if there are no others, there are no parts.
     """
     reducers = [i for i, member in enumerate(members) if member.bandwidth > 0]
     if not reducers:
@@ -96,85 +93,85 @@ def part_table(
         (group, start, stop, contributors_of[group])
         for group, start, stop in part_ranges(layout, codecs, part_bytes) if contributors_of[group]
     ]
-    parts = [Part(k, group, a, b, who, who[0], codecs.of(group)) for k, (group, a, b, who) in enumerate(ranges)]
-    lines = _Lines(members, reducers)
+    parts = [Part(k, group, a, b, senders, senders[0], codecs.of(group)) for k, (group, a, b, senders) in enumerate(ranges)]
+    links = _Links(members, reducers)
     for part in parts:
-        lines.send_updates(part)
-    own = [part for part in parts if len(part.contributors) == 1 and part.reducer in lines.busy_s]
+        links.send_updates(part)
+    own = [part for part in parts if len(part.contributors) == 1 and part.reducer in links.busy_s]
     chosen = {part.index: part for part in own}
     for part in own:
-        lines.reduce(part, part.reducer)
+        links.reduce(part, part.reducer)
     for part in parts:
         if part.index not in chosen:
-            chosen[part.index] = replace(part, reducer=lines.reduce(part, lines.freest(part)))
-    chosen.update(lines.hand_on(own))
+            chosen[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
+    chosen.update(links.delegate(own))
     return tuple(chosen[part.index] for part in parts)
 
 
 def extra_copies(part: Part, reducer: int, members: int) -> int:
-    """Copies of a part that this member sends as its reducer, beyond the one that it sends as a contributor.
+    """Return the copies of a part that its reducer sends, in addition to its own update.
 
-    N - 1 others get the result; a sole contributor that handed its part on has it already.
+    N - 1 members get the result, except a sole contributor that delegated the part: it has the result.
     """
     return members - 1 - (reducer in part.contributors or len(part.contributors) == 1)
 
 
 def pulls(part: Part, member: int) -> bool:
-    """Does the member fetch the part's result? Not its reducer, nor its only contributor, whose codes are the result."""
+    """Return whether the member fetches the part's result. Its reducer does not, nor a sole contributor, which has it."""
     return member != part.reducer and part.contributors != (member,)
 
 
 def moved_parts(
     parts: tuple[Part, ...], members: tuple[Member, ...], newly_lost: tuple[int, ...], lost: set[int], revision: int
 ) -> dict[int, Part]:
-    """Parts of the newly lost reducers, by index, at their backups: the members that are then busy for the shortest time.
+    """Move the parts of newly lost reducers to the members whose links are then least busy; return them by index.
 
-    Contributors push the same update once more, to the backup. A part whose contributors are all lost stays where it is, and is
-    not committed. `lost`: all members lost so far.
+    Contributors push the same update again, to the new reducer. A part without remaining contributors is not moved, nor
+    committed. `lost`: all members lost so far.
     """
-    lines = _Lines(members, [i for i, member in enumerate(members) if member.bandwidth > 0 and i not in lost])
+    links = _Links(members, [i for i, member in enumerate(members) if member.bandwidth > 0 and i not in lost])
     moved = {}
     for part in parts:
         contributors = tuple(i for i in part.contributors if i not in lost)
-        if part.reducer in newly_lost and contributors and lines.busy_s:
-            again = replace(part, contributors=contributors, revision=revision)
-            moved[part.index] = replace(again, reducer=lines.reduce(again, lines.freest(again)))
+        if part.reducer in newly_lost and contributors and links.busy_s:
+            part = replace(part, contributors=contributors, revision=revision)
+            moved[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
     return moved
 
 
-class _Lines:
-    """What the line of each member that can be a reducer has to carry."""
+class _Links:
+    """The load of each possible reducer's link."""
 
     def __init__(self, members: tuple[Member, ...], reducers: list[int]):
         self.busy_s = dict.fromkeys(reducers, 0.0)
-        """Seconds, both ways, with what it reduces."""
+        """Seconds to receive and send for the parts that it reduces."""
         self._own_s = dict.fromkeys(reducers, 0.0)
         self._sends_s = dict.fromkeys(reducers, 0.0)
-        """Seconds, upwards, with its own updates."""
+        """Seconds of upload; `_own_s` counts only its own updates."""
         self._members = members
 
     def send_updates(self, part: Part) -> None:
-        """Each contributor sends its update once."""
+        """Count the upload of the contributors' updates."""
         for i in part.contributors:
             if i in self._sends_s:
                 self._own_s[i] += part.encoded_bytes / self._members[i].bandwidth
                 self._sends_s[i] = self._own_s[i]
 
     def reduce(self, part: Part, reducer: int) -> int:
-        """Give it to this member, which is returned."""
+        """Assign the part to this reducer and return it."""
         self.busy_s[reducer] += self._busy_s_with(part, reducer)
         self._sends_s[reducer] += self._extra_s(part, reducer)
         return reducer
 
-    def freest(self, part: Part) -> int:
-        """Whose line is busy for the shortest time when it reduces the part."""
+    def least_busy(self, part: Part) -> int:
+        """Return the member whose link is busy for the shortest time if it reduces the part."""
         return min(self.busy_s, key=lambda i: (self.busy_s[i] + self._busy_s_with(part, i), i))
 
-    def hand_on(self, own: list[Part]) -> dict[int, Part]:
-        """Which of these parts, each at its only contributor, go elsewhere; by index."""
-        sends_s, handed = self._sends_s, dict[int, Part]()
-        if len(self._members) < 3 or max(sends_s.values()) <= WORTH_HANDING_ON * self._least_s():
-            return handed
+    def delegate(self, own: list[Part]) -> dict[int, Part]:
+        """Move some of these parts away from their only contributors; return them by index."""
+        sends_s, delegated = self._sends_s, dict[int, Part]()
+        if len(self._members) < 3 or max(sends_s.values()) <= DELEGATION_RATIO * self._least_s():
+            return delegated
         left: dict[int, list[Part]] = {}
         for part in own:
             left.setdefault(part.reducer, []).append(part)
@@ -186,11 +183,11 @@ class _Lines:
                 break
             sends_s[busiest] -= self._extra_s(part, busiest)
             sends_s[taker] = then_s[taker]
-            handed[part.index] = replace(part, reducer=taker)
-        return handed
+            delegated[part.index] = replace(part, reducer=taker)
+        return delegated
 
     def _least_s(self) -> float:
-        """No assignment lets the busiest line send for less."""
+        """Return a lower bound of the busiest link's upload time."""
         sent = sum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
         return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self._sends_s), 0.0)
 
@@ -203,16 +200,16 @@ class _Lines:
 
 
 def mask_bytes(members: int) -> int:
-    """Bytes of one contributor mask."""
+    """Return the bytes of a contributor mask."""
     return (members + 7) // 8
 
 
 def to_mask(contributors: set[int] | tuple[int, ...], members: int) -> bytes:
-    """One bit a member, member 0 in the lowest bit."""
+    """Encode members as one bit each, member 0 in the lowest bit."""
     return sum(1 << i for i in contributors).to_bytes(mask_bytes(members), "little")
 
 
 def from_mask(mask: bytes) -> tuple[int, ...]:
-    """The members whose bit is set, ascending."""
+    """Return the members whose bit is set, ascending."""
     bits = int.from_bytes(mask, "little")
     return tuple(i for i in range(8 * len(mask)) if bits >> i & 1)

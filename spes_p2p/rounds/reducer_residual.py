@@ -1,4 +1,4 @@
-"""What this reducer's encodings dropped: it is added to the next mean of the same part (error feedback, the reducer's side)."""
+"""Error feedback of reducers: the residual of encoding a part's mean is added to the part's next mean."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from spes_p2p.rounds.results import Results
-from spes_p2p.storage.scratch import Scratch, side_by_side
+from spes_p2p.storage.scratch import Scratch, scratch_arrays
 
 
 class Reduction(Protocol):
@@ -17,38 +17,38 @@ class Reduction(Protocol):
     me: int
     """Index of this peer among the members."""
     revision: int
-    rounding: dict[int, np.ndarray]
-    """What encoding dropped of each part's mean, float32, by start of the part."""
+    new_residuals: dict[int, np.ndarray]
+    """Mean minus decoded mean of each reduced part, float32, by start of the part."""
 
 
-class Carried:
-    """By start of the part's range, float32: kept until the part is committed again."""
+class ReducerResiduals:
+    """Residuals by start of the part's range, float32. Each is kept until its part is committed again."""
 
     def __init__(self, scratch: Scratch):
         self._scratch = scratch
         self.by_start: dict[int, np.ndarray] = {}
 
     def settle(self, exchanges: Sequence[Reduction], results: Results, committed: set[int]) -> None:
-        """After a commit of these parts (their indices), which I reduced in these exchanges.
+        """Take the residuals of a commit. `exchanges`: this peer's in the round; `committed`: indices of the committed parts.
 
-        A part that has another reducer now starts anew there.
+        The residual of a part that moved to another reducer is dropped.
         """
         if not exchanges:
             return
-        others = {part.start for part in results.parts if part.reducer != exchanges[0].me}
-        older = {start: dropped for start, dropped in self.by_start.items() if start not in others}
+        moved = {part.start for part in results.parts if part.reducer != exchanges[0].me}
+        older = {start: residual for start, residual in self.by_start.items() if start not in moved}
         newer: dict[int, np.ndarray] = {}
         for exchange in exchanges:
             for part in results.parts:
-                if part.revision == exchange.revision and part.index in committed and part.start in exchange.rounding:
-                    newer[part.start] = exchange.rounding[part.start]
+                if part.revision == exchange.revision and part.index in committed and part.start in exchange.new_residuals:
+                    newer[part.start] = exchange.new_residuals[part.start]
                     older.pop(part.start, None)
-        # Those of earlier rounds would each keep the whole file of theirs.
-        kept = side_by_side(self._scratch, "carried", {start: dropped.size for start, dropped in older.items()})
-        for start, dropped in older.items():
-            np.copyto(kept[start], dropped)
+        # Copy the older ones: each would keep a whole round's file alive.
+        kept = scratch_arrays(self._scratch, "residual", {start: residual.size for start, residual in older.items()})
+        for start, residual in older.items():
+            np.copyto(kept[start], residual)
         self.by_start = kept | newer
 
     def clear(self) -> None:
-        """The campaign went back to an earlier base."""
+        """Drop all residuals, after a rollback."""
         self.by_start = {}

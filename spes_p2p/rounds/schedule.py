@@ -1,4 +1,4 @@
-"""The training schedule of a phase: the campaign's own, with the changes that the owner ordered."""
+"""The training schedule of a phase: the campaign's own, with the changes in the owner's control record."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Control
 
 SCHEDULE_FIELDS = ("learning_rate", "min_lr_ratio", "sync_steps", "total_steps", "warmup_steps")
-"""Fields of `training` that the owner can change while the campaign runs."""
+"""Fields of `training` that the owner can change during a campaign."""
 
 
 def scheduled(config: CampaignConfig, control: Control | None, round_number: int) -> CampaignConfig:
-    """The campaign's rules in the phase that leads to this round, where this record holds.
+    """Return the campaign's config in the phase before this round, under this control record.
 
-    A change that would break a rule is left out, by everybody alike; the owner's command signs none.
+    All peers ignore an invalid change; the owner's command does not sign one.
     """
     for change in control.changes if control is not None else ():
         if change.round <= round_number:
@@ -26,11 +26,11 @@ def scheduled(config: CampaignConfig, control: Control | None, round_number: int
 
 
 def changed(config: CampaignConfig, training: str, where: str) -> CampaignConfig:
-    """The rules with these fields of `training` (JSON). Raises UserError naming `where`, the field and what would be right."""
+    """Return the config with these fields of `training` (JSON). Raises UserError that names `where` and the field."""
     try:
         fields = dict(json.loads(training))
     except (ValueError, TypeError, RecursionError):
-        raise UserError(f"{where}: a change is a JSON object of fields of training") from None
+        raise UserError(f"{where}: a change must be a JSON object of fields of training") from None
     unknown = sorted(set(fields) - set(SCHEDULE_FIELDS))
     if unknown:
         raise UserError(f"{where}: training.{unknown[0]} cannot be changed; give one of {', '.join(SCHEDULE_FIELDS)}")

@@ -1,4 +1,4 @@
-"""Known answers of the arithmetic that all peers repeat. A machine that computes them otherwise must not join."""
+"""Self-test of the arithmetic that must give equal bits on all peers. A machine that fails it must not join."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import part_table
 
 KNOWN_ANSWER = "c3aa12a8ae07adfffa57730dd0528314d7d550663214730dc1efb294bcf6d327"
+"""Digest of the self-test. It covers all of CODECS: a new codec changes it."""
 
 
 def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base) -> None:
-    """Raises UserError when decoding, the outer step or the merge give other bits here than everywhere else.
+    """Check decoding, the outer step and the merge against a known answer. Raises UserError when the bits differ.
 
-    `step` makes the pieces of the next base.
+    `step` yields the pieces of the next base.
     """
     found = _answer(step)
     if found != KNOWN_ANSWER:
@@ -33,7 +34,7 @@ def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base) -> N
 
 
 def _answer(step: Callable[..., Iterable[np.ndarray]]) -> str:
-    """Hex digest over a small round in every codec, with and without momentum, with denormals, signed zeros, large values."""
+    """Return the digest of a small round in each codec, with and without momentum, with denormals and signed zeros."""
     layout = Layout(
         [TensorSpec("shared", (64,), "shared")]
         + [
@@ -58,7 +59,7 @@ def _answer(step: Callable[..., Iterable[np.ndarray]]) -> str:
 
 
 def _values(count: int, seed: int) -> np.ndarray:
-    """float32 values spread over many exponents, by integer arithmetic alone."""
+    """Return float32 values over many exponents, computed with integers only."""
     words = np.frombuffer(hashlib.shake_256(bytes([seed])).digest(4 * count), "<u4").copy()
     exponents = np.uint32(96) + (words >> np.uint32(24)) % np.uint32(40)
     bits = (words & np.uint32(0x807FFFFF)) | (exponents << np.uint32(23))

@@ -1,4 +1,4 @@
-"""How long a round waits for stragglers, from how late its members came in the rounds before."""
+"""How long a round waits for stragglers, given the delays in earlier rounds."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from collections.abc import Sequence
 from spes_p2p.observe.outliers import outlier_bound
 
 ENOUGH_ARRIVALS, KEPT_ARRIVALS = 8, 64
+"""Least delays for an estimate; bounds the delays that are kept."""
 MIN_PATIENCE, MAX_PATIENCE = 0.1, 0.5
-"""Shares of the time that the quorum needed; the latter also while too little is known."""
+"""Bounds the wait, as a fraction of the quorum's time; the maximum also holds without an estimate."""
 MIN_PATIENCE_S = 2.0
+"""Bounds the wait from below, where phases are short."""
 
 
 def straggler_delay(arrival_s: float, quorum_s: float) -> float:
-    """How much later than the quorum a member announced, as a share of the time until the quorum; 0 when it was in it.
+    """Return how much later than the quorum a member announced, as a fraction of `quorum_s`; 0 for the quorum's members.
 
-    Both in seconds since the phase began.
+    Both arguments are in seconds since the phase began.
     """
     return max(0.0, arrival_s - quorum_s) / quorum_s if quorum_s > 0 else 0.0
 
 
-def patience(history: Sequence[float], quorum_s: float) -> float:
-    """Seconds to wait after the quorum, which came `quorum_s` after the phase began: median + K * 1.4826 * MAD of the
-    members' straggler_delay in earlier rounds (`history`), times `quorum_s`, within bounds."""
+def patience_s(history: Sequence[float], quorum_s: float) -> float:
+    """Return the seconds to wait after a quorum announced, `quorum_s` into the phase.
+
+    The wait is `quorum_s` times the median + K * 1.4826 * MAD of earlier straggler delays (`history`), within bounds.
+    """
     share = MAX_PATIENCE
     if len(history) >= ENOUGH_ARRIVALS:
         share = min(max(outlier_bound(history), MIN_PATIENCE), MAX_PATIENCE)

@@ -1,4 +1,4 @@
-"""What the caller of a session adds to a peer from outside."""
+"""Hooks with which the caller of a session extends a peer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spes_p2p.observe.events import Observer
 
 @dataclass(frozen=True)
 class Extension:
-    """Additions to the world and to the observers of a peer."""
+    """A wrapper for a peer's world, and additional observers."""
 
     around: Callable[[World], World] = lambda world: world
-    """Wraps the world that the peer lives in."""
+    """Wraps the peer's world."""
     observers: tuple[Observer, ...] = ()
 
 

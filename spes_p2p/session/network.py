@@ -1,4 +1,4 @@
-"""A peer's place in the swarm: its libp2p network, its world and node, and its end when the daemon ends."""
+"""A peer's libp2p network, world and node; the peer ends if its daemon does."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from spes_p2p.session.run_dir import made_run_dir
 from spes_p2p.storage.interfaces import Store
 
 FIRST_CONTACT_SILENCE_S = 10.0
-"""Silence timeout while the campaign's own is not known yet."""
+"""Silence timeout until the campaign's own is known."""
 
 
 @contextlib.asynccontextmanager
 async def connected(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[tuple[Libp2p, bool]]:
-    """In the swarm's DHT, with the identity of the run-dir; and whether others can dial this peer.
+    """Join the swarm's DHT with the identity of the run-dir; yield the network and whether other peers can dial this one.
 
-    Raises UserError (also for a metrics port in use, before anything is started).
+    Raises UserError, also if the metrics port is in use, which is checked first.
     """
     if settings.metrics_port:
         Metrics().serve(settings.metrics_port, settings.metrics_host).close()
@@ -53,32 +53,32 @@ async def connected(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIter
 
 
 def first_contact(net: Libp2p) -> RpcEndpoint:
-    """For asking about the campaign before there is a node."""
+    """Return an endpoint for requests before there is a node."""
     return RpcEndpoint(net.transport, FIRST_CONTACT_SILENCE_S)
 
 
 def world_of(net: Libp2p, store: Store, settings: PeerConfig) -> World:
-    """The real world around a peer, within the rates that the settings allow."""
+    """Return the real world of a peer, with the rate limits of the settings."""
     return net.world(store, limited_line(settings.max_upload, settings.max_download))
 
 
 async def make_node(
     net: Libp2p, world: World, files: CampaignFiles, genesis: Commit, role: str, observer: Observer
 ) -> Node:
-    """A node of the campaign; it answers peers that examine themselves against it from now on."""
+    """Return a node of the campaign that serves the measurements of `spes-p2p doctor`."""
     rules = Rules(files.campaign.config, files.campaign.hash, files.num_samples)
     node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer)
-    await Checkup(time.time, net.transport.seen_at).serve(node.board)
+    await Checkup(time.time, net.transport.seen_at).serve(node.endpoint)
     return node
 
 
 async def live_on(net: Libp2p, life: Coroutine[Any, Any, None]) -> None:
-    """Run a peer's life as long as its libp2p daemon lives. Raises Broken when the daemon ends first."""
+    """Run a peer's life. Raises Broken if the libp2p daemon exits first."""
     living = asyncio.ensure_future(life)
     gone = asyncio.ensure_future(net.wait_daemon_exit())
     await asyncio.wait({living, gone}, return_when=asyncio.FIRST_COMPLETED)
     await end_tasks([gone])
     if not living.done():
         await end_tasks([living])
-        raise Broken("the libp2p daemon (p2pd) ended; start this peer again on its run-dir")
+        raise Broken("the libp2p daemon (p2pd) exited; start this peer again with the same run-dir")
     await living

@@ -21,30 +21,30 @@ from spes_p2p.observe.progress import ProgressLine
 from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.tracker import Tracker
 from spes_p2p.observe.units import short_peer
-from spes_p2p.peer.history_sync import remember, serving
+from spes_p2p.peer.history_sync import fill_history, serving
 from spes_p2p.peer.node import Node
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Watchers:
-    """The observers, and those among them that others ask."""
+class PeerObservers:
+    """All observers of a peer, and those that answer requests."""
 
-    observers: Observers
+    all: Observers
     board: StatusBoard
     history: History
 
     def status(self) -> bytes:
-        """What a status call gets."""
+        """Return the answer to a status request."""
         return self.board.status.to_bytes()
 
 
 @contextlib.contextmanager
-def watching(
+def observing(
     files: CampaignFiles, settings: PeerConfig, peer_id: str, role: str, more: Sequence[Observer] = ()
-) -> Iterator[Watchers]:
-    """The observers that the settings ask for and `more`, as long as the block runs."""
+) -> Iterator[PeerObservers]:
+    """Run the observers that the settings select, and `more`."""
     config, campaign_hash = files.campaign.config, files.campaign.hash
     status = PeerStatus(
         peer_id=peer_id, role=role, campaign=config.name, campaign_hash=campaign_hash, total_rounds=config.total_rounds
@@ -61,7 +61,7 @@ def watching(
         trackers = [] if tracker is None else [tracker]
         log = RoundLog(board, time.monotonic)
         progress.start()
-        yield Watchers(Observers(board, metrics, history, log, progress, *trackers, *more), board, history)
+        yield PeerObservers(Observers(board, metrics, history, log, progress, *trackers, *more), board, history)
         if tracker is not None:
             tracker.close()
     finally:
@@ -73,9 +73,9 @@ def watching(
 
 @contextlib.asynccontextmanager
 async def remembering(node: Node, history: History) -> AsyncIterator[None]:
-    """Serve what this peer remembers of the rounds, and complete it from others, as long as the block runs."""
-    await node.board.serve(HISTORY, serving(history.rounds, time.time))
-    async with beside(remember(node, history)):
+    """Serve this peer's round records, and fetch missing ones from other peers."""
+    await node.endpoint.serve(HISTORY, serving(history.rounds, time.time))
+    async with beside(fill_history(node, history)):
         yield
 
 

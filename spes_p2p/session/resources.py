@@ -1,4 +1,4 @@
-"""What a trainer does with its machine: how many experts it trains, and how it holds them."""
+"""How a trainer uses its machine: device, number of experts, storage options."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from spes_p2p.training.options import TrainingOptions, check_options
 
 @dataclass(frozen=True)
 class Resources:
-    """The trainer's share of its machine."""
+    """Device, number of experts and training options of a trainer."""
 
     device: str
     experts: int
-    """Most experts that it trains."""
+    """Maximum number of experts to train."""
     options: TrainingOptions
     description: str
-    """For a person."""
+    """Shown to the user."""
 
 
 def choose_resources(settings: PeerConfig, config: CampaignConfig) -> Resources:
-    """The experts that are asked for, else as many as fit in free memory, with the options that make them fit.
+    """Return the requested number of experts, or as many as fit in free memory, with matching options.
 
-    Raises UserError for more experts than there are, or options or a device that this machine lacks, or when not even the
-    shared weights fit.
+    Raises UserError for more experts than the model has, for options or a device that this machine lacks, or if the shared
+    weights do not fit.
     """
     device, wanted, experts = choose_device(settings.device), settings.experts, config.model.moe_num_experts
     fitting: StoredFormat | None = None
@@ -38,7 +38,7 @@ def choose_resources(settings: PeerConfig, config: CampaignConfig) -> Resources:
     elif wanted > experts:
         raise UserError(f"--experts {wanted}: the campaign's model has {experts} experts; give at most that, or auto")
     else:
-        chosen, description = wanted, f"{wanted} of {experts} experts, as asked for"
+        chosen, description = wanted, f"{wanted} of {experts} experts, as requested"
     options = TrainingOptions(
         stored=fitting if settings.stored == "auto" else settings.stored,
         stored_on=settings.stored_on,
@@ -52,9 +52,9 @@ def choose_resources(settings: PeerConfig, config: CampaignConfig) -> Resources:
 
 
 def as_many_as_fit(settings: PeerConfig, config: CampaignConfig, device: Device) -> tuple[int, StoredFormat | None, str]:
-    """Most experts that fit on a device, how the others are stored then, and a description of that for a person.
+    """Return the maximum number of experts that fit on a device, the storage format of the others, and a description.
 
-    Raises UserError when not even the shared weights fit.
+    Raises UserError if the shared weights do not fit.
     """
     free = replace(device.at_most(settings.memory_bytes), base_in_memory=settings.base == "ram")
     possible = replace(

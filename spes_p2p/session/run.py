@@ -1,4 +1,4 @@
-"""Peers in the real world: libp2p, disk, clock, signals and observers put together around a life (`life.py`)."""
+"""Run a peer on a real machine: libp2p, disk, clock, signals and observers around its life (`peer/life.py`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell
-from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.session.extension import NO_EXTENSION, Extension
-from spes_p2p.session.founding import fetch_genesis, founded
+from spes_p2p.session.genesis import fetch_genesis, load_or_make_genesis
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
-from spes_p2p.session.observers import remembering, watching
+from spes_p2p.session.observers import observing, remembering
 from spes_p2p.session.resources import choose_resources
 from spes_p2p.session.signals import leave_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
@@ -33,7 +33,7 @@ from spes_p2p.training.trainer import TorchTrainer
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_TRIES = 12
-"""While nobody answers, warn about once in two minutes."""
+"""While no peer answers, warn about every two minutes."""
 
 
 async def run_bootstrap(
@@ -43,15 +43,15 @@ async def run_bootstrap(
     on_address: Callable[[str], None],
     extension: Extension = NO_EXTENSION,
 ) -> None:
-    """Be a bootstrap peer of a campaign until a signal comes: the first one, or one more beside `others`.
+    """Run a bootstrap peer until a signal: the first of a campaign, or an additional one to `others`.
 
-    Started again on its run-dir it goes on without the others when none of them answers. `on_address` gets the address that
-    volunteers join with.
+    After a restart with the same run-dir it continues even if none of the others answers. `on_address` receives the address
+    for volunteers.
     """
     try:
         async with connected(settings, others) as (net, dialable):
             if not dialable:
-                logger.warning("others cannot dial this bootstrap peer: volunteers cannot join by its address; open its port")
+                logger.warning("other peers cannot dial this bootstrap peer: volunteers cannot join through it; open its port")
             async with beside(net.keep_finding(others)):
                 await _live_as_bootstrap(net, files, settings, others, on_address, extension)
     except NobodyAnswers as error:
@@ -74,18 +74,18 @@ async def _live_as_bootstrap(
     if others:
         genesis = await fetch_genesis(first_contact(net), others, files, settings.run_dir)
     else:
-        genesis = await asyncio.to_thread(founded, files, settings.run_dir, store, net.identity.peer_id)
+        genesis = await asyncio.to_thread(load_or_make_genesis, files, settings.run_dir, store, net.identity.peer_id)
     keep_campaign(files, genesis, settings.run_dir)
-    with watching(files, settings, net.identity.peer_id, "helper", extension.observers) as watchers:
+    with observing(files, settings, net.identity.peer_id, "helper", extension.observers) as observers:
         world = extension.around(world_of(net, store, settings))
-        node = await make_node(net, world, files, genesis, "helper", watchers.observers)
+        node = await make_node(net, world, files, genesis, "helper", observers.all)
         await serve_text(node, await asyncio.to_thread(text_to_serve, files, settings.run_dir))
         helper = Peer(
-            node, layout_of(files.campaign.config.model), None, NOTHING_TO_TRAIN, watchers.observers, watchers.status,
+            node, layout_of(files.campaign.config.model), None, NOTHING_TO_TRAIN, observers.all, observers.status,
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
         )
         leave_on_signals(helper.leave)
-        async with remembering(node, watchers.history):
+        async with remembering(node, observers.history):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
 
@@ -96,9 +96,9 @@ async def run_join(
     on_joined: Callable[[CampaignFiles, str], None],
     extension: Extension = NO_EXTENSION,
 ) -> None:
-    """Train in the campaign at these addresses until it is complete or a signal comes.
+    """Train in the campaign at these addresses until it is complete or a signal arrives.
 
-    Started again on its run-dir it waits until somebody answers there: the bootstrap peer may be away for a while too.
+    After a restart with the same run-dir it retries until a peer answers, since the bootstrap peer may be down too.
     """
     tries = 0
     while True:
@@ -108,7 +108,7 @@ async def run_join(
             if read_run_dir(settings.run_dir) is None:
                 raise
             if tries % WARN_EVERY_TRIES == 0:
-                logger.warning("%s; trying again until somebody answers", error)
+                logger.warning("%s; retrying until a peer answers", error)
         tries += 1
         await asyncio.sleep(FIND_EVERY_S)
 
@@ -133,23 +133,23 @@ async def _join(
             logger.warning("%s", describe(dialable))
 
         store = DirectoryStore(settings.run_dir)
-        with watching(files, settings, net.identity.peer_id, "trainer", extension.observers) as watchers:
+        with observing(files, settings, net.identity.peer_id, "trainer", extension.observers) as observers:
             world = extension.around(world_of(net, store, settings))
-            node = await make_node(net, world, files, genesis, "trainer", watchers.observers)
+            node = await make_node(net, world, files, genesis, "trainer", observers.all)
             library = await serve_text(node, shelf)
             text, held_out = make_readers(files, shelf, library)
 
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
                 return TorchTrainer(config, base, owned, text, held_out, resources.device, resources.options)
 
-            reachability = Reachability(node.board, net.transport, node.others, node.world.rng, dialable)
+            reachability = Reachability(node.endpoint, net.transport, node.others, node.world.rng, dialable)
             capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)
             peer = Peer(
-                node, layout_of(config.model), make_trainer, capacity, watchers.observers, watchers.status,
+                node, layout_of(config.model), make_trainer, capacity, observers.all, observers.status,
                 str(settings.run_dir), base_in_memory=settings.base == "ram",
             )
             leave_on_signals(peer.leave)
             around = (reachability.keep_measuring(), net.keep_finding(addresses))
-            async with remembering(node, watchers.history), beside(*around):
+            async with remembering(node, observers.history), beside(*around):
                 await live_on(net, peer.run())
-            logger.info("%s", farewell(watchers.board.status, watchers.history.rounds.records, settings.run_dir))
+            logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))

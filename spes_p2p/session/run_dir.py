@@ -1,4 +1,4 @@
-"""A peer's run-dir: made for a start that may fail, and read for its last base."""
+"""A peer's run-dir: creation, cleanup after a failed start, and loading of its base."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from spes_p2p.storage.store import DirectoryStore
 
 @contextlib.contextmanager
 def made_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make the run-dir. After a UserError, while it holds no campaign yet, remove what was written since.
+    """Create the run-dir. If the block raises UserError before a campaign is stored, remove new files.
 
-    Raises UserError when it cannot be made.
+    Raises UserError if it cannot be created.
     """
     before = set(run_dir.iterdir()) if run_dir.is_dir() else None
     try:
@@ -38,13 +38,13 @@ def made_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[CampaignFiles, Base]:
-    """The campaign and the last committed base of a run-dir, or one that is archived there.
+    """Return the campaign and the last committed base of a run-dir, or the base archived of a given round.
 
-    Raises UserError when there is none or it is damaged.
+    Raises UserError if it is missing or damaged.
     """
     known = read_run_dir(run_dir)
     if known is None:
-        raise UserError(f"{run_dir}: not a peer's run-dir (it holds no campaign); give the --run-dir of a peer")
+        raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the --run-dir of a peer")
     config = known[0].campaign.config
     store, size = DirectoryStore(run_dir), base_size(layout_of(config.model), config.outer)
     base = load_base(store, size, str(run_dir))
@@ -54,5 +54,5 @@ def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[C
             kept = ", ".join(map(str, archived_rounds(store))) or "none"
             raise UserError(f"--round {round_number}: not kept in {run_dir}; rounds archived there: {kept}")
     if base is None:
-        raise UserError(f"{run_dir}: holds no base yet; wait until the peer has downloaded one")
+        raise UserError(f"{run_dir}: contains no base yet; wait until the peer has downloaded one")
     return known[0], base

@@ -1,4 +1,4 @@
-"""Signals that end a peer."""
+"""Handlers of the signals that end a peer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def leave_on_signals(leave: Callable[[], None]) -> None:
-    """SIGINT and SIGTERM call `leave`; the second one ends the process."""
+    """Call `leave` on the first SIGINT or SIGTERM; the second ends the process."""
     loop = asyncio.get_running_loop()
     asked = False
 
@@ -20,7 +20,7 @@ def leave_on_signals(leave: Callable[[], None]) -> None:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        logger.info("leaving after the current step; once more to stop at once")
+        logger.info("leaving after the current step; interrupt again to stop at once")
         leave()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""The campaign's text at a peer: what lies on this machine, what is served, and the readers that fetch the rest."""
+"""A peer's access to the campaign's text: local files, pieces to serve, and readers that fetch missing pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VERIFIED_FILE, TOKENS_FOLDER = "verified_files.json", "tokens"
 
 
 def open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int) -> TokenShelf:
-    """What this machine has of the text, verified; the rest is fetched when it is trained on. Raises UserError."""
+    """Return the shelf with verified local files; other text is fetched on demand. Raises UserError."""
     local = {
         file: path
         for manifest in files.manifests
@@ -35,7 +35,7 @@ def open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int) -> TokenShe
 
 
 def text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
-    """As `open_text`, for a peer that does not train: it verifies what it is asked for, and goes without what is not there."""
+    """Like `open_text`, for helpers: pieces are verified when requested, and files may be missing."""
     local = {}
     for file in files.token_files:
         try:
@@ -47,14 +47,15 @@ def text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
     for file in files.token_files:
         if file not in local and file.url is not None:
             if shelf.hashes(file.pieces_sha256) is None:
-                logger.warning("%s: missing or wrong, no piece can be verified; copy it to the manifest", file.path + HASHES)
+                logger.warning("%s: missing or wrong, so no piece can be verified; copy it next to the manifest",
+                               file.path + HASHES)
             else:
-                logger.info("%s is not here: volunteers read it from %s", file.path, file.url)
+                logger.info("%s is not on this machine: volunteers read it from %s", file.path, file.url)
     return shelf
 
 
 async def serve_text(node: Node, shelf: TokenShelf) -> TokenLibrary:
-    """Serve the shelf; what it lacks is fetched."""
+    """Serve the shelf's pieces; return the library that fetches missing ones."""
     library = TokenLibrary(
         shelf, node.fetcher, lambda: (node.others("trainer"), node.others("helper")), node.world.run_blocking, node.world.rng
     )
@@ -63,7 +64,7 @@ async def serve_text(node: Node, shelf: TokenShelf) -> TokenLibrary:
 
 
 def make_readers(files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary) -> tuple[SampleReader, SampleReader | None]:
-    """Readers of the training and of the held-out text, for worker threads; this event loop fetches what is missing."""
+    """Return readers of training and held-out text for worker threads; this event loop fetches missing pieces."""
     training = files.campaign.config.training
     loop = asyncio.get_running_loop()
 
@@ -83,7 +84,7 @@ def make_readers(files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary)
 
 
 def _with_hash_lists(shelf: TokenShelf, files: CampaignFiles) -> TokenShelf:
-    """The shelf, which knows the lists of piece hashes that lie where token files are looked for."""
+    """Add the local lists of piece hashes to the shelf."""
     for file in files.token_files:
         if (hashes := find_hashes(file, files.folders)) is not None:
             shelf.learn_hashes(file.pieces_sha256, hashes)

@@ -1,4 +1,4 @@
-"""What a peer keeps over a crash: named blobs and logs, written whole or not at all."""
+"""The interface of durable storage: named blobs and logs, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,50 +9,47 @@ import numpy as np
 
 
 class Draft(Protocol):
-    """A blob that is being written, in any order. It replaces the old one when committed, and leaves no trace otherwise."""
+    """A blob being written, in any order. It replaces the old blob when published, and leaves no trace otherwise."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes there."""
+        """Write bytes at an offset. Raises UserError (disk full)."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """What was written there."""
+        """Return what was written there."""
 
     def view(self) -> memoryview:
-        """All of it (memory-mapped where it is a file), read-only; valid as long as it is referred to.
-
-        What is written inside it later shows in it.
-        """
+        """Return all of it, read-only (memory-mapped if it is a file). Later writes within it are visible."""
 
     def publish(self) -> None:
-        """Make it the blob, durably. Called again: what was written since is durable too."""
+        """Make the draft the blob, durably. May be called again, to make later writes durable."""
 
 
 class Store(Protocol):
-    """Named blobs that survive a crash. A write is whole or did not happen (aside, fsync, rename)."""
+    """Named blobs and logs that survive a crash. A write happens whole or not at all."""
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Replace the blob durably. Raises UserError when that is impossible; the old one is in place then."""
+        """Replace the blob durably. Raises UserError (disk full) and leaves the old blob in place."""
 
     def draft(self, name: str) -> Draft:
-        """Begin to write a blob piece by piece."""
+        """Start to write a blob in pieces."""
 
     def read(self, name: str) -> memoryview | None:
-        """The blob (memory-mapped where it is a file), or None."""
+        """Return the blob (memory-mapped if it is a file), or None. It stays valid when the blob is replaced or deleted."""
 
     def append(self, name: str, record: bytes) -> None:
-        """Append one record durably to a log; a torn last record is dropped by `records`. Raises UserError as `write` does."""
+        """Append one record to a log durably. Raises UserError (disk full) and leaves the log as it was."""
 
     def records(self, name: str) -> list[bytes]:
-        """All whole records of a log, in order."""
+        """Return all whole records of a log, in order; a torn tail is dropped."""
 
     def delete(self, name: str) -> None:
-        """Remove the blob if it is there."""
+        """Delete the blob or log if it exists."""
 
     def names(self, prefix: str) -> list[str]:
-        """Names of the blobs that begin so, sorted."""
+        """Return the names of blobs and logs with this prefix, sorted."""
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
-        """Float32 `[elements]`, writable, of any content, for this process only.
+        """Return a writable float32 `[elements]` with undefined values, for this process only.
 
-        In a file, where blobs are files: the system may write it there and take its memory back. Raises UserError (disk full).
+        It is a mapped file where blobs are files, so the kernel can page it out. Raises UserError (disk full).
         """

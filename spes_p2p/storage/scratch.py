@@ -1,4 +1,4 @@
-"""Where arrays lie that a peer keeps for a round or longer: in files of its run-dir that need not last, or in memory."""
+"""Allocation of large arrays that live for a round or longer: in temporary files of the run-dir, or in memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 K = TypeVar("K")
 
 Scratch = Callable[[str, int], np.ndarray]
-"""`scratch(what, elements)`: float32 `[elements]`, writable, of any content (`Store.scratch`)."""
+"""`scratch(name, elements)` returns a writable float32 `[elements]` with undefined values (`Store.scratch`)."""
 
 
-def memory_scratch(what: str, elements: int) -> np.ndarray:
-    """In this process's memory."""
+def memory_scratch(name: str, elements: int) -> np.ndarray:
+    """Allocate in memory."""
     return np.empty(elements, np.float32)
 
 
-def side_by_side(scratch: Scratch, what: str, sizes: Mapping[K, int]) -> dict[K, np.ndarray]:
-    """Several arrays of these sizes in one."""
-    whole, at, found = scratch(what, sum(sizes.values())), 0, {}
+def scratch_arrays(scratch: Scratch, name: str, sizes: Mapping[K, int]) -> dict[K, np.ndarray]:
+    """Allocate several arrays of these sizes as views of one scratch array."""
+    whole, at, found = scratch(name, sum(sizes.values())), 0, {}
     for key, size in sizes.items():
         found[key], at = whole[at : at + size], at + size
     return found

@@ -1,10 +1,9 @@
-"""Named blobs and logs that survive a crash: in a directory, or in memory with the same contract.
+"""Durable blobs and logs in a directory (`Store`).
 
-A blob is written aside, flushed to the disk and renamed: at any instant there is the old one or the new one, whole. Files of
-blobs that are replaced or deleted are used again for later blobs of their kind, that is whose names begin alike (a page that is
-there already is written several times faster than a new one), but only when nobody maps them any more: a mapping holds a shared
-lock on its file, in whichever process. A log is a sequence of (length, crc, record); what follows the last whole record is a
-torn write and is dropped.
+A blob is written to a temporary file, flushed and renamed, so at any instant the old or the new blob exists, whole. Files of
+replaced and deleted blobs are spares: a later blob of the same kind (name up to the first "-") overwrites one, since writing to
+allocated pages is several times faster. A spare is reused only when no process maps it: each mapping holds a shared lock on its
+file. A log is a sequence of (length, crc, record); anything after the last whole record is a torn write and is dropped.
 """
 
 from __future__ import annotations
@@ -30,34 +29,32 @@ from spes_p2p.errors import UserError
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-_ASIDE = ".aside"
+_TEMPORARY = ".tmp"
 _HEADER = struct.Struct("<II")
-KEPT_SPARES = {"update": 1, "download": 0, "archived": 0, "aside": 0}
-"""By kind. Of updates there is one at a time, unless something failed; the others do not come every round."""
+KEPT_SPARES = {"update": 1, "download": 0, "archived": 0, "temporary": 0}
+"""Bounds the spare files, by kind: one update is written at a time; the other kinds are not written every round."""
 KEPT_SPARES_OF_OTHERS = 2
-"""The base before the current one is still served: the next base goes into the file of the one before that."""
+"""The same for all other kinds: the previous base is still served, so the next one overwrites its predecessor's file."""
 SMALLEST_SPARE_BYTES = 2**20
+"""Smaller files are not worth keeping as spares."""
 
 
 class DirectoryStore:
-    """A directory of files; one process may use it at a time. A `/` in a name makes a subdirectory.
-
-    When the disk is full or broken, UserError says so and the old content stays: the peer stops, and goes on from there.
-    """
+    """A `Store` of files, for one process at a time. A `/` in a name makes a subdirectory."""
 
     def __init__(self, path: Path):
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        for leftover in path.rglob(f"*{_ASIDE}"):
+        for leftover in path.rglob(f"*{_TEMPORARY}"):
             _remove_unless_locked(leftover)
         self._log_sizes: dict[str, int] = {}
         self._draft_numbers = itertools.count()
         self._spares: dict[str, list[Path]] = {}
-        """By kind, the oldest first."""
+        """By kind, oldest first."""
         self._spares_lock = threading.Lock()
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Replace the blob durably. Raises UserError, or whatever `chunks` raises, with the old blob in place."""
+        """Replace the blob durably. Raises UserError, or any error of `chunks`, and leaves the old blob in place."""
         draft, size = self.draft(name), 0
         try:
             for chunk in chunks:
@@ -68,16 +65,16 @@ class DirectoryStore:
             draft.drop()
 
     def draft(self, name: str) -> FileDraft:
-        """Begin to write a blob piece by piece. Several drafts of one blob may be open."""
+        """Start to write a blob in pieces. Several drafts of one blob may be open."""
         target = self._file(name)
-        with _said_in_one_line(target):
+        with _user_error_at(target):
             self._make_directory(target.parent)
-            aside = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_ASIDE}")
-            self._reuse_spare(_kind(name), aside)
-            return FileDraft(target, aside, lambda change: self._with_spare(_kind(name), target, change))
+            temporary = target.with_name(f"{target.name}.{next(self._draft_numbers)}{_TEMPORARY}")
+            self._reuse_spare(_kind(name), temporary)
+            return FileDraft(target, temporary, lambda change: self._with_spare(_kind(name), target, change))
 
     def read(self, name: str) -> memoryview | None:
-        """The blob, memory-mapped read-only, or None. It stays valid when the blob is replaced or deleted."""
+        """Return the blob, memory-mapped and read-only, or None. It stays valid when the blob is replaced or deleted."""
         try:
             with self._file(name).open("rb") as file:
                 if os.fstat(file.fileno()).st_size == 0:
@@ -87,9 +84,9 @@ class DirectoryStore:
             return None
 
     def append(self, name: str, record: bytes) -> None:
-        """Append one record durably. Raises UserError with the log as it was."""
+        """Append one record durably. Raises UserError and leaves the log as it was."""
         target = self._file(name)
-        with _said_in_one_line(target):
+        with _user_error_at(target):
             self._make_directory(target.parent)
             is_new = not target.exists()
             size = self._log_sizes.get(name)
@@ -110,7 +107,7 @@ class DirectoryStore:
             self._log_sizes[name] = size + _HEADER.size + len(record)
 
     def records(self, name: str) -> list[bytes]:
-        """All whole records of a log, in order; a torn tail is dropped."""
+        """Return all whole records of a log, in order; a torn tail is dropped."""
         content = self._log_content(name)
         torn = len(content) - _whole_bytes(content)
         if torn:
@@ -118,7 +115,7 @@ class DirectoryStore:
         return parse_records(content)
 
     def delete(self, name: str) -> None:
-        """Remove the blob or log if it is there."""
+        """Delete the blob or log if it exists."""
         self._log_sizes.pop(name, None)
         target = self._file(name)
         with suppress(FileNotFoundError):
@@ -126,24 +123,24 @@ class DirectoryStore:
             _sync_directory(target.parent)
 
     def names(self, prefix: str) -> list[str]:
-        """Names of the blobs and logs at the top that begin so, sorted."""
-        found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_ASIDE))
+        """Return the names of top-level blobs and logs with this prefix, sorted."""
+        found = (path.name for path in self.path.iterdir() if path.is_file() and not path.name.endswith(_TEMPORARY))
         return sorted(name for name in found if name.startswith(prefix))
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
-        """Float32 `[elements]` in a file: one that had this name, and to which nobody refers any more, or a new one."""
+        """Return a writable float32 `[elements]` with undefined values in a mapped file: a spare, or a new one."""
         check_name(name)
         size = elements * np.dtype(np.float32).itemsize
         if not size:
             return np.empty(0, np.float32)
-        file = self.path / f"{name}.{next(self._draft_numbers)}{_ASIDE}"
-        with _said_in_one_line(self.path / name):
+        file = self.path / f"{name}.{next(self._draft_numbers)}{_TEMPORARY}"
+        with _user_error_at(self.path / name):
             self._reuse_spare(_kind(name), file)
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 _lock(descriptor)
                 os.ftruncate(descriptor, size)
-                # What a mapping finds no room for ends the process; here it is one line.
+                # A write to an unallocated page of a full disk kills the process; here it is an OSError.
                 os.posix_fallocate(descriptor, 0, size)
                 mapped = mmap.mmap(descriptor, size)
             except BaseException:
@@ -155,8 +152,8 @@ class DirectoryStore:
         return np.frombuffer(mapped, np.float32)
 
     def _with_spare(self, kind: str, old: Path, change: Callable[[], None]) -> None:
-        """Replace or remove a file, and keep its pages for a later draft, under another name: one that is not used before."""
-        spare = self.path / f"spare.{next(self._draft_numbers)}{_ASIDE}"
+        """Run `change`, which replaces or removes a file, and keep the old file as a spare."""
+        spare = self.path / f"spare.{next(self._draft_numbers)}{_TEMPORARY}"
         is_kept = False
         with suppress(OSError):
             if _kept_spares(kind) and old.stat().st_size >= SMALLEST_SPARE_BYTES:
@@ -178,13 +175,13 @@ class DirectoryStore:
             while len(spares) > _kept_spares(kind):
                 spares.pop(0).unlink(missing_ok=True)
 
-    def _reuse_spare(self, kind: str, aside: Path) -> None:
-        """Let a draft begin as the oldest spare file of its kind that nobody maps, if there is one."""
+    def _reuse_spare(self, kind: str, temporary: Path) -> None:
+        """Rename the oldest unmapped spare of this kind, if any, to `temporary`."""
         with self._spares_lock:
             for spare in (spares := self._spares.get(kind, [])):
                 with suppress(OSError), spare.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.rename(spare, aside)
+                    os.rename(spare, temporary)
                     spares.remove(spare)
                     return
 
@@ -207,59 +204,59 @@ class DirectoryStore:
 
 
 class FileDraft:
-    """A file beside the one that it will replace."""
+    """A temporary file next to the one that it replaces when published."""
 
-    def __init__(self, target: Path, aside: Path, replacing: Callable[[Callable[[], None]], None]):
-        """`aside` may hold anything; what is not overwritten of it is undefined. `replacing` is given what replaces it."""
-        self._target, self._aside = target, aside
+    def __init__(self, target: Path, temporary: Path, replacing: Callable[[Callable[[], None]], None]):
+        """`temporary` may be a spare: bytes that are not overwritten are undefined. `replacing(change)` runs the rename."""
+        self._target, self._temporary = target, temporary
         self._replacing = replacing
-        self._is_committed = False
+        self._is_published = False
         self._size = 0
-        self._descriptor = os.open(aside, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
         _lock(self._descriptor)
-        self._end = weakref.finalize(self, _discard, self._descriptor, aside)
+        self._end = weakref.finalize(self, _discard, self._descriptor, temporary)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes there. Raises UserError when that is impossible."""
+        """Write bytes at an offset. Raises UserError (disk full)."""
         view = memoryview(data).cast("B")
         self._size = max(self._size, offset + len(view))
-        with _said_in_one_line(self._target):
+        with _user_error_at(self._target):
             while view:
                 written = os.pwrite(self._descriptor, view, offset)
                 view, offset = view[written:], offset + written
 
     def read(self, offset: int, length: int) -> bytes:
-        """What was written there."""
+        """Return what was written there."""
         return os.pread(self._descriptor, length, offset)
 
     def view(self) -> memoryview:
-        """Memory-mapped; it stays valid when the draft is committed or forgotten."""
+        """Return a mapping that stays valid after `publish` and `drop`."""
         os.ftruncate(self._descriptor, self._size)
         return _mapped(self._descriptor) if self._size else memoryview(b"")
 
     def publish(self) -> None:
-        """Flush to the disk, then take the place of the old blob, unless that was done before."""
-        with _said_in_one_line(self._target):
+        """Flush, then rename over the old blob, unless published before."""
+        with _user_error_at(self._target):
             os.ftruncate(self._descriptor, self._size)
             os.fsync(self._descriptor)
-            if not self._is_committed:
-                self._replacing(lambda: os.replace(self._aside, self._target))
-                self._is_committed = True
+            if not self._is_published:
+                self._replacing(lambda: os.replace(self._temporary, self._target))
+                self._is_published = True
                 _sync_directory(self._target.parent)
 
     def drop(self) -> None:
-        """Nothing more will be written; what was not committed is removed."""
+        """Close the draft; delete it if it is not published."""
         self._end()
 
 
 def frame_record(record: bytes) -> bytes:
-    """Length and crc (over length and record, so that a run of zeros is no record), then the record."""
+    """Return length, crc (over length and record, so that zeros are not a valid record) and record."""
     length = len(record).to_bytes(4, "little")
     return length + zlib.crc32(record, zlib.crc32(length)).to_bytes(4, "little") + record
 
 
 def parse_records(content: bytes) -> list[bytes]:
-    """The whole records at the beginning of a log's bytes."""
+    """Return the whole records at the beginning of a log's bytes."""
     records, rest = [], memoryview(content)
     with suppress(ValueError):
         while rest:
@@ -270,38 +267,38 @@ def parse_records(content: bytes) -> list[bytes]:
 
 
 def _mapped(descriptor: int) -> memoryview:
-    """The whole file, read-only. The mapping duplicates the descriptor, and so keeps the lock as long as it lives."""
+    """Map the whole file read-only. The mapping duplicates the descriptor, so it holds the lock as long as it lives."""
     _lock(descriptor)
     return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
 
 
 def _lock(descriptor: int) -> None:
-    """Say that this file is in use, as long as the descriptor or a copy of it is open."""
+    """Mark the file as in use while the descriptor or a copy of it is open."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _remove_unless_locked(leftover: Path) -> None:
-    """What a dead process left; a living one may be looked at (an export from its run-dir)."""
+    """Delete a dead process's temporary file; a living process (an export) keeps its own locked."""
     with suppress(OSError), leftover.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         leftover.unlink()
 
 
-def _discard(descriptor: int, aside: Path) -> None:
+def _discard(descriptor: int, temporary: Path) -> None:
     os.close(descriptor)
     with suppress(OSError):
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_frame(content: bytes | memoryview) -> tuple[bytes, int]:
-    """The record framed at the beginning, and where its frame ends. Raises ValueError when it is cut short or damaged."""
+    """Return the first record and the end of its frame. Raises ValueError when it is truncated or damaged."""
     if len(content) < _HEADER.size:
-        raise ValueError("a record that is cut short")
+        raise ValueError("truncated record")
     length, crc = _HEADER.unpack_from(content)
     record = bytes(content[_HEADER.size : _HEADER.size + length])
     if len(record) < length or zlib.crc32(record, zlib.crc32(content[:4])) != crc:
-        raise ValueError("a record that is cut short or damaged")
+        raise ValueError("truncated or damaged record")
     return record, _HEADER.size + length
 
 
@@ -310,7 +307,7 @@ def _whole_bytes(content: bytes) -> int:
 
 
 def _kind(name: str) -> str:
-    """Blobs of one kind are about as large: `base`, `bodies-of-...`, `checkpoint-...`."""
+    """Return the kind of a blob; blobs of one kind have similar sizes (`base`, `bodies-of-...`)."""
     return name.partition("-")[0]
 
 
@@ -319,19 +316,19 @@ def _kept_spares(kind: str) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for what is no name of a blob or log."""
-    if not _NAME.fullmatch(name) or name.endswith(_ASIDE):
+    """Check a name of a blob or log. Raises ValueError."""
+    if not _NAME.fullmatch(name) or name.endswith(_TEMPORARY):
         raise ValueError(f"not a name for a blob: {name!r}")
 
 
 @contextmanager
-def _said_in_one_line(target: Path) -> Iterator[None]:
+def _user_error_at(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{target}: cannot be written ({error.strerror}); make room and start this peer again on its run-dir: "
-            "it goes on from its last whole state"
+            f"{target}: cannot be written ({error.strerror}); make room and restart this peer with its run-dir: "
+            "it continues from its last complete state"
         ) from None
 
 

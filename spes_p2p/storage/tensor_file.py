@@ -1,6 +1,6 @@
-"""Named arrays in the safetensors format, written piece by piece and read as views of the file.
+"""Named arrays in the safetensors format, written in pieces and read as views of the file.
 
-The library needs the whole file in memory beside the arrays, to write and to read it: gigabytes, for a peer's moments.
+The safetensors library needs the whole file in memory in addition to the arrays: gigabytes for an optimizer's moments.
 The format: 8 bytes of header length (little-endian), a JSON header with type, shape and byte range of each array, the arrays.
 """
 
@@ -21,26 +21,26 @@ _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Source:
-    """An array that is written."""
+    """An array to write."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[np.ndarray]]
-    """Its elements in C order, in contiguous arrays of any size."""
+    """Yields the elements in C order, in contiguous arrays of any size."""
 
     @property
     def nbytes(self) -> int:
-        """Of the whole array."""
+        """Size of the whole array."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 def whole(array: np.ndarray) -> Source:
-    """An array that is in memory, in one piece."""
+    """Return an array in memory as a source of one piece."""
     return Source(array.dtype, array.shape, lambda: (np.ascontiguousarray(array),))
 
 
 def tensor_chunks(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The file's content, piece by piece. Raises KeyError for a type that is not in DTYPES."""
+    """Yield the file's content. Raises KeyError for a type that is not in DTYPES."""
     yield tensor_header(sources, metadata)
     for name in _in_order(sources):
         for piece in sources[name].pieces():
@@ -48,7 +48,7 @@ def tensor_chunks(sources: Mapping[str, Source], metadata: Mapping[str, str]) ->
 
 
 def tensor_header(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the arrays; as long as before when metadata of the same lengths change. Raises KeyError as above."""
+    """Return the header; its length depends only on the lengths of the metadata. Raises KeyError as `tensor_chunks`."""
     entries: dict[str, object] = {METADATA: dict(metadata)}
     offset = 0
     for name in _in_order(sources):
@@ -62,14 +62,14 @@ def tensor_header(sources: Mapping[str, Source], metadata: Mapping[str, str]) ->
 
 
 def _in_order(sources: Mapping[str, Source]) -> list[str]:
-    """Larger types first, so that all are aligned."""
+    """Return the names in file order: larger types first, so that all arrays are aligned."""
     return sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
 
 
 def read_tensors(content: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read-only views of a file's arrays, and its metadata. Raises ValueError when it is not such a file.
+    """Return read-only views of a file's arrays, and its metadata. Raises ValueError for another format.
 
-    Whether the values are those that were written, a checksum among the metadata must tell.
+    The values are not verified: the caller keeps a checksum in the metadata.
     """
     view = memoryview(content)
     begin = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "little")
@@ -81,5 +81,5 @@ def read_tensors(content: bytes | memoryview) -> tuple[dict[str, np.ndarray], di
             start, stop = (begin + offset for offset in entry["data_offsets"])
             arrays[name] = np.frombuffer(view[start:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"a header that makes no sense: {error}") from None
+        raise ValueError(f"invalid header: {error}") from None
     return arrays, metadata

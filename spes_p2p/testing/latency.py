@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel, Handler, Transport
-from spes_p2p.net.wrapped import WrappedTransport
+from spes_p2p.testing.wrapped import WrappedTransport
 
 WAITING_FRAMES = 256
 """Frames under way on one channel before its sender has to wait."""

@@ -35,7 +35,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 UNREAD_FRAMES = 64
-"""`send` waits while so many frames of the channel are not yet read at the other end."""
+"""`send` waits while this many frames of the channel are unread at the other end."""
 
 EPOCH_S = 1_700_000_000.0
 """The wall time at virtual time 0."""

@@ -13,7 +13,7 @@ from spes_p2p.storage.store import check_name
 class MemoryStore:
     """The contract of `DirectoryStore`, with crashes: what survives one is in the store that `reopen` returns.
 
-    `fault(point, name)` is called at the named points `write:aside`, `write:rename`, `write:done`, `append`, `append:done` and
+    `fault(point, name)` is called at the named points `write:draft`, `write:rename`, `write:done`, `append`, `append:done` and
     `delete`; when it raises there, the state is what a disk would hold at that instant.
     """
 
@@ -25,7 +25,7 @@ class MemoryStore:
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Replace the blob; whole or not at all."""
-        self._at("write:aside", name)
+        self._at("write:draft", name)
         content = b"".join(chunks)
         self._at("write:rename", name)
         self._blobs[name] = content

@@ -1,4 +1,4 @@
-"""The two AdamWs whose state can be taken out and put back by parameter: torch's in float32, torchao's with 8-bit moments."""
+"""AdamW with state that is saved and restored by parameter: torch's in float32, torchao's with 8-bit moments."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def own_share(batches: float, beta1: float) -> float:
-    """a in [0, 1] for which `a g^2 + (1 - a) m^2` has the noise of the squared gradient of a batch `batches` times as large.
+    """Return a in [0, 1] for which `a g^2 + (1 - a) m^2` is as noisy as the squared gradient of a batch `batches` times larger.
 
-    g: a batch's gradient, with noise of variance v beside its mean; m: the first moment, whose noise has
-    v (1 - beta1) / (1 + beta1); the larger batch's has v / batches. 0 where m has more noise than the larger batch.
+    g is a batch's gradient, with noise of variance v; m is the first moment, with variance v (1 - beta1) / (1 + beta1); the
+    larger batch's gradient has v / batches. The result is 0 if m is noisier than the larger batch.
     """
     moments = (1 - beta1) / (1 + beta1)
     return max(0.0, (1 / batches - moments) / (1 - moments)) if moments < 1 else 1.0
 
 
 class AdamW:
-    """float32 moments.
+    """AdamW with float32 moments.
 
-    A group with `batches` > 1 is stepped as if its second moment came from a batch so many times as large: where peers' updates
-    are averaged, so is their noise, and dividing by one peer's noise alone makes steps shorter than those of one large batch.
+    A group with `batches` > 1 is stepped as if its second moment came from a batch that many times larger: averaging peers'
+    updates averages their noise, and dividing by one peer's noise would make steps shorter than those of one large batch.
     """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float):
         self.torch_optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
 
     def step(self, rates: list[float]) -> None:
-        """Apply the gradients with one learning rate a parameter group."""
+        """Apply the gradients with one learning rate per parameter group."""
         self._expect_larger_batches()
         for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
             group["lr"] = self._rate(rate)
@@ -51,14 +51,14 @@ class AdamW:
             self.torch_optimizer.step()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """A parameter's moments and step count by name, as they are; empty before its first step."""
+        """Return a parameter's moments and step count by name, not copies; empty before its first step."""
         tensors: dict[str, Tensor] = {}
         for key, value in self.torch_optimizer.state.get(parameter, {}).items():
             tensors.update(self._tensors(key, value))
         return tensors
 
     def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
-        """Undo of `state_of`; False and nothing changed where the arrays are not this parameter's."""
+        """Restore `state_of`; return False and change nothing if the arrays do not match this parameter."""
         if "step" not in arrays:
             return False
         state: dict[str, Tensor] = {"step": torch.tensor(float(arrays["step"]))}
@@ -71,7 +71,7 @@ class AdamW:
         return True
 
     def _expect_larger_batches(self) -> None:
-        """Let the second moments of groups with `batches` > 1 become, in this step, those of a batch so many times as large."""
+        """Correct the second moments of groups with `batches` > 1 so that this step makes them those of the larger batch."""
         for group in self.torch_optimizer.param_groups:
             unexplained = 1 - own_share(group["batches"], group["betas"][0])
             for parameter in group["params"] if unexplained > 0 else ():
@@ -96,21 +96,21 @@ class AdamW:
 
 
 class AdamW8bit(AdamW):
-    """torchao's AdamW: moments in 8 bits, a scale every 256 values (arXiv 2110.02861); those of small tensors in float32.
+    """torchao's AdamW: 8-bit moments with one scale per 256 values (arXiv 2110.02861); small tensors keep float32.
 
-    It compiles its step, which keeps temporary memory small; on a CPU the step is run as written, which needs no compiler.
+    Its step is compiled, which keeps temporary memory small; on a CPU it runs eagerly, which needs no compiler.
     """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float):
         check_optimizer("adamw8bit")
         if any(group["batches"] > 1 for group in groups):
-            raise UserError("optimizer adamw8bit: cannot do what the campaign's training.second_moment_peers asks for; "
+            raise UserError("optimizer adamw8bit: does not support the campaign's training.second_moment_peers; "
                             "possible here: adamw")
         self.torch_optimizer = importlib.import_module("torchao.optim").AdamW8bit(groups, lr=0.0, betas=betas, eps=eps)
         self._on_cpu = groups[0]["params"][0].device.type == "cpu"
 
     def _expect_larger_batches(self) -> None:
-        """Not with moments in 8 bits: `second_moment_peers: auto` leaves them those of this peer's batch."""
+        """Not supported by 8-bit moments: with `second_moment_peers: auto` they stay those of this peer's batch."""
 
     def _rate(self, rate: float) -> float | Tensor:
         return torch.tensor(rate)
@@ -141,9 +141,9 @@ class AdamW8bit(AdamW):
 
 
 def _excess(gradient: Tensor, state: Mapping[str, Tensor], betas: tuple[float, float]) -> Tensor:
-    """What the second moment would have too much after AdamW's next step, as it stands before it: (g^2 - m^2) (1 - b2) / b2.
+    """Return (g^2 - m^2) (1 - b2) / b2: what to subtract before AdamW's step to have m^2 instead of g^2 in the second moment.
 
-    m is the next first moment, without its bias.
+    m is the first moment after the step, bias-corrected.
     """
     beta1, beta2 = betas
     moment = torch.lerp(state["exp_avg"], gradient, 1 - beta1).div_(1 - beta1 ** (float(state["step"]) + 1))
@@ -151,18 +151,18 @@ def _excess(gradient: Tensor, state: Mapping[str, Tensor], betas: tuple[float, f
 
 
 def check_optimizer(kind: OptimizerKind) -> None:
-    """Raises UserError when the optimizer's package is missing."""
+    """Raise UserError if the optimizer's package is missing."""
     if kind == "adamw8bit" and importlib.util.find_spec("torchao") is None:
         raise UserError("optimizer adamw8bit: torchao is not installed; pip install torchao; possible here: adamw")
 
 
 def make_adamw(kind: OptimizerKind, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> AdamW:
-    """The optimizer of that kind. Raises UserError when its package is missing."""
+    """Create the optimizer of that kind. Raises UserError if its package is missing."""
     return {"adamw": AdamW, "adamw8bit": AdamW8bit}[kind](groups, betas, eps)
 
 
 def state_tensors(state: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that take the memory of one parameter's state."""
+    """Return the tensors of one parameter's state."""
     return [
         part
         for value in state.values()

@@ -1,4 +1,4 @@
-"""A phase's slices as batches, read ahead of the step that needs them."""
+"""Splitting a phase's slices into batches and prefetching them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 def split_samples(slices: Sequence[Interval], count: int) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """The first `count` positions of the slices, and what remains after them (fewer first ones where there are not as many)."""
+    """Split the slices after the first `count` positions, or at their end if they have fewer."""
     first: list[Interval] = []
     rest: list[Interval] = []
     for interval in slices:
@@ -26,7 +26,7 @@ def split_samples(slices: Sequence[Interval], count: int) -> tuple[tuple[Interva
 
 
 def read_ahead(read: Callable[[Item], Result], items: Iterable[Item], depth: int = 2) -> Generator[Result, None, None]:
-    """`map(read, items)`, but another thread reads up to `depth` results ahead. Errors of `read` are raised here."""
+    """Yield `map(read, items)`, read up to `depth` results ahead in another thread. Errors of `read` are raised here."""
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
         try:

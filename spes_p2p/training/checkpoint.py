@@ -1,4 +1,4 @@
-"""What a trainer needs beside the base to go on after a restart: moments, pending work, and how much work that is."""
+"""What a trainer needs besides the base to resume after a restart: moments, pending, and the ledger of pending."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ PENDING, OPTIMIZER, LEDGER = "pending.", "optimizer.", "ledger."
 CRC, NO_CRC = "crc32", "0" * 8
 
 
-class Account(Protocol):
-    """What stands behind pending work (`rounds/accounting.py`)."""
+class LedgerState(Protocol):
+    """The ledger of pending (`rounds/accounting.py`)."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """By name."""
+        """Return the ledger as arrays by name."""
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Undo of `state`."""
+        """Restore `state`."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a restart needs beside the base, written and not yet durable; the trainer may train on."""
+    """A checkpoint that is written but not yet durable. The trainer may continue meanwhile."""
 
     name: str
     draft: Draft
     sources: dict[str, Source]
-    """What they are; their values are in the draft."""
+    """Names, dtypes and shapes of the arrays; their values are in the draft."""
     metadata: dict[str, str]
 
 
 def checkpoint_names(round_number: int) -> tuple[str, str]:
-    """Two files in turn; the second one where the base on disk has the first, after a jump over rounds."""
+    """Return the preferred and the alternative file name; the latter is used while the base on disk needs the former."""
     here, there = round_number % 2, (round_number + 1) % 2
     return f"checkpoint-{here}.safetensors", f"checkpoint-{there}.safetensors"
 
 
 def take_checkpoint(
-    store: Store, trainer: Trainer, account: Account, layout: Layout, base: np.ndarray, head: str, round_number: int,
+    store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, base: np.ndarray, commit: str, round_number: int,
     kept: str | None,
 ) -> Checkpoint:
-    """Write moments and `local - base` of everything that is trained here, as of the base of this head, beside its file.
+    """Write a draft of moments, ledger and `local - base` of every trained group, relative to the base of this commit.
 
-    `kept`: name of the checkpoint of the base on disk. It stays, since the next base is written after its checkpoint.
+    `kept`: checkpoint of the base on disk, which must not be replaced before the next base is durable.
     Raises UserError (disk full).
     """
     sources = {OPTIMIZER + name: source for name, source in trainer.optimizer_state().items()}
-    sources.update({LEDGER + name: whole(array) for name, array in account.state().items()})
+    sources.update({LEDGER + name: whole(array) for name, array in ledger.state().items()})
     for group in trained_groups(trainer):
         pieces = partial(pending_pieces, trainer, base, group)
         if any(piece.any() for piece in pieces()):
             sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
     first, second = checkpoint_names(round_number)
-    name, metadata = second if first == kept else first, {"head": head, "owned": _owned(trainer), CRC: NO_CRC}
+    name, metadata = second if first == kept else first, {"commit": commit, "owned": _owned(trainer), CRC: NO_CRC}
     draft, size = store.draft(name), 0
     for chunk in tensor_chunks(sources, metadata):
         draft.write(size, chunk)
@@ -75,50 +75,50 @@ def take_checkpoint(
 
 
 def write_checkpoint(checkpoint: Checkpoint) -> None:
-    """Make it durable in place of the one of its name."""
+    """Make the checkpoint durable, replacing the one of its name."""
     arrays, _ = read_tensors(checkpoint.draft.view())
     checkpoint.draft.write(0, tensor_header(checkpoint.sources, {**checkpoint.metadata, CRC: _crc(arrays)}))
     checkpoint.draft.publish()
 
 
 def load_checkpoint(
-    store: Store, trainer: Trainer, account: Account, layout: Layout, head: str, round_number: int
+    store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, commit: str, round_number: int
 ) -> str | None:
-    """Restore what `take_checkpoint` took, when it was for this head and these experts, whole or not at all; returns its name.
+    """Restore the checkpoint of this commit and the owned experts, completely or not at all, and return its name.
 
-    None, with a warning, when there is none that fits: training goes on from the base with fresh moments.
+    Returns None with a warning if none matches: training then continues from the base with fresh moments.
     """
     problems = []
     for name in checkpoint_names(round_number):
-        arrays, problem = _read(store, name, (head, _owned(trainer)))
+        arrays, problem = _read(store, name, (commit, _owned(trainer)))
         if arrays is not None:
-            _restore(arrays, trainer, account, layout)
+            _restore(arrays, trainer, ledger, layout)
             return name
         if problem:
             problems.append(f"{name} {problem}")
-    what = problems[0] if problems else f"no checkpoint of round {round_number}"
-    logger.warning("%s: going on from the base with fresh moments", what)
+    problem = problems[0] if problems else f"no checkpoint of round {round_number}"
+    logger.warning("%s: continuing from the base with fresh moments", problem)
     return None
 
 
 def _read(store: Store, name: str, wanted_for: tuple[str, str]) -> tuple[dict[str, np.ndarray] | None, str]:
-    """The arrays of a checkpoint that is whole and for this head and these experts, or what is wrong with it."""
+    """Return the arrays of a valid checkpoint for (commit, owned experts), or None and the problem."""
     blob = store.read(name)
     if blob is None:
         return None, ""
     try:
         arrays, metadata = read_tensors(blob)
-        intact, saved_for = metadata[CRC] == _crc(arrays), (metadata["head"], metadata["owned"])
+        intact, saved_for = metadata[CRC] == _crc(arrays), (metadata["commit"], metadata["owned"])
     except (ValueError, KeyError):
-        return None, "is cut short or damaged"
+        intact = False
     if not intact:
-        return None, "is cut short or damaged"
-    return (arrays, "") if saved_for == wanted_for else (None, "is of another round")
+        return None, "is truncated or damaged"
+    return (arrays, "") if saved_for == wanted_for else (None, "belongs to another round")
 
 
-def _restore(arrays: Mapping[str, np.ndarray], trainer: Trainer, account: Account, layout: Layout) -> None:
+def _restore(arrays: Mapping[str, np.ndarray], trainer: Trainer, ledger: LedgerState, layout: Layout) -> None:
     trainer.load_optimizer_state({n.removeprefix(OPTIMIZER): a for n, a in arrays.items() if n.startswith(OPTIMIZER)})
-    account.load_state({n.removeprefix(LEDGER): a for n, a in arrays.items() if n.startswith(LEDGER)})
+    ledger.load_state({n.removeprefix(LEDGER): a for n, a in arrays.items() if n.startswith(LEDGER)})
     for name, pending in arrays.items():
         if name.startswith(PENDING):
             add_pending(trainer, layout.group(name.removeprefix(PENDING)), pending)

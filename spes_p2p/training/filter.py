@@ -1,4 +1,4 @@
-"""Which samples are mostly repetition: OLMo's instance filter, which SPES uses."""
+"""Detection of repetitive samples: OLMo's instance filter, which SPES uses."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_PERIOD, MIN_COUNT = 13, 32
-"""OLMo's published values: longest pattern, in tokens, and repetitions in a row that make a sample repetitive."""
+"""OLMo's published values: longest pattern, in tokens, and consecutive repetitions that make a sample repetitive."""
 
 
 def is_repetitive(
     samples: npt.NDArray[np.int64], max_period: int = MAX_PERIOD, min_count: int = MIN_COUNT
 ) -> npt.NDArray[np.bool_]:
-    """For samples `[n, S]`: whether one holds `min_count` or more repetitions in a row of 1 to `max_period` tokens.
+    """Return for samples `[n, S]` whether each has `min_count` or more consecutive repetitions of 1 to `max_period` tokens.
 
-    A run of r tokens that each equal the one a period p before them makes (r + p) // p repetitions. As in OLMo, less than three
-    repetitions never count.
+    A run of r tokens that each equal the token p positions before counts as (r + p) // p repetitions. As in OLMo, fewer than
+    three repetitions never count.
     """
     flagged = np.zeros(len(samples), np.bool_)
     for period in range(1, max_period + 1):

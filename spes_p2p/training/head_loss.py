@@ -1,8 +1,8 @@
-"""Output head and cross-entropy together, without the logits of all tokens.
+"""Fused output head and cross-entropy, which never materializes the logits of all tokens.
 
-Logits of a large vocabulary take more memory than a model's layers. Here they exist for LOSS_CHUNK tokens at a time: each chunk
-goes from logits to its share of the gradients in the forward pass, so nothing is computed twice, and what is kept for the
-backward pass is as large as the hidden states and the head's matrix.
+With a large vocabulary, logits take more memory than the layers. Here they exist for LOSS_CHUNK tokens at a time: the forward
+pass turns each chunk's logits into its share of the gradients, so nothing is recomputed, and autograd saves only gradients of
+the size of the hidden states and the head.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class HeadLoss:
     """Scalars, float32."""
 
     total: Tensor
-    """cross_entropy + z_weight * z_loss; the only one with a gradient."""
+    """cross_entropy + z_weight * z_loss; the only field with a gradient."""
     cross_entropy: Tensor
     z_loss: Tensor
 
 
 def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float = 0.0) -> HeadLoss:
-    """Losses of the logits `hidden @ head.T`, means over tokens: hidden `[T, H]`, head `[V, H]`, ids of the next tokens `[T]`.
+    """Return mean losses of the logits `hidden @ head.T`: hidden `[T, H]`, head `[V, H]`, target ids `[T]`.
 
-    Cross-entropy in nats; z-loss is logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). Products in the autocast dtype, the
-    rest in float32. One backward pass only.
+    Cross-entropy in nats; z-loss is logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). Products use the autocast dtype, all
+    else float32. Supports a single backward pass.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -56,7 +56,7 @@ class _HeadLoss(torch.autograd.Function):
                 gradients[0][chunk] = of_logits @ matrix
                 _add_product(gradients[1], of_logits.t(), rows)
                 del of_logits
-            # Or the next chunk's logits would be made beside these.
+            # Free these logits before the next chunk's are allocated.
             del exponentials
         ctx.save_for_backward(*gradients)
         cross_entropy, z_loss = (sums / count).unbind()
@@ -72,7 +72,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk_losses(logits: Tensor, ids: Tensor, z_weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of both losses `[2]`; exp(logits - row maximum) `[T, V]`, in place; its factor in the gradient `[T, 1]`."""
+    """Return sums of both losses `[2]`; exp(logits - row maximum) `[T, V]`, in place; its factor in the gradient `[T, 1]`."""
     highest, chosen = logits.amax(dim=1, keepdim=True), logits.gather(1, ids)
     exponentials = logits.sub_(highest).exp_()
     norm = exponentials.sum(dim=1, keepdim=True)
@@ -82,12 +82,12 @@ def _chunk_losses(logits: Tensor, ids: Tensor, z_weight: float) -> tuple[Tensor,
 
 
 def _gradient(exponentials: Tensor, scale: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Of the mean loss by a chunk's logits `[T, V]`, in place: (softmax (1 + 2 z_weight log_norm) - one_hot(ids)) / count."""
+    """Return d(mean loss) / d(logits) `[T, V]`, in place: (softmax (1 + 2 z_weight log_norm) - one_hot(ids)) / count."""
     return exponentials.mul_(scale).scatter_add_(1, ids, scale.new_full((), -1 / count).expand(ids.shape))
 
 
 def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target += a b. Where the dtypes differ, a piece at a time, so that there is no second `target`."""
+    """target += a b. If the dtypes differ, in blocks of rows, to avoid a temporary as large as `target`."""
     if a.dtype == target.dtype:
         torch.addmm(target, a, b, out=target)
         return

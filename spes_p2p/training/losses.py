@@ -1,4 +1,4 @@
-"""What a local step minimises: next-token cross-entropy, load balance and z-losses."""
+"""The training loss: next-token cross-entropy, load balancing and z-losses."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Losses:
 def forward_losses(
     model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig
 ) -> Losses:
-    """The losses of samples `[B, S]`. `blocks` are the model's experts blocks in order; their `routed` is set by this pass."""
-    # The inner model, because the outer one would compute transformers' own auxiliary loss too.
+    """Return the losses of samples `[B, S]`. `blocks`: the model's experts blocks in order; the pass sets their `routed`."""
+    # The outer model would also compute transformers' own auxiliary loss.
     outputs = model.base_model(input_ids=input_ids, use_cache=False, output_router_logits=True)
     head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight)
     routed = [block.routed for block in blocks if block.routed is not None]
@@ -39,17 +39,16 @@ def forward_losses(
 
 
 def next_token_loss(model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, z_weight: float = 0.0) -> HeadLoss:
-    """Losses of each token but the first: ids `[B, S]`, hidden states `[B, S, H]` before the output head, which has no bias."""
+    """Return the losses of all tokens but the first: ids `[B, S]`, hidden states `[B, S, H]` before the bias-free head."""
     matrix: Tensor = model.get_output_embeddings().weight
     return head_loss(hidden[:, :-1].flatten(0, 1), matrix, input_ids[:, 1:].flatten(), z_weight)
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], routed: Sequence[Tensor]) -> Tensor:
-    """Mean over layers of E / (k T) * sum_e n_e * mean_t p_te (Switch Transformer, arXiv 2101.03961, eq. 4, for top-k).
+    """Return the mean over layers of E / (k T) * sum_e n_e * mean_t p_te (Switch Transformer, arXiv 2101.03961, eq. 4, top-k).
 
-    Each layer gives its router's logits `[T, E]` and its assignments to each expert n `[E]`, which sum to k T. Balanced routing
-    gives 1, all tokens on the same k experts E / k. Taken layer by layer: over the layers' sums, layers that
-    collapsed onto different experts would pass for balanced.
+    Per layer: router logits `[T, E]`, and counts n `[E]` of assignments, which sum to k T. Balanced routing gives 1, all tokens
+    on the same k experts E / k. Computed per layer: in sums over layers, collapses onto different experts would look balanced.
     """
     layers = []
     for logits, counts in zip(router_logits, routed, strict=True):
@@ -59,10 +58,10 @@ def load_balancing_loss(router_logits: Sequence[Tensor], routed: Sequence[Tensor
 
 
 def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
-    """Mean over layers of the z-loss of their routers' logits `[T, E]` (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    """Return the mean z-loss of the layers' router logits `[T, E]` (ST-MoE, arXiv 2202.08906, eq. 5)."""
     return torch.stack([z_loss(logits) for logits in router_logits]).mean()
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Mean of logsumexp(logits)^2 over all but the last dimension: keeps logits from drifting away."""
+    """Return the mean of logsumexp(logits)^2 over the last dimension, which keeps logits from drifting."""
     return logits.float().logsumexp(dim=-1).square().mean()

@@ -1,4 +1,4 @@
-"""torch's Muon as one of the optimizers whose state can be taken out and put back by parameter."""
+"""torch's Muon behind the interface of `adamw.py`: state is saved and restored by parameter."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ MOMENTUM = "momentum_buffer"
 
 
 class Muon:
-    """Momentum whose matrices are orthogonalised by five Newton-Schulz steps (torch.optim.Muon).
+    """Nesterov momentum of 0.95, orthogonalised by five Newton-Schulz steps (torch.optim.Muon with its defaults).
 
-    It is Nesterov's, of .95, as torch and Muon's author have it.
-    Steps are scaled to the size of AdamW's (arXiv 2502.16982, 0.2 sqrt(largest dimension)), so that both share a learning rate.
-    An expert's fused gate and up projection `[2F, H]` is orthogonalised as the one matrix that it is.
+    Updates are scaled to the size of AdamW's (arXiv 2502.16982, 0.2 sqrt(largest dimension)), so both share a learning rate.
+    An expert's fused gate and up projection `[2F, H]` is orthogonalised as one matrix.
     """
 
     def __init__(self, groups: list[dict[str, Any]]):
         self.torch_optimizer: torch.optim.Optimizer = torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw")
 
     def step(self, rates: list[float]) -> None:
-        """Apply the gradients with one learning rate a parameter group."""
+        """Apply the gradients with one learning rate per parameter group."""
         for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.torch_optimizer.step()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """A parameter's momentum, as it is; empty before its first step."""
+        """Return a parameter's momentum, not a copy; empty before its first step."""
         momentum = self.torch_optimizer.state.get(parameter, {}).get(MOMENTUM)
         return {} if momentum is None else {MOMENTUM: momentum.detach()}
 
     def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:
-        """Undo of `state_of`; False and nothing changed where the arrays are not this parameter's."""
+        """Restore `state_of`; return False and change nothing if the arrays do not match this parameter."""
         momentum = arrays.get(MOMENTUM)
         if momentum is None or momentum.shape != tuple(parameter.shape):
             return False

@@ -1,7 +1,7 @@
-"""The optimizer of weights whose owners change, and its learning rate: AdamW, or Muon for matrices and AdamW for the rest.
+"""The optimizer of a peer whose owned experts change, and its schedule: AdamW, or Muon for matrices and AdamW for the rest.
 
-Each expert is its own parameter group, so that it has its own moments, bias correction and ramp; the shared weights and the
-router are more: with and without weight decay, the embedding and the output head, and with Muon.
+Each expert is a parameter group of its own, with its own age and ramp. Shared weights and routers form further groups: with and
+without weight decay, embedding and output head, and matrices stepped by Muon.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from spes_p2p.training.adamw import AdamW, Arrays, make_adamw, state_tensors
 from spes_p2p.training.muon import Muon
 
 MUONS = "matrices"
-"""The parameter group of the shared weights that Muon steps."""
+"""Name of the parameter group of shared weights that Muon steps."""
 VOCABULARY = " vocabulary"
-"""Ends the names of the parameter groups of the embedding and the output head."""
+"""Suffix of the parameter groups of the embedding and the output head."""
 
 
 def learning_rate(step: float, config: TrainingConfig) -> float:
-    """At a campaign step (local steps fall between two): linear warm-up to the peak at `warmup_steps`, then a cosine down to
-    `min_lr_ratio` of it at `total_steps`. Step 0 is not 0: the ramp starts one step before."""
+    """Return the rate at a (fractional) campaign step: linear warm-up to the peak at `warmup_steps`, then cosine decay to
+    `min_lr_ratio` of the peak at `total_steps`. The rate at step 0 is not 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
@@ -38,14 +38,15 @@ def learning_rate(step: float, config: TrainingConfig) -> float:
 
 
 def ramp(age: int, config: TrainingConfig) -> float:
-    """Share of the learning rate for a group whose moments are `age` steps old: reaches 1 at `new_owner_ramp_steps`."""
+    """Return the learning rate factor of a group whose moments are `age` steps old: reaches 1 at `new_owner_ramp_steps`."""
     return min(1.0, (age + 1) / (config.new_owner_ramp_steps + 1))
 
 
 class OwnedOptimizer:
-    """What steps the trainable parameters of a partitioned model: AdamW (float32 or 8-bit moments), for matrices perhaps Muon.
+    """Optimizer of a partitioned model's trainable parameters: AdamW (float32 or 8-bit moments), optionally Muon for matrices.
 
-    Parameters are known by their layout name. What `regroup` keeps, keeps its moments; what is new starts with none and a ramp.
+    Parameters are identified by their layout name. `regroup` preserves the moments of kept parameters; new ones start with a
+    ramp.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class OwnedOptimizer:
         self._muon = Muon(muons) if muons else None
 
     def regroup(self, model: PreTrainedModel) -> None:
-        """Follow a change of owners: forget what is no longer trained, take up what is new."""
+        """Update the parameter groups after a change of owned experts."""
         self._parameters = dict(model.named_parameters())
         wanted = self._wanted()
         for kind in self._kinds():
@@ -85,19 +86,19 @@ class OwnedOptimizer:
                 self._kind_of(name).torch_optimizer.add_param_group(self._group(name, names))
 
     def skip_ramps(self) -> None:
-        """Give every group its full learning rate at once: for the start of a campaign, which has the schedule's warm-up."""
+        """Give every group its full learning rate: at the start of a campaign the schedule's warm-up suffices."""
         for _, group in self._groups():
             group["age"] = max(group["age"], self._config.new_owner_ramp_steps)
 
     def average_over(self, peers: float) -> None:
-        """From now on updates of shared weights and routers are averaged with so many peers' (`second_moment_peers: auto`)."""
+        """Set the number of peers whose updates of shared weights and routers are averaged (`second_moment_peers: auto`)."""
         if self._config.second_moment_peers == "auto":
             self._averaged_peers = peers
             for _, group in self._groups():
                 group["batches"] = self._batches(group["name"])
 
     def step(self, rate: float, loss: Tensor) -> bool:
-        """Clip the gradients to the global norm and apply them; False and nothing done if they or the loss are not finite."""
+        """Clip the gradients by global norm and apply them; return False, unchanged, if they or the loss are not finite."""
         norm = nn.utils.clip_grad_norm_(self._all_parameters(), self._config.max_grad_norm)
         finite = bool(torch.isfinite(norm + loss.sum()))
         if finite:
@@ -115,12 +116,12 @@ class OwnedOptimizer:
             kind.torch_optimizer.zero_grad(set_to_none=True)
 
     def state_bytes(self) -> int:
-        """Bytes of the moments, as tensors."""
+        """Return the bytes of the moments."""
         states = (state for kind in self._kinds() for state in kind.torch_optimizer.state.values())
         return sum(t.nbytes for state in states for t in state_tensors(state))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Each parameter's state (`exp_avg/NAME`, `step/NAME`, ...) as it is, and each group's `age/GROUP`."""
+        """Return each parameter's state (`exp_avg/NAME`, `step/NAME`, ...), not copies, and each group's `age/GROUP`."""
         tensors: dict[str, Tensor] = {}
         for kind, group in self._groups():
             tensors[f"age/{group['name']}"] = torch.tensor(group["age"], dtype=torch.int64)
@@ -129,7 +130,7 @@ class OwnedOptimizer:
         return tensors
 
     def load_state(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Undo of `tensors`. A parameter whose entries are missing or do not fit is left as it is; its group then ramps up."""
+        """Restore `tensors`. A parameter with missing or mismatched entries is unchanged; its group then ramps up."""
         by_parameter: dict[str, Arrays] = {}
         for key, value in arrays.items():
             what, _, name = key.partition("/")
@@ -145,7 +146,7 @@ class OwnedOptimizer:
                 group["age"] = int(arrays.get(f"age/{group['name']}", group["age"]))
 
     def _wanted(self) -> dict[str, list[str]]:
-        """Names of the parameters in each group that there must be now."""
+        """Return the parameter names of each group, for the current parameters."""
         wanted: dict[str, list[str]] = {}
         for name in self._parameters:
             spec = self._layout.by_name[name].spec
@@ -158,7 +159,7 @@ class OwnedOptimizer:
         return wanted
 
     def _is_muons(self, group: str) -> bool:
-        """Every matrix of an expert is one between hidden states."""
+        """Return whether Muon steps this group. All of an expert's matrices are Muon's."""
         return self._config.optimizer == "muon" and (group == MUONS or group.startswith("expert."))
 
     def _kind_of(self, group: str) -> AdamW | Muon:
@@ -168,7 +169,7 @@ class OwnedOptimizer:
         return (self._adamw,) if self._muon is None else (self._adamw, self._muon)
 
     def _groups(self) -> Iterator[tuple[AdamW | Muon, dict[str, Any]]]:
-        """Every parameter group with the optimizer that has it."""
+        """Yield every parameter group with its optimizer."""
         return ((kind, group) for kind in self._kinds() for group in kind.torch_optimizer.param_groups)
 
     def _group(self, name: str, names: list[str]) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class OwnedOptimizer:
         }
 
     def _batches(self, group: str) -> float:
-        """Peers' batches whose noise the second moment is to have; nobody averages an expert."""
+        """Return the number of batches whose average's noise the second moment should have; experts are not averaged."""
         wanted = self._config.second_moment_peers
         return 1.0 if group.startswith("expert.") else self._averaged_peers if wanted == "auto" else wanted
 

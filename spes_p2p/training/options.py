@@ -1,4 +1,4 @@
-"""How one peer trains on its machine: memory and speed, not what is learned beyond rounding."""
+"""A peer's training options: they affect memory and speed, and the result only by rounding."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from spes_p2p.training.adamw import check_optimizer
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """A peer's own choices; other peers need not make the same ones."""
+    """Options of one peer; peers may differ."""
 
     stored: StoredFormat | None = None
-    """How foreign experts are kept; default float32 on a CPU, bfloat16 elsewhere."""
+    """Format of foreign experts; default float32 on a CPU, otherwise bfloat16."""
     stored_on: StoredPlace = "device"
     backend: BackendName = "auto"
     optimizer: OptimizerKind = "adamw"
     activation_checkpointing: bool = False
-    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    """Recompute each layer's activations in the backward pass."""
     micro_batch_size: int | None = None
-    """Samples in one forward pass; default the campaign's."""
+    """Samples per forward pass; default: the campaign's."""
 
 
 def check_options(model: ModelConfig, options: TrainingOptions, device: str) -> None:
-    """Can this machine train so? Raises UserError, naming what is possible, before anything is downloaded or built."""
+    """Raise UserError, naming the alternatives, if this machine does not support the options. Allocates nothing."""
     choose_backend(options.backend, torch.device(device), model.hidden_size, model.intermediate_size)
     check_optimizer(options.optimizer)

@@ -1,4 +1,4 @@
-"""A trainer's weights above the base (`local - base`), piece by piece: a model's size is no matter of memory."""
+"""A trainer's pending (`local - base`), in pieces, so that memory does not depend on the model's size."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ PIECE_ELEMENTS = 2**16
 
 
 def trained_groups(trainer: Trainer) -> list[Group]:
-    """What this trainer trains: the router, the shared weights and its own experts."""
+    """Return the groups that this trainer trains: the router, the shared weights and its own experts."""
     return [group for group in trainer.layout.groups if group.expert is None or group.expert in trainer.owned]
 
 
 def pending_pieces(trainer: Trainer, base: np.ndarray, group: Group) -> Iterator[np.ndarray]:
-    """`local - base` of a group that is trained here, float32, one piece after the other.
-
-    `base`: flat float32 `[layout.size]`.
-    """
+    """Yield a trained group's pending in float32 pieces. `base`: flat float32 `[layout.size]`."""
     return (_pending(trainer, base, group, start, stop) for start, stop in _cut(group))
 
 
 def pending_of(trainer: Trainer, base: np.ndarray, group: Group, out: np.ndarray) -> np.ndarray:
-    """All of it, in `out` (float32 `[group.size]`)."""
+    """Write a trained group's pending to `out` (float32 `[group.size]`) and return it."""
     for start, stop in _cut(group):
         _pending(trainer, base, group, start, stop, out[start:stop])
     return out
 
 
 def add_pending(trainer: Trainer, group: Group, values: np.ndarray) -> None:
-    """`local += values` (float32 `[group.size]`) on a group that is trained here."""
+    """Add `values` (float32 `[group.size]`) to the local weights of a trained group."""
     for start, stop in _cut(group):
         trainer.add(group, values[start:stop], start)
 

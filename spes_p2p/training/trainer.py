@@ -1,4 +1,4 @@
-"""Local steps of one peer on a real model: forward, backward, AdamW, between the flat state and torch's parameters."""
+"""Local training steps on a torch model, whose parameters are exchanged with the flat state."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ logger = logging.getLogger(__name__)
 
 Samples = npt.NDArray[np.int64]
 
-MAX_SKIPPED_IN_A_ROW = 10
-"""So many steps in a row that are not finite stop the peer."""
-COPIED_ELEMENTS = 2**20
-"""Of a tensor, at a time."""
+MAX_CONSECUTIVE_SKIPS = 10
+"""Abort after this many consecutive non-finite steps."""
+COPY_ELEMENTS = 2**20
+"""Copy chunk size, in elements."""
 
 
 class Reader(Protocol):
-    """Where samples `[n, sequence_length]` come from."""
+    """Source of samples `[n, sequence_length]` (int64)."""
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch."""
+        """Number of samples in one epoch."""
 
     def read(self, interval: Interval) -> Samples:
-        """Samples at positions of an epoch's shuffled order."""
+        """Return the samples at positions of an epoch's shuffled order."""
 
     def read_spread(self, count: int) -> Samples:
-        """`count` samples, at most all, spread over the files: always the same."""
+        """Return up to `count` samples spread over the files; deterministic."""
 
 
 class TorchTrainer:
-    """Trains shared weights, routers and owned experts on one device; one thread at a time.
+    """Trains shared weights, routers and owned experts on one device. Not thread-safe.
 
-    A step whose loss or gradient is not finite changes neither weights nor moments; its samples count as trained, so that they
-    are not handed out again, but its tokens, routing and loss do not. Many such steps in a row end `train` with a UserError.
+    A step whose loss or gradient is not finite changes neither weights nor moments. Its samples count as trained, so that they
+    are not handed out again; its tokens, routing and loss do not count.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TorchTrainer:
         device: str | torch.device = "cpu",
         options: TrainingOptions | None = None,
     ):
-        """Raises UserError, naming what is possible, for options that this device or this installation cannot do."""
+        """Raises UserError, naming the alternatives, for options that this device or installation does not support."""
         options = options or TrainingOptions()
         self._config, self._samples, self._validation = config, samples, validation
         self._device = torch.device(device)
@@ -90,37 +90,37 @@ class TorchTrainer:
         self._micro_batch_size = (
             options.micro_batch_size or config.training.micro_batch_size or config.training.batch_size
         )
-        self._skipped_in_a_row = 0
+        self._consecutive_skips = 0
         self._parameters = dict(self._model.named_parameters())
 
     @property
     def layout(self) -> Layout:
-        """The model's layout."""
+        """See Trainer."""
         return self._layout
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """Experts that are trained here, ascending."""
+        """See Trainer."""
         return self._owned
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model itself, for whoever measures it."""
+        """The model, for measurements."""
         return self._model
 
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients, moments and stored experts as tensors; activations are not among them."""
+        """Return the bytes of weights, gradients, moments and stored experts, without activations."""
         trained: int = sum(tensor.nbytes for tensor in self._model.parameters())
         stored: int = sum(tensor.nbytes for block in self._blocks.values() for tensor in block.stored_tensors())
         return 2 * trained + stored + self._optimizer.state_bytes()
 
     def load_base(self, base: State) -> None:
-        """Set all local weights to the base (flat float32 `[layout.size]`)."""
+        """See Trainer."""
         for group in self._layout.groups:
             self._write(group, base[group.start : group.stop])
 
     def assign(self, owned: tuple[int, ...], base: State) -> None:
-        """Train these experts from now on. A new one starts from its base rows, without moments."""
+        """See Trainer."""
         if tuple(sorted(owned)) == self._owned:
             return
         self._optimizer.zero_grad()
@@ -131,9 +131,9 @@ class TorchTrainer:
         self._parameters = dict(self._model.named_parameters())
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Do the phase's steps, or fewer when `should_stop` or when the slices have no more whole batch.
+        """Run the phase's steps, or fewer if `should_stop` returns True or the slices run out of complete batches.
 
-        Raises UserError after many steps in a row, over phases too, whose loss or gradient was not finite.
+        Raises UserError after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases.
         """
         started = time.perf_counter()
         if phase.first_step == 0:
@@ -150,7 +150,7 @@ class TorchTrainer:
                 campaign_step = phase.first_step + phase.campaign_steps * done / phase.steps
                 self._step(next(batches), learning_rate(campaign_step, schedule), totals)
                 done += 1
-                self._stop_if_broken()
+                self._abort_if_diverged()
                 on_step(done, totals.tokens / (time.perf_counter() - started))
         finally:
             batches.close()
@@ -160,29 +160,33 @@ class TorchTrainer:
             self._config.model, self._config.training.sequence_length, self._owned
         )
         report = totals.report(done, self._owned, seconds, untrained, flops / seconds, peak_flops(device_name(self._device)))
-        self._log(report)
+        utilisation = "" if math.isnan(report.mfu) else f", {100 * report.mfu:.1f} % MFU"
+        logger.debug(
+            "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
+            report.steps, report.tokens / report.seconds, report.flops_per_second / 1e12, utilisation,
+        )
         return report
 
     def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
-        """A float32 copy of the local weights `[start, stop)` of a group that is trained here; all of it by default."""
+        """See Trainer."""
         values = np.empty((group.size if stop is None else stop) - start, np.float32)
-        for place, weights in self._trained(group, start, start + values.size):
+        for place, weights in self._trained_views(group, start, start + values.size):
             torch.from_numpy(values[place]).copy_(weights)
         return values
 
     def add(self, group: Group, delta: State, start: int = 0) -> None:
-        """local += delta (float32) on a group that is trained here, from element `start` on."""
-        for place, weights in self._trained(group, start, start + delta.size):
+        """See Trainer."""
+        for place, weights in self._trained_views(group, start, start + delta.size):
             weights.add_(_tensor(delta[place]).to(self._device))
 
     def refresh(self, group: Group, values: State) -> None:
-        """Set a group that is not trained here (a foreign expert) to these values."""
+        """See Trainer."""
         if group.expert is None or group.expert in self._owned:
             raise ValueError(f"{group.name} is trained here; only add() changes it")
         self._write(group, values)
 
     def validation_loss(self) -> float:
-        """Mean cross-entropy per token of the current local weights on the campaign's held-out text; NaN when it has none."""
+        """See Trainer."""
         if self._validation is None:
             return float("nan")
         samples = self._validation.read_spread(self._config.evaluation.max_samples)
@@ -195,11 +199,11 @@ class TorchTrainer:
         return float(total) / len(samples)
 
     def optimizer_state(self) -> dict[str, Source]:
-        """Moments and whatever else a restart needs, by name; read before the next step, which changes them."""
+        """See Trainer."""
         return {name: _source(tensor) for name, tensor in self._optimizer.tensors().items()}
 
     def load_optimizer_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Undo of `optimizer_state`, for the same owned experts; entries that do not fit are ignored."""
+        """See Trainer."""
         self._optimizer.load_state(state)
 
     def _step(self, samples: Samples, rate: float, totals: _Totals) -> None:
@@ -213,26 +217,18 @@ class TorchTrainer:
             return
         if self._optimizer.step(rate, step.losses):
             totals.add(step)
-            self._skipped_in_a_row = 0
+            self._consecutive_skips = 0
         else:
             totals.skipped += 1
-            self._skipped_in_a_row += 1
+            self._consecutive_skips += 1
 
-    def _stop_if_broken(self) -> None:
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+    def _abort_if_diverged(self) -> None:
+        if self._consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
             raise UserError(
-                f"training on {self._device}: loss or gradients were not finite in {self._skipped_in_a_row} steps in a row; "
-                "this peer stops and sends nothing of the phase; start it again on its run-dir, and if that repeats while "
-                "others train well, check this machine's memory and device, else lower training.learning_rate"
+                f"training on {self._device}: loss or gradient not finite in {self._consecutive_skips} consecutive steps; "
+                "this peer stops and sends nothing of the phase; restart it on its run-dir, and if this repeats while other "
+                "peers train well, check this machine's memory and device, otherwise lower training.learning_rate"
             )
-
-    def _log(self, report: PhaseReport) -> None:
-        """One line a phase: steps, speed, and what share of the device's peak that is, where the device is known."""
-        utilisation = "" if math.isnan(report.mfu) else f", {100 * report.mfu:.1f} % MFU"
-        logger.debug(
-            "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
-            report.steps, report.tokens / report.seconds, report.flops_per_second / 1e12, utilisation,
-        )
 
     def _batch_slices(self, phase: Phase, steps: int) -> Iterator[tuple[Interval, ...]]:
         rest = phase.slices
@@ -256,8 +252,8 @@ class TorchTrainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._device.type == "cuda")
 
-    def _trained(self, group: Group, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
-        """Local weights of the elements `[start, stop)` of a group: flat views, and where among these elements each stands."""
+    def _trained_views(self, group: Group, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (range within `[start, stop)`, flat view of the local weights) for elements `[start, stop)` of a group."""
         if group.expert is not None and group.expert not in self._owned:
             raise ValueError(f"{group.name} is not trained here; owned experts: {self._owned}")
         begin, end, tensors = group.start + start, group.start + stop, self._layout.tensors_of(group)
@@ -270,9 +266,9 @@ class TorchTrainer:
 
     def _write(self, group: Group, values: State) -> None:
         if group.expert is None or group.expert in self._owned:
-            for start in range(0, group.size, COPIED_ELEMENTS):
-                stop = min(start + COPIED_ELEMENTS, group.size)
-                for place, weights in self._trained(group, start, stop):
+            for start in range(0, group.size, COPY_ELEMENTS):
+                stop = min(start + COPY_ELEMENTS, group.size)
+                for place, weights in self._trained_views(group, start, stop):
                     weights.copy_(_tensor(values[start:stop][place]))
             return
         for placed in self._layout.tensors_of(group):
@@ -283,13 +279,13 @@ class TorchTrainer:
 
 
 class _Totals:
-    """Sums over forward passes; losses and routing stay on the device until the report."""
+    """Sums over forward passes. Losses and routing stay on the device until the report."""
 
     def __init__(self, layers: int, num_experts: int, device: torch.device):
         self.tokens = 0
         self.skipped = 0
         self.losses = torch.zeros(2, dtype=torch.float64, device=device)
-        """Cross-entropy and auxiliary loss, each times tokens."""
+        """Cross-entropy and auxiliary loss, each multiplied by tokens."""
         self.assignments = torch.zeros(layers, num_experts, dtype=torch.int64, device=device)
 
     def add_pass(self, tokens: int, cross_entropy: Tensor, auxiliary: Tensor, blocks: Any) -> None:
@@ -316,27 +312,24 @@ class _Totals:
 
 
 def device_name(device: torch.device) -> str:
-    """What the driver calls the card; "cpu" for the processor."""
+    """Return the driver's name of a GPU, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Make layers compute their activations again in the backward pass instead of keeping them.
-
-    Non-reentrant, because the reentrant form drops the gradient of the router's auxiliary losses.
-    """
+    """Enable activation checkpointing. Non-reentrant, because the reentrant form drops the gradient of the router's losses."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def _tensor(values: State) -> Tensor:
-    """Without a copy where the array is writable."""
+    """Convert to a tensor, without a copy if the array is writable."""
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
 def _source(tensor: Tensor) -> Source:
-    """A tensor, perhaps on a device, that is copied piece by piece."""
+    """Wrap a tensor, possibly on a GPU, as a source that is copied in chunks."""
     return Source(
         torch.empty(0, dtype=tensor.dtype).numpy().dtype, tuple(tensor.shape),
-        lambda: (piece.cpu().numpy() for piece in torch.split(tensor.reshape(-1), COPIED_ELEMENTS)),
+        lambda: (piece.cpu().numpy() for piece in torch.split(tensor.reshape(-1), COPY_ELEMENTS)),
     )

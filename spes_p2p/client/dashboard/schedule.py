@@ -1,4 +1,4 @@
-"""The schedule that the page draws: as it was in the rounds so far, and as the owner's orders have it from now to the end."""
+"""The schedule that the page draws: recorded values for past rounds, then the schedule under the owner's orders."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Point = tuple[float, int, float, float]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps under the same rules."""
+    """Consecutive steps under the same training config."""
 
     round: int
-    """CertifiedCommit when the first of them begins."""
+    """The last committed round when the first step begins."""
     first: int
     last: int
     training: TrainingConfig
@@ -50,7 +50,7 @@ def schedule(records: Sequence[RoundRecord], config: CampaignConfig, control: Co
 
 
 def stretches_ahead(round_number: int, step: int, config: CampaignConfig, control: Control | None) -> Iterator[Stretch]:
-    """What is left after this round, of which `step` is the campaign step, cut where an order changes the rules."""
+    """Yield the stretches after this round, whose campaign step is `step`, split where an order changes the schedule."""
     orders = control.changes if control is not None else ()
     cuts = sorted({change.round - 1 for change in orders if change.round - 1 > round_number})
     for cut in (*cuts, None):

@@ -1,4 +1,4 @@
-"""The dashboard's web server: one page, its data as JSON, and server-sent events that keep the page live."""
+"""The dashboard's web server: one page, its data as JSON, and server-sent events for updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from spes_p2p.client.dashboard.watch import Live, json_of, watch
+from spes_p2p.client.dashboard.poll import Live, json_of, watch
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
 
@@ -25,7 +25,7 @@ LIVE = web.AppKey("live", Live)
 
 
 async def run_dashboard(addresses: Sequence[str], host: str, port: int, on_url: Callable[[str], None]) -> None:
-    """Serve the page until cancelled. Raises UserError for a malformed address or a port that cannot be had."""
+    """Serve the page until cancelled. Raises UserError for a malformed address or an unavailable port."""
     check_peer_addresses(addresses)
     live = Live(message=f"looking for a peer at {', '.join(addresses)}")
     async with serving(live, host, port) as url:
@@ -35,9 +35,9 @@ async def run_dashboard(addresses: Sequence[str], host: str, port: int, on_url: 
 
 @contextlib.asynccontextmanager
 async def serving(live: Live, host: str, port: int) -> AsyncIterator[str]:
-    """Serve what is published in `live`; yields the URL. Raises UserError when the port cannot be had."""
+    """Serve what is published in `live`; yields the URL. Raises UserError if the port is not available."""
     if not 0 <= port <= 65535:
-        raise UserError(f"--port {port}: a port is a number from 0 to 65535")
+        raise UserError(f"--port {port}: must be 0 to 65535")
     runner = web.AppRunner(make_app(live), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
@@ -81,7 +81,7 @@ def make_app(live: Live) -> web.Application:
 
 
 def content_policy(page: str) -> str:
-    """A policy by which the browser runs the page's own script and style and nothing else, whatever a peer sends."""
+    """Return a policy that lets the browser run only the page's own script and style, whatever a peer sends."""
 
     def hashes(tag: str) -> str:
         bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -95,7 +95,7 @@ def content_policy(page: str) -> str:
 
 
 async def _events(request: web.Request) -> web.StreamResponse:
-    """A `view` event with every look at the swarm, a `series` event when the curves have changed."""
+    """Send a `view` event after every poll, and a `series` event when the curves change."""
     live = request.app[LIVE]
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **NO_STORE})
     await response.prepare(request)

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON values: pure functions of the peers' answers. Peers are named by their place in the list."""
+"""The page's data as JSON values: pure functions of the peers' answers. Peers are referenced by their index in the list."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
 from spes_p2p.observe.status import gather
 from spes_p2p.observe.table import troubles
 
 MAX_POINTS = 600
-"""A curve has at most so many points: more cannot be seen."""
+"""Maximum number of points per curve; more are not visible."""
 TIMELINE_ROUNDS = 8
 
-
 Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
-"""For each round, the bytes (sent, received) that each peer told of itself."""
+"""Bytes (sent, received) by round and reporting peer."""
 
 
 def swarm_view(
     statuses: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]], totals: Totals, now: float
 ) -> dict[str, Any]:
-    """The state of the swarm. What `status --json` says stands here under the same names.
+    """Return the state of the swarm, with the field names of `status --json`.
 
-    `rounds`: the last rounds of each peer as it told them itself, by our clock. `now`: unix time.
+    `rounds`: each peer's own records of the last rounds, by the local clock. `now`: Unix time.
     """
     swarm = gather(statuses)
     places = {status.peer_id: place for place, status in enumerate(swarm.peers)}
     tokens = {each.peer: each.tokens for each in totals.contributions}
     steps = {each.peer: each.expert_steps for each in totals.contributions}
-    document: dict[str, Any] = plain(replace(swarm, peers=(), owners=()))
+    document: dict[str, Any] = to_json(replace(swarm, peers=(), owners=()))
     document["peers"] = [
         {
             **_lean(status),
@@ -61,9 +60,9 @@ def swarm_view(
 def series(
     records: Sequence[RoundRecord], traffic: Traffic, config: CampaignConfig, control: Control | None = None
 ) -> dict[str, Any]:
-    """Curves since the campaign began, a column a quantity, and the schedule to its end.
+    """Return curves since the start of the campaign, one column per quantity, and the schedule to its end.
 
-    `records`: by round. `control`: what the campaign's owner ordered last.
+    `records`: by round. `control`: the owner's newest record.
     """
     rates = _rates(records)
     sent, received = ([_mean_bytes(traffic.get(record.round, {}), i) for record in records] for i in (0, 1))
@@ -84,7 +83,7 @@ def series(
     }
     evaluated = [record for record in records if math.isfinite(record.validation_loss)]
     held_out = [evaluated[i] for i in thinned(len(evaluated), MAX_POINTS)]
-    document: dict[str, Any] = plain(
+    document: dict[str, Any] = to_json(
         {
             "rounds": columns,
             "held_out": [(record.round, record.total_tokens, record.validation_loss) for record in held_out],
@@ -95,20 +94,20 @@ def series(
 
 
 def _mean_bytes(told: Mapping[str, tuple[int, int]], direction: int) -> float:
-    """Of one peer; NaN when nobody told."""
+    """Return the mean over the peers; NaN without data."""
     return sum(pair[direction] for pair in told.values()) / len(told) if told else math.nan
 
 
 def thinned(count: int, at_most: int) -> list[int]:
-    """At most so many of the indices 0 to count - 1, evenly spread, the last one among them."""
+    """Return at most `at_most` of the indices 0 to count - 1, evenly spaced, the last one included."""
     if count <= at_most:
         return list(range(count))
     return [(i + 1) * count // at_most - 1 for i in range(at_most)]
 
 
 def _lean(status: PeerStatus) -> dict[str, Any]:
-    """Without what is the same for all peers and long."""
-    document: dict[str, Any] = plain(replace(status, owners=(), members=(), electorate=()))
+    """Return a status without long fields that are the same for all peers."""
+    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=()))
     for name in ("owners", "members", "electorate", "phases"):
         del document[name]
     return document
@@ -133,7 +132,7 @@ _SHORT = {"training": "train", "announcing": "announce", "exchanging": "exchange
 
 
 def _rates(records: Sequence[RoundRecord]) -> list[float]:
-    """Tokens a second of the whole swarm from one round to the next; NaN where the one before is not known."""
+    """Return the swarm's tokens per second in each round; NaN if the previous round is unknown."""
     rates = [math.nan] * len(records)
     for i, (before, record) in enumerate(pairwise(records), start=1):
         seconds = record.time - before.time

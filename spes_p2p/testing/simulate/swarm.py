@@ -1,6 +1,6 @@
-"""A whole swarm in this process under virtual time, with the code of real peers; only the trainer is synthetic.
+"""A swarm of real peers in one process under virtual time, with synthetic trainers.
 
-The scripted tests and the simulator (`testing/simulate/virtual.py`) run on it.
+Used by the scripted tests and by the simulator (`testing/simulate/virtual.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
-from spes_p2p.peer.capacity import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node
@@ -50,7 +50,7 @@ LAYOUT = Layout(
 
 
 def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, Any]) -> Campaign:
-    """A campaign of the tiny model; `sections` change fields of it."""
+    """Return a campaign of the tiny model; `sections` override fields."""
     raw: dict[str, Any] = {
         "name": "virtual",
         "model": {
@@ -76,7 +76,7 @@ def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, A
 
 @dataclass
 class Recorder:
-    """Remembers what a peer told in all of its lives."""
+    """Records a peer's events across restarts."""
 
     events: list[Event] = field(default_factory=list)
 
@@ -85,26 +85,26 @@ class Recorder:
         self.events.append(event)
 
     def commits(self) -> dict[int, RoundCommitted]:
-        """By round."""
+        """Return the commit events by round."""
         return {e.round: e for e in self.events if isinstance(e, RoundCommitted)}
 
     def told(self, kind: type[E]) -> list[E]:
-        """All events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
 class RecordingTrainer(SyntheticTrainer):
-    """Remembers which phase it was given for which round, the samples that it trained, and how training changed its weights."""
+    """Records each round's phase and samples, and how training changed its weights."""
 
     samples_by_round: dict[int, list[Interval]]
     phases_by_round: dict[int, Phase]
     changes: np.ndarray
-    """float64, of all phases."""
+    """Sum of the changes in all phases, float64 `[layout.size]`."""
     tokens: int
-    """Of all phases."""
+    """Tokens in all phases."""
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """As its parent."""
+        """See Trainer."""
         self.phases_by_round[phase.round] = phase
         before, weights = len(self.trained_samples), self.local
         report = super().train(phase, should_stop, on_step)
@@ -116,23 +116,23 @@ class RecordingTrainer(SyntheticTrainer):
 
 @dataclass(frozen=True)
 class Machine:
-    """What one trainer runs on."""
+    """The simulated machine of one trainer."""
 
     speed: float = 1.0
-    """Relative to `seconds_per_step`."""
+    """Training speed relative to `seconds_per_step`."""
     experts: int = EXPERTS
-    """Most experts that it trains."""
+    """Maximum number of experts it trains."""
     bandwidth: float = 1.0
-    """Relative, as it announces it; 0: it cannot be dialled."""
+    """Relative bandwidth that it announces; 0: it cannot be dialled."""
     base_in_memory: bool = False
 
 
 MakeObserver = Callable[[str, Observer], Observer]
-"""(peer, recorder of the peer) -> what the peer tells."""
+"""(Peer, the peer's recorder) -> the peer's observer."""
 
 
 class VirtualSwarm:
-    """A bootstrap `W` and trainers by name, on one in-memory network."""
+    """A bootstrap peer `W` and trainers by name, on one in-memory network."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class VirtualSwarm:
         make_trainer: Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
         layout: Layout = LAYOUT,
     ):
-        """`make_trainer`: real trainers, for a base and owned experts, in place of synthetic ones; `layout`: their model's."""
+        """`make_trainer`: makes real trainers from a base and owned experts; `layout`: their model's layout."""
         self.campaign = the_campaign
         self.layout = layout
         self.bootstrap = bootstrap
@@ -162,14 +162,16 @@ class VirtualSwarm:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.recorders: dict[str, Recorder] = {}
         self.trainers: dict[str, RecordingTrainer] = {}
-        """The last one of each peer."""
+        """Each peer's latest trainer."""
         self.samples: dict[str, dict[int, list[Interval]]] = {}
-        """What each peer trained for each round; the last time, where it was restarted."""
+        """Samples that each peer trained for each round, the last time if it was restarted."""
         self.phases: dict[str, dict[int, Phase]] = {}
-        """The phase that each peer was given for each round."""
+        """Each peer's phase for each round."""
         self.machines: dict[str, Machine] = {}
+        self.around: dict[str, Callable[[World], World]] = {}
+        """Wrapper of a peer's world, applied when it starts, by peer."""
         self.evaluation_s = 0.01
-        """Seconds that one evaluation takes."""
+        """Duration of one evaluation."""
         self._slowness: dict[str, float] = {}
         self._seconds_per_step = seconds_per_step
         self._make_observer = make_observer
@@ -180,7 +182,7 @@ class VirtualSwarm:
         """Start the bootstrap peer on its store."""
         name = self.bootstrap
         store = self.stores.setdefault(name, MemoryStore())
-        world = in_memory_world(self.network, name, store=store)
+        world = self.around.get(name, _unchanged)(in_memory_world(self.network, name, store=store))
         observer = self._make_observer(name, self.recorders.setdefault(name, Recorder()))
         node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "helper", {}, observer)
         if not world.store.read(BASE):
@@ -198,11 +200,11 @@ class VirtualSwarm:
         where: str = "",
         base_in_memory: bool = False,
     ) -> None:
-        """Start a trainer on its store, or on `store`; `where` names that in messages."""
+        """Start a trainer on its store, or on `store`, which messages call `where`."""
         machine = self.machines[name] = Machine(speed, experts, bandwidth, base_in_memory)
         store = self.stores.setdefault(name, MemoryStore()) if store is None else store
         world = in_memory_world(self.network, name, store=store, seconds=self._blocking_s)
-        world = _at_training_speed(world, lambda: self.step_s(name))
+        world = self.around.get(name, _unchanged)(self._at_training_speed(world, name))
         observer = self._make_observer(name, self.recorders.setdefault(name, Recorder()))
         node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "trainer", {}, observer)
         training = self.campaign.config.training
@@ -228,34 +230,48 @@ class VirtualSwarm:
         self.tasks[name] = self.network.run_peer(name, _life(peer))
 
     def start_all(self, names: str = "ABC") -> None:
-        """The bootstrap and these trainers, all alike."""
+        """Start the bootstrap peer and identical trainers of these names."""
         self.start_bootstrap()
         for name in names:
             self.start(name)
 
     def _blocking_s(self, function: Callable[..., Any], args: Sequence[Any]) -> float:
-        """Seconds that blocking work takes, training aside."""
-        return self.evaluation_s if getattr(function, "__name__", "") == "validation_loss" else 0.01
+        """Return the seconds that blocking work other than training takes."""
+        is_evaluation = any(function == peer.replica.validation_loss for peer in self.peers.values())
+        return self.evaluation_s if is_evaluation else 0.01
+
+    def _at_training_speed(self, world: World, name: str) -> World:
+        """Make training take time step by step, so that a peer can be stopped, paused or killed between two steps."""
+
+        async def run_blocking(function: Callable[..., T], *args: Any) -> T:
+            if name not in self.trainers or function != self.trainers[name].train:
+                return await world.run_blocking(function, *args)  # type: ignore[no-any-return]
+            phase, should_stop, on_step = args
+            steps = await _steps_in_time(phase, should_stop, lambda: self.step_s(name))
+            done = iter(range(steps))
+            return function(phase, lambda: next(done, None) is None, on_step)
+
+        return dataclasses.replace(world, run_blocking=run_blocking)
 
     def step_s(self, name: str) -> float:
-        """Seconds that one local step of this peer takes now."""
+        """Return the current duration of one of this peer's local steps."""
         return self._seconds_per_step / self.machines[name].speed * self._slowness.get(name, 1.0)
 
     def slow(self, name: str, factor: float) -> None:
-        """From now on the peer trains `factor` times slower than its machine; 1 ends it."""
+        """Make the peer train `factor` times slower than its machine from now on; 1 restores its speed."""
         self._slowness[name] = factor
         if name in self.trainers:
             self.trainers[name].seconds_per_step = self.step_s(name)
 
     def kill(self, name: str) -> None:
-        """Kill -9; what its disk holds stays."""
+        """Kill the peer at once, preserving its disk."""
         self.network.kill(name)
         self.nodes.pop(name, None)
         self.peers.pop(name, None)
         self.tasks.pop(name, None)
 
     def start_again(self, name: str) -> None:
-        """Start a killed peer on its disk, on the same machine."""
+        """Start a killed peer with its disk and machine."""
         self.stores[name] = self.stores[name].reopen()
         if name == self.bootstrap:
             self.start_bootstrap()
@@ -266,18 +282,18 @@ class VirtualSwarm:
             )
 
     def restart(self, name: str) -> None:
-        """Kill -9, then start again on the same disk."""
+        """Kill the peer and start it on the same disk."""
         self.kill(name)
         self.start_again(name)
 
     def lose_disk(self, name: str) -> None:
-        """Kill -9, then start again as the same peer on an empty disk."""
+        """Kill the peer and start it with the same identity on an empty disk."""
         self.kill(name)
         self.stores[name] = MemoryStore()
         self.start_again(name)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 2000.0) -> None:
-        """Wait for a condition, looking twice a second; a peer that failed or waited in vain fails the test."""
+        """Wait for a condition. Raises AssertionError on timeout or if a peer fails."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
@@ -288,24 +304,24 @@ class VirtualSwarm:
             await asyncio.sleep(0.5)
 
     async def until_round(self, number: int, timeout_s: float = 2000.0) -> None:
-        """Until every trainer has committed it."""
+        """Wait until every trainer has committed this round."""
         await self.until(lambda: all(self.round_of(name) >= number for name in self.peers), timeout_s)
 
     async def until_finished(self, timeout_s: float = 2000.0) -> None:
-        """Until every trainer has come to the end of its life."""
+        """Wait until every trainer has finished."""
         await self.until(lambda: all(self.tasks[name].done() for name in self.peers), timeout_s)
 
     def round_of(self, name: str) -> int:
-        """The round of its base; -2 without one."""
+        """Return the round of the peer's base; -2 without a base."""
         replica = self.peers[name].replica
         return replica.base.round if replica.has_base else -2
 
     def rounds(self) -> dict[str, int]:
-        """The round of each trainer's base."""
+        """Return the round of each trainer's base."""
         return {name: self.round_of(name) for name in self.peers}
 
     def digests(self) -> dict[int, set[str]]:
-        """Digests of each round, over all peers that ever committed it."""
+        """Return the base digests of each round, over all peers that ever committed it."""
         found: dict[int, set[str]] = {}
         for recorder in self.recorders.values():
             for number, event in recorder.commits().items():
@@ -313,45 +329,35 @@ class VirtualSwarm:
         return found
 
     def final_digests(self) -> set[str]:
-        """Digests of the trainers' bases."""
+        """Return the digests of the trainers' bases."""
         return {peer.replica.base.digest for peer in self.peers.values()}
 
     def trained_tokens(self) -> int:
-        """Tokens of all phases that were trained to their end."""
+        """Return the tokens of all completed phases."""
         return sum(event.tokens for recorder in self.recorders.values() for event in recorder.told(PhaseTrained))
 
     def assert_same_commits(self) -> None:
-        """Any two peers' logs agree as far as both go."""
+        """Assert that the peers' logs agree up to the shortest."""
         for number in range(min(peer.node.log.round for peer in self.peers.values()) + 1):
             assert len({peer.node.log.commit_at(number).id for peer in self.peers.values()}) == 1
 
     def assert_replicas_agree(self) -> None:
-        """One digest a round among all who committed it, one last digest, and no trainer left on other bits than its base."""
+        """Assert one digest per round among all peers that committed it, and one final digest."""
         differing = {number: digests for number, digests in self.digests().items() if len(digests) != 1}
         assert not differing
         assert len(self.final_digests()) == 1
 
 
+def _unchanged(world: World) -> World:
+    return world
+
+
 async def _life(peer: Peer) -> None:
-    """Its process: what it served ends with it."""
+    """Run a peer; its transport closes when it ends."""
     try:
         await peer.run()
     finally:
         await peer.node.world.transport.close()
-
-
-def _at_training_speed(world: World, step_s: Callable[[], float]) -> World:
-    """Training takes time step by step, so that a peer can be stopped, paused or killed between two steps."""
-
-    async def run_blocking(function: Callable[..., T], *args: Any) -> T:
-        if getattr(function, "__name__", "") != "train":
-            return await world.run_blocking(function, *args)  # type: ignore[no-any-return]
-        phase, should_stop, on_step = args
-        steps = await _steps_in_time(phase, should_stop, step_s)
-        done = iter(range(steps))
-        return function(phase, lambda: next(done, None) is None, on_step)
-
-    return dataclasses.replace(world, run_blocking=run_blocking)
 
 
 async def _steps_in_time(phase: Phase, should_stop: Callable[[], bool], step_s: Callable[[], float]) -> int:
@@ -363,12 +369,12 @@ async def _steps_in_time(phase: Phase, should_stop: Callable[[], bool], step_s: 
 
 
 def samples(intervals: list[Interval]) -> list[tuple[int, int]]:
-    """(epoch, position) of each sample."""
+    """Return (epoch, position) of each sample."""
     return [(i.epoch, position) for i in intervals for position in range(i.start, i.stop)]
 
 
 def simulate(main: Callable[[], Coroutine[Any, Any, T]], limit_s: float = 5000.0) -> T:
-    """Run a test under virtual time; one that hangs fails after `limit_s` virtual seconds."""
+    """Run a test under virtual time, with a timeout of `limit_s` virtual seconds."""
 
     async def bounded() -> T:
         return await asyncio.wait_for(main(), limit_s)

@@ -19,12 +19,12 @@ import numpy as np
 
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
-from spes_p2p.net.wrapped import WrappedTransport
 from spes_p2p.observe.events import Event
 from spes_p2p.storage.interfaces import Draft, Store
 from spes_p2p.testing.memory import Frame
 from spes_p2p.testing.simulate.corruption import corrupted
 from spes_p2p.testing.simulate.points import point_of_event, point_of_frame, point_of_write
+from spes_p2p.testing.wrapped import WrappedTransport
 
 ANYBODY, TAKEN, CORRUPT = "anybody", "taken", "corrupt"
 

@@ -33,7 +33,7 @@ SILENCE_S, REFORM_AFTER_S = 5.0, 30.0
 STUCK_S = 400.0
 """A living trainer commits no round for so long, and no fault has struck or ended meanwhile: it never will."""
 QUIET_ROUNDS = 3
-"""At the end all faults are lifted, and every trainer must commit so many rounds more."""
+"""Rounds that every trainer must still commit at the end, after all faults are lifted."""
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
 UNTOLD = (TrainingProgress, BytesMoved, PeersSeen)
 """Events that say nothing about the swarm's decisions."""
@@ -209,7 +209,7 @@ class _Run:
         return not self._faults.leaves_majority(newest.electorate)
 
     def _count_control_bytes(self, peer: str) -> None:
-        sent = self._swarm.nodes[peer].board.sent
+        sent = self._swarm.nodes[peer].endpoint.sent
         total = sum(count for method, count in sent.items() if method not in BYTES_BY_KIND)
         self._most_control_bytes = max(self._most_control_bytes, total - self._control_bytes.get(peer, 0))
         self._control_bytes[peer] = total

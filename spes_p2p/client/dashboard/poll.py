@@ -1,4 +1,4 @@
-"""Keeps looking at a swarm and publishes what it sees; a swarm that is not there is looked for again and again."""
+"""Poll a swarm and publish its state; reconnect as long as it is unreachable."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
-from spes_p2p.client.visitor import Visit, visiting
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
-from spes_p2p.observe.plain import plain
+from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
 from spes_p2p.observe.status import swarm_status
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""In a swarm of PEERS_A_SECOND or fewer; a bigger one is looked at less often."""
+"""Poll interval in a swarm of up to PEERS_A_SECOND peers; larger swarms are polled less often."""
 PEERS_A_SECOND = 16
 RETRY_S = 3.0
 LOST_AFTER = 5
-"""When nobody answered so many times, the swarm is entered anew: its addresses may lead elsewhere by now."""
+"""Reconnect after this many polls without an answer: the addresses may lead to other peers by now."""
 
 
 @dataclass
@@ -33,14 +33,14 @@ class Live:
     """The latest view, and a way to wait for the next."""
 
     state: str = "searching"
-    """searching: no peer was found yet; live; silent: peers were there, and none answers now."""
+    """searching: no peer found yet; live; silent: no peer answers any more."""
     message: str = ""
     since: float = 0.0
     """Unix time at which this state began."""
     updated: float = 0.0
     """Unix time of the last answer; 0 before there is one."""
     join: str = ""
-    """The line that a volunteer copies."""
+    """The join command for volunteers."""
     view: dict[str, Any] | None = None
     status: dict[str, Any] | None = None
     """As `status --json` prints it."""
@@ -61,7 +61,7 @@ class Live:
         self.publish()
 
     def publish(self) -> None:
-        """Wake everybody who waits for news."""
+        """Wake all waiters."""
         self.version += 1
         self._news.set()
         self._news = asyncio.Event()
@@ -74,20 +74,20 @@ class Live:
 
 @dataclass
 class Memory:
-    """What was told of the rounds so far."""
+    """Records of the rounds so far."""
 
     rounds: Rounds = field(default_factory=lambda: Rounds(""))
-    """Times in them are by our clock."""
+    """Records with times by the local clock."""
     traffic: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     by_peer: dict[str, tuple[RoundRecord, ...]] = field(default_factory=dict)
-    """The last rounds of each peer, as it told them itself."""
+    """Each peer's own records of the last rounds."""
     control: Control | None = None
-    """The newest of the owner's orders that anybody shows."""
+    """The owner's newest control record."""
     asked_at: dict[str, int] = field(default_factory=dict)
-    """For each peer, the round in its status when it was last asked."""
+    """By peer: the round in its status at the last history request."""
 
     def hear(self, page: HistoryPage, now: float) -> tuple[RoundRecord, ...]:
-        """Add what a peer told at `now` (unix time); returns its records by our clock."""
+        """Add a page received at `now` (Unix time); return its records by the local clock."""
         ahead_s = page.now - now
         records = tuple(replace(record, time=record.time - ahead_s) for record in page.records)
         for record in records:
@@ -97,43 +97,43 @@ class Memory:
 
 
 async def watch(addresses: Sequence[str], live: Live) -> None:
-    """Look at the swarm until cancelled."""
+    """Poll the swarm until cancelled."""
     tries = 0
     memory = Memory()
     while True:
         try:
-            async with visiting(addresses) as visit:
+            async with connect(addresses) as swarm:
                 tries = 0
-                await _look(visit, addresses, memory, live)
+                await _look(swarm, addresses, memory, live)
         except UserError as error:
             tries += 1
-            live.be("silent" if live.view else "searching", f"{error}; tried {tries} times, trying again")
+            live.be("silent" if live.view else "searching", f"{error}; tried {tries} times, retrying")
         await asyncio.sleep(RETRY_S)
 
 
-async def _look(visit: Visit, addresses: Sequence[str], memory: Memory, live: Live) -> None:
-    """Publish what there is to see until nobody answers any more."""
+async def _look(swarm: SwarmConnection, addresses: Sequence[str], memory: Memory, live: Live) -> None:
+    """Publish the state of the swarm until no peer answers any more."""
     nobody = 0
     while nobody < LOST_AFTER:
-        statuses = await visit.ask_all()
+        statuses = await swarm.statuses()
         if statuses:
             nobody = 0
-            await _learn_rounds(visit, statuses, memory)
-            memory.control = await visit.newest_order(memory.control)
-            live.join = await _join_line(visit, addresses)
-            _publish(statuses, visit, memory, live)
+            await _learn_rounds(swarm, statuses, memory)
+            memory.control = await swarm.newest_order(memory.control)
+            live.join = await _join_line(swarm, addresses)
+            _publish(statuses, swarm, memory, live)
         else:
             nobody += 1
-            live.be("silent" if live.view else "searching", "no peer of the campaign answers; trying again")
+            live.be("silent" if live.view else "searching", "no peer of the campaign answers; retrying")
         await asyncio.sleep(max(LOOK_EVERY_S, len(statuses) / PEERS_A_SECOND))
 
 
-def _publish(statuses: Sequence[PeerStatus], visit: Visit, memory: Memory, live: Live) -> None:
+def _publish(statuses: Sequence[PeerStatus], swarm: SwarmConnection, memory: Memory, live: Live) -> None:
     now = time.time()
     records = memory.rounds.records
     live.view = swarm_view(statuses, memory.by_peer, totals_of(records), now)
     live.status = swarm_status(statuses)
-    curves = series(records, memory.traffic, visit.files.campaign.config, memory.control)
+    curves = series(records, memory.traffic, swarm.files.campaign.config, memory.control)
     if curves != live.curves:
         live.curves = curves
         live.curves_version += 1
@@ -141,30 +141,30 @@ def _publish(statuses: Sequence[PeerStatus], visit: Visit, memory: Memory, live:
     live.be("live", "")
 
 
-async def _join_line(visit: Visit, addresses: Sequence[str]) -> str:
-    """By the first helper's address, which is what its owner announced; by the one that I was given when there is none."""
-    helpers = [contact for contact in (await visit.contacts()).values() if contact.role == "helper" and contact.addresses]
+async def _join_line(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
+    """Return the join command with a helper's announced address, or with the given address if there is no helper."""
+    helpers = [contact for contact in (await swarm.contacts()).values() if contact.role == "helper" and contact.addresses]
     return f"spes-p2p join {helpers[0].addresses[0] if helpers else addresses[0]}"
 
 
-async def _learn_rounds(visit: Visit, statuses: Sequence[PeerStatus], memory: Memory) -> None:
-    """Ask those that have committed since; the first to know of the beginning is asked for all of it."""
+async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], memory: Memory) -> None:
+    """Request new records from peers with a new commit, and at first the whole history from one peer."""
     if not memory.rounds.records:
-        await _learn_past(visit, statuses, memory)
+        await _learn_past(swarm, statuses, memory)
     news = [status for status in statuses if memory.asked_at.get(status.peer_id) != status.round]
-    await asyncio.gather(*(_learn_newest(visit, status, memory) for status in news))
+    await asyncio.gather(*(_learn_newest(swarm, status, memory) for status in news))
 
 
-async def _learn_past(visit: Visit, statuses: Sequence[PeerStatus], memory: Memory) -> None:
+async def _learn_past(swarm: SwarmConnection, statuses: Sequence[PeerStatus], memory: Memory) -> None:
     for status in sorted(statuses, key=lambda status: -status.uptime_s):
-        async for page in visit.history(status.peer_id, -1):
+        async for page in swarm.history(status.peer_id, -1):
             memory.hear(page, time.time())
         if not memory.rounds.missing([0]):
             return
 
 
-async def _learn_newest(visit: Visit, status: PeerStatus, memory: Memory) -> None:
-    page = await anext(visit.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
+async def _learn_newest(swarm: SwarmConnection, status: PeerStatus, memory: Memory) -> None:
+    page = await anext(swarm.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
     if page is None:
         return
     memory.asked_at[status.peer_id] = status.round
@@ -173,6 +173,6 @@ async def _learn_newest(visit: Visit, status: PeerStatus, memory: Memory) -> Non
 
 
 def json_of(live: Live) -> dict[str, Any]:
-    """Everything but the curves."""
-    document: dict[str, Any] = plain({**live.header(), "swarm": live.view})
+    """Return the header and the state of the swarm, without the curves."""
+    document: dict[str, Any] = to_json({**live.header(), "swarm": live.view})
     return document

@@ -1,4 +1,4 @@
-"""What somebody who takes no part can ask of a swarm: its status, its history, its base."""
+"""Connections to a swarm for commands that only query it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from spes_p2p.storage.store import DirectoryStore
 
 Answer = TypeVar("Answer")
 
-VISIT_SILENCE_S = 5.0
-"""A peer that does not answer a visitor for so long is left out."""
+REPLY_TIMEOUT_S = 5.0
+"""A peer that does not answer within this time is left out."""
 
 
 @dataclass(frozen=True)
-class Visit:
-    """A way into a swarm, open as long as `visiting` is."""
+class SwarmConnection:
+    """A connection to the peers of one campaign, open while the block of `connect` runs."""
 
     files: CampaignFiles
     genesis: Commit
@@ -41,54 +41,54 @@ class Visit:
     board: RpcEndpoint
 
     async def contacts(self) -> dict[str, Contact]:
-        """Who is in the DHT, by peer id; nobody when it does not answer."""
+        """Return the contacts in the DHT by peer id; none if it does not answer."""
         try:
             return await find_contacts(self.world.registry, self.world.transport, self.files.campaign.hash)
         except PeerUnreachable:
             return {}
 
-    async def ask_everybody(self, method: str, request: bytes, read: Callable[[bytes], Answer]) -> dict[str, Answer]:
-        """What each peer answers; left out is who does not, or for whose answer `read` raises ValueError."""
+    async def ask_peers(self, method: str, request: bytes, read: Callable[[bytes], Answer]) -> dict[str, Answer]:
+        """Return each peer's parsed answer, without peers that do not answer or for whose answer `read` raises ValueError."""
         contacts, answers = await self.contacts(), dict[str, Answer]()
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(PeerUnreachable, Refused, ValueError):
-                answers[peer] = read(await self.board.ask(peer, method, request, VISIT_SILENCE_S))
+                answers[peer] = read(await self.board.ask(peer, method, request, REPLY_TIMEOUT_S))
 
         await asyncio.gather(*map(ask, contacts))
         return answers
 
-    async def ask_all(self) -> list[PeerStatus]:
-        """The status of every peer that answers."""
-        answers = await self.ask_everybody(STATUS, b"", PeerStatus.from_bytes)
+    async def statuses(self) -> list[PeerStatus]:
+        """Return the status of every peer that answers."""
+        answers = await self.ask_peers(STATUS, b"", PeerStatus.from_bytes)
         return [status for peer, status in answers.items() if status.peer_id == peer]
 
     def history(self, peer: str, after: int) -> AsyncIterator[HistoryPage]:
-        """What a peer remembers of the rounds after this one; ends early when it does not answer."""
+        """Yield a peer's records of the rounds after this one; ends early if it does not answer."""
         return pages(self.board, peer, after)
 
     async def newest_order(self, known: Control | None) -> Control | None:
-        """The owner's newest control record; asked for when the registry shows a newer one than `known`."""
+        """Return the owner's newest control record, fetched if the registry shows a newer one than `known`."""
         contacts = await self.contacts()
         for peer in sorted(contacts, key=lambda peer: -contacts[peer].control):
             if contacts[peer].control <= number_of(known):
                 break
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                reply = await self.board.ask(peer, CONTROL, pack(ControlRequest(None)), VISIT_SILENCE_S)
-                told = unpack(Known, reply).newest
-                if number_of(told) > number_of(known) and told and is_signed(told, self.genesis, self.world.identity):
-                    known = told
+                reply = await self.board.ask(peer, CONTROL, pack(ControlRequest(None)), REPLY_TIMEOUT_S)
+                newest = unpack(Known, reply).newest
+                if number_of(newest) > number_of(known) and newest and is_signed(newest, self.genesis, self.world.identity):
+                    known = newest
         return known
 
 
 @contextlib.asynccontextmanager
-async def visiting(addresses: Sequence[str]) -> AsyncIterator[Visit]:
-    """Look at a swarm without taking part, under a new identity. Raises UserError when the addresses lead nowhere."""
-    with tempfile.TemporaryDirectory(prefix="spes-visit-") as folder:
+async def connect(addresses: Sequence[str]) -> AsyncIterator[SwarmConnection]:
+    """Connect to a swarm with a temporary identity, without joining. Raises UserError if no address leads to a campaign."""
+    with tempfile.TemporaryDirectory(prefix="spes-connection-") as folder:
         net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
         try:
-            board = RpcEndpoint(net.transport, VISIT_SILENCE_S)
+            board = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
             files, genesis = await fetch_campaign(board, [peer_of(address) for address in addresses], net.registry)
-            yield Visit(files, genesis, net.world(DirectoryStore(Path(folder))), board)
+            yield SwarmConnection(files, genesis, net.world(DirectoryStore(Path(folder))), board)
         finally:
             await net.close()

@@ -1,4 +1,4 @@
-"""A transport around another one: what is to be done to its channels is added by a subclass."""
+"""Base class of transports that wrap another one."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from spes_p2p.net.interfaces import Channel, Handler, Transport
 
 
 class WrappedTransport:
-    """The same transport; subclasses change `serve` and `open`."""
+    """Forwards everything to the inner transport; subclasses override `serve` and `open`."""
 
     def __init__(self, inner: Transport):
         self._inner = inner
 
     @property
     def peer_id(self) -> str:
-        """As the one inside."""
+        """See Transport."""
         return self._inner.peer_id
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """As the one inside."""
+        """See Transport."""
         return self._inner.addresses
 
     def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
-        """As the one inside."""
+        """See Transport."""
         self._inner.learn_addresses(peer, addresses)
 
     async def serve(self, method: str, handler: Handler) -> None:
-        """As the one inside."""
+        """See Transport."""
         await self._inner.serve(method, handler)
 
     async def open(self, peer: str, method: str) -> Channel:
-        """As the one inside."""
+        """See Transport."""
         return await self._inner.open(peer, method)
 
     async def close(self) -> None:
-        """As the one inside."""
+        """See Transport."""
         await self._inner.close()

@@ -1,8 +1,8 @@
-"""Stored experts that live in host memory, on the device when they are needed: this layer's and the next one's.
+"""Prefetching foreign experts from host memory to the device, layer by layer.
 
-The device holds two layers' copies. While one layer is computed, the layer after it in the direction of the pass (forward or
-backward) is copied on a stream of its own. Where the direction turns, and when a checkpointed layer is computed again, the
-two layers at hand are the right ones, so L layers cost 2 L - 4 copies a step.
+The device holds copies of two layers. While one layer is computed, the next one in the direction of the pass (forward or
+backward) is copied on a separate stream. Both copies are reused where the direction turns and when a checkpointed layer is
+recomputed, so L layers cost 2 L - 4 copies per step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Slot:
     layer: int
     matrices: dict[str, Matrices]
     ready: torch.cuda.Event | None
-    """When the copy is complete; None where copies are synchronous."""
+    """Event of the copy's completion; None if copies are synchronous."""
 
 
-class Staging:
+class LayerPrefetcher:
     """Copies of host-stored layers on one device. Layers are numbered in the order of `add`, the model's order."""
 
     def __init__(self, device: torch.device):
@@ -41,27 +41,27 @@ class Staging:
         self._device = device
         self._layers: list[Layer] = []
         self._slots: list[_Slot] = []
-        """The least recently used first."""
+        """Least recently used first."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def add(self) -> int:
-        """Number of a new layer; `replace` says what it holds."""
+        """Register a layer and return its number; `replace` sets its matrices."""
         self._layers.append({})
         return len(self._layers) - 1
 
     def replace(self, layer: int, matrices: Layer) -> None:
-        """From now on these host matrices are the layer's."""
+        """Set the layer's host matrices."""
         self.forget(layer)
         self._layers[layer] = matrices
 
     def forget(self, layer: int) -> None:
-        """The layer's host memory is about to be written: end copies from it, and copy again when it is used next."""
+        """Wait for copies and drop the layer's copy, before its host memory is written."""
         if self._stream is not None:
             self._stream.synchronize()
         self._slots = [slot for slot in self._slots if slot.layer != layer]
 
     def use(self, layer: int, direction: int) -> Layer:
-        """The layer's matrices on the device, until two others were used; starts the copy of layer `layer + direction`."""
+        """Return the layer's matrices on the device and start copying `layer + direction`. Valid until two others are used."""
         slot = self._find(layer) or self._copy(layer)
         self._slots.remove(slot)
         self._slots.append(slot)
@@ -76,7 +76,7 @@ class Staging:
         return next((slot for slot in self._slots if slot.layer == layer), None)
 
     def _copy(self, layer: int) -> _Slot:
-        """Begin to copy a layer into the least recently used slot."""
+        """Start copying a layer into the least recently used slot."""
         freed = self._slots.pop(0).matrices if len(self._slots) >= SLOTS else {}
         target = {name: _like(matrices, freed.get(name), self._device) for name, matrices in self._layers[layer].items()}
         pairs = [
@@ -102,7 +102,7 @@ class Staging:
 
 
 def _like(matrices: Matrices, freed: Matrices | None, device: torch.device) -> Matrices:
-    """Room for these matrices on the device: the freed tensors where they have the same shapes."""
+    """Return device memory for these matrices: the freed tensors if they have the same shapes."""
     if freed is not None and [t.shape for t in freed.tensors] == [t.shape for t in matrices.tensors]:
         return freed
     return Matrices(*(torch.empty_like(t, device=device, pin_memory=False) for t in matrices.tensors))

@@ -1,4 +1,4 @@
-"""What a bootstrap peer starts from: the genesis commit, with base 0 where it is the first one."""
+"""The genesis commit of a bootstrap peer, created with base 0 or fetched from other bootstrap peers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from spes_p2p.rounds.outer import base_size
 from spes_p2p.storage.interfaces import Store
 
 
-def founded(files: CampaignFiles, run_dir: Path, store: Store, bootstrap: str) -> Commit:
-    """The genesis commit that this run-dir holds, or a new one; base 0 is made once and kept there. Raises UserError."""
+def load_or_make_genesis(files: CampaignFiles, run_dir: Path, store: Store, bootstrap: str) -> Commit:
+    """Return the genesis commit in the run-dir, or create it together with base 0. Raises UserError."""
     config = files.campaign.config
     known = read_run_dir(run_dir)
     if known is not None:
@@ -40,11 +40,11 @@ def founded(files: CampaignFiles, run_dir: Path, store: Store, bootstrap: str) -
 
 
 async def fetch_genesis(board: RpcEndpoint, others: Sequence[str], files: CampaignFiles, run_dir: Path) -> Commit:
-    """The genesis commit that other bootstrap peers serve. Raises UserError when their campaign is not this one."""
+    """Return the genesis commit that other bootstrap peers serve. Raises UserError if it is of another campaign."""
     theirs, genesis = await fetch_campaign(board, [peer_of(address) for address in others])
     if theirs.campaign.hash != files.campaign.hash:
         raise UserError(
-            f"--peer {others[0]}: has campaign {theirs.campaign.config.name} ({theirs.campaign.hash[:12]}), not "
+            f"--peer {others[0]}: serves campaign {theirs.campaign.config.name} ({theirs.campaign.hash[:12]}), not "
             f"{files.campaign.config.name} ({files.campaign.hash[:12]}); give all bootstrap peers the same files"
         )
     check_run_dir(files, genesis, run_dir)
@@ -52,9 +52,9 @@ async def fetch_genesis(board: RpcEndpoint, others: Sequence[str], files: Campai
 
 
 def _base_0(config: CampaignConfig, store: Store) -> np.ndarray:
-    """Initial weights with momentum 0, in a file until they are written as a base."""
+    """Return the initial weights with zero momentum, in a scratch file."""
     layout = layout_of(config.model)
-    values = store.scratch("aside", base_size(layout, config.outer))
+    values = store.scratch("temporary", base_size(layout, config.outer))
     initial_state(config.model, values[: layout.size])
     values[layout.size :] = 0
     return values

@@ -1,0 +1,44 @@
+"""`spes-p2p status`: query a swarm once, or watch it in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+
+from spes_p2p.client.connection import connect
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.observe.status import gather, swarm_status
+from spes_p2p.observe.table import SwarmView, round_line
+
+LOOK_EVERY_S = 1.0
+
+
+async def fetch_statuses(addresses: Sequence[str]) -> list[PeerStatus]:
+    """Return the status of every peer that answers. Raises UserError if no address leads to a campaign."""
+    async with connect(addresses) as swarm:
+        return await swarm.statuses()
+
+
+async def watch_status(addresses: Sequence[str], as_json: bool, on_reached: Callable[[], None]) -> None:
+    """Show the swarm until its campaign is done: a live table on a terminal, otherwise one line (`as_json`: of JSON) per round.
+
+    If no peer answers, the last state stays visible with a note. `on_reached` is called before anything is shown. Raises
+    UserError as `fetch_statuses` does.
+    """
+    async with connect(addresses) as swarm:
+        on_reached()
+        with SwarmView(line=json_line, live=False) if as_json else SwarmView(line=round_line) as view:
+            seen: list[PeerStatus] = []
+            while True:
+                statuses = await swarm.statuses()
+                seen = statuses or seen
+                view.update(seen, () if statuses or as_json else ("no peer answers; retrying",))
+                if statuses and gather(statuses).done:
+                    return
+                await asyncio.sleep(LOOK_EVERY_S)
+
+
+def json_line(statuses: Sequence[PeerStatus]) -> str:
+    """Return the document of `status --json` as one line."""
+    return json.dumps(swarm_status(statuses), separators=(",", ":"))

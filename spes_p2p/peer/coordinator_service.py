@@ -1,0 +1,158 @@
+"""The coordinator's door: which announcements this peer takes, and the one attempt that is open here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.methods import PING, ROUND
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Announcement, Ping, Pong
+from spes_p2p.net.rpc import Stream
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.peer.coordinator import Coordination
+from spes_p2p.peer.gathering import RoundContext
+from spes_p2p.peer.node import Node
+from spes_p2p.peer.phases import PhaseRunner
+from spes_p2p.peer.replica import Replica
+from spes_p2p.peer.reporter import EventReporter
+
+
+class CoordinatorService:
+    """Opens an attempt at the next round when it is this peer's turn, and lets members into it."""
+
+    def __init__(self, node: Node, replica: Replica, phases: PhaseRunner, reporter: EventReporter):
+        self.too_late: set[str] = set()
+        """Peers that came too late for a round that this peer coordinated, and were in none since."""
+        self._node, self._replica, self._phases, self._reporter = node, replica, phases, reporter
+        self._attempt: Coordination | None = None
+        self._running: asyncio.Task[None]
+        """Runs the attempt."""
+        self._opened = asyncio.Event()
+        """Set when an attempt opens, then replaced."""
+        self._phase_during = -1, 0.0
+        """With overlap: the round in flight during the phase, and the loop time at which the phase began."""
+        self._failed_round = -1
+        self._leaves = False
+
+    async def serve(self) -> None:
+        """Answer requests from now on."""
+        await self._node.endpoint.serve(PING, self._on_ping)
+        await self._node.endpoint.serve(ROUND, self._on_round)
+
+    def phase_begins_during(self, round_number: int) -> None:
+        """Time the stragglers of the next round from now: a phase begins with this round in flight."""
+        self._phase_during = round_number, asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        """Fail the open attempt."""
+        if self._attempt is not None:
+            self._attempt.give_up()
+
+    async def stop(self) -> None:
+        """Open no further attempts, and fail the one that has no plan yet."""
+        self._leaves = True
+        if self._attempt is not None and not self._attempt.is_planned:
+            self._attempt.give_up()
+            await end_tasks([self._running])
+
+    async def _on_ping(self, stream: Stream) -> None:
+        ping, log = unpack(Ping, await stream.message()), self._node.log
+        if ping.stop_after == log.round and stream.remote in log.last.electorate:
+            self._phases.stop_after(ping.stop_after)
+        failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
+        await stream.send(pack(Pong(log.round, self._reporter.state, failed, self._node.decisions.may_vote)))
+
+    async def _on_round(self, stream: Stream) -> None:
+        announcement, log = unpack(Announcement, await stream.message()), self._node.log
+        self._check_same_campaign(announcement)
+        if announcement.round <= log.round:
+            self.too_late.add(stream.remote)
+            raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
+        if announcement.round > log.round + 1:
+            self._node.spawn(self._node.decisions.learn_from_all([stream.remote]))
+            raise Refused(Code.COORDINATOR_BEHIND, "the coordinator is behind; try again", round=log.round)
+        order = self._node.coordinators()
+        rank = announcement.attempt % len(order)
+        if order[rank] != self._node.peer_id:
+            raise Refused(Code.NOT_COORDINATOR, "not the coordinator of this attempt")
+        if self._leaves and not self._is_open():
+            raise Refused(Code.LEAVING, "the coordinator leaves")
+        self._node.departures.see(stream.remote)
+        await self._require_failed(order[:rank])
+        if announcement.commit != log.last.id:
+            raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
+        await self._current_attempt().serve(stream, announcement)
+
+    def _check_same_campaign(self, announcement: Announcement) -> None:
+        self._node.check_protocol(announcement.protocol, announcement.round)
+        ours = self._node.campaign_hash
+        if announcement.campaign != ours:
+            detail = f"you train {announcement.campaign[:12]}, this swarm {ours[:12]}"
+            raise Refused(Code.CAMPAIGN, detail, campaign=ours)
+
+    async def _require_failed(self, coordinators: Sequence[str]) -> None:
+        """Take over only from coordinators that are gone or have failed: otherwise one bad link could abort a round for all.
+
+        Returns at once when an attempt is open here, also one that another member's announcement opens meanwhile.
+        Raises Refused.
+        """
+        if self._is_open():
+            return
+        asked = asyncio.gather(*(self._node.endpoint.is_there(peer, PING, pack(Ping(-1))) for peer in coordinators))
+        opened = asyncio.ensure_future(self._opened.wait())
+        try:
+            either: set[asyncio.Future[Any]] = {asked, opened}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._is_open():
+                return
+            answers = await asked
+        finally:
+            await end_tasks([asked, opened])
+        for peer, answer in zip(coordinators, answers, strict=True):
+            if answer is not None and not _has_failed(answer, self._node.log.round + 1):
+                raise Refused(Code.ALIVE, f"{peer[-6:]} is there to coordinate this round", peer=peer)
+
+    def _is_open(self) -> bool:
+        """Return whether an attempt at the next round is open here."""
+        attempt = self._attempt
+        return attempt is not None and attempt.commit.id == self._node.log.last.id and not attempt.failed
+
+    def _current_attempt(self) -> Coordination:
+        """Return the attempt that is open here; open one when the last has failed or its round is over."""
+        if self._attempt is not None and self._is_open():
+            return self._attempt
+        node, (during, began) = self._node, self._phase_during
+        phase_began = began if during == node.log.round else node.decisions.learned_at
+        context = RoundContext(node, node.log.last, phase_began, self._assigned_steps(), self.too_late)
+        self._attempt = attempt = Coordination(context, self._replica)
+        self._opened.set()
+        self._opened = asyncio.Event()
+        self._running = node.spawn(self._run(attempt))
+        return attempt
+
+    async def _run(self, attempt: Coordination) -> None:
+        await attempt.run()
+        if attempt.failed:
+            self._failed_round = attempt.commit.round + 1
+            await self._node.decisions.learn_from_all(self._node.others())
+
+    def _assigned_steps(self) -> Mapping[str, int]:
+        """Steps by peer in this phase. Without the last plan, the same is expected of every trainer."""
+        last, base = self._node.log.last, self._replica.base if self._replica.has_base else None
+        if base is None or base.commit != last.id or base.plan is None:
+            return dict.fromkeys(set(last.members) - set(last.helpers), 1)
+        members, overlap = base.plan.members, self._node.campaign.config.sync.overlap
+        steps = {members[a.member].peer: max(a.steps, overlap and members[a.member].trains) for a in base.plan.assignments}
+        return {peer: each for peer, each in steps.items() if each}
+
+
+def _has_failed(pong: bytes, round_number: int) -> bool:
+    """Return whether a ping's answer says that its sender could not coordinate the round; a malformed answer counts as yes."""
+    try:
+        return unpack(Pong, pong).failed_to_coordinate == round_number
+    except WireError:
+        return True

@@ -1,0 +1,160 @@
+"""What this peer knows to be decided: commit log, votes and control records on its disk, and the requests about them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from typing import TypeVar
+
+from spes_p2p.consensus.control import number_of, owner_of
+from spes_p2p.consensus.output import Output
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import (
+    Accept,
+    CertifiedCommit,
+    Commit,
+    CommitsRequest,
+    Control,
+    ControlRequest,
+    Decide,
+    Farewell,
+    Known,
+    Prepare,
+    ReformRequest,
+)
+from spes_p2p.messages.methods import ACCEPT, COMMITS, CONTROL, DECIDE, PREPARE, REFORM
+from spes_p2p.net.interfaces import World
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.peer.durable import open_participant, perform
+from spes_p2p.rounds.archive import archived_rounds
+
+T = TypeVar("T")
+
+COMMITS_PER_MESSAGE = 200
+
+
+class Decisions:
+    """The consensus core of one peer, on its store and its endpoint."""
+
+    def __init__(self, world: World, endpoint: RpcEndpoint, genesis: Commit):
+        self._world, self._endpoint = world, endpoint
+        self._participant = open_participant(world.store, world.identity, genesis, world.rng)
+        self._acceptor = self._participant.acceptor
+        self.log = self._participant.log
+        self.controls = self._participant.controls
+        self.learned_at = 0.0
+        """Loop time at which the last commit became known here; of the start when none did since."""
+
+    @property
+    def incarnation(self) -> str:
+        """Id of the vote file."""
+        return self._acceptor.incarnation
+
+    @property
+    def may_vote(self) -> bool:
+        """Whether this peer can vote on the next round."""
+        return self._acceptor.may_vote
+
+    async def serve(self) -> None:
+        """Answer requests from now on."""
+        self.learned_at = asyncio.get_running_loop().time()
+        handlers = {
+            COMMITS: self._on_commits, PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide,
+            CONTROL: self._on_control,
+        }
+        for method, handler in handlers.items():
+            await self._endpoint.serve(method, handler)
+
+    def learn(self, decided: CertifiedCommit) -> None:
+        """Append a certified commit unless it is known. Raises Refused when it does not follow the log or is not proven."""
+        if self._perform(self._participant.learn(decided)):
+            self.learned_at = asyncio.get_running_loop().time()
+
+    async def learn_from(self, peer: str, after: int | None = None) -> None:
+        """Fetch the peer's certificates after this round (default: the last one here), or all of them where the logs fork.
+
+        Raises PeerUnreachable, Refused, WireError.
+        """
+        after = self.log.round if after is None else after
+        while True:
+            reply = await self._endpoint.ask(peer, COMMITS, pack(CommitsRequest(after)), self._endpoint.silence_s)
+            found = unpack(Decide, reply).decided
+            if not found:
+                return
+            try:
+                for decided in found:
+                    self.learn(decided)
+            except Refused:
+                if after < 0:
+                    raise
+                after = -1
+                continue
+            after = found[-1].commit.round
+
+    async def learn_from_all(self, peers: Iterable[str]) -> None:
+        """Fetch missing certificates from these peers; those that do not answer are skipped."""
+
+        async def learn_from(peer: str) -> None:
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                await self.learn_from(peer)
+
+        await asyncio.gather(*map(learn_from, peers))
+
+    async def ask_for_reform(self) -> None:
+        """Ask the campaign's owner for a new term, where rounds find no majority or no base. The owner may decline."""
+        request = pack(ReformRequest(self.log.last.id))
+        with contextlib.suppress(PeerUnreachable, Refused, WireError):
+            reply = await self._endpoint.ask(owner_of(self.log.last), REFORM, request, 2 * self._endpoint.silence_s)
+            for decided in unpack(Decide, reply).decided:
+                self.learn(decided)
+
+    def open_term(self, round_number: int) -> CertifiedCommit:
+        """Open a term after this round of the log. Raises Refused when this peer is not the campaign's owner."""
+        decided = self._perform(self._participant.open_term(round_number))
+        self.learned_at = asyncio.get_running_loop().time()
+        return decided
+
+    def take_control(self, control: Control | None) -> bool:
+        """Keep a control record; False when it is not newer. Raises Refused when the owner did not sign it."""
+        return self._perform(self.controls.take(control))
+
+    async def take_control_from(self, peer: str) -> bool:
+        """Fetch the peer's newest control record; False when it is not newer. Raises PeerUnreachable, Refused, WireError."""
+        reply = await self._endpoint.ask(peer, CONTROL, pack(ControlRequest(None)), self._endpoint.silence_s)
+        return self.take_control(unpack(Known, reply).newest)
+
+    def leave(self) -> Farewell | None:
+        """Give up this peer's seat in the next round; None when it keeps it."""
+        return self._perform(self._acceptor.leave())
+
+    def farewell(self) -> Farewell | None:
+        """The farewell with which this peer gave up its seat in the next round; None when it has not."""
+        return self._acceptor.farewell()
+
+    async def _on_commits(self, stream: Stream) -> None:
+        after = unpack(CommitsRequest, await stream.message()).after
+        await stream.send(pack(Decide(self.log.since(after)[:COMMITS_PER_MESSAGE])))
+
+    async def _on_prepare(self, stream: Stream) -> None:
+        request = unpack(Prepare, await stream.message())
+        await stream.send(pack(self._perform(self._acceptor.prepare(stream.remote, request))))
+
+    async def _on_accept(self, stream: Stream) -> None:
+        request = unpack(Accept, await stream.message())
+        await stream.send(pack(self._perform(self._acceptor.accept(stream.remote, request))))
+
+    async def _on_decide(self, stream: Stream) -> None:
+        for decided in unpack(Decide, await stream.message()).decided:
+            self.learn(decided)
+        await stream.send(b"")
+
+    async def _on_control(self, stream: Stream) -> None:
+        """Take the record that the request brings, if any, and answer with the newest one."""
+        self.take_control(unpack(ControlRequest, await stream.message()).brought)
+        commit, archived = self.log.last, tuple(archived_rounds(self._world.store))
+        await stream.send(pack(Known(self.controls.newest, number_of(commit.control), commit.round, commit.step, archived)))
+
+    def _perform(self, output: Output[T]) -> T:
+        return perform(self._world.store, self._participant, output)

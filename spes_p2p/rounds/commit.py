@@ -1,0 +1,195 @@
+"""From the members' reports of staged results to the commit. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from spes_p2p.consensus.acceptor import INCARNATION_BYTES
+from spes_p2p.consensus.electorate import choose_electorate, incarnations_of
+from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import WireError
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Plan, Staged
+from spes_p2p.rounds.parts import Part, mask_bytes
+from spes_p2p.rounds.results import ABSENT, Results
+
+
+def contributions(commit: Commit, results: Results, tokens_a_step: int) -> tuple[tuple[str, int, int], ...]:
+    """Return each trainer's part in a committed round: peer id, tokens, and steps times experts trained."""
+    heard, trained = set(), set()
+    for part in results.committed(commit):
+        for member in results.contributors(part):
+            if part.group.expert is None:
+                heard.add(member)
+            else:
+                trained.add((member, part.group.expert))
+    experts = Counter(member for member, _ in trained)
+    members = results.plan.members
+    return tuple(
+        (member.peer, member.tokens if i in heard else 0, round(member.tokens / tokens_a_step) * experts[i])
+        for i, member in enumerate(members)
+        if member.trains
+    )
+
+
+def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged], helpers: tuple[str, ...]) -> Commit:
+    """Return the commit to propose after `commit`. It includes each part that two members (of two or more) hold durably.
+
+    `staged`: reports by member index. Raises Refused if the plan has parts and none is included, or too few members report.
+    """
+    results = _with_manifests(results, staged)
+    needed = min(2, len(plan.members))
+    roots = results.roots()
+    reduced = [part for part in results.parts if results.digest_of(part) not in (None, ABSENT)]
+    counts = holder_counts(staged, results)
+    dropped = tuple(part.index for part in reduced if counts[part.index] < needed)
+    included = [part for part in reduced if part.index not in set(dropped)]
+    if results.parts and not included:
+        raise Refused(Code.FAILED, "too few members hold any part")
+    if len(staged) < needed:
+        raise Refused(Code.FAILED, "too few members hold the plan")
+    peers = tuple(member.peer for member in plan.members)
+    incarnations = {**incarnations_of(commit), **{peers[i]: report.incarnation for i, report in staged.items()}}
+    voting_helpers = tuple(helper for helper in helpers if helper in incarnations and helper in peers)
+    voting_members = [peer for peer in _voters(plan) if peer in incarnations]
+    electorate = choose_electorate(voting_helpers, voting_members, commit.electorate) or commit.electorate
+    heard = {i for part in included if part.group.kind == "shared" for i in results.contributors(part)}
+    experts = len(commit.owners)
+    owners = tuple(tuple(each.member for each in plan.assignments if expert in each.owned) for expert in range(experts))
+    return Commit(
+        campaign=plan.campaign,
+        term=plan.term,
+        round=plan.round,
+        parent=plan.parent,
+        plan=plan.id,
+        roots=roots,
+        dropped=dropped,
+        base_digest=plan.base_digest,
+        step=plan.step,
+        tokens=commit.tokens + sum(plan.members[i].tokens for i in heard),
+        members=peers,
+        owners=owners,
+        cursor=plan.cursor,
+        helpers=helpers,
+        electorate=electorate,
+        incarnations=tuple(incarnations[peer] for peer in electorate),
+        lost=results.lost,
+        control=plan.control,
+    )
+
+
+def check_staged(staged: Staged, member: int, results: Results) -> None:
+    """Check a member's report. Raises WireError if it does not fit these results' plan and revisions."""
+    places = len(results.plan.members) * (staged.revision + 1)
+    if staged.plan != results.plan.id or not 0 <= staged.revision <= results.revision:
+        raise WireError("a report about another plan")
+    if len(staged.roots) not in (0, places) or not set(staged.missing) <= set(range(places)):
+        raise WireError("a report about other manifests")
+    if len(staged.incarnation) != 2 * INCARNATION_BYTES:
+        raise WireError("malformed incarnation")
+    if len(staged.parts) != mask_bytes(len(results.parts)):
+        raise WireError("a report about other parts")
+    for manifest in staged.manifests:
+        if manifest.reducer != member:
+            raise WireError("a manifest of another reducer")
+        results.check_manifest(manifest)
+
+
+def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[int], all_reported: bool) -> tuple[int, ...]:
+    """Return the members whose parts must move to other reducers: empty, or all lost reducers and unreported lost members.
+
+    A reducer that reported may have served all its results. It counts as lost only when all living members have reported and
+    too few of them hold one of its parts.
+    """
+    gone = set(range(len(results.plan.members))) - living - {i for lost in results.lost for i in lost}
+    if not gone or not living:
+        return ()
+    collected = _with_manifests(results, staged)
+    needed = min(2, len(living))
+    counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
+
+    def is_lost(part: Part) -> bool:
+        if part.reducer not in gone or not set(part.contributors) - gone:
+            return False
+        if part.reducer not in staged:
+            return True
+        return all_reported and collected.digest_of(part) != ABSENT and counts[part.index] < needed
+
+    lost = {part.reducer for part in results.parts if is_lost(part)}
+    return tuple(sorted(lost | (gone - staged.keys()))) if lost else ()
+
+
+def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, int]:
+    """Return by part index the number of members that hold its result as in its reducer's manifest."""
+    counts = dict.fromkeys((part.index for part in results.parts), 0)
+    roots = results.roots()
+    for report in staged.values():
+        agrees = bool(report.roots) or _agrees(report, results)
+        missing = set(report.missing)
+        for part in results.parts:
+            place = results.root_place(part)
+            byte, bit = divmod(part.index, 8)
+            if not agrees or not roots[place] or place in missing or not report.parts[byte] >> bit & 1:
+                continue
+            if part.revision <= report.revision and (not report.roots or report.roots[place] == roots[place]):
+                counts[part.index] += 1
+    return counts
+
+
+def disagreeing(results: Results, staged: Mapping[int, Staged]) -> list[int]:
+    """Return the members whose manifests differ from those that the reducers reported, and that sent no list of roots."""
+    collected = _with_manifests(results, staged)
+    return [i for i, report in staged.items() if not report.roots and not _agrees(report, collected)]
+
+
+def staged_report(results: Results, member: int, incarnation: str, in_full: bool = False) -> Staged:
+    """Return the report of a member that holds these results durably. `incarnation`: of its vote file."""
+    own = tuple(manifest for (_, reducer), manifest in results.manifests.items() if reducer == member)
+    roots = results.roots()
+    missing = tuple(place for place, root in enumerate(roots) if not root)
+    return Staged(
+        results.plan.id, own, results.revision, missing, _roots_digest(roots, missing), roots if in_full else (),
+        _held_bits(results), incarnation,
+    )
+
+
+def _voters(plan: Plan) -> list[str]:
+    """Return the members that may vote: those that can be dialled.
+
+    If only one of several trainers can be dialled, it does not vote: helpers outlast a volunteer.
+    """
+    trainers = sum(member.trains for member in plan.members)
+    dialable = [member for member in plan.members if member.bandwidth > 0]
+    if trainers > 1 and sum(member.trains for member in dialable) == 1:
+        dialable = [member for member in dialable if not member.trains] or dialable
+    return [member.peer for member in dialable]
+
+
+def _held_bits(results: Results) -> bytes:
+    """Encode which verified results are present: one bit a part."""
+    bits = sum(1 << part.index for part in results.parts if results.verified(part))
+    return bits.to_bytes(mask_bytes(len(results.parts)), "little")
+
+
+def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
+    """Return empty results of the same plan with the manifests that reducers reported themselves."""
+    collected = results.emptied()
+    for index, report in staged.items():
+        for manifest in report.manifests:
+            if manifest.reducer == index:
+                collected.add_manifest(manifest)
+    return collected
+
+
+def _agrees(report: Staged, results: Results) -> bool:
+    """Return whether the member's manifests agree with those of these results."""
+    places = len(results.plan.members) * (report.revision + 1)
+    return report.roots_digest == _roots_digest(results.roots()[:places], report.missing)
+
+
+def _roots_digest(roots: Sequence[bytes], missing: Sequence[int]) -> bytes:
+    left_out = set(missing)
+    return hashlib.sha256(b"".join(root for place, root in enumerate(roots) if place not in left_out)).digest()

@@ -1,0 +1,179 @@
+"""A campaign outlives a release: peers of two protocol versions train together until the owner requires the newer one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+
+from spes_p2p.campaign.files import fetch_campaign
+from spes_p2p.consensus.control import signed
+from spes_p2p.errors import UserError, version_advice
+from spes_p2p.messages.codec import _plain, unpack
+from spes_p2p.messages.consensus import Control, ControlRequest, Requirement
+from spes_p2p.messages.framing import IGNORABLE, Kind, Message
+from spes_p2p.messages.methods import CONTROL, PING, PROTOCOL_VERSION, ROUND
+from spes_p2p.messages.rounds import Announcement, Ping
+from spes_p2p.net.interfaces import Channel, Handler, World
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.observe.events import RoundCommitted, RoundFailed
+from spes_p2p.testing.memory import in_memory_world
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.wrapped import WrappedTransport
+
+NEXT = PROTOCOL_VERSION + 1
+HINT = IGNORABLE + 1
+"""A kind of frame that this version does not know."""
+EXTENDED: dict[str, type[Any]] = {ROUND: Announcement, PING: Ping, CONTROL: ControlRequest}
+"""Requests that the next version extends."""
+
+
+class NewerChannel:
+    """A channel of a newer version: a hint goes before each frame, and the first request has one more field."""
+
+    def __init__(self, inner: Channel, extended: type[Any] | None = None):
+        self._inner, self._extended = inner, extended
+        self.remote = inner.remote
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        self._inner.watch(heard)
+
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        await self._inner.send(b"a hint", kind=HINT)
+        if self._extended is not None and kind == Kind.MESSAGE:
+            request = unpack(self._extended, b"".join(pieces))
+            known = [_plain(getattr(request, field.name)) for field in dataclasses.fields(request)]
+            pieces, self._extended = (msgpack.packb([*known, {"newer": 1}]),), None
+        await self._inner.send(*pieces, kind=kind)
+
+    async def receive(self) -> Message | None:
+        return await self._inner.receive()
+
+    async def finish(self) -> None:
+        await self._inner.finish()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class NewerTransport(WrappedTransport):
+    """Opens and serves streams as a newer version does."""
+
+    async def serve(self, method: str, handler: Handler) -> None:
+        await self._inner.serve(method, lambda channel: handler(NewerChannel(channel)))
+
+    async def open(self, peer: str, method: str) -> Channel:
+        return NewerChannel(await self._inner.open(peer, method), EXTENDED.get(method))
+
+
+def newer(world: World) -> World:
+    """The world of a peer of the next version, which still speaks this one."""
+    transport = NewerTransport(world.transport)
+    return dataclasses.replace(world, transport=transport, protocol=NEXT, oldest_protocol=PROTOCOL_VERSION)
+
+
+async def upgrade(swarm: VirtualSwarm, name: str) -> None:
+    """Stop the peer as a signal does, and start it again on its run-dir as the next version."""
+    swarm.around[name] = newer
+    peer = swarm.helper if name == swarm.bootstrap else swarm.peers[name]
+    peer.leave()
+    await swarm.tasks[name]
+    swarm.start_again(name)
+
+
+def order(swarm: VirtualSwarm, from_round: int) -> None:
+    """The owner requires the next version."""
+    control = Control(swarm.campaign.hash, 1, "running", (), -1, b"", Requirement(NEXT, from_round))
+    swarm.nodes["W"].decisions.take_control(signed(control, SimulatedIdentity("W")))
+
+
+def test_a_swarm_is_upgraded_peer_by_peer_and_loses_no_round() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
+        swarm.start_all("ABCD")
+        for number, name in enumerate("BWDAC", 2):
+            await swarm.until_round(number)
+            await upgrade(swarm, name)
+        await swarm.until_finished()
+        swarm.assert_same_commits()
+        swarm.assert_replicas_agree()
+        assert {contact.protocol for contact in swarm.nodes["W"].contacts.values()} == {NEXT}
+        commits = swarm.peers["A"].node.log.since(-1)
+        assert [each.commit.round for each in commits] == list(range(13))
+        assert all(each.commit.term == 0 for each in commits)
+        for name in "ABCD":
+            missed = [each.commit.round for each in commits if name not in each.commit.members]
+            assert len(missed) <= 1, f"{name} is out for the round of its own restart at most: {missed}"
+            assert swarm.peers[name].finished
+        refused = [e for recorder in swarm.recorders.values() for e in recorder.told(RoundFailed) if e.reason == "malformed"]
+        assert refused == []
+
+    simulate(main)
+
+
+def test_peers_below_the_required_version_warn_then_end_before_its_first_round(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
+        for name in "WAB":
+            swarm.around[name] = newer
+        swarm.start_all("ABCD")
+        await swarm.until_round(1)
+        order(swarm, from_round=6)
+        old = {name: swarm.tasks[name] for name in "CD"}
+        while not all(task.done() for task in old.values()):
+            await asyncio.sleep(0.5)
+        expected = f"{NEXT} from round 6 on, this program speaks {PROTOCOL_VERSION}; type: pip install --upgrade spes_p2p"
+        for name, task in old.items():
+            with pytest.raises(UserError, match=expected):
+                task.result()
+            assert max(swarm.recorders[name].commits()) == 5
+            swarm.kill(name)
+        warned = [record.getMessage() for record in caplog.records if expected in record.getMessage()]
+        assert [f"rounds left: {left};" in " ".join(warned) for left in (3, 2, 1)] == [True] * 3
+        swarm.start("C")
+        while not swarm.tasks["C"].done():
+            await asyncio.sleep(0.5)
+        assert isinstance(swarm.tasks["C"].exception(), UserError), "it is not let in again"
+        swarm.kill("C")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        commits = swarm.recorders["A"].told(RoundCommitted)
+        assert [commit.round for commit in commits] == list(range(13)), "no round is lost"
+        assert {len(commit.members) for commit in commits if commit.round >= 6} == {2}
+
+    simulate(main)
+
+
+def test_a_joiner_of_an_older_version_is_told_what_to_type() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(0)
+        swarm.nodes["W"].world = dataclasses.replace(swarm.nodes["W"].world, oldest_protocol=NEXT)
+        board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+        with pytest.raises(UserError, match=f"{PROTOCOL_VERSION} is too old .* {NEXT} or newer; type: pip install --upgrade"):
+            await fetch_campaign(board, ["W"])
+
+    simulate(main)
+
+
+def test_a_joiner_of_a_newer_version_notices_that_the_swarm_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(0)
+        monkeypatch.setattr("spes_p2p.campaign.files.OLDEST_PROTOCOL", NEXT)
+        board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+        with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*; type: pip install spes_p2p=="):
+            await fetch_campaign(board, ["W"])
+
+    simulate(main)
+
+
+def test_a_version_that_another_peer_names_cannot_become_a_second_command() -> None:
+    assert version_advice(3, 2, "1; rm x") == "type: pip install 'spes_p2p==1; rm x'"
