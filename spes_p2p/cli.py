@@ -287,11 +287,12 @@ def control(
         list[str],
         typer.Argument(
             metavar="ORDER...",
-            help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE..., require PROTOCOL from ROUND",
+            help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE..., require PROTOCOL from ROUND, ban PEER, "
+                 "unban PEER",
         ),
     ],
 ) -> None:
-    """Pause, resume, stop or roll back your campaign, change its schedule, or require a newer protocol of all its peers."""
+    """Pause, resume, stop or roll back your campaign, change its schedule, ban a peer, or require a newer protocol of all."""
     from spes_p2p.campaign.orders import parse_order
 
     make = parse_order(order)

@@ -16,6 +16,7 @@ from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Vote
+from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import CONTROL, PROTOCOL_VERSION
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
@@ -26,6 +27,7 @@ from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 OWNER = "W"
+OWNER_ID, OTHER_ID = "Qm" + "w" * 44, "Qm" + "x" * 44
 
 
 def record(swarm: VirtualSwarm, number: int, state: Any = "running", signer: str = OWNER, **changes: Any) -> Control:
@@ -532,7 +534,7 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
 
 def standing(round_number: int = 3, newest: Control | None = None) -> Standing:
     the_campaign = campaign(total_steps=60)
-    return Standing(the_campaign.hash, the_campaign.config, newest, round_number, (2,))
+    return Standing(the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, (2,))
 
 
 def test_an_order_in_words() -> None:
@@ -560,6 +562,19 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
         assert (training.learning_rate, training.total_steps) == expected
 
 
+def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
+    once = parse_order(["ban", OTHER_ID])(standing())
+    assert describe(once) == "1 peer banned"
+    with pytest.raises(UserError, match="is banned already"):
+        parse_order(["ban", OTHER_ID])(standing(newest=once))
+    paused = parse_order(["pause"])(standing(newest=once))
+    assert paused.banned == (OTHER_ID,)
+    assert parse_order(["unban", OTHER_ID])(standing(newest=paused)).banned == ()
+    full = replace(once, banned=tuple(f"Qm{number:044d}" for number in range(MAX_BANNED)))
+    with pytest.raises(UserError, match=f"{MAX_BANNED} peers are banned, which is the most"):
+        parse_order(["ban", OTHER_ID])(standing(newest=full))
+
+
 @pytest.mark.parametrize(("words", "expected"), [
     ("resume", "the campaign is not paused"),
     ("schedule 4 learning_rate=1", "has started; give round 5 or later"),
@@ -571,6 +586,11 @@ def test_an_order_keeps_what_was_ordered_before() -> None:
     ("schedule 9 learningrate=1", "training.learningrate cannot be changed"),
     ("require 99 from 9", f"this program speaks protocol {PROTOCOL_VERSION} itself; type: pip install --upgrade spes_p2p"),
     (f"require {PROTOCOL_VERSION} from 4", "has started; give round 5 or later"),
+    (f"ban {OTHER_ID[:-9]}", "give the whole id of one peer"),
+    ("ban C", "give the whole id of one peer"),
+    ("unban", "give the whole id of one peer"),
+    (f"ban {OWNER_ID}", "this is the owner of the campaign"),
+    (f"unban {OTHER_ID}", "not banned; banned peers: none"),
     ("rollback 1", "no answering peer archives the base of that round; archived rounds: 2"),
     ("rollback 3", "no answering peer archives the base of that round; archived rounds: 2"),
 ])  # fmt: skip

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_paused, number_of
 from spes_p2p.errors import UserError, version_advice
 from spes_p2p.messages.consensus import CampaignState, Change, Control, Requirement
+from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.rounds.schedule import changed
 
@@ -22,6 +24,8 @@ class Standing:
 
     campaign: str
     """Campaign hash."""
+    owner: str
+    """Its peer id."""
     config: CampaignConfig
     newest: Control | None
     round: int
@@ -44,8 +48,11 @@ def parse_order(words: Sequence[str]) -> MakeControl:
         return _parse_require(rest)
     if name == "rollback":
         return _parse_rollback(rest)
+    if name in ("ban", "unban"):
+        return _parse_ban(name, rest)
     if name not in plain:
-        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, require, rollback, schedule")
+        others = "ban, require, rollback, schedule, unban"
+        raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, {others}")
     if rest:
         raise UserError(f"control {name}: takes no arguments, not {' '.join(rest)!r}")
     return plain[name]
@@ -74,6 +81,12 @@ def _parse_require(words: Sequence[str]) -> MakeControl:
     if len(words) != 3 or words[1] != "from" or not (words[0] + words[2]).isdecimal():
         raise UserError("control require: give a protocol version and the first round that needs it: require 11 from 200")
     return partial(require, Requirement(int(words[0]), int(words[2])))
+
+
+def _parse_ban(name: str, words: Sequence[str]) -> MakeControl:
+    if len(words) != 1 or not is_peer_id(words[0]):
+        raise UserError(f"control {name}: give the whole id of one peer, as spes-p2p status --json shows it: {name} Qm...")
+    return partial(ban if name == "ban" else unban, words[0])
 
 
 def pause(standing: Standing) -> Control:
@@ -132,6 +145,30 @@ def rollback(round_number: int, standing: Standing) -> Control:
     return replace(_next(standing, _state(standing)), rollback=round_number)
 
 
+def ban(peer: str, standing: Standing) -> Control:
+    """Exclude a peer until the ban is lifted."""
+    banned = _banned(standing)
+    if peer == standing.owner:
+        raise UserError(f"ban {peer}: this is the owner of the campaign, which cannot be banned")
+    if peer in banned:
+        raise UserError(f"ban {peer}: the peer is banned already (record {number_of(standing.newest)})")
+    if len(banned) == MAX_BANNED:
+        raise UserError(f"ban {peer}: {MAX_BANNED} peers are banned, which is the most; lift a ban with unban first")
+    return replace(_next(standing, _state(standing)), banned=tuple(sorted((*banned, peer))))
+
+
+def unban(peer: str, standing: Standing) -> Control:
+    """Lift a ban."""
+    banned = _banned(standing)
+    if peer not in banned:
+        raise UserError(f"unban {peer}: not banned; banned peers: {', '.join(banned) or 'none'}")
+    return replace(_next(standing, _state(standing)), banned=tuple(each for each in banned if each != peer))
+
+
+def _banned(standing: Standing) -> tuple[str, ...]:
+    return () if standing.newest is None else standing.newest.banned
+
+
 def _state(standing: Standing) -> CampaignState:
     return "running" if standing.newest is None else standing.newest.state
 
@@ -151,6 +188,8 @@ def describe(control: Control | None) -> str:
         words.append(f"rolled back to round {control.rollback}")
     if control.requires is not None:
         words.append(f"protocol {control.requires.protocol} required from round {control.requires.from_round} on")
+    if control.banned:
+        words.append(f"{len(control.banned)} {'peer' if len(control.banned) == 1 else 'peers'} banned")
     for change in control.changes:
         words.append(f"from round {change.round} on {_words(change.training)}")
     return ", ".join(words)

@@ -80,7 +80,7 @@ def _standing(swarm: SwarmConnection, known: Sequence[Known], address: str) -> S
     if newest is not None and newest.rollback >= 0 and newest.number > applied:
         raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     archived = sorted({kept for each in known for kept in each.archived})
-    return Standing(genesis.campaign, config, newest, round_number, tuple(archived))
+    return Standing(genesis.campaign, owner_of(genesis), config, newest, round_number, tuple(archived))
 
 
 async def _ask_all(swarm: SwarmConnection, control: Control | None) -> list[Known]:

@@ -32,6 +32,11 @@ def is_peer_address(address: str) -> bool:
     return _peer_problem(address) is None
 
 
+def is_peer_id(text: str) -> bool:
+    """Return whether the text has the form of a whole peer id."""
+    return _PEER_ID.fullmatch(text) is not None
+
+
 def check_listen_addresses(addresses: Sequence[str]) -> None:
     """Raise UserError unless each address is a multiaddr that libp2p can listen on over TCP."""
     for address in addresses:

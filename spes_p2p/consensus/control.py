@@ -50,6 +50,11 @@ def rolls_back(control: Control | None, parent: Commit) -> bool:
     return control is not None and control != parent.control and control.rollback >= 0
 
 
+def is_banned(control: Control | None, peer: str) -> bool:
+    """Return whether the owner excludes this peer."""
+    return control is not None and peer in control.banned
+
+
 def required_protocol(control: Control | None, round_number: int) -> int:
     """The oldest protocol version that the owner admits to this round; 0 for any."""
     requires = None if control is None else control.requires
@@ -79,10 +84,13 @@ def signed(control: Control, identity: Identity) -> Control:
 
 
 def rollback_commit(parent: Commit, control: Control, digest: str, step: int) -> Commit:
-    """Return the commit that goes back to an earlier base: no work is exchanged, the electorate stays.
+    """Return the commit that goes back to an earlier base: no work is exchanged, and all electors stay but the banned ones.
 
-    `digest`, `step`: of that base. Tokens and data cursor are not reset, so no sample is trained twice.
+    `digest`, `step`: of that base. Tokens and data cursor are not reset, so no sample is trained twice. When every elector is
+    banned, all stay: nobody else could decide the next round.
     """
+    seats = tuple(zip(parent.electorate, parent.incarnations, strict=True))
+    seats = tuple(seat for seat in seats if not is_banned(control, seat[0])) or seats
     return replace(
         parent,
         round=parent.round + 1,
@@ -92,6 +100,8 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         dropped=(),
         base_digest=digest,
         step=step,
+        electorate=tuple(elector for elector, _ in seats),
+        incarnations=tuple(incarnation for _, incarnation in seats),
         lost=(),
         control=control,
     )

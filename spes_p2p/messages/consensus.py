@@ -10,6 +10,7 @@ from annotated_types import MaxLen
 
 from spes_p2p.messages.codec import Extensible, record_id
 from spes_p2p.messages.fields import (
+    MAX_BANNED,
     MAX_CHANGES,
     MAX_ELECTORATE,
     MAX_EXPERTS,
@@ -75,6 +76,8 @@ class Control:
     signature: Signature
     """By the owner's key, over all other fields."""
     requires: Requirement | None = None
+    banned: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
+    """Peers that take no part from the commit on that applies this record. Sorted."""
 
 
 @dataclass(frozen=True, order=True)

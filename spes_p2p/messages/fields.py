@@ -28,6 +28,8 @@ MAX_ELECTORATE = 2**4
 """Electors of a round; seven are chosen."""
 MAX_CHANGES = 2**8
 """Schedule changes in the life of a campaign."""
+MAX_BANNED = 2**8
+"""Banned peers. Every commit carries the list; a campaign that needs more should admit by invitation."""
 MAX_ARCHIVED = 2**16
 """Rounds whose bases a peer keeps."""
 MAX_PAGE = 2**8

@@ -35,6 +35,8 @@ class Code(str, Enum):
     """This attempt will not decide the round."""
     LEAVING = "leaving"
     """The peer is leaving the swarm."""
+    NOT_ADMITTED = "not_admitted"
+    """The owner banned the asking peer."""
     NOT_ALLOWED = "not_allowed"
     """The asking peer is not entitled to what it asks for."""
     CANNOT_VOTE = "cannot_vote"

@@ -287,6 +287,8 @@ class RpcEndpoint:
         self.detector = SilenceDetector(silence_s)
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
+        self.admit: Callable[[str, str], None] = lambda peer, method: None
+        """Called before a stream of a peer is served; raises Refused for one that may not use the method."""
         self._handlers: dict[str, TalkHandler] = {}
         self._own: set[asyncio.Task[None]] = set()
 
@@ -365,6 +367,7 @@ class RpcEndpoint:
         stream = Stream(channel, self.detector, self._counter(method, remote), self._line_to(remote), longest)
         stream.expect_request()
         try:
+            self.admit(remote, method)
             await self._handlers[method](stream)
             await stream.finish()
             await asyncio.wait_for(_until_finished(stream), self.silence_s)

@@ -75,11 +75,15 @@ class RoundMember:
                 attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
             if attempt and attempt % len(order) == 0:
                 await self._rediscover(attempt // len(order))
+        self._node.require_admitted(self._node.log.last.control)
 
     async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, refused: Refused) -> int:
         """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
         if refused.code in (Code.VERSION, Code.CAMPAIGN):
             raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
+        if refused.code is Code.NOT_ADMITTED:
+            await self._node.refresh_contacts()  # fetches the owner's newest record, which alone proves a ban
+            self._node.require_admitted(self._node.controls.newest)
         if refused.code is Code.BEHIND:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 await self._node.decisions.learn_from(coordinator)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from spes_p2p.consensus.control import is_paused, rolls_back
+from spes_p2p.consensus.control import is_banned, is_paused, rolls_back
 from spes_p2p.consensus.proposer import Phase, Proposer, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -167,7 +167,7 @@ class Coordination:
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
         rules, announced, left = self._node.rules, self._members.announced, self._context.returned()
-        there = {peer: announced[peer] for peer in self._members.alive if peer not in left}
+        there = {peer: announced[peer] for peer in self._members.alive if peer not in left and not is_banned(control, peer)}
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("no trainer is left")
         digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]

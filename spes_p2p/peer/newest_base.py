@@ -72,7 +72,10 @@ class NewestBase:
         self._kept.clear()
 
     async def wait_for_donors(self) -> None:
-        """After a failed attempt: wait, then refresh the contacts; ask for a reform when nobody has the base for long."""
+        """After a failed attempt: wait, then refresh the contacts; ask for a reform when nobody has the base for long.
+
+        Raises UserError when the owner has banned this peer.
+        """
         self.failures += 1
         if self.lost_since() is not None and self.failures % ASK_FOR_REFORM_EVERY == 0:
             logger.info("no reachable peer has the base of round %d; waiting for one that has it", self._node.log.round)
@@ -80,6 +83,7 @@ class NewestBase:
                 await self._node.decisions.ask_for_reform()
         await asyncio.sleep(RETRY_S)
         await self._node.refresh_contacts()
+        self._node.require_admitted(self._node.controls.newest)
 
     def found(self) -> None:
         """Note that the base of the last commit is here."""

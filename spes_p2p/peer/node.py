@@ -11,17 +11,17 @@ from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, TrainingConfig
-from spes_p2p.consensus.control import required_protocol
+from spes_p2p.consensus.control import is_banned, required_protocol
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.files import serve_files
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.transfer import ContentServer
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.content import CampaignRecord, CampaignRequest
-from spes_p2p.messages.methods import CAMPAIGN
+from spes_p2p.messages.methods import CAMPAIGN, CONTROL
 from spes_p2p.messages.presence import Contact
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.contacts import find_contacts, registry_key
@@ -63,6 +63,7 @@ class Node:
         self.endpoint = RpcEndpoint(world.transport, campaign.config.sync.silence_s, world.line)
         self.decisions = Decisions(world, self.endpoint, genesis)
         self.log, self.controls = self.decisions.log, self.decisions.controls
+        self.endpoint.admit = self._admit
         self.departures = Departures(self.endpoint, self.decisions, rules)
         self.contacts: dict[str, Contact] = {}
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
@@ -127,6 +128,11 @@ class Node:
             detail = f"protocol {theirs} is too old for this swarm, which needs {oldest} or newer"
             raise Refused(Code.VERSION, detail, protocol=oldest)
 
+    def require_admitted(self, control: Control | None) -> None:
+        """Raise UserError when this control record excludes this peer."""
+        if is_banned(control, self.peer_id):
+            raise UserError(f"the owner of the campaign banned this peer ({self.peer_id}); only the owner can lift the ban")
+
     async def refresh_contacts(self) -> None:
         """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by."""
         contact = Contact(
@@ -136,7 +142,8 @@ class Node:
         key = registry_key(self.campaign_hash)
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
-            self.contacts = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
+            found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
+            self.contacts = {peer: each for peer, each in found.items() if not is_banned(self.log.last.control, peer)}
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
         self._observer.tell(PeersSeen(trainers, helpers, living, self.log.last.electorate))
@@ -175,6 +182,11 @@ class Node:
                 await self.refresh_contacts()
             except Exception:  # a contact that is not renewed makes this peer disappear
                 logger.exception("refreshing the contacts failed")
+
+    def _admit(self, peer: str, method: str) -> None:
+        """Raise Refused for a banned peer, which can only fetch the record that says so."""
+        if method != CONTROL and is_banned(self.log.last.control, peer):
+            raise Refused(Code.NOT_ADMITTED, "the owner of this campaign banned this peer")
 
     async def _on_campaign(self, stream: Stream) -> None:
         try:

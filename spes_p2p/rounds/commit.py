@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from spes_p2p.consensus.acceptor import INCARNATION_BYTES
+from spes_p2p.consensus.control import is_banned
 from spes_p2p.consensus.electorate import choose_electorate, incarnations_of
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError
@@ -55,7 +56,8 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
     incarnations = {**incarnations_of(commit), **{peers[i]: report.incarnation for i, report in staged.items()}}
     voting_helpers = tuple(helper for helper in helpers if helper in incarnations and helper in peers)
     voting_members = [peer for peer in _voters(plan) if peer in incarnations]
-    electorate = choose_electorate(voting_helpers, voting_members, commit.electorate) or commit.electorate
+    staying = tuple(elector for elector in commit.electorate if not is_banned(plan.control, elector))
+    electorate = choose_electorate(voting_helpers, voting_members, commit.electorate) or staying or commit.electorate
     heard = {i for part in included if part.group.kind == "shared" for i in results.contributors(part)}
     experts = len(commit.owners)
     owners = tuple(tuple(each.member for each in plan.assignments if expert in each.owned) for expert in range(experts))
