@@ -16,7 +16,7 @@ from spes_p2p.campaign.genesis import make_genesis
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS, SyncConfig
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError
-from spes_p2p.messages.consensus import Ballot, Commit
+from spes_p2p.messages.consensus import Ballot, Commit, Workload
 from spes_p2p.messages.rounds import Announcement, Member
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.model.layout import Layout, TensorSpec
@@ -177,20 +177,13 @@ def announce(**changes: Any) -> Announcement:
         {"routed": (0,) * (EXPERTS - 1)}, {"routed": (-1,) * EXPERTS}, {"routed": ()}, {"tokens": -1}, {"capacity": -1},
         {"waited_s": -1.0}, {"waited_s": math.inf},
         {"tokens_per_second": math.nan}, {"tokens_per_second": -1.0}, {"bandwidth": math.inf}, {"bandwidth": -0.5},
-        {"loss": math.nan}, {"validation_loss": math.inf}, {"untrained": (Interval(0, 0, NUM_SAMPLES + 1),)},
-        {"untrained": (Interval(0, 5, 5),)}, {"untrained": (Interval(0, -1, 5),)}, {"untrained": (Interval(0, 90, 101),)},
-        {"untrained": (Interval(1, 0, 5),)}, {"untrained": (Interval(-1, 0, 5),)},
+        {"loss": math.nan}, {"validation_loss": math.inf}, {"in_flight": True},
     ],
     ids=str,
 )
 def test_a_malformed_announcement_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="malformed"):
-        check_announcement(announce(**changes), commit_with(cursor=Cursor(0, 100)), RULES)
-
-
-def test_an_honest_announcement_is_taken() -> None:
-    check_announcement(announce(untrained=(Interval(0, 90, 100),)), commit_with(cursor=Cursor(0, 100)), RULES)
-    check_announcement(announce(untrained=(Interval(0, 500, 1000),)), commit_with(cursor=Cursor(1, 100)), RULES)
+        check_announcement(announce(**changes), RULES)
 
 
 # Plans --------------------------------------------------------------------------------------------------------------------
@@ -198,11 +191,11 @@ def test_an_honest_announcement_is_taken() -> None:
 
 @given(speeds=st.lists(st.floats(0, 1e6), min_size=1, max_size=5), untrained=st.booleans())
 def test_duties_are_disjoint_and_move_the_cursor_by_what_they_hand_out(speeds: list[float], untrained: bool) -> None:
-    commit = commit_with(cursor=Cursor(0, 985), round=3)
     back = (Interval(0, 7, 20),) if untrained else ()
+    commit = commit_with(cursor=Cursor(0, 985), round=3, plan="p", members=("A",), workloads=(Workload(10, back),))
     announcements = {"ABCDE"[i]: announce(tokens_per_second=speed) for i, speed in enumerate(speeds)}
     announcements["A"] = dataclasses.replace(announcements["A"], untrained=back)
-    plan = make_plan(commit, Ballot(1, "A"), announcements, (), "d", None, RULES)
+    plan = make_plan((commit,), Ballot(1, "A"), announcements, (), "d", None, RULES)
     handed = [(i.epoch, p) for assignment in plan.assignments for i in assignment.slices for p in range(i.start, i.stop)]
     assert len(set(handed)) == len(handed)
     batch_size = CAMPAIGN.config.training.batch_size
@@ -229,15 +222,15 @@ def test_merges_are_due_every_interval_and_only_after_training() -> None:
 
 
 def test_after_the_last_step_nobody_has_anything_to_do() -> None:
-    commit = commit_with(step=50, round=5)
-    plan = make_plan(commit, Ballot(1, "A"), {"A": announce(tokens=10, tokens_per_second=5.0)}, (), "d", None, RULES)
+    commit = commit_with(step=50, round=5, plan="p", members=("A",), workloads=(Workload(10, ()),))
+    plan = make_plan((commit,), Ballot(1, "A"), {"A": announce(tokens=10, tokens_per_second=5.0)}, (), "d", None, RULES)
     assert plan.step == 60
     assert [assignment.steps for assignment in plan.assignments] == [0]
 
 
 def test_what_leavers_gave_back_is_handed_out_first() -> None:
     commit = commit_with(cursor=Cursor(0, 100), round=3)
-    plan = make_plan(commit, Ballot(1, "A"), {"A": announce()}, (Interval(0, 40, 50),), "d", None, RULES)
+    plan = make_plan((commit,), Ballot(1, "A"), {"A": announce()}, (Interval(0, 40, 50),), "d", None, RULES)
     assert plan.assignments[0].slices == (Interval(0, 40, 50), Interval(0, 100, 110))
 
 

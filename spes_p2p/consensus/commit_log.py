@@ -15,6 +15,9 @@ from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
 
+RECENT = 8
+"""Commits that a plan is made from: those whose assignments may be pending, and some reforms between them."""
+
 
 class CommitLog:
     """A chain of commits, each proven by its certificate.
@@ -62,6 +65,10 @@ class CommitLog:
     def gave_up(self, commit: str) -> bool:
         """Return whether this commit is of a branch that was given up for one of a higher term."""
         return commit in self._given_up
+
+    def recent(self, round_number: int) -> tuple[Commit, ...]:
+        """Return the last RECENT commits up to this round, newest first."""
+        return tuple(self.commit_at(each) for each in range(round_number, max(-2, round_number - RECENT), -1))
 
     def since(self, round_number: int) -> tuple[CertifiedCommit, ...]:
         """Return all certified commits after that round."""

@@ -104,6 +104,8 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         incarnations=tuple(incarnation for _, incarnation in seats),
         lost=(),
         control=control,
+        heard=(),
+        workloads=(),
     )
 
 

@@ -30,6 +30,8 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> C
         dropped=(),
         base_digest="",
         members=(),
+        heard=(),
+        workloads=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),
         incarnations=(incarnation,),

@@ -89,6 +89,14 @@ class Ballot:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What a commit gives one member to train in the next phase."""
+
+    steps: Steps
+    slices: Annotated[tuple[Interval, ...], MaxLen(MAX_INTERVALS)]
+
+
+@dataclass(frozen=True)
 class Commit:
     """The decided record of a round."""
 
@@ -120,6 +128,10 @@ class Commit:
     """Members lost before each revision of the part table (indices into `members`)."""
     control: Control | None = None
     """The newest control record that this commit or an earlier one applied; None: there has been none."""
+    heard: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Members whose updates of shared weights are in the new base, as indices into `members`."""
+    workloads: Annotated[tuple[Workload, ...], MaxLen(MAX_MEMBERS)] = ()
+    """By member: the next phase. With `heard` this bounds what it may announce."""
 
     @cached_property
     def id(self) -> str:

@@ -83,7 +83,7 @@ class Coordination:
 
     async def serve(self, stream: Stream, announcement: Announcement) -> None:
         """Serve one member's stream, from its announcement to the decided commit."""
-        check_announcement(announcement, self.commit, self._node.rules)
+        check_announcement(announcement, self._node.rules)
         if self._plan.done():
             self._context.too_late.add(stream.remote)
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
@@ -176,7 +176,8 @@ class Coordination:
         donors = await self._choose_donors() if alpha_due(self.commit, tokens, rules) > 0 else None
         returned = tuple(interval for peer, back in left.items() if peer not in there for interval in back)
         arrivals = self._members.arrivals(agreeing)
-        return make_plan(self.commit, ballot, agreeing, returned, digest, donors, rules, arrivals, control)
+        recent = self._node.log.recent(self.commit.round)
+        return make_plan(recent, ballot, agreeing, returned, digest, donors, rules, arrivals, control)
 
     async def _choose_donors(self) -> Donors | None:
         """Return the merge donors; None, which leaves this merge out, when this peer does not hold the last base."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Farewell, Leave
@@ -10,7 +11,7 @@ from spes_p2p.messages.methods import LEAVE
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.decisions import Decisions
-from spes_p2p.rounds.plan import Rules, check_handed_out
+from spes_p2p.rounds.claims import outstanding, within
 
 LEAVE_TIMEOUT_S = 2.0
 """A leaving peer does not wait longer for electors that do not answer."""
@@ -19,8 +20,8 @@ LEAVE_TIMEOUT_S = 2.0
 class Departures:
     """What electors tell each other about peers that leave the next round, or are back."""
 
-    def __init__(self, endpoint: RpcEndpoint, decisions: Decisions, rules: Rules):
-        self._endpoint, self._decisions, self._rules = endpoint, decisions, rules
+    def __init__(self, endpoint: RpcEndpoint, decisions: Decisions, overlap: bool):
+        self._endpoint, self._decisions, self._overlap = endpoint, decisions, overlap
         self._left: dict[str, Leave] = {}
         """By peer. Stays when the peer is back: its seat stays given up for the round."""
         self._came_back: set[str] = set()
@@ -61,7 +62,8 @@ class Departures:
         leave, peer = unpack(Leave, await stream.message()), stream.remote
         commit = self._decisions.log.last
         if peer in {*commit.members, *commit.electorate} and leave.round == commit.round + 1:
-            check_handed_out(leave.untrained, commit, self._rules)
+            assigned = outstanding(self._decisions.log.recent(commit.round), peer, self._overlap).samples
+            leave = replace(leave, untrained=within(leave.untrained, assigned))
             self._left = {each: known for each, known in self._left.items() if known.round == leave.round}
             self._came_back &= self._left.keys()
             if leave.back:

@@ -200,7 +200,7 @@ class Exchange:
         if len(part.contributors) == 1:
             self._codes[index] = body
         else:
-            self._add(part, part.codec.decode(body, part.size), tokens)
+            self._add(part, part.codec.decode(body, part.size), self._bounded(part, sender, tokens))
         arrived.add(sender)
         if self._complete(part):
             self._close(part)
@@ -267,7 +267,7 @@ class Exchange:
             self._codes[part.index] = self._encode_own(part)
         else:
             update = self._own(part)
-            self._add(part, update, self._behind(part))
+            self._add(part, update, self._bounded(part, self.me, self._behind(part)))
             self.sent[part.index] = (part, update)
 
     def _add(self, part: Part, update: np.ndarray, tokens: int) -> None:
@@ -276,6 +276,10 @@ class Exchange:
             total[:] = 0
         total += update * np.float32(tokens / self._planned_weight(part))
         self._weights[part.index] = self._weights.get(part.index, 0) + tokens
+
+    def _bounded(self, part: Part, contributor: int, tokens: int) -> int:
+        """Return the weight of a push: its tokens, at most those in the plan."""
+        return min(tokens, weight(self.plan.members[contributor], part.group))
 
     def _planned_weight(self, part: Part) -> int:
         """Return the planned tokens of all contributors; arriving tokens differ where a round took only parts of a group."""

@@ -11,7 +11,7 @@ from spes_p2p.consensus.control import is_banned
 from spes_p2p.consensus.electorate import choose_electorate, incarnations_of
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError
-from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.consensus import Commit, Workload
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Plan, Staged
 from spes_p2p.rounds.parts import Part, mask_bytes
@@ -58,7 +58,7 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
     voting_members = [peer for peer in _voters(plan) if peer in incarnations]
     staying = tuple(elector for elector in commit.electorate if not is_banned(plan.control, elector))
     electorate = choose_electorate(voting_helpers, voting_members, commit.electorate) or staying or commit.electorate
-    heard = {i for part in included if part.group.kind == "shared" for i in results.contributors(part)}
+    heard = tuple(sorted({i for part in included if part.group.kind == "shared" for i in results.contributors(part)}))
     experts = len(commit.owners)
     owners = tuple(tuple(each.member for each in plan.assignments if expert in each.owned) for expert in range(experts))
     return Commit(
@@ -80,6 +80,8 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
         incarnations=tuple(incarnations[peer] for peer in electorate),
         lost=results.lost,
         control=plan.control,
+        heard=heard,
+        workloads=tuple(Workload(each.steps, each.slices) for each in plan.assignments),
     )
 
 

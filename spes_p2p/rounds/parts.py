@@ -61,7 +61,8 @@ def part_ranges(
 def weight(member: Member, group: Group) -> int:
     """Return the tokens of the member's update of this group (for an expert: the tokens routed to it).
 
-    The push of a part names its exact tokens, which differ where an earlier round included or dropped only some of the parts.
+    The push of a part names its tokens. They are fewer where an earlier round included only some of the parts, and never count
+    for more.
     """
     return member.tokens if group.expert is None else member.routed[group.expert]
 

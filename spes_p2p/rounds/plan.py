@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
@@ -15,6 +15,7 @@ from spes_p2p.messages.consensus import Ballot, Commit, Control
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Assignment, Member, Merge, Plan
 from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.rounds.claims import clamped, held_out_loss
 from spes_p2p.rounds.merge import Donors, merge_alpha
 from spes_p2p.rounds.ownership import assign_experts
 from spes_p2p.rounds.schedule import scheduled
@@ -53,8 +54,8 @@ def alpha_due(commit: Commit, tokens: int, rules: Rules) -> float:
     return merge_alpha(step, merge.merge_alpha_start, merge.merge_decay_steps)
 
 
-def check_announcement(announcement: Announcement, commit: Commit, rules: Rules) -> None:
-    """Check an announcement. Raises Refused for one that no honest member can send."""
+def check_announcement(announcement: Announcement, rules: Rules) -> None:
+    """Check an announcement's form. Raises Refused for one that no honest member can send. `claims.py` bounds the numbers."""
     experts = rules.config.model.moe_num_experts
     numbers = (
         announcement.waited_s, announcement.tokens_per_second, announcement.bandwidth, announcement.loss,
@@ -69,21 +70,12 @@ def check_announcement(announcement: Announcement, commit: Commit, rules: Rules)
     works = announcement.capacity or announcement.tokens or any(announcement.routed) or announcement.in_flight
     if not announcement.trains and works:
         raise Refused(Code.MALFORMED, "malformed announcement: work by a peer that does not train")
-    check_handed_out(announcement.untrained, commit, rules)
-
-
-def check_handed_out(intervals: tuple[Interval, ...], commit: Commit, rules: Rules) -> None:
-    """Check returned samples. Raises Refused for samples that no plan up to this commit assigned."""
-    for interval in intervals:
-        inside = 0 <= interval.start < interval.stop <= rules.num_samples
-        before_cursor = (interval.epoch, interval.stop) <= (commit.cursor.epoch, commit.cursor.position)
-        handed_out = interval.epoch >= 0 and before_cursor
-        if not inside or not handed_out:
-            raise Refused(Code.MALFORMED, "malformed: untrained samples that were not assigned")
+    if announcement.in_flight and not rules.config.sync.overlap:
+        raise Refused(Code.MALFORMED, "malformed announcement: a phase during the round")
 
 
 def make_plan(
-    commit: Commit,
+    recent: Sequence[Commit],
     ballot: Ballot,
     announcements: Mapping[str, Announcement],
     returned: tuple[Interval, ...],
@@ -93,11 +85,13 @@ def make_plan(
     straggler_delay: tuple[float, ...] = (),
     control: Control | None = None,
 ) -> Plan:
-    """Return the plan of the round after `commit`.
+    """Return the plan of the round after a commit: the first of `recent`, the last commits, newest first.
 
-    `returned`: samples returned by peers that left. `donors`: for a merge that is due. `straggler_delay`, `control`: see Plan.
+    Claims in the announcements are clamped. `returned`: samples returned by peers that left. `donors`: for a merge that is due.
+    `straggler_delay`, `control`: see Plan.
     """
-    config = rules.config
+    config, commit = rules.config, recent[0]
+    announcements = clamped(announcements, recent, config)
     peers = sorted(announcements)
     members = tuple(
         Member(peer, a.tokens, a.routed, a.bandwidth, a.trains) for peer, a in sorted(announcements.items())
@@ -129,7 +123,7 @@ def make_plan(
         members=members,
         tokens=tokens,
         loss=_mean_loss(announcements),
-        validation_loss=next((a.validation_loss for a in announcements.values() if a.validation_loss is not None), None),
+        validation_loss=held_out_loss(announcements, commit.helpers),
         step=step,
         merge=Merge(alpha, donors) if donors is not None and alpha > 0 else None,
         assignments=assignments,

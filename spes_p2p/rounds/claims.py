@@ -1,0 +1,124 @@
+"""Bounds on what members claim in their announcements, from records that every peer has: the last commits.
+
+A commit names each member's experts, steps and samples of the next phase, and the members whose work it includes. So it is
+public what a member may have pending: the phases that it was assigned and that no round includes yet. Claims beyond that are
+clamped, not refused: an honest peer exceeds a bound after a reform that gave up rounds, and its work still goes in. Pure
+functions.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.consensus.control import is_rollback
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.rounds import Announcement
+from spes_p2p.messages.samples import Interval
+from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
+
+BANDWIDTH_RATIO = 4.0
+"""Bounds a member's bandwidth in a plan, as a multiple of the median member's. Only the member itself measures it, and an
+exaggeration makes it reduce more than its share."""
+LOSS_RATIO = 2.0
+"""Bounds a member's loss in the plan's mean, as a multiple of the median member's."""
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """What one peer was assigned and no round includes yet."""
+
+    steps: int
+    """Steps of the phases whose work it can announce now."""
+    experts: frozenset[int]
+    """Experts that it owned in any phase whose work may be pending. A lost expert's update is announced once more."""
+    samples: tuple[Interval, ...]
+    """Of all these phases, and with `sync.overlap` of the phase that runs now."""
+
+
+def outstanding(recent: Iterable[Commit], peer: str, overlap: bool) -> Outstanding:
+    """Return a peer's outstanding work before the next round. `recent`: the last commits, newest first.
+
+    The phase that a commit assigns is announced for the next round, with `overlap` for the one after it. Whatever a peer
+    announced is included as a whole, or ages: work that more than MAX_PENDING_ROUNDS rounds left out is discarded by its peer.
+    """
+    lag = int(overlap)
+    steps, experts, samples = 0, set[int](), list[Interval]()
+    includes: list[bool] = []
+    """By planned round, newest first: whether it includes work of this peer."""
+    rolled_back = False
+    for commit in recent:
+        if not commit.plan:
+            rolled_back |= is_rollback(commit)
+            continue
+        age = len(includes)
+        if age > MAX_PENDING_ROUNDS + lag:
+            break
+        is_included = any(includes[: max(0, age - lag)])
+        place = commit.members.index(peer) if peer in commit.members else None
+        includes.append(place in commit.heard)
+        if place is None:
+            continue
+        experts.update(expert for expert, owners in enumerate(commit.owners) if place in owners)
+        if not is_included:
+            for workload in commit.workloads[place : place + 1]:
+                samples += workload.slices
+                steps += workload.steps if age >= lag and not rolled_back else 0
+    return Outstanding(steps, frozenset(experts), tuple(samples))
+
+
+def clamped(
+    announcements: Mapping[str, Announcement], recent: Sequence[Commit], config: CampaignConfig
+) -> dict[str, Announcement]:
+    """Return the announcements with tokens, samples, bandwidths and losses within their bounds. `recent`: see `outstanding`."""
+    found = {peer: _with_outstanding(each, outstanding(recent, peer, config.sync.overlap), config)
+             for peer, each in announcements.items()}
+    helpers = recent[0].helpers
+    rates = [each.bandwidth for each in found.values() if each.bandwidth > 0]
+    fastest = BANDWIDTH_RATIO * statistics.median_low(rates) if rates else 0.0
+    losses = [each.loss for each in found.values() if each.tokens]
+    highest = LOSS_RATIO * statistics.median_low(losses) if losses else 0.0
+    return {
+        peer: replace(
+            each,
+            bandwidth=each.bandwidth if peer in helpers else min(each.bandwidth, fastest),
+            loss=min(each.loss, highest),
+        )
+        for peer, each in found.items()
+    }
+
+
+def held_out_loss(announcements: Mapping[str, Announcement], helpers: Sequence[str]) -> float | None:
+    """Return the held-out loss that a plan reports: that of the first helper that evaluated, else the median; None without any.
+
+    The campaign's owner is the first helper, and it chose the others.
+    """
+    losses = {peer: each.validation_loss for peer, each in sorted(announcements.items()) if each.validation_loss is not None}
+    trusted = [losses[helper] for helper in helpers if helper in losses]
+    if trusted:
+        return trusted[0]
+    return statistics.median_low(losses.values()) if losses else None
+
+
+def within(intervals: Iterable[Interval], allowed: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Return the parts of the intervals that lie in the allowed ones."""
+    both = (
+        Interval(each.epoch, max(each.start, other.start), min(each.stop, other.stop))
+        for each in intervals for other in allowed if each.epoch == other.epoch
+    )
+    return tuple(interval for interval in both if len(interval))
+
+
+def _with_outstanding(announcement: Announcement, work: Outstanding, config: CampaignConfig) -> Announcement:
+    """Clamp tokens and samples. A layer routes a token to an expert at most once, and counts are summed over layers."""
+    training, model = config.training, config.model
+    tokens = work.steps * training.batch_size * training.sequence_length
+    routed = model.num_hidden_layers * tokens
+    return replace(
+        announcement,
+        tokens=min(announcement.tokens, tokens),
+        routed=tuple(min(count, routed) if expert in work.experts else 0 for expert, count in enumerate(announcement.routed)),
+        untrained=within(announcement.untrained, work.samples),
+    )

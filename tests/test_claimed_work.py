@@ -1,0 +1,179 @@
+"""A member's claims count only as far as public records bear them out, and an honest member never exceeds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_round import LAYOUT, Round, make_plan_of, member, random_updates, reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.campaign.genesis import make_genesis
+from spes_p2p.messages.consensus import Ballot, Commit, Workload
+from spes_p2p.messages.rounds import Announcement, Plan
+from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.rounds import claims
+from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
+from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, held_out_loss, outstanding, within
+from spes_p2p.rounds.plan import Rules, make_plan
+from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
+
+CAMPAIGN = campaign()
+RULES = Rules(CAMPAIGN.config, CAMPAIGN.hash, NUM_SAMPLES)
+PHASE = 10 * 2 * 16
+"""Tokens of a phase: steps, batch, length."""
+
+
+def after(before: Commit, heard: str = "", **changes: Any) -> Commit:
+    """The commit after a round of A (experts 0, 1) and B (2, 3), with phases of 10 steps; it includes the work of `heard`."""
+    number = before.round + 1
+    common: dict[str, Any] = {
+        "round": number, "parent": before.id, "plan": "p", "members": ("A", "B"), "owners": ((0,), (0,), (1,), (1,)),
+        "heard": tuple("AB".index(peer) for peer in heard), "cursor": Cursor(0, 40 * number + 40),
+        "workloads": tuple(Workload(10, (Interval(0, 40 * number + 20 * i, 40 * number + 20 * i + 20),)) for i in range(2)),
+    }
+    return dataclasses.replace(before, **common | changes)
+
+
+def chain(*heard: str, **last: Any) -> tuple[Commit, ...]:
+    """Commits from round 0 on, newest first: each round includes the work of those named."""
+    commits = [make_genesis(CAMPAIGN, "W", np.zeros(4, np.float32), "0" * 16)]
+    for number, peers in enumerate(heard):
+        commits.append(after(commits[-1], peers, **(last if number == len(heard) - 1 else {})))
+    return tuple(reversed(commits))
+
+
+def announce(tokens: int = 0, routed: tuple[int, ...] = (0,) * EXPERTS, **changes: Any) -> Announcement:
+    announcement = Announcement(
+        campaign=CAMPAIGN.hash, protocol=1, round=0, attempt=0, waited_s=0.0, commit="h", base_digest="d", tokens=tokens,
+        routed=routed, capacity=EXPERTS, tokens_per_second=0.0, bandwidth=1.0, loss=5.0, validation_loss=None, untrained=(),
+    )
+    return dataclasses.replace(announcement, **changes)
+
+
+def test_a_phase_counts_until_a_round_includes_its_work() -> None:
+    assert outstanding(chain(""), "A", False).steps == 10
+    assert outstanding(chain("", "A"), "A", False).steps == 10
+    assert outstanding(chain("", "B"), "A", False).steps == 20
+    assert outstanding(chain("", "B", "A"), "A", False).steps == 10
+    assert outstanding(chain("", "B"), "C", False) == claims.Outstanding(0, frozenset(), ())
+
+
+def test_with_overlap_a_phase_counts_one_round_later() -> None:
+    assert outstanding(chain(""), "A", True).steps == 0
+    assert outstanding(chain("", ""), "A", True).steps == 10
+    assert outstanding(chain("", "", "A"), "A", True).steps == 10
+    assert outstanding(chain("", "", "B"), "A", True).steps == 20
+
+
+def test_work_that_was_left_out_too_often_no_longer_counts() -> None:
+    """Its peer has discarded it: nobody can save up weight for one large blow."""
+    assert outstanding(chain(*[""] * 20), "A", False).steps == 10 * (MAX_PENDING_ROUNDS + 1)
+
+
+def test_a_reform_keeps_what_is_pending_and_a_rollback_voids_it() -> None:
+    recent = chain("")
+    reform = dataclasses.replace(recent[0], round=1, plan="", base_digest="", members=(), owners=(), workloads=())
+    assert outstanding((reform, *recent), "A", False).steps == 10
+    back = dataclasses.replace(recent[0], round=1, plan="", base_digest="d", workloads=())
+    assert outstanding((back, *recent), "A", False).steps == 0
+
+
+def test_tokens_count_up_to_the_assigned_steps_and_only_for_owned_experts() -> None:
+    lies = {"A": announce(2**40, (2**40,) * EXPERTS), "B": announce(7, (0, 0, 3, 4)), "C": announce(5, (5,) * EXPERTS)}
+    found = clamped(lies, chain(""), CAMPAIGN.config)
+    assert (found["A"].tokens, found["A"].routed) == (PHASE, (PHASE, PHASE, 0, 0))
+    assert (found["B"].tokens, found["B"].routed) == (7, (0, 0, 3, 4))
+    assert (found["C"].tokens, found["C"].routed) == (0, (0,) * EXPERTS)
+
+
+def test_a_lost_expert_may_be_announced_once_more() -> None:
+    recent = chain("", "A", owners=((1,), (0,), (1,), (0,)))
+    assert outstanding(recent, "A", False).experts == {0, 1, 3}
+
+
+@pytest.mark.parametrize("claimed", [8.0, 1e15])
+def test_bandwidth_counts_up_to_a_few_times_the_median_unless_the_owner_vouches(claimed: float) -> None:
+    honest = {name: announce(bandwidth=1.0) for name in "BCD"}
+    found = clamped({"A": announce(bandwidth=claimed), **honest, "E": announce(bandwidth=0.0)}, chain(""), CAMPAIGN.config)
+    assert [found[name].bandwidth for name in "ABCDE"] == [BANDWIDTH_RATIO, 1.0, 1.0, 1.0, 0.0]
+    assert clamped({"W": announce(bandwidth=claimed), **honest}, chain(""), CAMPAIGN.config)["W"].bandwidth == claimed
+
+
+def test_one_loss_does_not_hide_the_others() -> None:
+    peers = {name: announce(PHASE, loss=loss) for name, loss in (("A", 1e15), ("B", 5.0))}
+    plan = make_plan(chain(""), Ballot(1, "A"), peers, (), "d", None, RULES)
+    assert plan.loss == pytest.approx(7.5)
+
+
+def test_the_held_out_loss_is_a_helpers_or_the_median() -> None:
+    said = {name: announce(validation_loss=loss) for name, loss in (("A", 0.0), ("B", 4.0), ("C", 4.1), ("D", None))}
+    assert held_out_loss(said, ("W",)) == 4.0
+    assert held_out_loss({**said, "W": announce(validation_loss=4.05)}, ("W",)) == 4.05
+    assert held_out_loss({"D": said["D"]}, ("W",)) is None
+
+
+INTERVALS = st.lists(st.builds(Interval, st.integers(0, 1), st.integers(0, 30), st.integers(0, 30)), max_size=4)
+
+
+def positions(intervals: tuple[Interval, ...] | list[Interval]) -> set[tuple[int, int]]:
+    return {(each.epoch, place) for each in intervals for place in range(each.start, each.stop)}
+
+
+@given(INTERVALS, INTERVALS)
+def test_samples_come_back_only_from_ones_own_assignment(returned: list[Interval], assigned: list[Interval]) -> None:
+    assert positions(within(returned, assigned)) == positions(returned) & positions(assigned)
+
+
+def test_another_members_samples_are_not_handed_out_again() -> None:
+    recent = chain("")
+    announcements = {"A": announce(untrained=(Interval(0, 0, 40),)), "B": announce()}
+    plan = make_plan(recent, Ballot(1, "A"), announcements, (), "d", None, RULES)
+    assert [each.slices for each in plan.assignments] == [(Interval(0, 0, 20),), (Interval(0, 40, 60),)]
+
+
+def test_a_push_weighs_no_more_than_the_plan_says() -> None:
+    async def main() -> None:
+        nothing = (0,) * 4
+        plan = make_plan_of([member("A", 10, nothing), member("B", 10, nothing), member("W", 0, nothing)])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates, behind={"B": lambda part: 2**40})
+        await played.run()
+        base = np.zeros(LAYOUT.size, np.float32)
+        assert np.allclose(played.new_base("W", played.commit(), base), reference(plan, updates, base), atol=1e-6)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a straggler that returns samples, one that dies, and one that joins late."""
+    made: list[tuple[Plan, dict[str, Announcement]]] = []
+
+    def make_and_note(recent: Any, ballot: Any, announced: dict[str, Announcement], *rest: Any) -> Plan:
+        made.append((make_plan(recent, ballot, announced, *rest), announced))
+        return made[-1][0]
+
+    monkeypatch.setattr("spes_p2p.peer.coordinator.make_plan", make_and_note)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=100, sync={"overlap": overlap}))
+        swarm.start_all("ABC")
+        await swarm.until_round(2)
+        swarm.slow("B", 20.0)
+        await swarm.until_round(4)
+        swarm.kill("C")
+        swarm.start("D")
+        await swarm.until(lambda: all(swarm.tasks[peer].done() for peer in "ABD"))
+
+    simulate(main)
+    assert any(announced.untrained for _, peers in made for announced in peers.values())
+    for plan, peers in made:
+        for each in plan.members:
+            announced = peers[each.peer]
+            assert (each.tokens, each.routed, each.bandwidth) == (announced.tokens, announced.routed, announced.bandwidth)
+        assert plan.tokens == sum(announced.tokens for announced in peers.values())
+    assert sum(plan.tokens > 0 for plan, _ in made) > 5
