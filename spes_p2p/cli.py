@@ -64,6 +64,7 @@ Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that other p
 MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
 MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
+Invite = Annotated[str | None, typer.Option(help="Invitation of the campaign's owner: the text, or a file with it.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any free port.")]
 MetricsHost = Annotated[str | None, typer.Option(help="Address to serve the metrics on. Default: 127.0.0.1.")]
 TrackerName = Annotated[str | None, typer.Option("--tracker", help="Experiment tracker: none, wandb or trackio.")]
@@ -95,6 +96,7 @@ def init(
     peers: Annotated[int | None, typer.Option(help="Expected number of trainers.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the training text.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: name of the folder.")] = None,
+    admission: Annotated[str, typer.Option(help="Who may take part: friends or invite.")] = "friends",
     url: Url = None,
 ) -> None:
     """Create a campaign: a commented config file, token files and a tokenizer. Asks for missing answers on a terminal."""
@@ -112,6 +114,7 @@ def init(
         tokenizer=parse_answer("tokenizer", tokenizer) if tokenizer else ask("tokenizer", asks),
         peers=peers if peers is not None else ask("peers", asks),
         epochs=epochs if epochs is not None else ask("epochs", asks),
+        admission=admission,
         url=url,
     )
     with _ProgressBar("tokenizing") as update:
@@ -136,6 +139,7 @@ def bootstrap(
     announce: Announce = None,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    invite: Invite = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
@@ -151,11 +155,12 @@ def bootstrap(
     from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(
-        run_dir=run_dir, listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
+        run_dir=run_dir, listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
         archive_every=archive_every, archive_keep=archive_keep,
     )
+    _check_invitation(invite)
     files = read_campaign(config)
     _log(settings.log_level, log_json)
     with _waiting("starting"):
@@ -192,6 +197,7 @@ def join(
     announce: Announce = None,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    invite: Invite = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
@@ -210,10 +216,11 @@ def join(
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         base=base, data_dir=data_dir,
         token_cache_bytes=None if token_cache is None else parse_bytes(token_cache, "--token-cache"),
-        listen=listen, announce=announce, identity=identity, metrics_port=metrics_port,
+        listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
     )
+    _check_invitation(invite)
     _log(settings.log_level, log_json)
     with _waiting("looking for the campaign") as end_waiting:
         from spes_p2p.session.run import run_join
@@ -303,6 +310,36 @@ def control(
         given = _run(give_order([address], key, make))
     accepted = f"{given.accepted} of {given.peers} peers have record {given.control.number}"
     print(f"{' '.join(order)}: {accepted}; it takes effect with the first round committed after round {given.round}")
+
+
+@app.command()
+def invite(
+    target: Annotated[str, typer.Argument(metavar="ADDRESS|RUN_DIR", help="Address of a peer, or a run-dir of the campaign.")],
+    key: Annotated[Path, typer.Option(help="The owner's key: identity.key of the bootstrap peer that started the campaign.")],
+    peer: Annotated[str | None, typer.Option(
+        help="Id of the peer that may use it (spes-p2p identity). Default: whoever holds the invitation.")] = None,
+    roles: Annotated[str, typer.Option(help="trainer; trainer,elector; or helper. The last two need --peer.")] = "trainer",
+    expires: Annotated[str, typer.Option(help="How long it holds: 90m, 12h, 30d.")] = "30d",
+) -> None:
+    """Invite a peer to your campaign: print the text for its `--invite`."""
+    from spes_p2p.config.quantities import parse_seconds
+
+    seconds = parse_seconds(expires, "--expires")
+    _log("warning", False)
+    with _waiting("looking for the campaign"):
+        from spes_p2p.client.invite import make_invitation, parse_guest
+
+        text = _run(make_invitation(target, key, parse_guest(peer, roles, seconds)))
+    print(text)
+
+
+@app.command()
+def identity(run_dir: RunDir = Path("runs/peer"), identity: IdentityFile = None) -> None:
+    """Print the id of the peer with this run-dir, which an invitation names. Creates its key if there is none."""
+    from spes_p2p.config.campaign import make_peer_config
+    from spes_p2p.net.identity import RSAIdentity
+
+    print(RSAIdentity(make_peer_config(run_dir=run_dir, identity=identity).identity_path).peer_id)
 
 
 @app.command()
@@ -568,6 +605,13 @@ def _log(level: str, as_json: bool) -> None:
     from spes_p2p.observe.log import setup_logging
 
     setup_logging(level, as_json)
+
+
+def _check_invitation(given: str | None) -> None:
+    from spes_p2p.campaign.invitations import read_option
+
+    if given is not None:
+        read_option(given)
 
 
 def _number_or_word(text: str | None) -> int | str | None:

@@ -74,7 +74,7 @@ def test_a_banned_peer_loses_seat_and_experts_in_the_round_that_applies_the_reco
         assert name not in commit.electorate
         assert all(commit.owners), "its experts have other owners"
         await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match=f"banned this peer \\({name}\\)"):
+        with pytest.raises(UserError, match=f"this peer \\({name}\\) cannot take part: the owner of this campaign banned"):
             life.result()
         await finish(swarm)
 

@@ -166,6 +166,13 @@ def control(place: Place, *order: str) -> list[str]:
     return ["control", place.address, "--key", str(key), *(order or ("pause",))]
 
 
+def invite(place: Place, target: str, *options: str) -> list[str]:
+    """By whoever has this test's key."""
+    key = place.campaign.with_name("somebody.key")
+    RSAIdentity(key)
+    return ["invite", target, "--key", str(key), *options]
+
+
 def doctor(place: Place) -> list[str]:
     return ["doctor", place.address]
 
@@ -269,6 +276,21 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "control nobody": (control, ("no peer answers at", NOBODY)),
     "control another order": (lambda p: control(p, "halt"), ("unknown order 'halt'; give one of pause, resume, stop,",)),
     "control too much": (lambda p: control(p, "pause", "now"), ("control pause: takes no arguments, not 'now'",)),
+    "control ban of a name": (lambda p: control(p, "ban", "alice"), ("control ban: give the whole id of one peer",)),
+    "join invitation of nothing": (lambda p: join(p, "--invite", "spes-invitation-x"), ("--invite: not an invitation; paste",)),
+    "join invitation is not there": (lambda p: join(p, "--invite", "no.txt"), ("--invite no.txt: neither an invitation nor",)),
+    "bootstrap invitation of nothing": (lambda p: bootstrap(p, "--invite", a_file(p)), ("not an invitation; paste",)),
+    "invite to nothing": (lambda p: invite(p, str(p.folder)), ("neither the address of a peer", "nor a run-dir")),
+    "invite nobody": (lambda p: invite(p, NOBODY), ("no peer answers at", NOBODY)),
+    "invite malformed": (lambda p: invite(p, "/ip4/1.2.3.4"), ("is not the address of a peer",)),
+    "invite without a key": (lambda p: ["invite", NOBODY], ("--key",)),
+    "invite another role": (lambda p: invite(p, NOBODY, "--roles", "boss"), ("unknown role 'boss'; give some of trainer",)),
+    "invite for ever": (lambda p: invite(p, NOBODY, "--expires", "for ever"), ("--expires 'for ever'", "30d")),
+    "invite for too long": (lambda p: invite(p, NOBODY, "--expires", "9999d"), ("--expires: at most 3650d",)),
+    "invite a nameless helper": (lambda p: invite(p, NOBODY, "--roles", "helper"), ("name the peer with --peer",)),
+    "invite a nickname": (lambda p: invite(p, NOBODY, "--peer", "alice"), ("--peer alice: not the whole id of a peer",)),
+    "init admission": (lambda p: init_with_text(p, "--admission", "list"), ("admission = 'list'", "'friends'", "'invite'")),
+    "identity of nothing": (lambda p: ["identity", "--identity", a_file(p)], ("not an identity file",)),
     "control no round": (lambda p: control(p, "rollback"), ("give the round to return to: rollback 40",)),
     "control round in words": (lambda p: control(p, "rollback", "ten"), ("give the round to return to",)),
     "control schedule of nothing": (lambda p: control(p, "schedule", "9"), ("give a round and the settings",)),

@@ -12,14 +12,14 @@ from annotated_types import Ge, Le, MaxLen, Predicate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_p2p.messages import consensus, content, fields, presence, refusals, rounds, samples
+from spes_p2p.messages import admission, consensus, content, fields, presence, refusals, rounds, samples
 from spes_p2p.messages.codec import Extensible, WireError, _plain, pack, record_id, unpack
 from spes_p2p.messages.samples import Interval
 
 EXAMPLES_OF_EACH_RECORD = max(5, settings().max_examples // 3)
 """There are many records."""
 
-MODULES = (consensus, rounds, content, presence, samples, refusals)
+MODULES = (consensus, admission, rounds, content, presence, samples, refusals)
 RECORDS: list[type[Any]] = [
     cls for module in MODULES for cls in vars(module).values()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__

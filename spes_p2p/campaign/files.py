@@ -207,7 +207,7 @@ async def _agreed_record(board: RpcEndpoint, peers: Sequence[str]) -> tuple[Camp
             found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, []))[1].append(peer)
             sizes.update((sha, max(size, sizes.get(sha, 0))) for sha, size in record.blobs)
         except Refused as error:
-            if error.code is Code.VERSION:
+            if error.code in (Code.VERSION, Code.NOT_ADMITTED):
                 raise UserError(refusal_line(peer, error, PROTOCOL_VERSION)) from None
             problems.append(f"{peer}: {error}")
         except (PeerUnreachable, WireError) as error:

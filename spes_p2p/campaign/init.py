@@ -85,6 +85,8 @@ class Answers:
     """Expected trainers; the first round waits for them."""
     epochs: float
     """Passes over the training text."""
+    admission: str = "friends"
+    """Who may take part: see `CampaignConfig`."""
     url: str | None = None
     """URL where the token files will be published; None: only peers serve them."""
 
@@ -159,6 +161,7 @@ def parse_answer(option: str, answer: str) -> Any:
 def check_answers(answers: Answers) -> None:
     """Raise UserError for invalid answers, before anything is written."""
     check_place(answers.folder, answers.name)
+    parse_campaign_config({**_PLACEHOLDER, "name": answers.name, "admission": answers.admission}, "--admission")
     _check_size(answers.size)
     _check_peers(answers.peers)
     _check_epochs(answers.epochs)
@@ -243,6 +246,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
     return _TEMPLATE.format(
         schema_version=SCHEMA_VERSION,
         name=answers.name,
+        admission=answers.admission,
         vocab_size=vocab_size,
         rows=-(-vocab_size // 64) * 64,
         tokens=tokens,
@@ -264,6 +268,7 @@ _TEMPLATE = """\
 # all fields and their defaults. After a bootstrap peer has started with this file, any change makes it another campaign.
 schema_version: {schema_version}  # fixes the defaults of omitted fields
 name: {name}
+admission: {admission}  # who may take part: docs/admission.md
 
 model:
   architecture: olmoe

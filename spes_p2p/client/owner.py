@@ -11,7 +11,7 @@ from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
 from spes_p2p.errors import UserError
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Control, ControlRequest, Known
+from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known
 from spes_p2p.messages.methods import CONTROL
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.rounds.schedule import scheduled
@@ -31,9 +31,9 @@ class GivenOrder:
 
 async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> GivenOrder:
     """Sign the record that `make` returns and send it to every peer. Raises UserError."""
-    owner = _owner_key(key)
+    owner = owner_key(key)
     async with connect(addresses) as swarm:
-        _require_owner(swarm, owner, key)
+        require_owner(swarm.files.campaign.config.name, swarm.genesis, owner, key)
         known = await _ask_all(swarm, None)
         standing = _standing(swarm, known, addresses[0])
         control = signed(make(standing), owner)
@@ -44,7 +44,8 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
     return GivenOrder(control, accepted, len(answers), max(standing.round, 0))
 
 
-def _owner_key(path: Path) -> RSAIdentity:
+def owner_key(path: Path) -> RSAIdentity:
+    """Read the owner's key. Raises UserError."""
     advice = "give the identity.key of the bootstrap peer that started the campaign"
     if not path.is_file():
         raise UserError(f"--key {path}: no such file; {advice}")
@@ -54,12 +55,12 @@ def _owner_key(path: Path) -> RSAIdentity:
         raise UserError(f"--key {path}: not a peer's key; {advice}") from None
 
 
-def _require_owner(swarm: SwarmConnection, key: RSAIdentity, path: Path) -> None:
-    owner = owner_of(swarm.genesis)
+def require_owner(campaign: str, genesis: Commit, key: RSAIdentity, path: Path) -> None:
+    """Raise UserError unless the key at `path` is that of the owner of this campaign."""
+    owner = owner_of(genesis)
     if key.peer_id != owner:
-        name = swarm.files.campaign.config.name
         raise UserError(
-            f"--key {path}: the key of {key.peer_id}, but the owner of campaign {name} is {owner}; give the identity.key "
+            f"--key {path}: the key of {key.peer_id}, but the owner of campaign {campaign} is {owner}; give the identity.key "
             "of the bootstrap peer that started it"
         )
 

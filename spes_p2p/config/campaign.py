@@ -243,6 +243,9 @@ class CampaignConfig(Section):
     schema_version: Positive = Field(
         1, description="Version of the file format; it fixes the defaults of omitted fields.")
     name: CampaignName = Field(description="Name of the campaign: 1 to 63 letters, digits, '.', '_' or '-'.")
+    admission: Literal["friends", "invite"] = Field(
+        "friends", description="Who may take part. friends: everybody who can reach a peer, also as an elector. invite: peers "
+        "with an invitation of the owner (`spes-p2p invite`), in the roles that it names.")
     model: ModelConfig
     training: TrainingConfig
     experts: ExpertsConfig = ExpertsConfig()
@@ -338,6 +341,8 @@ class PeerConfig(Section):
     token_cache_bytes: Positive = Field(
         DEFAULT_TOKEN_CACHE_BYTES,
         description="Maximum disk space for downloaded text (--token-cache 16GiB); least recently used pieces are evicted.")
+    invite: Text | None = Field(
+        None, description="Invitation of the campaign's owner: the text, or a file with it. Kept in run_dir for later starts.")
     identity: Path | None = Field(None, description="Private key file of the peer. Default: identity.key in run_dir.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum severity of logged messages.")
 

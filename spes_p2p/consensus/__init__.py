@@ -13,5 +13,6 @@ the safety argument.
     farewell      electors that give up their seats for a round
     reform        the owner opens a new term when the swarm is stuck
     control       the owner's signed control records
+    admission     who may take part, as what: the campaign's rule, invitations, bans
     participant   log, votes and control records of one peer, as recovered from disk
 """

@@ -20,14 +20,17 @@ def incarnations_of(commit: Commit) -> Mapping[str, str]:
     return dict(zip(commit.electorate, commit.incarnations, strict=True))
 
 
-def choose_electorate(helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...]) -> tuple[str, ...]:
+def choose_electorate(
+    helpers: tuple[str, ...], members: Iterable[str], last: tuple[str, ...], alone: bool = True
+) -> tuple[str, ...]:
     """Return the next electorate, sorted: helpers first, then members that were electors, then others; at most seven.
 
     `members`: those that can be dialled. The number is odd, because one more elector would raise the quorum without tolerating
-    another failure. A lone trainer decides alone: a second vote would add no safety.
+    another failure. A lone trainer decides alone: a second vote would add no safety. `alone`: False where others train, too,
+    and have no vote.
     """
     trainers = set(members) - set(helpers)
-    if len(trainers) == 1:
+    if len(trainers) == 1 and alone:
         return tuple(trainers)
     ranked = sorted(trainers, key=lambda peer: (peer not in last, peer))
     chosen = (*helpers, *ranked)[:MAX_ELECTORS]

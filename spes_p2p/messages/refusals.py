@@ -36,7 +36,7 @@ class Code(str, Enum):
     LEAVING = "leaving"
     """The peer is leaving the swarm."""
     NOT_ADMITTED = "not_admitted"
-    """The owner banned the asking peer."""
+    """The owner banned the asking peer, or it lacks the invitation for what it does."""
     NOT_ALLOWED = "not_allowed"
     """The asking peer is not entitled to what it asks for."""
     CANNOT_VOTE = "cannot_vote"

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from annotated_types import MaxLen
 
+from spes_p2p.messages.admission import Invitation, Standing
 from spes_p2p.messages.codec import Extensible, pack, record_id
 from spes_p2p.messages.consensus import Ballot, Control
 from spes_p2p.messages.fields import (
@@ -85,6 +86,8 @@ class Announcement(Extensible):
     """Whether a phase runs during this round; its work goes with the next one (`sync.overlap`)."""
     archived: Archived = ()
     """Rounds whose bases it has archived."""
+    invitation: Invitation | None = None
+    """The owner's, where the campaign's rule of admission asks for one."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Member:
     routed: Routed
     bandwidth: Rate
     trains: bool = True
+    standing: Standing = "vouched"
+    """What it may do beyond training; among friends everything."""
 
 
 @dataclass(frozen=True)

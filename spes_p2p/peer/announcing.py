@@ -73,4 +73,5 @@ class Announcer:
             untrained=self._samples.untrained,
             in_flight=trains and node.campaign.config.sync.overlap and self._phases.assigned_steps > 0,
             archived=tuple(archived_rounds(node.world.store)),
+            invitation=node.invitation,
         )

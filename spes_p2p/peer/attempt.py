@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from spes_p2p.consensus.control import is_paused
+from spes_p2p.consensus.control import is_banned, is_paused
 from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import CertifiedCommit
@@ -75,14 +75,16 @@ class RoundMember:
                 attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
             if attempt and attempt % len(order) == 0:
                 await self._rediscover(attempt // len(order))
-        self._node.require_admitted(self._node.log.last.control)
+        applied = self._node.log.last.control
+        if is_banned(applied, self._node.peer_id):  # nobody serves the round's results to this peer
+            self._node.require_admitted(applied)
 
     async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, refused: Refused) -> int:
         """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
         if refused.code in (Code.VERSION, Code.CAMPAIGN):
             raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
         if refused.code is Code.NOT_ADMITTED:
-            await self._node.refresh_contacts()  # fetches the owner's newest record, which alone proves a ban
+            await self._node.refresh_contacts()  # fetches the owner's newest record: only that proves a ban
             self._node.require_admitted(self._node.controls.newest)
         if refused.code is Code.BEHIND:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):

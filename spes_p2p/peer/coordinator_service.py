@@ -70,6 +70,7 @@ class CoordinatorService:
     async def _on_round(self, stream: Stream) -> None:
         announcement, log = unpack(Announcement, await stream.message()), self._node.log
         self._check_same_campaign(announcement)
+        self._node.check_admission(stream.remote, announcement.trains, announcement.invitation, log.last.control)
         if announcement.round <= log.round:
             self.too_late.add(stream.remote)
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)

@@ -93,8 +93,8 @@ class Peer:
         try:
             await self._get_base()
             is_helper, overlaps = self._make_trainer is None, self.node.campaign.config.sync.overlap
-            outdated = ""
-            while not self.finished and not self._leave.is_made and not (outdated := self._why_outdated()):
+            excluded = ""
+            while not self.finished and not self._leave.is_made and not (excluded := self._why_excluded()):
                 if overlaps and not is_helper:
                     await self._train_during_round()
                 else:
@@ -106,8 +106,8 @@ class Peer:
                     await serve_until_asked_to_leave(self.node, self._evaluation, self._leave)
             await self.replica.durable()
             await self._end()
-            if outdated:
-                raise UserError(outdated)
+            if excluded:
+                raise UserError(excluded)
         finally:
             self.coordinators.close()
             await self.node.close()
@@ -122,8 +122,10 @@ class Peer:
     async def _on_status(self, stream: Stream) -> None:
         await stream.send(self._status())
 
-    def _why_outdated(self) -> str:
-        """Say why this peer's protocol is too old for the next round; "" when it is not, with a warning when it will be."""
+    def _why_excluded(self) -> str:
+        """Say why this peer is not admitted to the next round; "" when it is. Warns when its protocol will be too old."""
+        if problem := self.node.why_not_admitted(self.node.log.last.control):
+            return problem
         control, protocol, next_round = self.node.log.last.control, self.node.world.protocol, self.node.log.round + 1
         requires = None if control is None else control.requires
         if requires is None or protocol >= requires.protocol:

@@ -11,6 +11,7 @@ from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, TrainingConfig
+from spes_p2p.consensus.admission import check_admission
 from spes_p2p.consensus.control import is_banned, required_protocol
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.content.fetcher import Fetcher
@@ -18,6 +19,7 @@ from spes_p2p.content.files import serve_files
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.content import CampaignRecord, CampaignRequest
@@ -53,13 +55,15 @@ class Node:
         role: str,
         blobs: Mapping[str, bytes],
         observer: Observer,
+        invitation: Invitation | None = None,
     ):
-        """`blobs`: the campaign's files by sha256."""
+        """`blobs`: the campaign's files by sha256. `invitation`: this peer's."""
         self.world = world
         self.campaign = campaign
         self.campaign_hash = campaign.hash
         self.rules = rules
         self.role = role
+        self.invitation = invitation
         self.endpoint = RpcEndpoint(world.transport, campaign.config.sync.silence_s, world.line)
         self.decisions = Decisions(world, self.endpoint, genesis)
         self.log, self.controls = self.decisions.log, self.decisions.controls
@@ -128,10 +132,23 @@ class Node:
             detail = f"protocol {theirs} is too old for this swarm, which needs {oldest} or newer"
             raise Refused(Code.VERSION, detail, protocol=oldest)
 
+    def why_not_admitted(self, control: Control | None) -> str:
+        """Say why this control record, or the lack of an invitation, excludes this peer; "" when nothing does."""
+        try:
+            self.check_admission(self.peer_id, self.role == "trainer", self.invitation, control)
+        except Refused as refused:
+            return f"this peer ({self.peer_id}) cannot take part: {refused.detail}; ask the campaign's owner"
+        return ""
+
     def require_admitted(self, control: Control | None) -> None:
-        """Raise UserError when this control record excludes this peer."""
-        if is_banned(control, self.peer_id):
-            raise UserError(f"the owner of the campaign banned this peer ({self.peer_id}); only the owner can lift the ban")
+        """Raise UserError when this control record, or the lack of an invitation, excludes this peer."""
+        if problem := self.why_not_admitted(control):
+            raise UserError(problem)
+
+    def check_admission(self, peer: str, trains: bool, invitation: Invitation | None, control: Control | None) -> None:
+        """Raise Refused unless the peer may take part now. `control`: the record in force."""
+        rule, identity, now_s = self.campaign.config.admission, self.world.identity, self.world.wall_time()
+        check_admission(rule, peer, trains, invitation, self.log.genesis, control, identity, now_s)
 
     async def refresh_contacts(self) -> None:
         """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by."""

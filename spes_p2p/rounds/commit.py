@@ -57,7 +57,8 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
     voting_helpers = tuple(helper for helper in helpers if helper in incarnations and helper in peers)
     voting_members = [peer for peer in _voters(plan) if peer in incarnations]
     staying = tuple(elector for elector in commit.electorate if not is_banned(plan.control, elector))
-    electorate = choose_electorate(voting_helpers, voting_members, commit.electorate) or staying or commit.electorate
+    chosen = choose_electorate(voting_helpers, voting_members, commit.electorate, alone=_all_vouched(plan))
+    electorate = chosen or staying or commit.electorate
     heard = tuple(sorted({i for part in included if part.group.kind == "shared" for i in results.contributors(part)}))
     experts = len(commit.owners)
     owners = tuple(tuple(each.member for each in plan.assignments if expert in each.owned) for expert in range(experts))
@@ -161,15 +162,21 @@ def staged_report(results: Results, member: int, incarnation: str, in_full: bool
 
 
 def _voters(plan: Plan) -> list[str]:
-    """Return the members that may vote: those that can be dialled.
+    """Return the members that may vote: vouched ones that can be dialled.
 
-    If only one of several trainers can be dialled, it does not vote: helpers outlast a volunteer.
+    If, in a round of vouched members, only one of several trainers can be dialled, it does not vote: helpers outlast a
+    volunteer.
     """
     trainers = sum(member.trains for member in plan.members)
-    dialable = [member for member in plan.members if member.bandwidth > 0]
-    if trainers > 1 and sum(member.trains for member in dialable) == 1:
+    dialable = [member for member in plan.members if member.bandwidth > 0 and member.standing == "vouched"]
+    if _all_vouched(plan) and trainers > 1 and sum(member.trains for member in dialable) == 1:
         dialable = [member for member in dialable if not member.trains] or dialable
     return [member.peer for member in dialable]
+
+
+def _all_vouched(plan: Plan) -> bool:
+    """Return whether every member may vote, as always among friends."""
+    return all(member.standing == "vouched" for member in plan.members)
 
 
 def _held_bits(results: Results) -> bytes:

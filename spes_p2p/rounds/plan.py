@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
+from spes_p2p.consensus.admission import standing_of
 from spes_p2p.consensus.control import runs
 from spes_p2p.data.slices import give_back, take
 from spes_p2p.errors import Refused
@@ -94,7 +95,11 @@ def make_plan(
     announcements = clamped(announcements, recent, config)
     peers = sorted(announcements)
     members = tuple(
-        Member(peer, a.tokens, a.routed, a.bandwidth, a.trains) for peer, a in sorted(announcements.items())
+        Member(
+            peer, a.tokens, a.routed, a.bandwidth, a.trains,
+            standing_of(config.admission, peer, a.invitation, commit.helpers),
+        )
+        for peer, a in sorted(announcements.items())
     )
     tokens = sum(member.tokens for member in members)
     step = campaign_step(commit, tokens, rules)

@@ -12,6 +12,7 @@ from spes_p2p.campaign.files import CampaignFiles
 from spes_p2p.config.addresses import listen_beside
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import Broken
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.net.checkup import Checkup
 from spes_p2p.net.interfaces import World
@@ -63,11 +64,17 @@ def world_of(net: Libp2p, store: Store, settings: PeerConfig) -> World:
 
 
 async def make_node(
-    net: Libp2p, world: World, files: CampaignFiles, genesis: Commit, role: str, observer: Observer
+    net: Libp2p,
+    world: World,
+    files: CampaignFiles,
+    genesis: Commit,
+    role: str,
+    observer: Observer,
+    invitation: Invitation | None,
 ) -> Node:
     """Return a node of the campaign that serves the measurements of `spes-p2p doctor`."""
     rules = Rules(files.campaign.config, files.campaign.hash, files.num_samples)
-    node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer)
+    node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer, invitation)
     await Checkup(time.time, net.transport.seen_at).serve(node.endpoint)
     return node
 

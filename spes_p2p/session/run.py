@@ -20,6 +20,7 @@ from spes_p2p.observe.console import farewell
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
+from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.extension import NO_EXTENSION, Extension
 from spes_p2p.session.genesis import fetch_genesis, load_or_make_genesis
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
@@ -75,10 +76,12 @@ async def _live_as_bootstrap(
         genesis = await fetch_genesis(first_contact(net), others, files, settings.run_dir)
     else:
         genesis = await asyncio.to_thread(load_or_make_genesis, files, settings.run_dir, store, net.identity.peer_id)
+    invitation = admitted(settings, files, genesis, net.identity, trains=False)
     keep_campaign(files, genesis, settings.run_dir)
+    keep_invitation(invitation, settings.run_dir)
     with observing(files, settings, net.identity.peer_id, "helper", extension.observers) as observers:
         world = extension.around(world_of(net, store, settings))
-        node = await make_node(net, world, files, genesis, "helper", observers.all)
+        node = await make_node(net, world, files, genesis, "helper", observers.all, invitation)
         await serve_text(node, await asyncio.to_thread(text_to_serve, files, settings.run_dir))
         helper = Peer(
             node, layout_of(files.campaign.config.model), None, NOTHING_TO_TRAIN, observers.all, observers.status,
@@ -124,9 +127,11 @@ async def _join(
         files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
         config = files.campaign.config
         check_run_dir(files, genesis, settings.run_dir)
+        invitation = admitted(settings, files, genesis, net.identity, trains=True)
         resources = choose_resources(settings, config)
         shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
         keep_campaign(files, genesis, settings.run_dir)
+        keep_invitation(invitation, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
         logger.info("room for %s", resources.description)
         if not dialable:
@@ -135,7 +140,7 @@ async def _join(
         store = DirectoryStore(settings.run_dir)
         with observing(files, settings, net.identity.peer_id, "trainer", extension.observers) as observers:
             world = extension.around(world_of(net, store, settings))
-            node = await make_node(net, world, files, genesis, "trainer", observers.all)
+            node = await make_node(net, world, files, genesis, "trainer", observers.all, invitation)
             library = await serve_text(node, shelf)
             text, held_out = make_readers(files, shelf, library)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
 from spes_p2p.config.campaign import Campaign, parse_campaign_config
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.interfaces import World
@@ -49,8 +50,8 @@ LAYOUT = Layout(
 )
 
 
-def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, Any]) -> Campaign:
-    """Return a campaign of the tiny model; `sections` override fields."""
+def campaign(total_steps: int = 60, codec: str = "fp16", **changes: Any) -> Campaign:
+    """Return a campaign of the tiny model; `changes` replace top-level fields, and fields inside sections."""
     raw: dict[str, Any] = {
         "name": "virtual",
         "model": {
@@ -64,8 +65,8 @@ def campaign(total_steps: int = 60, codec: str = "fp16", **sections: dict[str, A
         "sync": {"codec": codec, "min_peers": 3, "silence_s": 5.0, "exchange_timeout_s": 60.0},
         "data": {"manifest": "m", "tokenizer": "t"},
     }
-    for section, values in sections.items():
-        raw[section] = {**raw.get(section, {}), **values}
+    for name, value in changes.items():
+        raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
     return Campaign(
         config=parse_campaign_config(raw, "test"),
         manifest_sha256="0" * 64,
@@ -168,6 +169,8 @@ class VirtualSwarm:
         self.phases: dict[str, dict[int, Phase]] = {}
         """Each peer's phase for each round."""
         self.machines: dict[str, Machine] = {}
+        self.invitations: dict[str, Invitation] = {}
+        """By peer, for campaigns that ask for them."""
         self.around: dict[str, Callable[[World], World]] = {}
         """Wrapper of a peer's world, applied when it starts, by peer."""
         self.evaluation_s = 0.01
@@ -206,7 +209,9 @@ class VirtualSwarm:
         world = in_memory_world(self.network, name, store=store, seconds=self._blocking_s)
         world = self.around.get(name, _unchanged)(self._at_training_speed(world, name))
         observer = self._make_observer(name, self.recorders.setdefault(name, Recorder()))
-        node = self.nodes[name] = Node(world, self.campaign, self.genesis, self.rules, "trainer", {}, observer)
+        node = self.nodes[name] = Node(
+            world, self.campaign, self.genesis, self.rules, "trainer", {}, observer, self.invitations.get(name)
+        )
         training = self.campaign.config.training
         tokens_per_step = training.batch_size * training.sequence_length
 

@@ -1,0 +1,46 @@
+"""The invitation with which a peer starts: given on the command line, or kept in its run-dir."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from spes_p2p.campaign.files import CampaignFiles
+from spes_p2p.campaign.invitations import keep, kept, read_option
+from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.consensus.admission import check_admission, utc
+from spes_p2p.errors import Refused, UserError
+from spes_p2p.messages.admission import Invitation
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.net.interfaces import Identity
+
+logger = logging.getLogger(__name__)
+
+
+def admitted(
+    settings: PeerConfig, files: CampaignFiles, genesis: Commit, identity: Identity, trains: bool
+) -> Invitation | None:
+    """Return this peer's invitation, if any: that of `--invite`, or the one in the run-dir.
+
+    Raises UserError unless the campaign's rule of admission is met.
+    """
+    config, me = files.campaign.config, identity.peer_id
+    invitation = kept(settings.run_dir) if settings.invite is None else read_option(settings.invite)
+    try:
+        check_admission(config.admission, me, trains, invitation, genesis, None, identity, time.time())
+    except Refused as refused:
+        advice = (
+            f"spes-p2p identity --run-dir {settings.run_dir} prints the id that the owner of the campaign needs for an "
+            "invitation; give it with --invite"
+        )
+        raise UserError(f"campaign {config.name}: {refused.detail}; {advice}") from None
+    if invitation is not None:
+        logger.info("invited as %s until %s", ", ".join(invitation.roles), utc(invitation.expires))
+    return invitation
+
+
+def keep_invitation(invitation: Invitation | None, run_dir: Path) -> None:
+    """Keep the invitation in the run-dir for later starts."""
+    if invitation is not None:
+        keep(invitation, run_dir)

@@ -1,0 +1,241 @@
+"""Who may take part follows from the campaign's rule and the owner's signature, and is checked wherever a peer acts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.campaign.invitations import from_text, keep, kept, read_option, to_text
+from spes_p2p.client.invite import parse_guest
+from spes_p2p.consensus.admission import check_admission, signed_invitation
+from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.errors import Refused, UserError
+from spes_p2p.messages.admission import Invitation, Role
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Ballot, Prepare
+from spes_p2p.messages.methods import PREPARE, ROUND
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Announcement
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+SWARM = VirtualSwarm(campaign(admission="invite"))
+OWNER = SimulatedIdentity("W")
+LATER = 2**40
+
+
+def invitation(peer: str = "", *roles: Role, expires: int = LATER, campaign_hash: str = "", signer: str = "W") -> Invitation:
+    """As the owner's command makes it."""
+    made = Invitation(campaign_hash or SWARM.campaign.hash, peer, roles or ("trainer",), expires, b"")
+    return signed_invitation(made, SimulatedIdentity(signer))
+
+
+def refusal(peer: str, given: Invitation | None, trains: bool = True, rule: str = "invite", now_s: float = 1000.0) -> str:
+    """Why the peer is refused; "" when it is admitted."""
+    try:
+        check_admission(rule, peer, trains, given, SWARM.genesis, None, SimulatedIdentity("anybody"), now_s)
+    except Refused as refused:
+        return refused.detail if refused.code is Code.NOT_ADMITTED else f"another refusal: {refused.code}"
+    return ""
+
+
+ELECTOR: tuple[Role, ...] = ("trainer", "elector")
+
+
+@pytest.mark.parametrize(("peer", "given", "trains", "expected"), [
+    ("A", invitation(), True, ""),
+    ("A", invitation("A"), True, ""),
+    ("A", invitation("A", *ELECTOR), True, ""),
+    ("H", invitation("H", "helper"), False, ""),
+    ("W", None, False, ""),
+    ("A", None, True, "by invitation only"),
+    ("H", None, False, "by invitation only"),
+    ("B", invitation("A"), True, "the invitation is for A"),
+    ("A", invitation(expires=1000), True, "expired at 1970-01-01 00:16 UTC"),
+    ("A", invitation(campaign_hash="0" * 64), True, "to another campaign"),
+    ("A", invitation(signer="B"), True, "did not sign"),
+    ("A", replace(invitation("A"), roles=ELECTOR), True, "did not sign"),
+    ("A", replace(invitation(expires=10), expires=LATER), True, "did not sign"),
+    ("B", replace(invitation("A"), peer="B"), True, "did not sign"),
+    ("H", invitation("H"), False, "not for a helper, but for: trainer"),
+    ("A", invitation("A", "helper"), True, "not for a trainer, but for: helper"),
+    ("A", invitation("", *ELECTOR), True, "must name its peer"),
+    ("H", invitation("", "helper"), False, "must name its peer"),
+])  # fmt: skip
+def test_an_invitation_admits_whom_the_owner_named_in_the_roles_that_it_names(
+    peer: str, given: Invitation | None, trains: bool, expected: str
+) -> None:
+    found = refusal(peer, given, trains)
+    assert (expected in found) if expected else not found
+
+
+def test_among_friends_nobody_needs_an_invitation_and_a_wrong_one_harms_nobody() -> None:
+    for given_one in (None, invitation(signer="B"), invitation("B", expires=1)):
+        assert not refusal("A", given_one, rule="friends")
+        assert not refusal("A", given_one, trains=False, rule="friends")
+
+
+@given(st.text(max_size=40), st.integers(0, 2**62), st.sets(st.sampled_from(["trainer", "elector", "helper"])))
+def test_an_invitation_survives_being_pasted(peer: str, expires: int, roles: set[Role]) -> None:
+    made = Invitation("c" * 64, peer, tuple(sorted(roles)), expires, bytes(550))
+    assert from_text(f" {to_text(made)}\n", "test") == made
+
+
+@given(st.data())
+def test_a_damaged_text_is_one_line_for_its_user(data: st.DataObject) -> None:
+    text = to_text(invitation("A"))
+    place = data.draw(st.integers(0, len(text) - 1))
+    damaged = data.draw(st.sampled_from([text[:place], text[:place] + "!" + text[place:], text + "A" * 9000]))
+    with pytest.raises(UserError, match="not an invitation") as caught:
+        from_text(damaged, "--invite")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_invitation_is_kept_for_its_user_alone_and_replaced_as_a_whole(tmp_path: Path) -> None:
+    assert kept(tmp_path) is None
+    for each in (invitation("A"), invitation("B")):
+        keep(each, tmp_path)
+        assert kept(tmp_path) == each
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert read_option(str(file)) == invitation("B")
+    with pytest.raises(UserError, match="neither an invitation nor a file"):
+        read_option(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(("peer", "roles", "expected"), [
+    (None, "trainer,elector", "whoever finds this invitation could vote"),
+    (None, "helper", "whoever finds this invitation could vote"),
+    ("Qm" + "x" * 44, "elector", "give --roles trainer,elector"),
+    ("Qm" + "x" * 44, "owner", "unknown role 'owner'"),
+    ("Qm", "trainer", "not the whole id of a peer"),
+])  # fmt: skip
+def test_an_owner_cannot_sign_what_nobody_would_take(peer: str | None, roles: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        parse_guest(peer, roles, 60)
+
+
+# Swarms -----------------------------------------------------------------------------------------------------------------
+
+
+def invited_swarm(invitations: dict[str, Invitation], **sections: Any) -> VirtualSwarm:
+    """A swarm by invitation with these trainers."""
+    swarm = VirtualSwarm(campaign(admission="invite", **{"sync": {"min_peers": len(invitations)}, **sections}))
+    swarm.invitations = {
+        name: signed_invitation(replace(each, campaign=swarm.campaign.hash), OWNER) for name, each in invitations.items()
+    }
+    swarm.start_all("".join(invitations))
+    return swarm
+
+
+async def announce(swarm: VirtualSwarm, name: str, like: str, **changes: Any) -> str:
+    """Announce under this name to whoever coordinates; return why that was refused."""
+    announcement: Announcement = replace(swarm.peers[like].announcer.announcement(0), **changes)
+    coordinator = swarm.nodes[like].coordinators()[0]
+    with pytest.raises(Refused) as refused:
+        await RpcEndpoint(swarm.network.transport(name), 5.0).ask(coordinator, ROUND, pack(announcement), 5.0)
+    assert refused.value.code is Code.NOT_ADMITTED
+    return refused.value.detail
+
+
+def test_only_invited_peers_are_members_and_only_electors_vote_and_coordinate() -> None:
+    async def main() -> None:
+        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR), "C": invitation()})
+        swarm.start("X")
+        life = swarm.tasks.pop("X")
+        swarm.peers.pop("X")
+        await swarm.until_finished()
+        with pytest.raises(UserError, match="this campaign admits by invitation only"):
+            await life
+        commits = [decided.commit for decided in swarm.nodes["W"].log.since(-1)]
+        assert {peer for commit in commits for peer in commit.members} == set("WABC")
+        assert all("C" in commit.members and set(commit.electorate) == set("WAB") for commit in commits)
+        assert not any("C" in coordinator_order(commit) for commit in commits)
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_stranger_is_refused_whatever_it_does() -> None:
+    async def main() -> None:
+        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B")}, training={"total_steps": 10_000})
+        await swarm.until_round(1)
+        mine = {"W": invitation(), "A": swarm.invitations["A"], "B": swarm.invitations["B"]}
+        for like in ("A", "B"):
+            assert "by invitation only" in await announce(swarm, "X", like, invitation=None)
+            assert f"is for {like}" in await announce(swarm, "X", like, invitation=mine[like])
+            assert "did not sign" in await announce(swarm, "X", like, invitation=replace(mine[like], peer="X"))
+            assert "another campaign" in await announce(swarm, "X", like, invitation=mine["W"])
+            serves = {"trains": False, "capacity": 0, "tokens": 0, "routed": (0,) * 4}
+            assert "not for a helper" in await announce(swarm, "B", "B", **serves)
+        commit = swarm.nodes["W"].log.last
+        for name in ("X", "B"):
+            for elector in commit.electorate:
+                request = pack(Prepare(commit.round + 1, commit.id, Ballot(1, name)))
+                with pytest.raises(Refused):
+                    await RpcEndpoint(swarm.network.transport(name), 5.0).ask(elector, PREPARE, request, 5.0)
+
+    simulate(main)
+
+
+def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so() -> None:
+    async def main() -> None:
+        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR)},
+                              training={"total_steps": 200})
+        await swarm.until_round(1)
+        ends = int(swarm.nodes["B"].world.wall_time()) + 30
+        swarm.kill("B")
+        swarm.invitations["B"] = signed_invitation(replace(swarm.invitations["B"], expires=ends, signature=b""), OWNER)
+        swarm.start_again("B")
+        life = swarm.tasks.pop("B")
+        swarm.peers.pop("B")
+        await asyncio.wait({life}, timeout=200)
+        with pytest.raises(UserError, match="the invitation expired at "):
+            life.result()
+        number = swarm.round_of("A")
+        await swarm.until_round(number + 3)
+        assert "B" not in swarm.nodes["A"].log.last.members
+        await swarm.until_finished()
+
+    simulate(main)
+
+
+def test_when_a_majority_of_the_electors_is_away_rounds_wait_and_go_on_when_it_is_back() -> None:
+    async def main() -> None:
+        swarm = invited_swarm(
+            {"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR), "C": invitation(), "D": invitation()},
+            training={"total_steps": 400}, sync={"min_peers": 4, "reform_after_s": 10_000.0},
+        )
+        await swarm.until_round(1)
+        assert set(swarm.nodes["C"].log.last.electorate) == set("WAB")
+        for name in "WA":
+            swarm.kill(name)
+        await asyncio.sleep(30)
+        number = swarm.nodes["C"].log.round
+        await asyncio.sleep(200)
+        assert swarm.nodes["C"].log.round == number, "C and D, without a seat, decide nothing"
+        swarm.start_again("W")
+        await swarm.until(lambda: swarm.nodes["C"].log.round > number + 1)
+        swarm.start_again("A")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_lone_elector_does_not_decide_alone_while_others_train() -> None:
+    async def main() -> None:
+        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation()}, training={"total_steps": 200})
+        await swarm.until_round(2)
+        assert swarm.nodes["A"].log.last.electorate == ("W",), "a second vote would only raise the majority"
+        swarm.kill("A")
+        await swarm.until(lambda: all(task.done() for name, task in swarm.tasks.items() if name == "B"))
+
+    simulate(main)
