@@ -17,7 +17,7 @@ from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
-from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.commit import make_commit, staged_report
 from spes_p2p.rounds.parts import Part, weight
@@ -135,7 +135,7 @@ class Round:
 
     def new_base(self, peer: str, commit: Commit, base: np.ndarray) -> np.ndarray:
         results = self.exchanges[peer].results
-        return np.concatenate(list(next_base(base, self.layout, results.committed(commit), results.encoded, None)))
+        return np.concatenate(list(next_base_pieces(base, self.layout, results.committed(commit), results.encoded, None)))
 
 
 async def _serve(board: RpcEndpoint, exchange: Exchange) -> None:

@@ -77,7 +77,7 @@ def new_board(clock: Clock, peer_id: str = "peer-aaaaaa", role: str = "trainer")
 def status_after(*events: Event, peer_id: str = "peer-aaaaaa", role: str = "trainer") -> PeerStatus:
     board = new_board(Clock(), peer_id, role)
     for event in events:
-        board.tell(event)
+        board.update(event)
     return board.status
 
 

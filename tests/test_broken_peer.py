@@ -88,7 +88,7 @@ def assert_others_go_on_with_finite_bases(swarm: VirtualSwarm) -> None:
         assert max(commits) == 6
         assert all("B" not in commit.members for number, commit in commits.items() if number > BREAKS_IN_ROUND + 1)
         assert np.isfinite(swarm.peers[name].replica.base.values).all()
-        assert all(event.skipped_steps == 0 for event in swarm.recorders[name].told(PhaseTrained))
+        assert all(event.skipped_steps == 0 for event in swarm.recorders[name].of(PhaseTrained))
 
 
 def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> None:
@@ -98,7 +98,7 @@ def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> No
         reason = await reason_b_stopped(swarm)
         assert "not finite in 10 consecutive steps" in reason
         assert "\n" not in reason
-        assert max(event.round for event in swarm.recorders["B"].told(PhaseTrained)) == BREAKS_IN_ROUND - 1
+        assert max(event.round for event in swarm.recorders["B"].of(PhaseTrained)) == BREAKS_IN_ROUND - 1
         await swarm.until_finished()
         assert_others_go_on_with_finite_bases(swarm)
         assert "B" not in swarm.recorders["A"].commits()[BREAKS_IN_ROUND].members
@@ -115,7 +115,7 @@ def test_infinite_weights_of_a_peer_that_has_not_stopped_yet_reach_no_base(
         swarm = swarm_of(sync_steps=6)
         await break_b(swarm, after_steps)
         assert "not finite" in await reason_b_stopped(swarm)
-        phases = {event.round: event for event in swarm.recorders["B"].told(PhaseTrained)}
+        phases = {event.round: event for event in swarm.recorders["B"].of(PhaseTrained)}
         assert phases[BREAKS_IN_ROUND].steps == phases[BREAKS_IN_ROUND].skipped_steps + after_steps
         await swarm.until_finished()
         assert_others_go_on_with_finite_bases(swarm)

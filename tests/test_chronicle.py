@@ -39,7 +39,7 @@ def commit(number: int, tokens: int = 100) -> RoundCommitted:
 def history_after(folder: Path, *events: Event, peer_id: str = "a") -> History:
     history = History(peer_id, folder, wall_time=lambda: 1000.0)
     for event in events:
-        history.tell(event)
+        history.record(event)
     return history
 
 
@@ -79,7 +79,7 @@ def test_a_round_that_is_applied_again_counts_once(tmp_path: Path) -> None:
 
 def test_a_restarted_peer_knows_what_it_knew_and_a_torn_line_costs_one_record(tmp_path: Path) -> None:
     before = history_after(tmp_path, FIRST, commit(1), Evaluated(1, 4.5), PhaseTrained(2, 10, 70, 4.0, 0.1, 12.0, 0))
-    before.hear([replace(before.rounds.records[1], round=5, teller="b")])
+    before.add([replace(before.rounds.records[1], round=5, teller="b")])
     before.close()
     again = History("a", tmp_path)
     assert pack(again.rounds.records) == pack(before.rounds.records)
@@ -94,18 +94,18 @@ def test_what_is_heard_completes_what_is_known_and_never_replaces_it(tmp_path: P
     one = history_after(tmp_path, FIRST, commit(2))
     other = history_after(tmp_path / "other", FIRST, commit(1), commit(2), Evaluated(2, 7.5), peer_id="b")
     assert one.rounds.missing(range(3)) == [1]
-    one.hear(other.rounds.records)
+    one.add(other.rounds.records)
     assert [(record.round, record.teller) for record in one.rounds.records] == [(0, "a"), (1, "b"), (2, "a")]
     assert one.rounds.records[2].validation_loss == 7.5
     size = (tmp_path / HISTORY_FILE).stat().st_size
-    one.hear(other.rounds.records)
+    one.add(other.rounds.records)
     assert (tmp_path / HISTORY_FILE).stat().st_size == size
 
 
 def test_what_is_heard_is_no_event_of_this_peer_and_cannot_stop_it(tmp_path: Path) -> None:
     history = history_after(tmp_path, FIRST)
     [record] = history.rounds.records
-    history.hear([replace(record, round=1, time=math.inf, seconds=(("train", math.nan),))])
+    history.add([replace(record, round=1, time=math.inf, seconds=(("train", math.nan),))])
     assert [entry.event.round for entry in read_history(tmp_path) if isinstance(entry.event, RoundCommitted)] == [0]
 
 
@@ -133,9 +133,9 @@ class Remembering(Recorder):
         super().__init__()
         self.history = history
 
-    def tell(self, event: Event) -> None:
-        super().tell(event)
-        self.history.tell(event)
+    def record(self, event: Event) -> None:
+        super().record(event)
+        self.history.record(event)
 
 
 class RememberingSwarm(VirtualSwarm):
@@ -237,9 +237,9 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
             page = unpack(HistoryPage, await node.endpoint.ask("A", HISTORY, pack(HistoryRequest(after, 10**6))))
             return [record.round for record in page.records]
 
-        history.hear([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_A_MESSAGE)])
+        history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_A_MESSAGE)])
         assert await asked(9) == list(range(10, 10 + RECORDS_A_MESSAGE))
-        history.hear([replace(first, round=number, contributions=many) for number in range(1000, 1001 + 2 * fitting)])
+        history.add([replace(first, round=number, contributions=many) for number in range(1000, 1001 + 2 * fitting)])
         assert await asked(999) == list(range(1000, 1000 + fitting))
         heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999)]
         assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]

@@ -414,7 +414,7 @@ def test_an_outage_lasts_until_a_majority_is_seen_or_something_is_decided() -> N
 
 
 def test_a_majority_is_seen_in_electors_that_can_vote_or_may_once_they_caught_up() -> None:
-    votes, lost, behind = Pong(5, "", -1, True), Pong(5, "", -1, False), Pong(4, "", -1, False)
+    votes, lost, behind = Pong(5, -1, True), Pong(5, -1, False), Pong(4, -1, False)
     for pongs, expected in (((votes, votes, None), True), ((votes, lost, None), False), ((votes, behind, None), True),
                             ((None, None, votes), False)):  # fmt: skip
         assert sees_majority(pongs, ELECTORS, 5) == expected

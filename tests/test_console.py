@@ -19,11 +19,12 @@ from spes_p2p.observe.events import (
     BaseRestored,
     Controlled,
     DownloadProgress,
-    Observers,
+    Observer,
     PeersSeen,
     PhaseEntered,
     PhaseTrained,
     TrainingProgress,
+    to_all,
 )
 from spes_p2p.observe.progress import ProgressLine
 from spes_p2p.observe.status import gather
@@ -37,9 +38,9 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def console_of(clock: Clock, peer_id: str, role: str) -> Observers:
+def console_of(clock: Clock, peer_id: str, role: str) -> Observer:
     board = new_board(clock, peer_id, role)
-    return Observers(board, RoundLog(board, clock))
+    return to_all(board.update, RoundLog(board, clock).show)
 
 
 def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:
@@ -47,7 +48,7 @@ def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> 
     helper = console_of(clock, "helper", "helper")
     for committed in (assembly(), commit(1), commit(2, dropped_parts=3)):
         clock.now += 20
-        helper.tell(committed)
+        helper(committed)
     assert log.messages == [
         "round 0/10 · swarm assembled: 2 trainers · aaaaaa 0 2, bbbbbb 1-2",
         "round 1/10 · loss 4.500 · 1.00k tokens · 2 trainers · synced 2.00 s, 1.50 MB up, 2.00 MB down · 3m00s left",
@@ -60,9 +61,9 @@ def test_a_trainer_says_each_round_in_one_line_with_its_use_of_a_device_of_known
     clock = Clock()
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
     for number, mfu in ((1, 0.314), (2, math.nan)):
-        trainer.tell(PhaseTrained(number, 20, 1000, 4.5, 0.0, 10.0, 0, mfu=mfu))
+        trainer(PhaseTrained(number, 20, 1000, 4.5, 0.0, 10.0, 0, mfu=mfu))
         clock.now += 20
-        trainer.tell(commit(number, seconds={"train": 10.0, "announce": 2.0}))
+        trainer(commit(number, seconds={"train": 10.0, "announce": 2.0}))
     with_peak, without = log.messages
     assert "trained 10.0 s at 31 % MFU · " in with_peak
     assert "trained 10.0 s · " in without
@@ -71,26 +72,26 @@ def test_a_trainer_says_each_round_in_one_line_with_its_use_of_a_device_of_known
 def test_a_helper_says_who_comes_and_who_goes(log: pytest.LogCaptureFixture) -> None:
     helper = console_of(Clock(), "helper", "helper")
     for living in (("helper",), ("helper",), ("helper", "peer-aaaaaa", "peer-bbbbbb"), ("helper", "peer-bbbbbb")):
-        helper.tell(PeersSeen(len(living) - 1, 1, living, ELECTORS))
+        helper(PeersSeen(len(living) - 1, 1, living, ELECTORS))
     assert log.messages == ["aaaaaa joined, bbbbbb joined · 2 trainers", "aaaaaa left · 1 trainer"]
 
 
 def test_a_trainer_does_not_repeat_who_is_there(log: pytest.LogCaptureFixture) -> None:
     trainer = console_of(Clock(), "peer-aaaaaa", "trainer")
     for living in (("peer-aaaaaa",), ("peer-aaaaaa", "peer-bbbbbb")):
-        trainer.tell(PeersSeen(len(living), 0, living, ELECTORS))
+        trainer(PeersSeen(len(living), 0, living, ELECTORS))
     assert log.messages == []
 
 
 def test_a_long_wait_says_what_for_and_which_electors_are_missing(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
-    trainer.tell(commit(3))
-    trainer.tell(PhaseEntered("announcing"))
+    trainer(commit(3))
+    trainer(PhaseEntered("announcing"))
     log.clear()
     for _ in range(30):
         clock.now += HEARTBEAT_S / 12
-        trainer.tell(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ELECTORS))
+        trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ELECTORS))
     assert log.messages == [
         f"round 4/10 · waiting for the plan for {minutes}m00s · 1 of 3 electors are missing (bbbbbb)" for minutes in (1, 2)
     ]
@@ -101,7 +102,7 @@ def test_a_download_speaks_every_ten_seconds_and_at_its_end(log: pytest.LogCaptu
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
     for done in range(1, 101):
         clock.now += DOWNLOAD_EVERY_S / 40
-        trainer.tell(DownloadProgress("the base", done, 100))
+        trainer(DownloadProgress("the base", done, 100))
     assert log.messages == ["downloading the base: 40 %", "downloading the base: 80 %", "downloading the base: 100 %"]
 
 
@@ -127,11 +128,11 @@ def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
     clock = Clock()
     board = new_board(clock)
     clock.now = 30.0
-    board.tell(PhaseEntered("announcing"))
+    board.update(PhaseEntered("announcing"))
     clock.now = 42.0
     assert board.status.phase_seconds == 12.0
     assert board.status.phases == (("joining", 42.0), ("announcing", 12.0))
-    board.tell(commit(1))
+    board.update(commit(1))
     assert board.status.phases == (("announcing", 0.0),)
 
 
@@ -140,9 +141,9 @@ def line_at_a_terminal(*events: PhaseEntered | TrainingProgress | DownloadProgre
     console = Console(file=output, force_terminal=True, width=120, color_system=None)
     board = new_board(Clock())
     line = ProgressLine(board, console)
-    peer = Observers(board, line)
+    peer = to_all(board.update, line.update)
     for event in (BaseRestored(2, 20, 100, 2000, "digest2", "disk"), *events):
-        peer.tell(event)
+        peer(event)
     console.print(line.renderable)
     return output.getvalue()
 
@@ -165,7 +166,7 @@ def test_without_a_terminal_there_is_no_live_line() -> None:
     output = io.StringIO()
     line = ProgressLine(new_board(Clock()), Console(file=output))
     line.start()
-    line.tell(PhaseEntered("training"))
+    line.update(PhaseEntered("training"))
     line.close()
     line.close()
     assert output.getvalue() == ""

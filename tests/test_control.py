@@ -80,7 +80,7 @@ def test_a_record_that_one_peer_got_holds_for_all_from_the_same_round_on() -> No
         assert len(set(applied(swarm, 1).values())) == 1
         assert set(applied(swarm, 1)) == set("WABC")
         pause = record(swarm, 1, "paused")
-        told = [recorder.told(Controlled) for recorder in swarm.recorders.values()]
+        told = [recorder.of(Controlled) for recorder in swarm.recorders.values()]
         assert told == [[Controlled(applied(swarm, 1)["A"], 1, "paused", "paused")]] * 4
         assert all(node.controls.newest == pause for node in swarm.nodes.values())
 
@@ -99,7 +99,7 @@ def test_in_a_pause_nobody_trains_and_after_it_everything_goes_on_from_the_same_
         await swarm.until_round(before.round + 1)
         assert swarm.digests()[before.round + 1] == {before.digest}, "the round that resumes moves nothing"
         await finish(swarm)
-        assert swarm.recorders["A"].told(RoundCommitted)[-1].campaign_step == 100
+        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 100
 
     simulate(main)
 
@@ -158,7 +158,7 @@ def test_a_pause_holds_when_every_trainer_has_gone_and_another_comes() -> None:
         await swarm.until(lambda: swarm.round_of("D") >= 0)
         await asyncio.sleep(200)
         assert hold(swarm, "paused")
-        assert swarm.trained_tokens() == swarm.recorders["W"].told(RoundCommitted)[-1].total_tokens
+        assert swarm.trained_tokens() == swarm.recorders["W"].of(RoundCommitted)[-1].total_tokens
         await send(swarm, "W", record(swarm, 2, "running"))
         await swarm.until(lambda: swarm.tasks["D"].done())
         assert swarm.peers["D"].finished
@@ -192,7 +192,7 @@ def test_who_joins_a_paused_swarm_waits_with_the_others_and_trains_when_it_goes_
         swarm.start("D")
         await swarm.until(lambda: swarm.round_of("D") == number)
         await asyncio.sleep(50)
-        assert swarm.recorders["D"].told(Controlled) == [Controlled(number, 1, "paused", "paused")]
+        assert swarm.recorders["D"].of(Controlled) == [Controlled(number, 1, "paused", "paused")]
         await send(swarm, "D", record(swarm, 2, "running"))
         await swarm.until_round(number + 2)
         assert set(applied(swarm, 2)) == set("WABCD")
@@ -212,9 +212,9 @@ def test_a_stop_ends_the_campaign_for_all_after_the_round_that_applies_it(overla
         await send(swarm, "A", record(swarm, 1, "stopped"))
         await finish(swarm)
         assert set(swarm.rounds().values()) == {applied(swarm, 1)["W"]}
-        lost = sum(event.tokens for recorder in swarm.recorders.values() for event in recorder.told(WorkDropped))
+        lost = sum(event.tokens for recorder in swarm.recorders.values() for event in recorder.of(WorkDropped))
         assert bool(lost) == overlap
-        assert swarm.trained_tokens() == swarm.recorders["A"].told(RoundCommitted)[-1].total_tokens + lost
+        assert swarm.trained_tokens() == swarm.recorders["A"].of(RoundCommitted)[-1].total_tokens + lost
         swarm.start("D")
         await swarm.until(lambda: swarm.tasks["D"].done())
         assert swarm.peers["D"].replica.base.digest == swarm.helper.replica.base.digest
@@ -361,19 +361,19 @@ def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(c
         assert (commit.base_digest, commit.step) == (there, swarm.nodes["A"].log.commit_at(4).step)
         await swarm.until_round(number + 1)
         for name in "WABC":
-            back = [event for event in swarm.recorders[name].told(BaseRestored) if event.source == "rollback"]
+            back = [event for event in swarm.recorders[name].of(BaseRestored) if event.source == "rollback"]
             assert [(event.round, event.base_digest, event.campaign_step) for event in back] == [(number, there, commit.step)]
-        dropped = [swarm.recorders[name].told(WorkDropped) for name in "ABC"]
+        dropped = [swarm.recorders[name].of(WorkDropped) for name in "ABC"]
         assert [[event.reason for event in each] for each in dropped] == [["the campaign was rolled back"]] * 3
         await finish(swarm)
-        assert swarm.recorders["A"].told(RoundCommitted)[-1].campaign_step == 150
+        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 150
         assert all(not replica_differs(swarm, name) for name in "ABC")
 
     simulate(main)
 
 
 def replica_differs(swarm: VirtualSwarm, name: str) -> bool:
-    return bool(swarm.recorders[name].told(DigestMismatch))
+    return bool(swarm.recorders[name].of(DigestMismatch))
 
 
 def test_who_was_away_during_a_rollback_follows_it_and_who_joins_later_begins_after_it() -> None:

@@ -16,7 +16,7 @@ import pytest
 from network_swarm import call
 from synthetic_swarm import synthetic_swarm
 
-from spes_p2p.client.dashboard.poll import Live, Memory
+from spes_p2p.client.dashboard.poll import Published, SwarmHistory
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.client.dashboard.server import content_policy, make_app, run_dashboard, serving
 from spes_p2p.client.dashboard.view import MAX_POINTS, series, swarm_view, thinned
@@ -148,8 +148,8 @@ def test_a_thinned_curve_ends_where_the_whole_one_does(count: int) -> None:
 
 def test_records_are_put_on_our_clock() -> None:
     record = synthetic_swarm(1, 1, 1).records[1]
-    memory = Memory()
-    [heard] = memory.hear(HistoryPage(record.time + 5.0, (record,)), now=1000.0)
+    memory = SwarmHistory()
+    [heard] = memory.add(HistoryPage(record.time + 5.0, (record,)), now=1000.0)
     assert heard.time == pytest.approx(995.0)
     assert memory.rounds.records[0].time == heard.time
 
@@ -157,17 +157,17 @@ def test_records_are_put_on_our_clock() -> None:
 # The server --------------------------------------------------------------------------------------------------------------
 
 
-def published(peers: int = 3, experts: int = 8) -> Live:
+def published(peers: int = 3, experts: int = 8) -> Published:
     swarm = synthetic_swarm(peers, experts, 20)
-    live = Live(join="spes-p2p join somewhere")
+    live = Published(join="spes-p2p join somewhere")
     live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
     live.status = swarm_status(swarm.statuses)
     live.curves, live.curves_version = series(swarm.records, {}, CONFIG), 1
-    live.be("live", "")
+    live.set_state("live", "")
     return live
 
 
-def visit(live: Live, look: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
+def visit(live: Published, look: Callable[[aiohttp.ClientSession, str], Awaitable[None]]) -> None:
     async def run() -> None:
         async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
             await asyncio.wait_for(look(session, url), 20)
@@ -206,7 +206,7 @@ def test_news_reach_an_open_page() -> None:
             assert (await next_event(response))[0] == "series"
             name, document = await next_event(response)
             assert (name, document["state"]) == ("view", "live")
-            live.be("silent", "gone")
+            live.set_state("silent", "gone")
             assert (await next_event(response))[1]["state"] == "silent"
             live.curves_version += 1
             live.publish()
@@ -226,7 +226,7 @@ def test_the_page_brings_everything_and_may_load_nothing() -> None:
         assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
         assert "https://" not in page
 
-    visit(Live(), look)
+    visit(Published(), look)
 
 
 def test_the_page_has_no_way_to_turn_text_into_markup() -> None:
@@ -238,10 +238,10 @@ def test_the_page_has_no_way_to_turn_text_into_markup() -> None:
 
 def test_a_used_port_is_named() -> None:
     async def run() -> None:
-        async with serving(Live(), "127.0.0.1", 0) as url:
+        async with serving(Published(), "127.0.0.1", 0) as url:
             port = int(url.rsplit(":", 1)[1].strip("/"))
             with pytest.raises(UserError, match=rf"--port {port}: cannot listen on 127.0.0.1:{port} \(it is in use\)"):
-                async with serving(Live(), "127.0.0.1", port):
+                async with serving(Published(), "127.0.0.1", port):
                     pass
 
     asyncio.run(run())
@@ -287,4 +287,4 @@ def test_without_a_swarm_it_says_so_and_keeps_trying() -> None:
 def test_unknown_numbers_are_null() -> None:
     assert math.isnan(synthetic_swarm(1, 1, 1).statuses[-1].local_loss)
     assert view_of(1, 1)["peers"][-1]["local_loss"] is None
-    assert make_app(Live()) is not None
+    assert make_app(Published()) is not None

@@ -17,7 +17,7 @@ import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
 from synthetic_swarm import Synthetic, synthetic_swarm
 
-from spes_p2p.client.dashboard.poll import Live
+from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.view import series, swarm_view
 from spes_p2p.config.campaign import load_campaign_config
@@ -54,11 +54,11 @@ async def browser_page(url: str, viewport: dict[str, int] = DESKTOP, scheme: str
     assert errors == []
 
 
-def look_at(swarm: Synthetic, look: Callable[[Any, Live], Awaitable[None]], **options: Any) -> None:
+def look_at(swarm: Synthetic, look: Callable[[Any, Published], Awaitable[None]], **options: Any) -> None:
     """Show a synthetic swarm and look at the page."""
 
     async def run() -> None:
-        live = Live(join="spes-p2p join /ip4/203.0.113.7/tcp/31337/p2p/Qm")
+        live = Published(join="spes-p2p join /ip4/203.0.113.7/tcp/31337/p2p/Qm")
         show(live, swarm)
         async with serving(live, "127.0.0.1", 0) as url, browser_page(url, **options) as page:
             await page.wait_for_selector("#peers tr")
@@ -67,12 +67,12 @@ def look_at(swarm: Synthetic, look: Callable[[Any, Live], Awaitable[None]], **op
     asyncio.run(run())
 
 
-def show(live: Live, swarm: Synthetic) -> None:
+def show(live: Published, swarm: Synthetic) -> None:
     live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
     live.curves = series(swarm.records, {}, CONFIG)
     live.curves_version += 1
     live.updated = time.time()
-    live.be("live", "")
+    live.set_state("live", "")
 
 
 async def value(page: Any, name: str) -> Any:
@@ -94,7 +94,7 @@ async def widths(page: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_64_peers_and_128_experts_fit(viewport: dict[str, int], scheme: str) -> None:
-    async def look(page: Any, live: Live) -> None:
+    async def look(page: Any, live: Published) -> None:
         assert await page.locator("#peers tr").count() == 65
         assert await page.locator("#grid .cell").count() == 128
         assert await page.locator("#timeline rect").count() > 64 * 8
@@ -108,7 +108,7 @@ def test_64_peers_and_128_experts_fit(viewport: dict[str, int], scheme: str) -> 
 def test_light_and_dark_are_readable() -> None:
     papers = []
     for scheme in ("light", "dark"):
-        async def look(page: Any, live: Live) -> None:
+        async def look(page: Any, live: Published) -> None:
             for name in ("loss", "campaign_hash", "validation_round"):
                 ink, paper = await page.evaluate(
                     f"[document.getElementById('{name}'), document.body].map(e => getComputedStyle(e))"
@@ -146,7 +146,7 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
     honest = synthetic_swarm(3, 8, 12)
     swarm = replace(honest, statuses=[poison(status) for status in honest.statuses])
 
-    async def look(page: Any, live: Live) -> None:
+    async def look(page: Any, live: Published) -> None:
         assert await page.text_content("#campaign") == evil
         assert await page.locator("img").count() == 0
         assert await page.locator("script").count() == 1
@@ -157,12 +157,12 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
 
 
 def test_the_page_follows_without_reloading_and_says_when_nobody_answers() -> None:
-    async def look(page: Any, live: Live) -> None:
+    async def look(page: Any, live: Published) -> None:
         await page.evaluate("window.loadedOnce = true")
         show(live, synthetic_swarm(4, 8, 21))
         await until(page, "document.getElementById('round').dataset.value === '21'")
         assert await page.locator("#peers tr").count() == 5
-        live.be("silent", "no peer of the campaign answers; trying again")
+        live.set_state("silent", "no peer of the campaign answers; trying again")
         await page.wait_for_selector("#banner:not([hidden])")
         assert "No peer answers since" in await page.text_content("#banner")
         assert await page.is_visible("#main")
@@ -178,7 +178,7 @@ def test_trouble_is_said_at_the_top() -> None:
     electorate = ("Qm" + "z" * 44, honest.statuses[0].peer_id, honest.statuses[1].peer_id)
     statuses = [replace(s, owners=((), *s.owners[1:]), electorate=electorate) for s in honest.statuses]
 
-    async def look(page: Any, live: Live) -> None:
+    async def look(page: Any, live: Published) -> None:
         banner = await page.text_content("#banner")
         assert "no peer trains expert 0" in banner
         assert "1 of 3 electors do not answer (zzzzzz)" in banner
@@ -189,8 +189,8 @@ def test_trouble_is_said_at_the_top() -> None:
 
 def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
     async def run() -> None:
-        live = Live()
-        live.be("searching", "no peer answers at /ip4/127.0.0.1/tcp/9; tried 3 times, trying again")
+        live = Published()
+        live.set_state("searching", "no peer answers at /ip4/127.0.0.1/tcp/9; tried 3 times, trying again")
         async with serving(live, "127.0.0.1", 0) as url, browser_page(url) as page:
             await until(page, "document.getElementById('searching-message').textContent.includes('tried 3 times')")
             assert "Looking for the swarm" in await page.text_content("#searching")
@@ -200,7 +200,7 @@ def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
 
 
 def test_the_join_line_is_copied() -> None:
-    async def look(page: Any, live: Live) -> None:
+    async def look(page: Any, live: Published) -> None:
         await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         await page.click("#copy")
         await until(page, "document.getElementById('copy').textContent === 'Copied'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.outliers import DEVIATIONS
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
-from spes_p2p.testing.wrapped import WrappedTransport
+from spes_p2p.testing.wrapped import Wrapped
 
 FLOOR_S, CEILING_S = 5.0, 10.0
 
@@ -82,7 +83,7 @@ def test_a_paused_peer_is_out_after_the_bound_that_its_heartbeats_taught(taught:
     assert expected - 2 <= run_virtual(waited_s()) <= expected + 0.1
 
 
-class _HeldBack(WrappedTransport):
+class _HeldBack(Wrapped):
     """Of these methods nothing arrives here, as when it waits behind megabytes."""
 
     def __init__(self, inner: Transport, *methods: str):
@@ -90,7 +91,7 @@ class _HeldBack(WrappedTransport):
         self._methods = methods
 
     async def open(self, peer: str, method: str) -> Channel:
-        channel = await super().open(peer, method)
+        channel: Channel = await self._inner.open(peer, method)
         if method in self._methods:
             channel.receive = asyncio.Event().wait  # type: ignore[method-assign, assignment]
         return channel
@@ -100,7 +101,7 @@ class _HeldBack(WrappedTransport):
 def test_a_talk_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_ever(is_heard_elsewhere: bool) -> None:
     async def waited_s() -> tuple[float, bool]:
         network = MemoryNetwork(latency_s=0.05)
-        a = RpcEndpoint(_HeldBack(network.transport("a"), "held"), CEILING_S)
+        a = RpcEndpoint(cast(Transport, _HeldBack(network.transport("a"), "held")), CEILING_S)
         b = RpcEndpoint(network.transport("b"), CEILING_S)
 
         async def never(stream: Stream) -> None:

@@ -22,7 +22,7 @@ from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
-PONG = Pong(3, "training", -1, True)
+PONG = Pong(3, -1, True)
 UNKNOWN = st.integers(0, IGNORABLE - 1).filter(lambda kind: kind not in set(Kind))
 
 

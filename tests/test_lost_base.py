@@ -104,7 +104,7 @@ def test_who_had_the_base_comes_back_too_late_and_takes_the_new_branch() -> None
         await swarm.until(lambda: all(swarm.tasks[name].done() for name in "AB"))
         bases = {swarm.peers[name].replica.base.digest for name in "AB"} | {swarm.helper.replica.base.digest}
         assert len(bases) == 1
-        assert swarm.recorders["A"].told(BaseRestored)
+        assert swarm.recorders["A"].of(BaseRestored)
 
     run_virtual(main())
 

@@ -18,7 +18,7 @@ from spes_p2p.observe.events import (
     BaseRestored,
     Event,
 )
-from spes_p2p.observe.metrics import Metrics, metrics_document
+from spes_p2p.observe.metrics import METRICS, Metrics, metrics_document
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 
@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 def told() -> Metrics:
     metrics = Metrics("me", "demo", "abc", wall_time=lambda: 1000.5)
     for event in EVENTS:
-        metrics.tell(event)
+        metrics.update(event)
     return metrics
 
 
@@ -93,7 +93,7 @@ def test_losses_are_unknown_and_failures_zero_before_the_first_round() -> None:
 
 def test_restart_shows_the_round_before_the_next_commit() -> None:
     metrics = Metrics("me")
-    metrics.tell(BaseRestored(12, 120, 600, 9000, "d", "disk", (("me",),)))
+    metrics.update(BaseRestored(12, 120, 600, 9000, "d", "disk", (("me",),)))
     assert metrics.registry.get_sample_value("spes_round") == 12
     assert metrics.registry.get_sample_value("spes_rounds_total") == 0
     assert metrics.registry.get_sample_value("spes_owned_experts") == 1
@@ -101,39 +101,39 @@ def test_restart_shows_the_round_before_the_next_commit() -> None:
 
 def test_base_0_shows_round_0() -> None:
     metrics = Metrics("me")
-    metrics.tell(BaseRestored(BEFORE_TRAINING, 0, 600, 0, "d", "download", ((),)))
+    metrics.update(BaseRestored(BEFORE_TRAINING, 0, 600, 0, "d", "download", ((),)))
     assert metrics.registry.get_sample_value("spes_round") == 0
 
 
 def test_seconds_between_two_commits_are_known_from_the_second_on() -> None:
     clock = iter([1000.0, 1060.0])
     metrics = Metrics("me", wall_time=lambda: next(clock))
-    metrics.tell(COMMIT)
+    metrics.update(COMMIT)
     assert metrics.registry.get_sample_value("spes_round_interval_seconds") == 0
-    metrics.tell(replace(COMMIT, round=8))
+    metrics.update(replace(COMMIT, round=8))
     assert metrics.registry.get_sample_value("spes_round_interval_seconds") == 60
     assert metrics.registry.get_sample_value("spes_last_commit_timestamp_seconds") == 1060
 
 
 def test_a_reform_is_counted_and_is_no_round() -> None:
     metrics = Metrics("me")
-    metrics.tell(BaseRestored(4, 30, 600, 500, "d", "reform", ((), ())))
+    metrics.update(BaseRestored(4, 30, 600, 500, "d", "reform", ((), ())))
     assert metrics.registry.get_sample_value("spes_reforms_total") == 1
     assert metrics.registry.get_sample_value("spes_rounds_total") == 0
 
 
 def test_repair_that_knows_no_owners_keeps_the_known_ones(told: Metrics) -> None:
-    told.tell(BaseRestored(7, 70, 600, 8000, "d", "download"))
+    told.update(BaseRestored(7, 70, 600, 8000, "d", "download"))
     assert told.registry.get_sample_value("spes_owned_experts") == 2
 
 
 def test_every_series_is_in_the_table(told: Metrics) -> None:
-    described = {row.name for row in told.described}
+    described = {row.name for row in METRICS}
     served = {sample.name for family in told.registry.collect() for sample in family.samples}
     suffixes = ("_bucket", "_sum", "_count")
     ours = {name for name in served if name.startswith("spes_")}
-    histograms = {row.name + suffix for row in told.described if row.kind == "histogram" for suffix in suffixes}
-    assert ours - histograms == described - {row.name for row in told.described if row.kind == "histogram"}
+    histograms = {row.name + suffix for row in METRICS if row.kind == "histogram" for suffix in suffixes}
+    assert ours - histograms == described - {row.name for row in METRICS if row.kind == "histogram"}
 
 
 def test_table_in_the_docs_is_current() -> None:
@@ -145,7 +145,7 @@ def test_table_in_the_docs_is_current() -> None:
 def test_promtool_accepts_the_metrics(events: tuple[Event, ...]) -> None:
     metrics = Metrics("me", "demo", "abc")
     for event in events:
-        metrics.tell(event)
+        metrics.update(event)
     ours = b"".join(line for line in generate_latest(metrics.registry).splitlines(keepends=True) if b"process_" not in line)
     check = subprocess.run(["promtool", "check", "metrics"], input=ours, capture_output=True, timeout=60, check=False)
     assert (check.returncode, check.stdout + check.stderr) == (0, b"")

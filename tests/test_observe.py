@@ -25,13 +25,14 @@ from spes_p2p.observe.events import (
     DigestMismatch,
     Evaluated,
     Event,
-    Observers,
+    Observer,
     PeersSeen,
     PhaseEntered,
     PhaseTrained,
     RoundFailed,
     TrainingProgress,
     WorkDropped,
+    to_all,
 )
 from spes_p2p.observe.history import HISTORY_FILE, Entry, History, read_history
 from spes_p2p.observe.log import setup_logging
@@ -54,7 +55,7 @@ KEPT: tuple[Event, ...] = (
 def test_history_gives_back_what_was_kept_in_order(tmp_path: Path) -> None:
     history = History("a", tmp_path / "run", wall_time=lambda: 12.5)
     for event in (PhaseEntered("training"), TrainingProgress(0, 1, 2, 3.0), BytesMoved("push", 1, 2), PeersSeen(1, 1), *KEPT):
-        history.tell(event)
+        history.record(event)
     entries = read_history(tmp_path / "run")
     assert [entry.event for entry in entries if not isinstance(entry.event, PhaseTrained)] == [
         event for event in KEPT if not isinstance(event, PhaseTrained)
@@ -73,20 +74,20 @@ def test_history_cut_anywhere_loses_at_most_the_torn_line_and_goes_on(
     file = run_dir / HISTORY_FILE
     history = History("a", run_dir)
     for number in range(total):
-        history.tell(Evaluated(number, 1.0))
+        history.record(Evaluated(number, 1.0))
     history.close()
     content = file.read_bytes()
     kept = content[: cut % len(content)]
     file.write_bytes(kept)
     whole = kept.count(b"\n")
     assert len(read_history(file)) == whole
-    History("a", run_dir).tell(Evaluated(99, 2.0))
+    History("a", run_dir).record(Evaluated(99, 2.0))
     assert [entry.event for entry in read_history(file)] == [*(Evaluated(n, 1.0) for n in range(whole)), Evaluated(99, 2.0)]
 
 
 def test_every_line_is_on_disk_as_soon_as_it_was_told(tmp_path: Path) -> None:
     history = History("a", tmp_path)
-    history.tell(Evaluated(0, 1.0))
+    history.record(Evaluated(0, 1.0))
     assert len(read_history(tmp_path)) == 1
 
 
@@ -128,22 +129,22 @@ def test_board_follows_the_events() -> None:
     clock = Clock()
     board = new_board(clock)
     assert (board.status.phase, board.status.round, math.isnan(board.status.loss)) == ("joining", 0, True)
-    board.tell(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest0", "download", ((), (), ())))
-    board.tell(assembly())
+    board.update(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest0", "download", ((), (), ())))
+    board.update(assembly())
     assert (board.status.round, board.status.owned, math.isnan(board.status.loss)) == (0, (0, 2), True)
-    board.tell(PhaseEntered("training"))
-    board.tell(TrainingProgress(1, 3, 10, 1234.0))
+    board.update(PhaseEntered("training"))
+    board.update(TrainingProgress(1, 3, 10, 1234.0))
     assert (board.status.phase, board.status.steps_done, board.status.steps_planned) == ("training", 3, 10)
     assert board.status.round == 0
-    board.tell(PhaseTrained(1, 10, 500, 4.6, 0.1, 12.0, 0))
-    board.tell(commit(1))
+    board.update(PhaseTrained(1, 10, 500, 4.6, 0.1, 12.0, 0))
+    board.update(commit(1))
     clock.now = 30.0
     status = board.status
     assert (status.round, status.steps_done, status.loss, status.local_loss) == (1, 0, 4.5, 4.6)
     assert (status.owned, status.members) == ((0, 2), ("peer-aaaaaa", "peer-bbbbbb"))
     assert status.round_seconds == {"train": 12.0, "announce": 0.5, "exchange": 1.5}
     assert status.uptime_s == 30.0
-    board.tell(commit(2))
+    board.update(commit(2))
     assert (board.status.sent_bytes, board.status.round_sent_bytes) == (4_500_000, 1_500_000)
     assert "train" not in board.status.round_seconds
 
@@ -168,15 +169,15 @@ def test_time_left_is_the_pace_of_the_rounds_times_the_rounds_left() -> None:
     assert math.isnan(board.status.seconds_left)
     for number, at in ((0, 0.0), (1, 10.0), (2, 20.0), (3, 500.0), (4, 510.0)):
         clock.now = at
-        board.tell(commit(number))
+        board.update(commit(number))
     assert board.status.seconds_left == 60.0
     clock.now = 514.0
     assert board.status.seconds_left == 56.0
     clock.now = 10_000.0
     assert board.status.seconds_left == 50.0
-    board.tell(commit(ROUNDS - 1))
+    board.update(commit(ROUNDS - 1))
     assert board.status.seconds_left > 0.0
-    board.tell(commit(ROUNDS))
+    board.update(commit(ROUNDS))
     assert board.status.seconds_left == 0.0
 
 
@@ -273,9 +274,9 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def observers(clock: Clock) -> Observers:
+def observers(clock: Clock) -> Observer:
     board = new_board(clock)
-    return Observers(board, RoundLog(board, clock))
+    return to_all(board.update, RoundLog(board, clock).show)
 
 
 def test_what_the_owner_ordered_is_shown_until_something_else_is() -> None:
@@ -300,9 +301,9 @@ def test_a_round_is_one_line_with_what_a_person_wants(log: pytest.LogCaptureFixt
     peer = observers(clock)
     for number in (1, 2):
         clock.now += 20
-        peer.tell(TrainingProgress(number, 10, 10, 1234.0))
-        peer.tell(PhaseTrained(number, 10, 500, 4.6, 0.1, 12.0, 0))
-        peer.tell(commit(number))
+        peer(TrainingProgress(number, 10, 10, 1234.0))
+        peer(PhaseTrained(number, 10, 500, 4.6, 0.1, 12.0, 0))
+        peer(commit(number))
     assert log.messages[1:] == [
         "round 2/10 · loss 4.500 · 1.23k tokens/s · experts 0 2 · 2 trainers · trained 12.0 s · "
         "synced 2.00 s, 1.50 MB up, 2.00 MB down · 2m40s left"
@@ -314,7 +315,7 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
     peer = observers(clock)
     for step in range(1, 101):
         clock.now += HEARTBEAT_S / 20
-        peer.tell(TrainingProgress(1, step, 100, 50.0))
+        peer(TrainingProgress(1, step, 100, 50.0))
     assert len(log.messages) == 5
     assert log.messages[0] == "round 1/10 · training, step 20/100 · 50 tokens/s"
 
@@ -332,13 +333,13 @@ def test_a_long_phase_speaks_once_a_minute(log: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_trouble_is_said_with_its_level(log: pytest.LogCaptureFixture, event: Event, level: int, words: list[str]) -> None:
-    observers(Clock()).tell(event)
+    observers(Clock())(event)
     assert [record.levelno for record in log.records] == [level]
     assert [word for word in words if word not in log.messages[0]] == []
 
 
 def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytest.LogCaptureFixture) -> None:
-    observers(Clock()).tell(assembly())
+    observers(Clock())(assembly())
     assert log.messages == ["round 0/10 · swarm assembled: 2 trainers · training experts 0 2 · bbbbbb 1-2"]
 
 
@@ -354,7 +355,7 @@ def test_round_0_says_that_the_swarm_is_assembled_and_who_trains_what(log: pytes
 def test_restored_base_is_named_by_its_last_round(
     log: pytest.LogCaptureFixture, number: int, source: str, expected: str
 ) -> None:
-    observers(Clock()).tell(BaseRestored(number, 0, 100, 0, "0123456789abcdef", source))
+    observers(Clock())(BaseRestored(number, 0, 100, 0, "0123456789abcdef", source))
     assert log.messages == [expected]
 
 
@@ -394,8 +395,8 @@ def test_json_log_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> No
 def test_json_log_of_an_event_has_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("info", as_json=True)
     board = StatusBoard(PeerStatus("me", "trainer", "demo", "abc", 60), lambda: 0.0)
-    RoundLog(board, lambda: 0.0).tell(RoundFailed(8, 1, "timeout", "no plan"))
-    RoundLog(board, lambda: 0.0).tell(Evaluated(7, math.nan))
+    RoundLog(board, lambda: 0.0).show(RoundFailed(8, 1, "timeout", "no plan"))
+    RoundLog(board, lambda: 0.0).show(Evaluated(7, math.nan))
     failed, evaluated = map(json.loads, capsys.readouterr().err.splitlines())
     assert failed["level"] == "warning"
     assert failed["event"] == {"name": "RoundFailed", "round": 8, "attempt": 1, "reason": "timeout", "detail": "no plan"}

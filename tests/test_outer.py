@@ -9,7 +9,7 @@ import torch
 from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.messages.rounds import Member, Merge
 from spes_p2p.model.layout import Group
-from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.outer import base_size, first_base, momentum_offsets, outer_settings
 from spes_p2p.rounds.parts import Part, part_table
@@ -30,7 +30,7 @@ def random(seed: int, size: int = LAYOUT.size) -> np.ndarray:
 
 def stepped(base: np.ndarray, parts: tuple[Part, ...], update: np.ndarray, outer: OuterConfig) -> np.ndarray:
     encoded = {part.index: NONE.encode(update[part.start : part.stop]) for part in parts}
-    return np.concatenate(list(next_base(base, LAYOUT, parts, encoded, None, outer)))
+    return np.concatenate(list(next_base_pieces(base, LAYOUT, parts, encoded, None, outer)))
 
 
 def rounds(
@@ -95,7 +95,7 @@ def test_how_the_state_is_cut_into_parts_does_not_change_a_bit() -> None:
 
 def test_the_merge_moves_weights_and_never_momentum() -> None:
     base = rounds(first_base(random(0), LAYOUT, DILOCO), DILOCO, [random(1)])
-    merged = np.concatenate(list(next_base(base, LAYOUT, [], {}, Merge(0.5, (((1, 2), (2, 3), (0,), (0,)),)), DILOCO)))
+    merged = np.concatenate(list(next_base_pieces(base, LAYOUT, [], {}, Merge(0.5, (((1, 2), (2, 3), (0,), (0,)),)), DILOCO)))
     assert (merged[: LAYOUT.size] != base[: LAYOUT.size]).any()
     assert merged[LAYOUT.size :].tobytes() == base[LAYOUT.size :].tobytes()
 

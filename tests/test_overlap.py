@@ -16,7 +16,7 @@ from spes_p2p.config.campaign import Campaign
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.memory import MemoryNetwork
-from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
+from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, Recorder, VirtualSwarm, campaign, samples, simulate
 
 STEPS = 10
 PEERS = ("A", "B")
@@ -41,12 +41,12 @@ class Seen:
 class Watching:
     """A peer's observer: keeps what the peer holds after each round."""
 
-    def __init__(self, swarm: Callable[[], VirtualSwarm], name: str, recorder: Observer):
+    def __init__(self, swarm: Callable[[], VirtualSwarm], name: str, recorder: Recorder):
         self._swarm, self._name, self._recorder = swarm, name, recorder
         self.seen: dict[int, Seen] = {}
 
-    def tell(self, event: Event) -> None:
-        self._recorder.tell(event)
+    def __call__(self, event: Event) -> None:
+        self._recorder.record(event)
         if isinstance(event, RoundCommitted) and self._name in PEERS:
             replica, trainer = self._swarm().peers[self._name].replica, self._swarm().trainers[self._name]
             results = next(each for each in replica.results.by_plan.values() if each.plan.round == event.round)
@@ -118,7 +118,7 @@ def test_two_peers_hold_what_the_formula_says_after_every_round(codec: str) -> N
     async def main() -> None:
         watching: dict[str, Watching] = {}
 
-        def watch(name: str, recorder: Observer) -> Observer:
+        def watch(name: str, recorder: Recorder) -> Observer:
             watching[name] = Watching(lambda: swarm, name, recorder)
             return watching[name]
 
@@ -193,7 +193,7 @@ def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -
     async def main() -> None:
         watching: dict[str, Watching] = {}
 
-        def watch(name: str, recorder: Observer) -> Observer:
+        def watch(name: str, recorder: Recorder) -> Observer:
             watching.setdefault(name, Watching(lambda: swarm, name, recorder))
             return watching[name]
 
@@ -205,10 +205,10 @@ def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -
         kill_at_vote(swarm, victim)
         await swarm.until(lambda: victim not in swarm.peers, 200)
         await asyncio.sleep(away_s)
-        phases = len(swarm.recorders[victim].told(PhaseTrained))
+        phases = len(swarm.recorders[victim].of(PhaseTrained))
         swarm.start_again(victim)
         await swarm.until(lambda: 5 in watching[victim].seen, 100)
-        seen, since = watching[victim].seen[5], len(swarm.recorders[victim].told(PhaseTrained)) - phases
+        seen, since = watching[victim].seen[5], len(swarm.recorders[victim].of(PhaseTrained)) - phases
         commits = swarm.recorders[victim].commits()
         assert [tokens for peer, tokens, _ in commits[5].contributions if peer == victim] == [320]
         trained, noise = np.zeros(LAYOUT.size, np.float32), noise_of(swarm.network.seed, victim)

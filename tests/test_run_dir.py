@@ -54,7 +54,7 @@ def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(poin
         swarm.restart("B")
         await swarm.until_finished()
         swarm.assert_replicas_agree()
-        assert swarm.recorders["B"].told(BaseRestored)[-1].source == "disk"
+        assert swarm.recorders["B"].of(BaseRestored)[-1].source == "disk"
 
     simulate(main)
 

@@ -12,7 +12,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.rounds import Member
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import selftest
-from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.parts import part_table
 
@@ -25,7 +25,7 @@ def wrong_machine(spoil: str) -> Callable[..., Iterator[np.ndarray]]:
     """An outer step that ends with other bits."""
 
     def spoiled(*args: Any) -> Iterator[np.ndarray]:
-        (new,) = next_base(*args)
+        (new,) = next_base_pieces(*args)
         if spoil == "denormals become zero":
             tiny = np.abs(new) < np.float32(2.0**-126)
             new[tiny] = np.copysign(np.float32(0.0), new[tiny])
@@ -50,7 +50,7 @@ def test_the_outer_step_keeps_denormals_and_the_sign_of_zero(name: str) -> None:
     smallest, negative_zero = np.float32(1e-45), np.float32(-0.0)
     base = np.array([smallest, -smallest, negative_zero, 0.0, 2.0**-149, 2.0**-127, 1.0, -1.0], np.float32)
     update = np.array([0.0, 0.0, negative_zero, negative_zero, 0.0, 0.0, 2.0**-24, -(2.0**-24)], np.float32)
-    (new,) = next_base(base, layout, [part], {0: codec.encode(update)}, None)
+    (new,) = next_base_pieces(base, layout, [part], {0: codec.encode(update)}, None)
     expected = np.array([smallest, -smallest, negative_zero, 0.0, 2.0**-149, 2.0**-127, 1.0, -1.0], np.float32)
     assert new.tobytes() == expected.tobytes()
     assert new is not base

@@ -34,8 +34,9 @@ from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.command import simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, Standing, random_fault
 from spes_p2p.testing.simulate.points import POINTS
+from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
-from spes_p2p.testing.simulate.virtual import SILENCE_S, SeedResult, run_seed
+from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed
 
 RARE = ("decide", "download", "donate", "replay", "leave")
 """Points that are reached only after some other fault."""
@@ -43,7 +44,7 @@ REGRESSIONS: tuple[int, ...] = (1, 5, 304)
 """Seeds of the default scenario that once broke an invariant."""
 
 
-def assert_sound(result: SeedResult) -> None:
+def assert_sound(result: RunReport) -> None:
     assert result.violations == ()
 
 
@@ -214,32 +215,32 @@ def test_no_random_fault_strikes_while_every_trainer_is_in_one() -> None:
 
 def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() -> None:
     audit = Audit(2)
-    audit.told(0.0, "a", commit(0, ("a", "b"), (("a",), ("b",)), 0))
+    audit.observed(0.0, "a", commit(0, ("a", "b"), (("a",), ("b",)), 0))
     for peer in "ab":
-        audit.told(10.0, peer, PhaseTrained(1, 4, 100, 1.0, 0.0, 10.0, 0))
-    audit.told(11.0, "a", commit(1, ("a", "b"), (("a",), ("b",)), 200))
+        audit.observed(10.0, peer, PhaseTrained(1, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.observed(11.0, "a", commit(1, ("a", "b"), (("a",), ("b",)), 200))
     audit.gone(13.0, "b")
     audit.joined(14.0, "c")
-    audit.told(21.0, "a", PhaseTrained(2, 4, 100, 1.0, 0.0, 10.0, 0))
-    audit.told(29.0, "a", commit(2, ("a", "c"), (("a",), ("c",)), 300))
+    audit.observed(21.0, "a", PhaseTrained(2, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.observed(29.0, "a", commit(2, ("a", "c"), (("a",), ("c",)), 300))
     for peer in "ac":
-        audit.told(39.0, peer, PhaseTrained(3, 4, 100, 1.0, 0.0, 10.0, 0))
-    audit.told(40.0, "c", commit(3, ("a", "c"), (("a",), ("c",)), 500, trained="ac"))
+        audit.observed(39.0, peer, PhaseTrained(3, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.observed(40.0, "c", commit(3, ("a", "c"), (("a",), ("c",)), 500, trained="ac"))
     found = audit.figures(pending_tokens=0)
     assert audit.violations == []
-    assert (found.rounds_committed, found.exclude_s, found.reown_rounds) == (3, (8.0,), (1,))
-    assert found.joiner_first_contribution_s == (26.0,)
+    assert (found.rounds_committed, found.exclude_s, found.reown_rounds) == (3, [8.0], [1])
+    assert found.joiner_first_contribution_s == [26.0]
     assert (found.tokens_trained, found.tokens_included, found.work_lost_tokens) == (500, 500, 0)
 
 
 def test_with_overlap_a_round_waits_for_the_phase_before() -> None:
     """Round 2 carries phase 1; b dies, and what is left of phase 1 after that is nobody's delay."""
     audit = Audit(1, overlap=True)
-    audit.told(0.0, "a", commit(0, ("a", "b"), (("a",),), 0))
+    audit.observed(0.0, "a", commit(0, ("a", "b"), (("a",),), 0))
     audit.gone(1.0, "b")
-    audit.told(10.0, "a", PhaseTrained(1, 4, 100, 1.0, 0.0, 10.0, 0))
-    audit.told(13.0, "a", commit(2, ("a",), (("a",),), 100))
-    assert audit.figures(0).exclude_s == (3.0,)
+    audit.observed(10.0, "a", PhaseTrained(1, 4, 100, 1.0, 0.0, 10.0, 0))
+    audit.observed(13.0, "a", commit(2, ("a",), (("a",),), 100))
+    assert audit.figures(0).exclude_s == [3.0]
 
 
 BAD = {
@@ -262,10 +263,10 @@ BAD = {
     "faults:\n  - {fault: join, round: 5}": "faults.0.peer = (nothing): must name the peer that joins",
     "faults:\n  - {fault: leave, round: 5, peer: bootstrap}": "the bootstrap peer does not leave; kill or restart it",
     "faults:\n  - {fault: kill, round: 5, peer: peer-0, seconds: 3}":
-        "line 2: faults.0.seconds = 3.0: a kill is for good; 'restart' starts the peer again",
+        "line 2: faults.0.seconds = 3.0: a kill is permanent; 'restart' starts the peer again",
     "faults:\n  - {fault: join, round: 5, peer: late, seconds: 3}": "faults.0.seconds = 3.0: a join has no duration",
-    "faults:\n  - {fault: disconnect, round: 5, seconds: 3}": "faults.0.seconds = 3.0: has no duration",
-    "faults:\n  - {fault: disconnect, round: 5, peers: [peer-1]}": "must be the two that lose each other",
+    "faults:\n  - {fault: disconnect, round: 5, seconds: 3}": "faults.0.seconds = 3.0: a disconnect has no duration",
+    "faults:\n  - {fault: disconnect, round: 5, peers: [peer-1]}": "must be the two peers that lose each other",
     "faults:\n  - {fault: stop, round: 5, peers: [peer-1]}": "is for a partition or a disconnect",
     "machines: {peer-7: {speed: 2}}": "line 1: machines.peer-7 = 'given': no such peer",
     "bandwidth: fast": "bandwidth = 'fast': must be a bandwidth such as 100mbit or 1gbit",

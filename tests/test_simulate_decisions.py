@@ -32,7 +32,7 @@ def run_with_a_reform() -> Run:
         await swarm.until_finished()
         for name in "ABCD":
             logs[name] = [unpack(CertifiedCommit, record).commit for record in swarm.stores[name].records(LOG)]
-            committed = swarm.recorders[name].told(RoundCommitted)
+            committed = swarm.recorders[name].of(RoundCommitted)
             held.extend(Held(0.0, name, commit.round, commit.base_digest) for commit in committed)
 
     simulate(main)
@@ -55,7 +55,7 @@ def test_rounds_that_were_given_up_are_no_mismatch(run: Run) -> None:
     assert len({each.digest for each in held if each.round == 8}) == 2, "held by both sides"
     audit = audited(run)
     assert not audit.violations
-    assert audit.reforms == 1
+    assert audit.measured.reforms == 1
 
 
 def test_a_base_that_no_commit_names_is_a_mismatch(run: Run) -> None:
@@ -75,8 +75,8 @@ def test_a_corrupted_base_counts_again_when_it_is_right() -> None:
     audit.has_base(1.0, "A", "commit", 7, "right")
     audit.corrupted("B")
     audit.has_base(2.0, "B", "commit", 7, "wrong")
-    audit.told(3.0, "B", DigestMismatch(7, "wrong", "right"))
-    audit.told(4.0, "B", BaseRestored(7, 70, 100, 1, "wrong", "disk"))  # killed before the repair was on its disk
+    audit.observed(3.0, "B", DigestMismatch(7, "wrong", "right"))
+    audit.observed(4.0, "B", BaseRestored(7, 70, 100, 1, "wrong", "disk"))  # killed before the repair was on its disk
     audit.has_base(4.0, "B", "commit", 7, "wrong")
     audit.has_base(5.0, "B", "commit", 7, "right")
     assert not audit.violations

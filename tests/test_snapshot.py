@@ -220,7 +220,7 @@ def test_wrong_bits_that_were_believed_are_replaced_when_the_next_certificate_te
         save_base(swarm.stores["C"], dataclasses.replace(base, values=wrong, digest=state_digest(wrong)))
         swarm.start_again("C")
         await swarm.until_finished()
-        assert swarm.recorders["C"].told(DigestMismatch)[0].round == base.round
+        assert swarm.recorders["C"].of(DigestMismatch)[0].round == base.round
         swarm.assert_replicas_agree()
 
     simulate(main)

@@ -16,7 +16,7 @@ from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Manifest, Merge
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import next_base as staging
-from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.base import BASE, load_base, write_piece
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, state_digest
 from spes_p2p.rounds.next_base import NextBaseBuilder
@@ -64,7 +64,7 @@ class Case:
 
     def expected(self, commit: Commit) -> np.ndarray:
         parts = self.results.committed(commit)
-        return np.concatenate(list(next_base(self.base, LAYOUT, parts, self.encoded, self.plan.merge, self.outer)))
+        return np.concatenate(list(next_base_pieces(self.base, LAYOUT, parts, self.encoded, self.plan.merge, self.outer)))
 
     def put(self, *indices: int) -> None:
         for index in indices:

@@ -57,7 +57,7 @@ def test_every_peer_hears_what_the_last_base_is_worth(overlap: bool, evaluation_
         swarm.helper.leave()
         await swarm.tasks["W"]
         last = swarm.peers["A"].replica.base.round
-        told = {name: swarm.recorders[name].told(Evaluated) for name in "WABC"}
+        told = {name: swarm.recorders[name].of(Evaluated) for name in "WABC"}
         heard = [last] if overlap and evaluation_s == 8.0 else [0, 4, last]
         assert [event.round for event in told["W"]] == heard
         assert all(events[-len(heard):] == told["W"] for events in told.values())
@@ -283,9 +283,9 @@ def test_a_joiner_downloads_the_base_and_trains_from_the_next_round() -> None:
         assert {owner for owners in commit.owners for owner in owners} == set("ABCD")
         await swarm.until_finished()
         swarm.assert_replicas_agree()
-        assert swarm.recorders["D"].told(BaseRestored)[0].source == "download"
+        assert swarm.recorders["D"].of(BaseRestored)[0].source == "download"
         assert swarm.trainers["D"].trained_samples
-        assert not any(swarm.recorders[name].told(DigestMismatch) for name in "ABCD")
+        assert not any(swarm.recorders[name].of(DigestMismatch) for name in "ABCD")
 
     simulate(main)
 
@@ -298,7 +298,7 @@ def test_a_joiner_cuts_nobodys_phase_short() -> None:
         swarm.start("D")
         await swarm.until_finished()
         swarm.assert_replicas_agree()
-        assert [phase.steps for phase in swarm.recorders["A"].told(PhaseTrained)][:2] == [10, 10]
+        assert [phase.steps for phase in swarm.recorders["A"].of(PhaseTrained)][:2] == [10, 10]
 
     simulate(main)
 
@@ -314,7 +314,7 @@ def test_a_peer_restarted_on_its_disk_continues(delay_s: float) -> None:
         swarm.restart("B")
         await swarm.until_finished()
         swarm.assert_replicas_agree()
-        assert swarm.recorders["B"].told(BaseRestored)[-1].source == "disk"
+        assert swarm.recorders["B"].of(BaseRestored)[-1].source == "disk"
         assert "B" in swarm.recorders["A"].commits()[6].members
 
     simulate(main)
@@ -362,7 +362,7 @@ def test_a_whole_swarm_killed_at_once_continues_from_the_last_committed_round(de
         await swarm.until(lambda: all(swarm.round_of(name) >= before[name] for name in "ABC"), 60)
         await swarm.until_finished()
         swarm.assert_replicas_agree()
-        assert all(swarm.recorders[name].told(BaseRestored)[-1].source == "disk" for name in "ABC")
+        assert all(swarm.recorders[name].of(BaseRestored)[-1].source == "disk" for name in "ABC")
         assert [swarm.peers["A"].node.log.commit_at(number).step for number in range(7)] == list(range(0, 70, 10))
 
     simulate(main)
@@ -451,7 +451,7 @@ def test_a_slow_peer_gets_fewer_steps_and_is_waited_for() -> None:
             swarm.start(name, speed)
         await swarm.until_finished()
         swarm.assert_replicas_agree()
-        steps = {name: [phase.steps for phase in swarm.recorders[name].told(PhaseTrained)] for name in "ABC"}
+        steps = {name: [phase.steps for phase in swarm.recorders[name].of(PhaseTrained)] for name in "ABC"}
         assert steps["A"][2:] == [10] * 6
         assert all(2 <= count <= 3 for count in steps["C"][2:])
         assert all(commit.members == ("A", "B", "C") for commit in swarm.recorders["A"].commits().values())
@@ -528,7 +528,7 @@ def test_who_has_other_bits_than_most_repairs_them() -> None:
         wrong[7] += 1.0
         replica.store.install(dataclasses.replace(replica.base, values=wrong, digest=state_digest(wrong)))
         await swarm.until_finished()
-        assert [event.round for event in swarm.recorders["B"].told(DigestMismatch)] == [2]
+        assert [event.round for event in swarm.recorders["B"].of(DigestMismatch)] == [2]
         swarm.assert_replicas_agree()
 
     simulate(main)

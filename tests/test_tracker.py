@@ -46,7 +46,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 def test_a_round_is_logged_at_its_number_with_known_numbers_only(library: FakeLibrary) -> None:
     tracker = Tracker("wandb", "demo", "trainer abc", {"seed": 1})
     for event in (*EVENTS, Evaluated(7, math.nan)):
-        tracker.tell(event)
+        tracker.log(event)
     tracker.close()
     assert library.started == {"project": "demo", "name": "trainer abc", "config": {"seed": 1}}
     at_7 = {name: value for step, numbers in library.logged for name, value in numbers.items() if step == 7}
@@ -63,7 +63,7 @@ def test_a_round_is_logged_at_its_number_with_known_numbers_only(library: FakeLi
 def test_steps_never_go_back(library: FakeLibrary) -> None:
     tracker = Tracker("wandb", "demo", "me", {})
     for event in (COMMIT, RoundFailed(9, 0, "timeout", ""), Evaluated(7, 4.0)):
-        tracker.tell(event)
+        tracker.log(event)
     assert [step for step, _ in library.logged] == [7, 9, 9]
 
 
@@ -71,8 +71,8 @@ def test_a_tracker_that_fails_is_left_alone_and_said_once(library: FakeLibrary, 
     tracker = Tracker("wandb", "demo", "me", {})
     library.log = None  # type: ignore[assignment, method-assign]
     with caplog.at_level(logging.WARNING):
-        tracker.tell(COMMIT)
-        tracker.tell(COMMIT)
+        tracker.log(COMMIT)
+        tracker.log(COMMIT)
     tracker.close()
     assert len(caplog.records) == 1
     assert library.finished == 0

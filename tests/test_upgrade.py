@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -15,16 +14,16 @@ from spes_p2p.consensus.control import signed
 from spes_p2p.errors import UserError, version_advice
 from spes_p2p.messages.codec import _plain, unpack
 from spes_p2p.messages.consensus import Control, ControlRequest, Requirement
-from spes_p2p.messages.framing import IGNORABLE, Kind, Message
+from spes_p2p.messages.framing import IGNORABLE, Kind
 from spes_p2p.messages.methods import CONTROL, PING, PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.rounds import Announcement, Ping
-from spes_p2p.net.interfaces import Channel, Handler, World
+from spes_p2p.net.interfaces import Channel, Handler, Transport, World
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import RoundCommitted, RoundFailed
 from spes_p2p.testing.memory import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
-from spes_p2p.testing.wrapped import WrappedTransport
+from spes_p2p.testing.wrapped import Wrapped
 
 NEXT = PROTOCOL_VERSION + 1
 HINT = IGNORABLE + 1
@@ -33,15 +32,12 @@ EXTENDED: dict[str, type[Any]] = {ROUND: Announcement, PING: Ping, CONTROL: Cont
 """Requests that the next version extends."""
 
 
-class NewerChannel:
+class NewerChannel(Wrapped):
     """A channel of a newer version: a hint goes before each frame, and the first request has one more field."""
 
     def __init__(self, inner: Channel, extended: type[Any] | None = None):
-        self._inner, self._extended = inner, extended
-        self.remote = inner.remote
-
-    def watch(self, heard: Callable[[], None]) -> None:
-        self._inner.watch(heard)
+        super().__init__(inner)
+        self._extended = extended
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         await self._inner.send(b"a hint", kind=HINT)
@@ -51,29 +47,20 @@ class NewerChannel:
             pieces, self._extended = (msgpack.packb([*known, {"newer": 1}]),), None
         await self._inner.send(*pieces, kind=kind)
 
-    async def receive(self) -> Message | None:
-        return await self._inner.receive()
 
-    async def finish(self) -> None:
-        await self._inner.finish()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-
-class NewerTransport(WrappedTransport):
+class NewerTransport(Wrapped):
     """Opens and serves streams as a newer version does."""
 
     async def serve(self, method: str, handler: Handler) -> None:
-        await self._inner.serve(method, lambda channel: handler(NewerChannel(channel)))
+        await self._inner.serve(method, lambda channel: handler(cast(Channel, NewerChannel(channel))))
 
     async def open(self, peer: str, method: str) -> Channel:
-        return NewerChannel(await self._inner.open(peer, method), EXTENDED.get(method))
+        return cast(Channel, NewerChannel(await self._inner.open(peer, method), EXTENDED.get(method)))
 
 
 def newer(world: World) -> World:
     """The world of a peer of the next version, which still speaks this one."""
-    transport = NewerTransport(world.transport)
+    transport = cast(Transport, NewerTransport(world.transport))
     return dataclasses.replace(world, transport=transport, protocol=NEXT, oldest_protocol=PROTOCOL_VERSION)
 
 
@@ -110,7 +97,7 @@ def test_a_swarm_is_upgraded_peer_by_peer_and_loses_no_round() -> None:
             missed = [each.commit.round for each in commits if name not in each.commit.members]
             assert len(missed) <= 1, f"{name} is out for the round of its own restart at most: {missed}"
             assert swarm.peers[name].finished
-        refused = [e for recorder in swarm.recorders.values() for e in recorder.told(RoundFailed) if e.reason == "malformed"]
+        refused = [e for recorder in swarm.recorders.values() for e in recorder.of(RoundFailed) if e.reason == "malformed"]
         assert refused == []
 
     simulate(main)
@@ -142,7 +129,7 @@ def test_peers_below_the_required_version_warn_then_end_before_its_first_round(c
         swarm.kill("C")
         await swarm.until_finished()
         swarm.assert_replicas_agree()
-        commits = swarm.recorders["A"].told(RoundCommitted)
+        commits = swarm.recorders["A"].of(RoundCommitted)
         assert [commit.round for commit in commits] == list(range(13)), "no round is lost"
         assert {len(commit.members) for commit in commits if commit.round >= 6} == {2}
 

@@ -1,8 +1,8 @@
-"""How fast one thread encodes and decodes updates, in turn, and how that stands to copying the same values.
+"""Measure how fast one thread encodes and decodes updates, relative to copying the same values.
 
 ./tools/bench codecs [--rounds N] [--json FILE]
 
-Each figure is the median over rounds, in GB of float32 a second; a part has as many values as a round's parts hold.
+Each figure is the median over rounds, in GB of float32 per second; parts have the size of a round's parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import PART_BYTES
 
 VALUES = 2**25
-"""128 MB of float32: more than a processor's caches hold."""
+"""128 MB of float32, more than a processor's caches hold."""
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _works(values: np.ndarray) -> dict[str, Callable[[], None]]:
-    """What is timed, by name: all values, part by part."""
+    """Return the timed functions by name; each processes all values, part by part."""
     works: dict[str, Callable[[], None]] = {"copy": partial(np.copyto, np.empty_like(values), values)}
     for name, codec in CODECS.items():
         size = codec.elements(PART_BYTES)
@@ -66,7 +66,7 @@ def _works(values: np.ndarray) -> dict[str, Callable[[], None]]:
 
 
 def _each(function: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """One after the other; a result is gone before the next one is made."""
+    """Call the function with each; a result is freed before the next call."""
     for each in arguments:
         function(*each)
 

@@ -1,10 +1,10 @@
-"""All that a CUDA device is asked, in one call: tests, speed, memory against its prediction, a 7B step on a 24 GB card.
+"""All checks on a CUDA device in one call: tests, speed, memory against its prediction, a 7B step on a 24 GB card.
 
 ./tools/bench cuda [--out FOLDER] [--only NAME ...]     writes FOLDER/cuda.json and FOLDER/cuda.md after each check
-./tools/bench cuda --device cpu --small                 the same checks on a CPU, with small models: does the script work?
+./tools/bench cuda --device cpu --small                 the same checks on a CPU with small models, to test the script
 
-Each check is a process of its own with a time limit, so that one that fails or hangs takes nothing from the others. A second
-call with the same folder and other `--only` adds to what is there.
+Each check is a process with a time limit, so a check that fails or hangs does not affect the others. A second call with the
+same folder and other `--only` adds to the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tools" / "benchmarks.py"
 TESTED = ("backends", "partitioned", "losses", "trainer", "optimizer", "bench")
-"""Test files of what runs on the device."""
+"""Test files of code that runs on the device."""
 MOST_THREADS = 8
 
 Report = dict[str, Any]
@@ -36,10 +36,10 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """One process, and the bounds on numbers of its report: name -> (least, most)."""
+    """One process, and bounds on numbers in its report: name -> (minimum, maximum)."""
 
     command: tuple[str, ...]
-    """Arguments of the interpreter; a benchmark gets `--json FILE` on top."""
+    """Arguments of the interpreter; a benchmark also gets `--json FILE`."""
     limit_s: float
     bounds: Mapping[str, tuple[float, float]]
 
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def checks_for(device: str, small: bool, rounds: int) -> dict[str, Check]:
-    """By name, cheap ones first."""
+    """Return the checks by name, cheap ones first."""
     common = ("--device", device, "--rounds", str(rounds))
     unit = tuple(f"tests/test_{name}.py" for name in TESTED)
     checks = {
@@ -92,7 +92,7 @@ def checks_for(device: str, small: bool, rounds: int) -> dict[str, Check]:
 
 
 def aims_of_experts(quarter: int) -> dict[str, tuple[float, float]]:
-    """Ratios that a quarter or one of the experts owned should reach where products take the time."""
+    """Return bounds on ratios for a quarter, or one, of the experts owned, where matrix products dominate."""
     return {
         f"partitioned_own{quarter}_vs_grouped": (0, 0.78), f"partitioned_own{quarter}_vs_concat": (0, 0.85),
         "partitioned_own1_vs_grouped": (0, 0.72),
@@ -100,7 +100,7 @@ def aims_of_experts(quarter: int) -> dict[str, tuple[float, float]]:
 
 
 def run(check: Check, device: str) -> Report:
-    """Outcome ('ok', 'missed', 'failed' or 'timed out'), seconds, report or the end of the output, and what was missed."""
+    """Return outcome (ok, missed, failed, timed out), seconds, report or end of the output, and missed bounds."""
     started = time.perf_counter()
     threads = "1" if device == "cpu" else str(min(MOST_THREADS, os.cpu_count() or 1))
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -116,7 +116,7 @@ def run(check: Check, device: str) -> Report:
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
             output = done.stdout
-            # pytest says 5 where nothing was chosen.
+            # pytest exits with 5 if no test was selected.
             outcome = "ok" if done.returncode in ((0,) if is_benchmark else (0, 5)) else "failed"
         except subprocess.TimeoutExpired as error:
             outcome, output = "timed out", _text(error.stdout)
@@ -131,7 +131,7 @@ def run(check: Check, device: str) -> Report:
 
 
 def missed(report: Report, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
-    """One line for each number that is not within its bounds, or is not there."""
+    """Return one line for each number that is missing or out of bounds."""
     values = {**report, **report.get("setup", {})}
     lines = []
     for name, (least, most) in bounds.items():
@@ -142,7 +142,7 @@ def missed(report: Report, bounds: Mapping[str, tuple[float, float]]) -> list[st
 
 
 def environment(device: str) -> Report:
-    """What all this was measured with."""
+    """Return versions of packages and properties of the device."""
     found: Report = {"python": platform.python_version(), "device": device, "cpus": os.cpu_count()}
     for package in ("torch", "transformers", "triton", "torchao", "megablocks", "numpy"):
         try:
@@ -157,7 +157,7 @@ def environment(device: str) -> Report:
 
 
 def earlier(file: Path, device: str) -> dict[str, Report]:
-    """Results of calls before this one on the same kind of device."""
+    """Return the results of earlier calls on the same kind of device."""
     if not file.exists():
         return {}
     found = json.loads(file.read_text())
@@ -165,13 +165,13 @@ def earlier(file: Path, device: str) -> dict[str, Report]:
 
 
 def write(folder: Path, found: Report) -> None:
-    """Both files, from all that is known now."""
+    """Write both files."""
     (folder / "cuda.json").write_text(json.dumps(found, indent=2) + "\n")
     (folder / "cuda.md").write_text(markdown(found))
 
 
 def markdown(found: Report) -> str:
-    """A table of outcomes, then each check's numbers."""
+    """Return a table of outcomes, then each check's numbers."""
     lines = ["# One peer on " + str(found["environment"].get("card", found["environment"]["device"])), ""]
     lines += [", ".join(f"{name} {value}" for name, value in found["environment"].items() if value is not None), ""]
     lines += ["| check | outcome | seconds | |", "|---|---|---|---|"]
@@ -187,7 +187,7 @@ def markdown(found: Report) -> str:
 
 
 def numbers(report: Report) -> list[tuple[str, Any]]:
-    """The report without its long lists; nested settings one level deep."""
+    """Return the report without its long lists, and with nested settings one level deep."""
     flat: list[tuple[str, Any]] = []
     for key, value in report.items():
         if isinstance(value, dict) and key not in ("bytes", "environment"):

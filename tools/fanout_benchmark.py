@@ -1,9 +1,9 @@
-"""How long an exchange of many peers takes when owners serve their experts themselves, and as planned: by their lines.
+"""Measure an exchange of many peers with owners that serve their experts, and with reducers planned by bandwidth.
 
 ./tools/bench fanout [--peers 16 32] [--json FILE]
 
-The exchange is the real one, on an in-memory network in virtual time: the seconds are those that the lines need. The last
-column is the least that any assignment can take: max(own updates / own upload, all bytes / all upload).
+The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. The last column is the
+minimum for any assignment: max(own updates / own upload, all bytes / all upload).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
 CODECS = group_codecs(CodecConfig.model_validate("int8"))
 SHARED, EXPERTS = 200_000, 1_800_000
-"""Values: nine tenths of the state are experts, as in configs/9b.yaml."""
+"""Number of values: nine tenths of the state are experts, as in configs/9b.yaml."""
 PART_BYTES = 4096
 LINE_BYTES_PER_S = 100_000.0
-"""Of a whole line: it carries the encoded state, 2 MB, in about 20 s, as 100 Mbit/s do with 250 MB."""
+"""Full bandwidth: it carries the encoded state, 2 MB, in about 20 s, as 100 Mbit/s do with 250 MB."""
 PATIENCE_S = 1e6
 
 Case = Callable[[int], tuple[list[float], list[int]]]
-"""For N peers: with which share of a line each sends, and how many experts it owns. All receive with a whole line."""
+"""For N peers: each peer's share of the full upload bandwidth, and its number of experts. All download at full bandwidth."""
 
 CASES: dict[str, Case] = {
     "equal lines and experts": lambda n: ([1.0] * n, [1] * n),
@@ -59,9 +59,9 @@ class Measured:
     reducers: str
     seconds: float
     most_sent_bytes: int
-    """By one peer, codes and all."""
+    """By one peer."""
     sent_bytes: int
-    """By all."""
+    """By all peers."""
     least_seconds: float
 
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def measure(case: str, peers: int, by_line: bool) -> Measured:
-    """One exchange of so many peers, with the planned reducers or with owners that serve their experts."""
+    """Measure one exchange, with reducers planned by bandwidth or with owners that serve their experts."""
     uploads, owned = CASES[case](peers)
     owners = [peer for peer, count in enumerate(owned) for _ in range(count)]
     size = EXPERTS // len(owners)
@@ -107,13 +107,13 @@ def measure(case: str, peers: int, by_line: bool) -> Measured:
 
 
 async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...], layout: Layout) -> float:
-    """Seconds until every member has every result."""
+    """Return the seconds until every member has every result."""
     rng, exchanges = np.random.default_rng(0), {}
     for m in plan.members:
         pending = {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g)}
-        board = RpcEndpoint(network.transport(m.peer), PATIENCE_S)
-        exchanges[m.peer] = Exchange(board, Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1)
-        await _serve(board, exchanges[m.peer])
+        endpoint = RpcEndpoint(network.transport(m.peer), PATIENCE_S)
+        exchanges[m.peer] = Exchange(endpoint, Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1)
+        await _serve(endpoint, exchanges[m.peer])
     started = asyncio.get_running_loop().time()
     await asyncio.gather(*(network.run_peer(peer, exchange.run()) for peer, exchange in exchanges.items()))
     seconds = asyncio.get_running_loop().time() - started
@@ -125,7 +125,7 @@ async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...],
     return seconds
 
 
-async def _serve(board: RpcEndpoint, exchange: Exchange) -> None:
+async def _serve(endpoint: RpcEndpoint, exchange: Exchange) -> None:
     async def on_push(stream: Stream) -> None:
         unpack(PushHeader, await stream.message())
         await exchange.on_push(stream)
@@ -133,8 +133,8 @@ async def _serve(board: RpcEndpoint, exchange: Exchange) -> None:
     async def on_pull(stream: Stream) -> None:
         await exchange.on_pull(stream, unpack(PullRequest, await stream.message()))
 
-    await board.serve(PUSH, on_push)
-    await board.serve(PULL, on_pull)
+    await endpoint.serve(PUSH, on_push)
+    await endpoint.serve(PULL, on_pull)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""./tools/bench link: rounds over shaped lines, each peer in a network namespace of its own (tc tbf; needs root).
+"""./tools/bench link: rounds over shaped lines, each peer in its own network namespace (tc tbf; needs root).
 
-`overlap`: two peers and a bootstrap peer; tokens a second of a peer that never syncs, of peers whose rounds block training,
-and of peers whose rounds overlap it. `even`: four peers alike. `uneven`: one of four has a fifth of the line, and 50 ms of
-latency each way come on top (added by the transport: not every kernel has netem). The last two say how much of its line the
-fullest peer used between plan and staged results: encoded bytes, without headers, so a few per cent less than what the line
+`overlap`: two peers and a bootstrap peer; tokens per second of a peer without rounds, of peers whose rounds block training, and
+of peers whose rounds overlap with it. `even`: four identical peers. `uneven`: one of four has a fifth of the bandwidth, and
+each direction has 50 ms of latency (added by the transport, since not every kernel has netem). The last two measure how much of
+its line the busiest peer used between plan and staged results: encoded bytes without headers, a few per cent less than the line
 carried.
 
-Trainers take a fixed time a phase and no cores, as on a GPU. Means over the measured rounds of each peer, medians of the peers.
+Trainers take a fixed time per phase and no CPU, as on a GPU. Means over each peer's measured rounds, medians of the peers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="default: all")
     parser.add_argument("--rounds", type=int, default=6, help="measured rounds of each contender (default 6)")
-    parser.add_argument("--codec", default="int8", help="of shared weights and experts (default int8)")
-    parser.add_argument("--megabytes", type=int, default=20, help="fp32 state of `overlap` (default 20)")
-    parser.add_argument("--mbit", type=float, default=20.0, help="line of `overlap` (default 20)")
-    parser.add_argument("--phase", type=float, default=6.0, help="seconds that a phase of `overlap` takes (default 6)")
-    parser.add_argument("--line-megabytes", type=int, default=200, help="fp32 state of the other cases (default 200)")
-    parser.add_argument("--line-mbit", type=float, default=100.0, help="their line (default 100)")
+    parser.add_argument("--codec", default="int8", help="codec of shared weights and experts (default int8)")
+    parser.add_argument("--megabytes", type=int, default=20, help="fp32 state in `overlap` (default 20)")
+    parser.add_argument("--mbit", type=float, default=20.0, help="bandwidth in `overlap` (default 20)")
+    parser.add_argument("--phase", type=float, default=6.0, help="seconds per phase in `overlap` (default 6)")
+    parser.add_argument("--line-megabytes", type=int, default=200, help="fp32 state in the other cases (default 200)")
+    parser.add_argument("--line-mbit", type=float, default=100.0, help="bandwidth in the other cases (default 100)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     arguments = parser.parse_args()
     why = why_unavailable()
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def overlap_case(arguments: argparse.Namespace) -> Report:
-    """Tokens a second of three kinds of peers, one after the other."""
+    """Measure the three kinds of peers one after the other."""
     shape = {"elements": arguments.megabytes * 10**6 // 4, "phase_s": arguments.phase, "owned": EXPERTS // 2}
     found = {}
     for kind in ("alone", "blocking", "overlap"):
@@ -82,7 +82,7 @@ def overlap_case(arguments: argparse.Namespace) -> Report:
 
 
 def line_case(arguments: argparse.Namespace, uneven: bool) -> Report:
-    """How much of the lines an exchange uses."""
+    """Measure how much of the lines an exchange uses."""
     lines = {f"peer-{i}": arguments.line_mbit for i in range(4)}
     if uneven:
         lines["peer-3"] *= UNEVEN_SHARE
@@ -96,11 +96,11 @@ def line_case(arguments: argparse.Namespace, uneven: bool) -> Report:
 
 
 WARM_UP = 5
-"""Rounds until bandwidths are measured, and files of former rounds are used again."""
+"""Rounds until bandwidths are measured and files are reused."""
 
 
 def run(spec: Report, lines: Mapping[str, float], arguments: argparse.Namespace) -> dict[str, list[Report]]:
-    """Warm-up and measured rounds of a swarm; the reports of the latter by peer, with the last one before them."""
+    """Run a swarm; return the reports of the measured rounds by peer, and of the round before them."""
     machines = Namespaces()
     try:
         for name in ("bootstrap", *lines):
@@ -108,7 +108,7 @@ def run(spec: Report, lines: Mapping[str, float], arguments: argparse.Namespace)
         with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as place, started() as start:
             rules = {**spec, "folder_of": place}
             first = start("bootstrap", 0, machines, rules)
-            found = first.hear()
+            found = first.next_report()
             known = {"addresses": [found["address"]], "genesis": found["genesis"]}
             members = {name: start("ours", i, machines, {**rules, **known}, name) for i, name in enumerate(lines)}
             last = WARM_UP + arguments.rounds
@@ -126,7 +126,7 @@ def run_alone(spec: Report, arguments: argparse.Namespace) -> dict[str, list[Rep
 
 def reports_until(member: Process, last: int) -> Iterator[Report]:
     while True:
-        report = member.hear()
+        report = member.next_report()
         yield report
         if report["round"] >= last:
             return
@@ -134,7 +134,7 @@ def reports_until(member: Process, last: int) -> Iterator[Report]:
 
 @contextmanager
 def started() -> Iterator[Any]:
-    """Starts processes, in their namespaces; ends them all."""
+    """Yield a function that starts processes in their namespaces; end them all."""
     processes: list[Process] = []
 
     def start(kind: str, member: int, machines: Namespaces | None, rules: Report, name: str = "bootstrap") -> Process:
@@ -148,7 +148,7 @@ def started() -> Iterator[Any]:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         process = Process(child, {**rules, "kind": kind, "member": member, "folder": str(folder), "address": address})
         processes.append(process)
-        process.tell(json.dumps(process.spec))
+        process.send(json.dumps(process.spec))
         return process
 
     try:
@@ -163,7 +163,7 @@ def started() -> Iterator[Any]:
 
 
 def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phase_s: float) -> Report:
-    """Of each peer the means over its rounds; of the peers the medians, and the fullest line."""
+    """Return means over each peer's rounds, medians over the peers, and the busiest line."""
     per_round = {name: (last["at"] - first["at"]) / (last["round"] - first["round"])
                  for name, (first, *_, last) in rounds.items()}
     found: Report = {
@@ -195,7 +195,7 @@ def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phas
 
 
 def share_of_line(reports: list[Report], way: str, mbit: float) -> float:
-    """Median over the rounds of what crossed a line, of what it carries while the exchange lasts."""
+    """Return the used share of a line's capacity during the exchange, median over the rounds."""
     return round(statistics.median(8e-6 * r[way] / r["phases"]["exchange"] / mbit for r in reports), 3)
 
 

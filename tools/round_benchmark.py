@@ -1,10 +1,10 @@
-"""./tools/bench round: one round of N = 4 processes on loopback, our own with each codec, hivemind's dense averager, and a gRPC
-parameter server that does what SPES's does: seconds, CPU seconds, bytes, peak memory.
+"""./tools/bench round: one round of N = 4 processes on loopback, ours with each codec, hivemind's dense averager, and a gRPC
+parameter server equivalent to SPES's: seconds, CPU seconds, bytes, peak memory.
 
-Every contender runs in processes of its own, one after the other, first rounds unmeasured, and all of them again and again.
-A round lasts from the moment when all members have trained until the last one has the new base. Not measured: hivemind's
-search for a group. The parameter server's clients ask every 0.05 s whether it is ready (SPES's every 20 s). Our run-dirs lie in
-memory (--folder): four peers on this machine would share one disk, four machines do not.
+The contenders run in turn, each in its own processes, repeatedly; the first rounds are not measured. A round lasts from the end
+of all members' training until the last one has the new base. Hivemind's search for a group is not measured. The parameter
+server's clients poll every 0.05 s (SPES's every 20 s). Our run-dirs are in memory (--folder), since four machines would not
+share one disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODECS = ("none", "fp16", "int8", "int4")
 CONTENDERS = (*CODECS, "dense", "server")
 BASELINES = ("dense", "server")
 WARM_UP, OUR_WARM_UP = dict.fromkeys(BASELINES, 1), 5
-"""Our peers keep the results of four rounds, and use the files again after that."""
+"""Our peers keep the results of four rounds, then reuse the files."""
 MOST_VISITS = 3
 PROGRAM = Path(__file__).with_name("round_contenders.py")
 
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def one_visit(name: str, elements: int, folder: Path, base: str) -> Report:
-    """Unmeasured rounds and a measured one, in fresh processes; once more when a member fell behind on a busy machine."""
+    """Run unmeasured rounds and a measured one in fresh processes; repeat if a member missed a round on a busy machine."""
     for _ in range(MOST_VISITS):
         try:
             return _visit(name, elements, folder, base)
@@ -81,7 +81,7 @@ def _visit(name: str, elements: int, folder: Path, base: str) -> Report:
 
 
 class MissedError(Exception):
-    """A member began its next phase without having committed the round."""
+    """A member started its next phase without committing the round."""
 
 
 @dataclass
@@ -96,12 +96,12 @@ class Process:
         assert self.child.stdin is not None
         return self.child.stdin
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         self.stdin.write(line + "\n")
         self.stdin.flush()
 
-    def hear(self) -> Report:
-        """Its next report."""
+    def next_report(self) -> Report:
+        """Return its next report."""
         assert self.child.stdout is not None
         while line := self.child.stdout.readline():
             if line.startswith("{"):
@@ -122,7 +122,7 @@ def started(name: str, elements: int, place: Path, base: str) -> Iterator[list[P
         spec = {"kind": kind, "member": member, "elements": elements, "folder": str(own), "base": base, **more}
         process = Process(child, spec)
         processes.append(process)
-        process.tell(json.dumps(process.spec))
+        process.send(json.dumps(process.spec))
         return process
 
     try:
@@ -136,7 +136,7 @@ def started(name: str, elements: int, place: Path, base: str) -> Iterator[list[P
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """Ask them to end; kill those that do not within 10 s. What hivemind leaves behind goes too: processes, shared memory."""
+    """Terminate the processes, and kill them after 10 s. Also remove what hivemind leaves: processes and shared memory."""
     children: list[psutil.Process] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -160,22 +160,22 @@ def end_all(processes: Iterable[Process]) -> None:
 def our_members(start: Any, codec: str) -> list[Process]:
     rules = {"codec": codec, "sync": {}}
     first = start("bootstrap", MEMBERS, **rules)
-    found = first.hear()
+    found = first.next_report()
     return [start("ours", i, addresses=[found["address"]], genesis=found["genesis"], **rules) for i in range(MEMBERS)]
 
 
 def dense_members(start: Any, name: str) -> list[Process]:
     first = start("dense", 0)
-    address = first.hear()["address"]
+    address = first.next_report()["address"]
     others = [start("dense", i, addresses=[address]) for i in range(1, MEMBERS)]
     for other in others:
-        other.hear()
+        other.next_report()
     return [first, *others]
 
 
 def server_and_clients(start: Any, name: str) -> list[Process]:
     serving = start("server", 0)
-    address = serving.hear()["address"]
+    address = serving.next_report()["address"]
     return [*(start("client", i, addresses=[address]) for i in range(MEMBERS)), serving]
 
 
@@ -184,13 +184,13 @@ MAKERS: dict[str, Any] = {"dense": dense_members, "server": server_and_clients}
 
 def one_round(members: list[Process]) -> Report:
     for member in members:
-        if "trains" in member.hear():
-            member.tell("go")
-            member.hear()
+        if "trains" in member.next_report():
+            member.send("go")
+            member.next_report()
     began = monotonic()
     for member in members:
-        member.tell("go")
-    costs = [member.hear() for member in members]
+        member.send("go")
+    costs = [member.next_report() for member in members]
     if not all("digest" in cost for cost in costs):
         raise MissedError
     peers = [cost for cost in costs if cost["digest"]]
@@ -208,7 +208,7 @@ def one_round(members: list[Process]) -> Report:
 
 
 def summary(measured: dict[str, list[Report]], elements: int) -> Report:
-    """Medians of each contender, and the ratios between them."""
+    """Return medians of each contender, and ratios between them."""
     numbers = ("seconds", "cpu_seconds", "sent_bytes", "most_sent_bytes", "peak_bytes", "peer_peak_bytes", "extra_bytes")
     contenders = {
         name: {key: statistics.median(run[key] for run in runs) for key in numbers}
@@ -235,7 +235,7 @@ def summary(measured: dict[str, list[Report]], elements: int) -> Report:
 
 
 def plot(report: Report, file: Path) -> None:
-    """Seconds, CPU seconds and bytes sent by one peer, a bar each contender."""
+    """Plot seconds, CPU seconds and bytes sent by one peer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -258,7 +258,7 @@ def plot(report: Report, file: Path) -> None:
 
 
 def floor_bytes(elements: int) -> float:
-    """What each member must send in fp32: 2 S (N - 1) / N of the shared weights, E (N - 1) / N of the experts."""
+    """Return what each member must send in fp32: 2 S (N - 1) / N of the shared weights, E (N - 1) / N of the experts."""
     shared = tensor_sizes(elements)[0]
     return 4 * (2 * shared + our_layout(elements).size - shared) * (MEMBERS - 1) / MEMBERS
 

@@ -1,6 +1,6 @@
-"""The processes of ./tools/bench round: one member of a round, of one kind, told by lines on stdin when to begin.
+"""The processes of ./tools/bench round: one member of a round, which starts it on a line `go` on stdin.
 
-Each prints JSON lines: what others need of it, then `{"ready": true}`, and after each `go` what its round cost.
+Each prints JSON lines: what the others need to reach it, then `{"ready": true}`, and after each `go` the costs of its round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psutil
 
 EXPERTS, MEMBERS = 8, 4
 MOST_BYTES = 1936 * 2**20
-"""Of one message of the parameter server: SPES's, just below what protobuf takes. A body is most often one message."""
+"""Maximum body of a message of the parameter server, as in SPES: just below protobuf's limit."""
 GRPC_OPTIONS = (("grpc.max_send_message_length", MOST_BYTES + 2**20), ("grpc.max_receive_message_length", MOST_BYTES + 2**20))
 POLL_S = 0.05
 TIMEOUT_S = 300.0
@@ -48,18 +48,18 @@ def say(**report: Any) -> None:
 
 
 def wait_for_go() -> bool:
-    """False when the benchmark is over."""
+    """Wait for the next line; return False if the benchmark is over."""
     return sys.stdin.readline().strip() == "go"
 
 
 class Meter:
     """CPU seconds, peak memory and daemon traffic of this process and its children, from `start` to `read`.
 
-    Memory is that of the largest process, without files that it maps (page cache that the kernel takes back at will).
+    Memory is that of the largest process, without mapped files (page cache that the kernel can reclaim).
     """
 
     def __init__(self, maps_files: bool = False):
-        """`maps_files`: shared memory is files in /dev/shm here, not data (ours)."""
+        """`maps_files`: shared memory is mapped files in /dev/shm, so it does not count."""
         self._kinds = ("RssAnon",) if maps_files else ("RssAnon", "RssShmem")
         self._peak, self._before = 0, 0
         self._measuring = threading.Event()
@@ -72,7 +72,7 @@ class Meter:
         self._cpu, self._written = self._cpu_now(), self._written_by_daemons()
 
     def read(self) -> Report:
-        """`daemon_bytes`: what the libp2p daemons wrote, to the network and to their own process."""
+        """Return the costs. `daemon_bytes`: written by the libp2p daemons, to the network and to their own process."""
         end = time.monotonic()
         self._measuring.clear()
         return {"end": end, "cpu_seconds": self._cpu_now() - self._cpu, "peak_bytes": self._peak,
@@ -99,7 +99,7 @@ def _resident_bytes(process: psutil.Process, kinds: tuple[str, ...]) -> int:
 
 
 def tensor_sizes(elements: int) -> tuple[int, int]:
-    """(shared, one expert): a fifth of the state is shared, the rest is in the experts."""
+    """Return the sizes of the shared weights, a fifth of the state, and of one expert."""
     shared = elements // 5
     return shared, (elements - shared) // EXPERTS
 
@@ -111,11 +111,8 @@ def digest_of(arrays: list[np.ndarray]) -> str:
     return hashing.hexdigest()
 
 
-# Our round -------------------------------------------------------------------------------------------------------------
-
-
 def our_member(spec: Spec) -> None:
-    """A peer (`bootstrap`: the first one, which leaves after round 0) with a trainer that waits for `go`."""
+    """Run one of our peers, whose trainer waits for `go`. The bootstrap peer leaves after round 0."""
     import uvloop
 
     uvloop.install()
@@ -123,25 +120,14 @@ def our_member(spec: Spec) -> None:
 
 
 async def _our_life(spec: Spec) -> None:
-    from spes_p2p.campaign.genesis import make_genesis, save_base_0
-    from spes_p2p.messages.codec import pack, unpack
-    from spes_p2p.messages.consensus import Commit
-    from spes_p2p.net.interfaces import World
-    from spes_p2p.net.libp2p import start_libp2p
     from spes_p2p.observe.events import Event, RoundCommitted
-    from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
-    from spes_p2p.peer.durable import voter_incarnation
-    from spes_p2p.peer.life import Peer
-    from spes_p2p.peer.node import Node
-    from spes_p2p.rounds.plan import Rules
-    from spes_p2p.storage.store import DirectoryStore
     from spes_p2p.testing.synthetic import SyntheticTrainer
     from spes_p2p.training.interface import Phase, PhaseReport
 
-    meter = Meter(maps_files=True)
+    meter, layout = Meter(maps_files=True), our_layout(spec["elements"])
 
     class GatedTrainer(SyntheticTrainer):
-        """Begins and ends its phase on `go`: nobody trains while another one is still in the round."""
+        """Starts and ends its phase on `go`, so that no member trains while another is still in the round."""
 
         def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
             say(trains=True)
@@ -152,31 +138,53 @@ async def _our_life(spec: Spec) -> None:
             meter.start()
             return report
 
-    class Observer:
-        """Reports each round that moved weights."""
+    def report(peer: Any, event: Event) -> None:
+        if isinstance(event, RoundCommitted) and event.round > 0:
+            say(**meter.read(), digest=event.base_digest, sent_bytes=event.sent_bytes, received_bytes=event.received_bytes,
+                phases=event.seconds, dropped=event.dropped_parts)
+        elif isinstance(event, RoundCommitted) and spec["kind"] == "bootstrap":
+            peer.leave()
 
-        def tell(self, event: Event) -> None:
-            if isinstance(event, RoundCommitted) and event.round > 0:
-                say(**meter.read(), digest=event.base_digest, sent_bytes=event.sent_bytes, received_bytes=event.received_bytes,
-                    phases=event.seconds, dropped=event.dropped_parts)
-            elif isinstance(event, RoundCommitted) and spec["kind"] == "bootstrap":
-                peer.leave()
+    spec = {**spec, "address": "127.0.0.1", "owned": EXPERTS // MEMBERS, "latency_s": 0.0}
+    await live(spec, lambda base, owned: GatedTrainer(layout, base, owned, 1000, 1.0, spec["member"]), report)
+
+
+async def live(
+    spec: Spec, make_trainer: Callable[[np.ndarray, tuple[int, ...]], Any], report: Callable[[Any, Any], None]
+) -> None:
+    """Run a trainer, or the bootstrap peer, until it leaves. `report(peer, event)` is called for each event."""
+    from spes_p2p.campaign.genesis import make_genesis, save_base_0
+    from spes_p2p.messages.codec import pack, unpack
+    from spes_p2p.messages.consensus import Commit
+    from spes_p2p.net.interfaces import World
+    from spes_p2p.net.libp2p import start_libp2p
+    from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
+    from spes_p2p.peer.durable import voter_incarnation
+    from spes_p2p.peer.life import Peer
+    from spes_p2p.peer.node import Node
+    from spes_p2p.rounds.plan import Rules
+    from spes_p2p.storage.store import DirectoryStore
+    from spes_p2p.testing.latency import delayed
 
     folder, campaign, layout = Path(spec["folder"]), our_campaign(spec), our_layout(spec["elements"])
-    net = await start_libp2p(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"], (), spec.get("addresses", ()))
+    net = await start_libp2p(folder / "identity.key", [f"/ip4/{spec['address']}/tcp/0"], (), spec.get("addresses", ()))
     store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
     genesis = unpack(Commit, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
         make_genesis(campaign, net.identity.peer_id, base0, voter_incarnation(store, random.Random())))
     save_base_0(store, genesis, base0)
     del base0
-    world = World(net.transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
-    rules = Rules(campaign.config, campaign.hash, 10**6)
+    transport = delayed(net.transport, spec["latency_s"])
+    world = World(transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
     helps = spec["kind"] == "bootstrap"
-    node = Node(world, campaign, genesis, rules, "helper" if helps else "trainer", {}, Observer())
+
+    def observe(event: Any) -> None:
+        report(peer, event)
+
+    rules = Rules(campaign.config, campaign.hash, 10**6)
+    node = Node(world, campaign, genesis, rules, "helper" if helps else "trainer", {}, observe)
     peer = Peer(
-        node, layout, None if helps else lambda base, owned: GatedTrainer(layout, base, owned, 1000, 1.0, spec["member"]),
-        NOTHING_TO_TRAIN if helps else Capacity(EXPERTS // MEMBERS), Observer(), lambda: b"", str(folder),
-        base_in_memory=spec["base"] == "ram",
+        node, layout, None if helps else make_trainer, NOTHING_TO_TRAIN if helps else Capacity(spec["owned"]), observe,
+        lambda: b"", str(folder), base_in_memory=spec.get("base") == "ram",
     )
     if helps:
         say(address=net.transport.addresses[0], genesis=pack(genesis).hex())
@@ -213,11 +221,8 @@ def our_campaign(spec: Spec) -> Any:
                     validation_manifest_sha256=None, tokenizer_sha256="1" * 64)
 
 
-# hivemind's dense averager ---------------------------------------------------------------------------------------------
-
-
 def dense_member(spec: Spec) -> None:
-    """One peer of hivemind's DecentralizedAverager; finding the group is not measured."""
+    """Run a peer of hivemind's DecentralizedAverager; finding the group is not measured."""
     import torch
     from hivemind import DHT
     from hivemind.averaging import DecentralizedAverager
@@ -251,12 +256,9 @@ def dense_member(spec: Spec) -> None:
     dht.shutdown()
 
 
-# A parameter server that does what SPES's does -------------------------------------------------------------------------
-
-
 @functools.cache
 def messages() -> tuple[type[Any], type[Any]]:
-    """(upload or download request, answer): protobuf messages with a body, in pieces of MOST_BYTES, so most often whole."""
+    """Return the protobuf classes of request and answer, whose bodies are pieces of at most MOST_BYTES."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     fields = descriptor_pb2.FieldDescriptorProto
@@ -274,9 +276,9 @@ def messages() -> tuple[type[Any], type[Any]]:
 
 
 class ParameterServer:
-    """Takes whole uploads of what each client trained, averages them, and gives everybody the whole state.
+    """Receives what each client trained, averages it, and sends the whole state to all clients.
 
-    The last answer stays until the next one is there.
+    It keeps the last answer until the next one is ready.
     """
 
     def __init__(self, state: dict[str, Any]):
@@ -296,7 +298,7 @@ class ParameterServer:
         return messages()[1](ready=True)
 
     def download(self, request: Any, context: Any) -> Any:
-        """The piece that is asked for, or "not ready"."""
+        """Return the requested piece, or "not ready"."""
         if request.round > self.round:
             return messages()[1](ready=False)
         start = request.piece * MOST_BYTES
@@ -378,7 +380,7 @@ def in_messages(body: bytes, member: int) -> Iterator[Any]:
 
 
 def downloaded(download: Callable[[Any], Any], round_number: int) -> bytes:
-    """Of this round, piece by piece, as soon as it is ready."""
+    """Download the state of this round piece by piece, as soon as it is ready."""
     pieces: list[bytes] = []
     while True:
         answer = download(messages()[0](round=round_number, piece=len(pieces)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from spes_p2p.config.campaign import Campaign, load_campaign_config, parse_campaign
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.files import fetch_file
-from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest, write_whole
+from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest
 from spes_p2p.data.tokenizers import check_tokenizer
 from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError, refusal_line, version_advice
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -23,6 +23,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.net.contacts import find_contacts
 from spes_p2p.net.interfaces import Registry
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.storage.files import write_whole
 from spes_p2p.storage.store import frame_record, read_frame
 
 CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
@@ -103,21 +104,21 @@ def read_campaign(config_path: Path) -> CampaignFiles:
 
 
 async def fetch_campaign(
-    board: RpcEndpoint, peers: Sequence[str], registry: Registry | None = None, folders: Sequence[Path] = ()
+    endpoint: RpcEndpoint, peers: Sequence[str], registry: Registry | None = None, folders: Sequence[Path] = ()
 ) -> tuple[CampaignFiles, Commit]:
     """Fetch the files and the genesis commit of the campaign that these peers serve, verified by hash.
 
     The peers in the registry serve files too. `folders`: local folders to search for token files. Raises UserError.
     """
-    record, donors = await _agreed_record(board, peers)
+    record, donors = await _agreed_record(endpoint, peers)
     campaign = parse_campaign(record.campaign_json, f"peer {donors[0]}")
     if record.genesis.campaign != campaign.hash:
         raise UserError(f"peer {donors[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
     if registry is not None:
         with contextlib.suppress(PeerUnreachable):
-            donors += sorted(await find_contacts(registry, board.transport, campaign.hash))
-    donors = [peer for peer in dict.fromkeys(donors) if peer != board.peer_id]
-    fetcher, sizes = Fetcher(board), dict(record.blobs)
+            donors += sorted(await find_contacts(registry, endpoint.transport, campaign.hash))
+    donors = [peer for peer in dict.fromkeys(donors) if peer != endpoint.peer_id]
+    fetcher, sizes = Fetcher(endpoint), dict(record.blobs)
     wanted = (campaign.manifest_sha256, campaign.validation_manifest_sha256, campaign.tokenizer_sha256)
     files = [None if sha is None else await fetch_file(fetcher, sha, sizes.get(sha, 0), donors) for sha in wanted]
     manifest, validation, tokenizer = files
@@ -190,14 +191,14 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-async def _agreed_record(board: RpcEndpoint, peers: Sequence[str]) -> tuple[CampaignRecord, list[str]]:
+async def _agreed_record(endpoint: RpcEndpoint, peers: Sequence[str]) -> tuple[CampaignRecord, list[str]]:
     """Return the record that all answering peers serve, and these peers. Of differing file sizes, the largest counts."""
     found: dict[str, tuple[CampaignRecord, list[str]]] = {}
     sizes: dict[str, int] = {}
     problems = []
     for peer in peers:
         try:
-            reply = await board.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * board.silence_s)
+            reply = await endpoint.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * endpoint.silence_s)
             record = unpack(CampaignRecord, reply)
             if record.protocol < OLDEST_PROTOCOL:
                 advice = version_advice(PROTOCOL_VERSION, record.protocol, record.program)

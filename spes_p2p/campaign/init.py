@@ -11,10 +11,11 @@ from typing import Any
 from spes_p2p.campaign.files import CampaignFiles, read_campaign
 from spes_p2p.config.campaign import SCHEMA_VERSION, parse_campaign_config
 from spes_p2p.data.documents import read_documents, reader_of
-from spes_p2p.data.manifest import MANIFEST_NAME, check_url, write_whole
+from spes_p2p.data.manifest import MANIFEST_NAME, check_url
 from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, train_tokenizer
 from spes_p2p.data.tokenizing import Progress, tokenize
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import write_whole
 
 CAMPAIGN_YAML, TOKENIZER_JSON, TOKENS_FOLDER = "campaign.yaml", "tokenizer.json", "tokens"
 TRAIN, HELD_OUT = "train_", "held_out_"

@@ -38,7 +38,7 @@ class SwarmConnection:
     files: CampaignFiles
     genesis: Commit
     world: World
-    board: RpcEndpoint
+    endpoint: RpcEndpoint
 
     async def contacts(self) -> dict[str, Contact]:
         """Return the contacts in the DHT by peer id; none if it does not answer."""
@@ -53,7 +53,7 @@ class SwarmConnection:
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(PeerUnreachable, Refused, ValueError):
-                answers[peer] = read(await self.board.ask(peer, method, request, REPLY_TIMEOUT_S))
+                answers[peer] = read(await self.endpoint.ask(peer, method, request, REPLY_TIMEOUT_S))
 
         await asyncio.gather(*map(ask, contacts))
         return answers
@@ -65,7 +65,7 @@ class SwarmConnection:
 
     def history(self, peer: str, after: int) -> AsyncIterator[HistoryPage]:
         """Yield a peer's records of the rounds after this one; ends early if it does not answer."""
-        return pages(self.board, peer, after)
+        return pages(self.endpoint, peer, after)
 
     async def newest_order(self, known: Control | None) -> Control | None:
         """Return the owner's newest control record, fetched if the registry shows a newer one than `known`."""
@@ -74,7 +74,7 @@ class SwarmConnection:
             if contacts[peer].control <= number_of(known):
                 break
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                reply = await self.board.ask(peer, CONTROL, pack(ControlRequest(None)), REPLY_TIMEOUT_S)
+                reply = await self.endpoint.ask(peer, CONTROL, pack(ControlRequest(None)), REPLY_TIMEOUT_S)
                 newest = unpack(Known, reply).newest
                 if number_of(newest) > number_of(known) and newest and is_signed(newest, self.genesis, self.world.identity):
                     known = newest
@@ -87,8 +87,8 @@ async def connect(addresses: Sequence[str]) -> AsyncIterator[SwarmConnection]:
     with tempfile.TemporaryDirectory(prefix="spes-connection-") as folder:
         net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
         try:
-            board = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
-            files, genesis = await fetch_campaign(board, [peer_of(address) for address in addresses], net.registry)
-            yield SwarmConnection(files, genesis, net.world(DirectoryStore(Path(folder))), board)
+            endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
+            files, genesis = await fetch_campaign(endpoint, [peer_of(address) for address in addresses], net.registry)
+            yield SwarmConnection(files, genesis, net.world(DirectoryStore(Path(folder))), endpoint)
         finally:
             await net.close()

@@ -59,8 +59,8 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
     check_addresses(listen, (), ())
     with tempfile.TemporaryDirectory(prefix="spes-doctor-") as folder:
         async with _listening(Path(folder) / "identity.key", addresses, listen, settings.announce) as transport:
-            board = RpcEndpoint(transport, SILENCE_S)
-            skews, silent = await _clocks(board, [peer_of(address) for address in addresses])
+            endpoint = RpcEndpoint(transport, SILENCE_S)
+            skews, silent = await _clocks(endpoint, [peer_of(address) for address in addresses])
             if not skews:
                 raise UserError(f"no usable peer at {', '.join(addresses)} ({'; '.join(silent)}); "
                                 "ask the campaign's owner for the address")
@@ -69,10 +69,10 @@ async def examine(addresses: Sequence[str], settings: PeerConfig) -> list[Check]
             checks += [judge_clock(peer, skew) for peer, skew in skews.items()]
             if checks[0].result == "failure":
                 return checks
-            files, _ = await fetch_campaign(board, list(skews), folders=settings.data_dir)
+            files, _ = await fetch_campaign(endpoint, list(skews), folders=settings.data_dir)
             checks.append(await _dht(Path(folder), [a for a in addresses if peer_of(a) in skews], files.campaign.hash))
-            checks += await _reachability(board, transport, {peer_of(a): a for a in addresses if peer_of(a) in skews})
-            checks += await _capacity(board, list(skews), files, settings)
+            checks += await _reachability(endpoint, transport, {peer_of(a): a for a in addresses if peer_of(a) in skews})
+            checks += await _capacity(endpoint, list(skews), files, settings)
     return checks
 
 
@@ -104,12 +104,12 @@ async def _listening(
         await daemon.close()
 
 
-async def _clocks(board: RpcEndpoint, peers: Sequence[str]) -> tuple[dict[str, Skew], list[str]]:
+async def _clocks(endpoint: RpcEndpoint, peers: Sequence[str]) -> tuple[dict[str, Skew], list[str]]:
     """Return the clock skew of each peer that answers, and an error line for each other peer."""
     skews, silent = {}, []
     for peer in peers:
         try:
-            skews[peer] = await measure_clock(board, peer, time.time)
+            skews[peer] = await measure_clock(endpoint, peer, time.time)
         except (PeerUnreachable, Refused, WireError) as error:
             silent.append(f"{peer}: {error}")
     return skews, silent
@@ -137,13 +137,13 @@ async def _peers_seen_from(identity: Path, address: str, campaign_hash: str) -> 
             await daemon.close()
 
 
-async def _reachability(board: RpcEndpoint, transport: Libp2pTransport, peers: Mapping[str, str]) -> list[Check]:
+async def _reachability(endpoint: RpcEndpoint, transport: Libp2pTransport, peers: Mapping[str, str]) -> list[Check]:
     """Ask each peer (address by peer id) to dial back."""
     ports = ports_of(transport.addresses)
     answers: dict[str, DialBack] = {}
     for peer in peers:
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
-            answers[peer] = await ask_dial_back(board, peer, ports)
+            answers[peer] = await ask_dial_back(endpoint, peer, ports)
     needs_relay = not all(answer.reached for answer in answers.values()) and not all(map(is_loopback, transport.addresses))
     relays = await _relays(tuple(peers.values())) if needs_relay else []
     return [judge_reachability(answers, ports, relays), judge_nat(answers, _own_hosts(), ports)]
@@ -167,7 +167,7 @@ async def _relays(addresses: Sequence[str]) -> list[str]:
         await daemon.close()
 
 
-async def _capacity(board: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, settings: PeerConfig) -> list[Check]:
+async def _capacity(endpoint: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, settings: PeerConfig) -> list[Check]:
     """Check what this machine would train, and whether memory, disk and bandwidth suffice for it."""
     config = files.campaign.config
     try:
@@ -191,15 +191,15 @@ async def _capacity(board: RpcEndpoint, peers: Sequence[str], files: CampaignFil
     disk = shutil.disk_usage(_existing(settings.run_dir)).free
     needed = disk_bytes(config, choice).total + min(share, settings.token_cache_bytes)
     checks.append(judge_space("disk", needed, disk, "free disk space, or choose another --run-dir"))
-    return [*checks, await _bandwidth(board, peers, files, choice)]
+    return [*checks, await _bandwidth(endpoint, peers, files, choice)]
 
 
-async def _bandwidth(board: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, choice: Choice) -> Check:
+async def _bandwidth(endpoint: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, choice: Choice) -> Check:
     config = files.campaign.config
     problem = ""
     for peer in peers:
         try:
-            up, down = await measure_up(board, peer), await measure_down(board, peer)
+            up, down = await measure_up(endpoint, peer), await measure_down(endpoint, peer)
         except (PeerUnreachable, Refused, WireError) as error:
             problem = str(error)
             continue

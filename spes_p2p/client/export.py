@@ -88,9 +88,9 @@ async def _newest_base(
     size = base_size(layout_of(config.model), config.outer)
     for number in range(log.round, max(0, log.round - 2), -1):
         commit = log.commit_at(number)
-        offers = await collect_offers(swarm.board, peers, commit.id, size)
+        offers = await collect_offers(swarm.endpoint, peers, commit.id, size)
         if offers and commit.step > 0:
-            return number, offers[0].info.digest, await download(Fetcher(swarm.board), offers, None, on_progress)
+            return number, offers[0].info.digest, await download(Fetcher(swarm.endpoint), offers, None, on_progress)
     raise PeerUnreachable("no peer offers a trained base")
 
 
@@ -99,7 +99,7 @@ async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> N
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
         while True:
             request = pack(CommitsRequest(log.round))
-            found = unpack(Decide, await swarm.board.ask(peer, COMMITS, request, swarm.board.silence_s)).decided
+            found = unpack(Decide, await swarm.endpoint.ask(peer, COMMITS, request, swarm.endpoint.silence_s)).decided
             if not found:
                 return
             for decided in filter(log.admits, found):
@@ -113,7 +113,7 @@ async def _history(swarm: SwarmConnection, log: CommitLog, round_number: int) ->
     for peer in await swarm.contacts():
         async for page in swarm.history(peer, -1):
             for record in page.records:
-                rounds.hear(record)
+                rounds.add(record)
             if not rounds.missing(wanted):
                 return rounds.records
     return rounds.records

@@ -150,8 +150,9 @@ class _Download:
         self._keep = keep
         self._tiers = [list(tier) for tier in donors]
         self._lacks: dict[str, set[int]] = {donor.name: set() for tier in donors for donor in tier}
-        self._unavailable: set[str] = set()
-        """Donors that are dropped or currently busy."""
+        self._dropped: set[str] = set()
+        self._busy: set[str] = set()
+        """Donors that refused the last request and are asked again later."""
         self._requests: set[_Request] = set()
         self._changed = asyncio.Event()
         self._complete = asyncio.Event()
@@ -206,22 +207,23 @@ class _Download:
                     await asyncio.sleep(request.retry_s)
                     continue
             if empty == EMPTY_REQUESTS:
-                self._unavailable.add(donor.name)
-            if donor.name in self._unavailable:
+                self._dropped.add(donor.name)
+            if donor.name in self._dropped | self._busy:
                 return
 
     async def _ask(self, donor: Donor, batch: Sequence[int]) -> _Request:
-        """Run one request. Marks a donor that fails or is busy as unavailable."""
+        """Run one request; drop a donor that fails."""
         request = _Request(self, donor, batch)
-        self._unavailable.discard(donor.name)
+        self._busy.discard(donor.name)
         self._requests.add(request)
         try:
             await request.run()
         except (PeerUnreachable, Refused, WireError, BadPiece) as error:
-            self._unavailable.add(donor.name)
             if isinstance(error, Refused) and error.code is Code.BUSY:
+                self._busy.add(donor.name)
                 request.retry_s = max(BUSY_RETRY_S, min(error.refusal.retry_s or 0.0, MAX_BUSY_RETRY_S))
                 return request
+            self._dropped.add(donor.name)
             level = logging.WARNING if isinstance(error, WireError | BadPiece) else logging.INFO
             logger.log(level, "donor %s dropped: %s", donor.name[-6:], error)
         finally:
@@ -235,7 +237,8 @@ class _Download:
         if len(prompt) >= DONORS_AT_ONCE:
             return []
         under_way = {index for request in prompt for index in request.pending}
-        before = [other.name for earlier in self._tiers[:tier] for other in earlier if other.name not in self._unavailable]
+        unavailable = self._dropped | self._busy
+        before = [other.name for earlier in self._tiers[:tier] for other in earlier if other.name not in unavailable]
         batch = []
         for index in self._missing:
             if index in self._lacks[donor.name] or index in under_way:

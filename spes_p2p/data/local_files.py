@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spes_p2p.data.manifest import HASHES, Manifest, TokenFile, write_whole
+from spes_p2p.data.manifest import HASHES, Manifest, TokenFile
 from spes_p2p.data.token_files import TokenArray, open_tokens, scan
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import write_whole
 
 
 def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None,

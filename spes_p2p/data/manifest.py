@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from spes_p2p.data.token_files import Dtype
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import write_whole
 
 MANIFEST_NAME = "manifest.json"
 HASHES = ".hashes"
@@ -152,14 +152,3 @@ def check_vocabulary(manifest: Manifest, tokenizer_sha256: str, model_vocab_size
     if manifest.vocab_size > model_vocab_size:
         raise UserError(f"{where}: its tokenizer has {manifest.vocab_size} ids, the model only {model_vocab_size}; "
                         f"raise model.vocab_size to at least {manifest.vocab_size}")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: to a temporary name, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

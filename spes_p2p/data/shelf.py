@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.data.cache_order import CacheOrder
-from spes_p2p.data.manifest import TokenFile, write_whole
+from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import HASH_BYTES, PIECE_BYTES, PieceHasher, is_piece, piece_count, root_of
 from spes_p2p.data.token_files import SCAN_BYTES, TokenArray, open_tokens
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from spes_p2p.data.manifest import (
     publish_at,
     read_manifest,
     write_manifest,
-    write_whole,
 )
 from spes_p2p.data.pieces import root_of
 from spes_p2p.data.shards import ShardWriter
 from spes_p2p.data.token_files import Dtype, detect_dtype, scan, smallest_dtype
 from spes_p2p.data.tokenizers import END_OF_TEXT, TokenizerIdentity, check_tokenizer, load_tokenizer
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import write_whole
 
 BATCH_CHARACTERS = 2**20
 """Batch size of the multithreaded encoder. Bounds memory; does not change the tokens."""

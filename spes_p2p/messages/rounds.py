@@ -46,7 +46,6 @@ from spes_p2p.messages.fields import (
     Tokens,
     Version,
     Weight,
-    Word,
 )
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.samples import Cursor, Interval
@@ -220,7 +219,6 @@ class Pong(Extensible):
 
     round: Round
     """Last committed round."""
-    phase: Word
     failed_to_coordinate: Round
     """The last round that this peer failed to decide as its coordinator; -1 for none."""
     votes: bool

@@ -48,11 +48,11 @@ class Checkup:
         self._seen_at = seen_at
         self._measuring = asyncio.Lock()
 
-    async def serve(self, board: RpcEndpoint) -> None:
+    async def serve(self, endpoint: RpcEndpoint) -> None:
         """Answer from now on."""
-        await board.serve(CLOCK, self._on_clock)
-        await board.serve(DIAL_BACK, self._on_dial_back)
-        await board.serve(SPEED, self._on_speed)
+        await endpoint.serve(CLOCK, self._on_clock)
+        await endpoint.serve(DIAL_BACK, self._on_dial_back)
+        await endpoint.serve(SPEED, self._on_speed)
 
     async def _on_clock(self, stream: Stream) -> None:
         for _ in range(CLOCK_SAMPLES):
@@ -103,10 +103,10 @@ async def is_libp2p(host: str, port: int) -> bool:
         return False
 
 
-async def measure_clock(board: RpcEndpoint, peer: str, wall_time: Callable[[], float]) -> Skew:
+async def measure_clock(endpoint: RpcEndpoint, peer: str, wall_time: Callable[[], float]) -> Skew:
     """Compare clocks, by the fastest of CLOCK_SAMPLES questions. Raises PeerUnreachable, Refused, WireError."""
     samples = []
-    async with board.stream(peer, CLOCK) as stream:
+    async with endpoint.stream(peer, CLOCK) as stream:
         for _ in range(CLOCK_SAMPLES):
             asked = wall_time()
             await stream.send(b"")
@@ -116,22 +116,22 @@ async def measure_clock(board: RpcEndpoint, peer: str, wall_time: Callable[[], f
     return min(samples, key=lambda skew: skew.uncertainty_s)
 
 
-async def ask_dial_back(board: RpcEndpoint, peer: str, ports: tuple[int, ...]) -> DialBack:
+async def ask_dial_back(endpoint: RpcEndpoint, peer: str, ports: tuple[int, ...]) -> DialBack:
     """Have a peer dial this one back. Raises PeerUnreachable, Refused, WireError."""
     request = pack(DialBackRequest(ports[:MAX_PORTS]))
-    return unpack(DialBack, await board.ask(peer, DIAL_BACK, request, 4 * DIAL_TIMEOUT_S))
+    return unpack(DialBack, await endpoint.ask(peer, DIAL_BACK, request, 4 * DIAL_TIMEOUT_S))
 
 
-async def measure_down(board: RpcEndpoint, peer: str) -> Moved:
+async def measure_down(endpoint: RpcEndpoint, peer: str) -> Moved:
     """Receive for about SPEED_SECONDS. Raises PeerUnreachable, Refused, WireError."""
-    async with board.stream(peer, SPEED) as stream:
+    async with endpoint.stream(peer, SPEED) as stream:
         await stream.send(pack(SpeedRequest(up=False)))
         return await _receive(stream)
 
 
-async def measure_up(board: RpcEndpoint, peer: str) -> Moved:
+async def measure_up(endpoint: RpcEndpoint, peer: str) -> Moved:
     """Send for about SPEED_SECONDS; what arrived there. Raises PeerUnreachable, Refused, WireError."""
-    async with board.stream(peer, SPEED) as stream:
+    async with endpoint.stream(peer, SPEED) as stream:
         await stream.send(pack(SpeedRequest(up=True)))
         await _send(stream)
         return unpack(Moved, await stream.message())

@@ -36,7 +36,7 @@ class Reachability:
 
     def __init__(
         self,
-        board: RpcEndpoint,
+        endpoint: RpcEndpoint,
         transport: Libp2pTransport,
         peers: Callable[[], Sequence[str]],
         rng: random.Random,
@@ -44,7 +44,7 @@ class Reachability:
     ):
         """`peers`: whom to ask. `dialable`: what was measured before this peer appeared in the swarm."""
         self.is_dialable = dialable
-        self._board, self._transport, self._peers, self._rng = board, transport, peers, rng
+        self._endpoint, self._transport, self._peers, self._rng = endpoint, transport, peers, rng
 
     async def keep_measuring(self) -> None:
         """Never returns."""
@@ -52,22 +52,22 @@ class Reachability:
             await asyncio.sleep(MEASURE_EVERY_S)
             peers = list(self._peers())
             asked = self._rng.sample(peers, min(PEERS_ASKED, len(peers)))
-            found = await measure_dialable(self._board, self._transport.addresses, asked)
+            found = await measure_dialable(self._endpoint, self._transport.addresses, asked)
             if found is not None and found != self.is_dialable:
                 self.is_dialable = found
                 logger.warning("%s", describe(found))
 
 
-async def measure_dialable(board: RpcEndpoint, addresses: Sequence[str], peers: Sequence[str]) -> bool | None:
+async def measure_dialable(endpoint: RpcEndpoint, addresses: Sequence[str], peers: Sequence[str]) -> bool | None:
     """Return whether all of these peers that can try reach this peer's ports; None if none can try."""
     ports = ports_of(addresses)
-    answers = await asyncio.gather(*(_dial_back(board, peer, ports) for peer in peers))
+    answers = await asyncio.gather(*(_dial_back(endpoint, peer, ports) for peer in peers))
     tried = [answer for answer in answers if answer is not None and any(map(direct_host, answer.seen_at))]
     return all(answer.reached for answer in tried) if tried else None
 
 
 async def probe_dialable(initial_peers: Sequence[str], listen: Sequence[str], announce: Sequence[str]) -> bool:
-    """As `measure_dialable`, before a peer starts and under a name of its own; nobody who can try counts as no.
+    """As `measure_dialable`, before a peer starts and under a name of its own; if no peer can try, the answer is no.
 
     Raises UserError when no initial peer can be dialled.
     """
@@ -82,9 +82,9 @@ async def probe_dialable(initial_peers: Sequence[str], listen: Sequence[str], an
         )
         try:
             addresses = tuple(str(address) for address in await daemon.get_visible_maddrs(latest=True))
-            board = RpcEndpoint(Libp2pTransport(daemon, addresses), PROBE_SILENCE_S)
+            endpoint = RpcEndpoint(Libp2pTransport(daemon, addresses), PROBE_SILENCE_S)
             asked = [peer_of(address) for address in initial_peers[:PEERS_ASKED]]
-            return bool(await measure_dialable(board, addresses, asked))
+            return bool(await measure_dialable(endpoint, addresses, asked))
         finally:
             await daemon.close()
 
@@ -102,7 +102,7 @@ def describe(dialable: bool) -> str:
     return "others cannot dial this peer: it trains all the same, over its own connections and relays (spes-p2p doctor: advice)"
 
 
-async def _dial_back(board: RpcEndpoint, peer: str, ports: tuple[int, ...]) -> DialBack | None:
+async def _dial_back(endpoint: RpcEndpoint, peer: str, ports: tuple[int, ...]) -> DialBack | None:
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
-        return await ask_dial_back(board, peer, ports)
+        return await ask_dial_back(endpoint, peer, ports)
     return None

@@ -8,21 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
-from spes_p2p.observe.events import (
-    BEFORE_TRAINING,
-    BaseRestored,
-    Controlled,
-    DigestMismatch,
-    DownloadProgress,
-    Evaluated,
-    Event,
-    PeersSeen,
-    PhaseTrained,
-    RoundCommitted,
-    RoundFailed,
-    TrainingProgress,
-    WorkDropped,
-)
+from spes_p2p.observe import events
+from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.log import EVENT
 from spes_p2p.observe.status import StatusBoard, gather, sync_seconds
 from spes_p2p.observe.units import (
@@ -72,14 +59,14 @@ class RoundLog:
         """Device utilisation in the last phase; empty if the device's peak is unknown."""
         self._waiting = {"announcing": "waiting for the plan", "downloading": "waiting for a peer that has the base"}
 
-    def tell(self, event: Event) -> None:
+    def show(self, event: Event) -> None:
         """Log the event if it is of interest to the user."""
-        if isinstance(event, PhaseTrained):
+        if isinstance(event, events.PhaseTrained):
             self._utilisation = "" if math.isnan(event.mfu) else f" at {100 * event.mfu:.0f} % MFU"
         silent_s = self._clock() - self._spoke_at
-        if isinstance(event, TrainingProgress) and silent_s < HEARTBEAT_S:
+        if isinstance(event, events.TrainingProgress) and silent_s < HEARTBEAT_S:
             return
-        if isinstance(event, DownloadProgress) and silent_s < DOWNLOAD_EVERY_S and event.done < event.total:
+        if isinstance(event, events.DownloadProgress) and silent_s < DOWNLOAD_EVERY_S and event.done < event.total:
             return
         line = self._line(event)
         if line:
@@ -90,34 +77,34 @@ class RoundLog:
         match event:
             case BaseRestored():
                 return self._restored(event)
-            case TrainingProgress():
+            case events.TrainingProgress():
                 speed = human_rate(event.tokens_per_second)
                 return f"{self._nth(event.round)} · training, step {event.steps_done}/{event.steps_planned} · {speed}"
-            case DownloadProgress():
+            case events.DownloadProgress():
                 return f"downloading {event.what}: {100 * event.done // max(1, event.total)} %"
-            case PeersSeen():
+            case events.PeersSeen():
                 return self._membership_change(event) or self._still_waiting(event)
-            case PhaseTrained() if event.skipped_steps:
+            case events.PhaseTrained() if event.skipped_steps:
                 return f"{self._nth(event.round)}: skipped {event.skipped_steps} steps with a non-finite loss or gradient"
             case RoundCommitted():
                 return self._round(event) if event.round > 0 else self._assembled(event)
-            case Controlled():
+            case events.Controlled():
                 order = event.order or event.state
                 return f"{self._nth(event.round)} · owner's order {event.number} takes effect: {order}"
-            case Evaluated():
+            case events.Evaluated():
                 when = "" if event.round > 0 else " before training"
                 return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"
-            case RoundFailed():
+            case events.RoundFailed():
                 why = f"{event.reason}: {event.detail}" if event.detail else event.reason
                 return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
-            case WorkDropped():
+            case events.WorkDropped():
                 return f"{self._nth(event.round)}: discarded work on {human_count(event.tokens)} tokens ({event.reason})"
-            case DigestMismatch():
+            case events.DigestMismatch():
                 digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
                 return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"
         return None
 
-    def _membership_change(self, event: PeersSeen) -> str | None:
+    def _membership_change(self, event: events.PeersSeen) -> str | None:
         """Report arrivals and departures, on helpers only."""
         living = frozenset(event.living) - {self._board.status.peer_id}
         before, self._living = self._living, living
@@ -127,7 +114,7 @@ class RoundLog:
         left = [f"{short_peer(peer)} left" for peer in sorted(before - living)]
         return f"{', '.join(joined + left)} · {counted(event.trainers, 'trainer')}"
 
-    def _still_waiting(self, event: PeersSeen) -> str | None:
+    def _still_waiting(self, event: events.PeersSeen) -> str | None:
         """Report a long wait, and the electors that are missing from the registry."""
         status = self._board.status
         what = self._waiting.get(status.phase)
@@ -185,8 +172,8 @@ class RoundLog:
 
 
 _LEVELS: dict[type, int] = {
-    PhaseTrained: logging.WARNING,
-    RoundFailed: logging.WARNING,
-    WorkDropped: logging.WARNING,
-    DigestMismatch: logging.ERROR,
+    events.PhaseTrained: logging.WARNING,
+    events.RoundFailed: logging.WARNING,
+    events.WorkDropped: logging.WARNING,
+    events.DigestMismatch: logging.ERROR,
 }

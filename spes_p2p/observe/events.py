@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 BEFORE_TRAINING = -1
 """`round` of base 0. Round 0 assembles the swarm and leaves base 0 as it is; rounds 1 to total_rounds move weights."""
 
 
+class Event:
+    """Something that happens to a peer."""
+
+
 @dataclass(frozen=True)
-class PhaseEntered:
+class PhaseEntered(Event):
     """This peer enters a phase."""
 
     name: str
@@ -20,7 +23,7 @@ class PhaseEntered:
 
 
 @dataclass(frozen=True)
-class BaseRestored:
+class BaseRestored(Event):
     """A base is in place that no round on this peer produced: at each start and after a repair."""
 
     round: int
@@ -39,7 +42,7 @@ class BaseRestored:
 
 
 @dataclass(frozen=True)
-class TrainingProgress:
+class TrainingProgress(Event):
     """A local step is done."""
 
     round: int
@@ -50,7 +53,7 @@ class TrainingProgress:
 
 
 @dataclass(frozen=True)
-class PhaseTrained:
+class PhaseTrained(Event):
     """The local steps between two rounds are done."""
 
     round: int
@@ -72,7 +75,7 @@ class PhaseTrained:
 
 
 @dataclass(frozen=True)
-class RoundCommitted:
+class RoundCommitted(Event):
     """A new base is in place."""
 
     round: int
@@ -106,7 +109,7 @@ class RoundCommitted:
 
 
 @dataclass(frozen=True)
-class Controlled:
+class Controlled(Event):
     """An order of the campaign's owner takes effect, on all peers in the same round."""
 
     round: int
@@ -137,7 +140,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class RoundMeasured:
+class RoundMeasured(Event):
     """Measurements of a committed round."""
 
     round: int
@@ -148,7 +151,7 @@ class RoundMeasured:
 
 
 @dataclass(frozen=True)
-class RoundFailed:
+class RoundFailed(Event):
     """An attempt did not commit. Nothing was applied."""
 
     round: int
@@ -160,7 +163,7 @@ class RoundFailed:
 
 
 @dataclass(frozen=True)
-class WorkDropped:
+class WorkDropped(Event):
     """Pending work was discarded."""
 
     round: int
@@ -170,7 +173,7 @@ class WorkDropped:
 
 
 @dataclass(frozen=True)
-class DigestMismatch:
+class DigestMismatch(Event):
     """This peer's base differs from the one the members agreed on; it is downloaded again."""
 
     round: int
@@ -180,7 +183,7 @@ class DigestMismatch:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluated(Event):
     """Held-out loss of the base after a round."""
 
     round: int
@@ -189,7 +192,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class PeersSeen:
+class PeersSeen(Event):
     """Living peers in the registry."""
 
     trainers: int
@@ -201,7 +204,7 @@ class PeersSeen:
 
 
 @dataclass(frozen=True)
-class DownloadProgress:
+class DownloadProgress(Event):
     """Progress of a long download."""
 
     what: str
@@ -211,7 +214,7 @@ class DownloadProgress:
 
 
 @dataclass(frozen=True)
-class BytesMoved:
+class BytesMoved(Event):
     """Payload bytes over the transport."""
 
     kind: str
@@ -225,38 +228,15 @@ def sync_phases(seconds: Mapping[str, float]) -> dict[str, float]:
     return {phase: spent for phase, spent in seconds.items() if phase != "train"}
 
 
-Event = (
-    PhaseEntered
-    | BaseRestored
-    | TrainingProgress
-    | PhaseTrained
-    | RoundCommitted
-    | Controlled
-    | RoundMeasured
-    | RoundFailed
-    | WorkDropped
-    | DigestMismatch
-    | Evaluated
-    | PeersSeen
-    | DownloadProgress
-    | BytesMoved
-)
+Observer = Callable[[Event], None]
+"""Receives events on the event loop; must not block."""
 
 
-class Observer(Protocol):
-    """A receiver of events."""
+def to_all(*observers: Observer) -> Observer:
+    """Return an observer that passes each event on to all of these."""
 
-    def tell(self, event: Event) -> None:
-        """Process an event. Called on the event loop; must not block."""
+    def observe(event: Event) -> None:
+        for observer in observers:
+            observer(event)
 
-
-class Observers:
-    """Passes each event on to several observers."""
-
-    def __init__(self, *observers: Observer):
-        self._observers = observers
-
-    def tell(self, event: Event) -> None:
-        """Pass the event on."""
-        for observer in self._observers:
-            observer.tell(event)
+    return observe

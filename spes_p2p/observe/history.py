@@ -22,17 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
-from spes_p2p.observe.events import (
-    BaseRestored,
-    Controlled,
-    DigestMismatch,
-    Evaluated,
-    Event,
-    PhaseTrained,
-    RoundCommitted,
-    RoundFailed,
-    WorkDropped,
-)
+from spes_p2p.observe import events
+from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds
 
@@ -40,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
 
-KEPT = (BaseRestored, PhaseTrained, RoundCommitted, Controlled, Evaluated, RoundFailed, WorkDropped, DigestMismatch)
+KEPT = (BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, events.Evaluated, events.RoundFailed,
+        events.WorkDropped, events.DigestMismatch)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*KEPT, RoundRecord)}
 
 
@@ -68,17 +60,17 @@ class History:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from None
         self._wall_time = wall_time
 
-    def tell(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Append the event, if it is one of KEPT."""
         if isinstance(event, KEPT):
             now = round(self._wall_time(), 3)
             self._append({"time": now, "event": type(event).__name__, **to_json(event)})
-            self.rounds.tell(event, now)
+            self.rounds.record(event, now)
 
-    def hear(self, records: Iterable[RoundRecord]) -> None:
+    def add(self, records: Iterable[RoundRecord]) -> None:
         """Append another peer's records, as far as they add information."""
         for record in records:
-            if self.rounds.hear(record):
+            if self.rounds.add(record):
                 self._append({"event": RoundRecord.__name__, **to_json(record)})
 
     def close(self) -> None:
@@ -113,9 +105,9 @@ def read_rounds(run_dir: Path, peer_id: str = "") -> Rounds:
     with suppress(FileNotFoundError):
         for at, what in _lines(run_dir / HISTORY_FILE):
             if isinstance(what, RoundRecord):
-                rounds.hear(what)
+                rounds.add(what)
             else:
-                rounds.tell(what, at)
+                rounds.record(what, at)
     return rounds
 
 

@@ -25,22 +25,8 @@ from prometheus_client import (
 from spes_p2p import __version__
 from spes_p2p.errors import UserError
 from spes_p2p.messages.methods import PROTOCOL_VERSION
-from spes_p2p.observe.events import (
-    BaseRestored,
-    BytesMoved,
-    Controlled,
-    DigestMismatch,
-    Evaluated,
-    Event,
-    PeersSeen,
-    PhaseTrained,
-    RoundCommitted,
-    RoundFailed,
-    RoundMeasured,
-    TrainingProgress,
-    WorkDropped,
-    sync_phases,
-)
+from spes_p2p.observe import events
+from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted, RoundMeasured, sync_phases
 
 BYTE_KINDS = ("push", "pull", "download", "control")
 FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "malformed", "exchange", "timeout")
@@ -55,70 +41,100 @@ _BY_KIND = "kind: shared, router, expert."
 
 
 @dataclass(frozen=True)
-class Described:
-    """One row of the table of metrics."""
+class Metric:
+    """One metric, and how events change it: a gauge is set, a counter incremented, a histogram gets an observation."""
 
     name: str
     kind: str
     description: str
+    changed_by: type[Event] | tuple[type[Event], ...] = ()
+    """Empty: `Metrics` sets it itself."""
+    value: Callable[[Any], Any] = lambda event: 1
+    """The value in an event; for a metric with labels, values by label (a tuple of several)."""
     labels: tuple[str, ...] = ()
 
 
-def _gauge(name: str, description: str, *labels: str) -> Described:
-    return Described(name, "gauge", description, labels)
+def _gauge(name: str, description: str, changed_by: Any = (), value: Any = None, *labels: str) -> Metric:
+    return Metric(name, "gauge", description, changed_by, value, labels)
 
 
-def _counter(name: str, description: str, *labels: str) -> Described:
-    return Described(name, "counter", description, labels)
+def _counter(name: str, description: str, changed_by: Any, value: Any, *labels: str) -> Metric:
+    return Metric(name, "counter", description, changed_by, value, labels)
 
 
-DESCRIBED = (
-    _gauge("spes_round", "Last round in the base; round 0 only assembles the swarm."),
-    _gauge("spes_campaign_step", "Campaign steps in the base."),
-    _gauge("spes_campaign_planned_steps", "Campaign steps at the end of the campaign."),
-    _gauge("spes_campaign_tokens", "Tokens in the base, trained by all peers."),
+_BASE = (RoundCommitted, BaseRestored)
+
+METRICS = (
+    _gauge("spes_round", "Last round in the base; round 0 only assembles the swarm.", _BASE, lambda e: max(0, e.round)),
+    _gauge("spes_campaign_step", "Campaign steps in the base.", _BASE, lambda e: e.campaign_step),
+    _gauge("spes_campaign_planned_steps", "Campaign steps at the end of the campaign.", _BASE, lambda e: e.total_steps),
+    _gauge("spes_campaign_tokens", "Tokens in the base, trained by all peers.", _BASE, lambda e: e.total_tokens),
     _gauge("spes_last_commit_timestamp_seconds", "Unix time of the last commit applied by this peer; 0 before the first."),
     _gauge("spes_round_interval_seconds", "Seconds between the last two commits applied by this peer; 0 before the second."),
-    _gauge("spes_loss", "Training loss of the last committed round, mean over all members, nats per token."),
-    _gauge("spes_validation_loss", "Held-out loss of the last evaluated base, nats per token."),
-    _gauge("spes_learning_rate", "Learning rate at the last commit."),
-    _gauge("spes_merge_alpha", "Alpha of the last round's expert merge; 0 if it had none."),
-    _gauge("spes_peers", "Living peers in the registry, by role: trainer, helper.", "role"),
-    _gauge("spes_round_members", "Members of the last committed round."),
-    _gauge("spes_expert_owners", "Peers that train the expert.", "expert"),
+    _gauge("spes_loss", "Training loss of the last committed round, mean over all members, nats per token.",
+           RoundCommitted, lambda e: e.loss),
+    _gauge("spes_validation_loss", "Held-out loss of the last evaluated base, nats per token.",
+           events.Evaluated, lambda e: e.validation_loss),
+    _gauge("spes_learning_rate", "Learning rate at the last commit.", RoundCommitted, lambda e: e.learning_rate),
+    _gauge("spes_merge_alpha", "Alpha of the last round's expert merge; 0 if it had none.",
+           RoundCommitted, lambda e: e.merge_alpha),
+    _gauge("spes_peers", "Living peers in the registry, by role: trainer, helper.",
+           events.PeersSeen, lambda e: {"trainer": e.trainers, "helper": e.helpers}, "role"),
+    _gauge("spes_round_members", "Members of the last committed round.", RoundCommitted, lambda e: len(e.members)),
+    _gauge("spes_expert_owners", "Peers that train the expert.",
+           _BASE, lambda e: {expert: len(owners) for expert, owners in enumerate(e.owners)}, "expert"),
     _gauge("spes_owned_experts", "Experts that this peer trains."),
-    _gauge("spes_campaign_held", "1 if the owner has paused or stopped the campaign, otherwise 0."),
-    _counter("spes_tokens_total", "Tokens trained by this peer."),
-    _counter("spes_steps_total", "Local optimizer steps of this peer."),
-    _counter("spes_skipped_steps_total", "Local steps skipped because of a non-finite loss or gradient."),
-    _gauge("spes_tokens_per_second", "Training speed of this peer at its last local step."),
-    _gauge("spes_flops_per_second", "Computed floating-point operations per second of the last phase; 0: unknown."),
-    _gauge("spes_model_flops_utilization", "spes_flops_per_second over the bf16 peak, 0 to 1; NaN if the peak is unknown."),
-    _gauge("spes_auxiliary_loss", "Auxiliary loss of this peer in its last phase."),
-    _counter("spes_rounds_total", "Rounds committed while this peer ran, round 0 included."),
+    _gauge("spes_campaign_held", "1 if the owner has paused or stopped the campaign, otherwise 0.",
+           events.Controlled, lambda e: e.state != "running"),
+    _counter("spes_tokens_total", "Tokens trained by this peer.", PhaseTrained, lambda e: e.tokens),
+    _counter("spes_steps_total", "Local optimizer steps of this peer.", PhaseTrained, lambda e: e.steps),
+    _counter("spes_skipped_steps_total", "Local steps skipped because of a non-finite loss or gradient.",
+             PhaseTrained, lambda e: e.skipped_steps),
+    _gauge("spes_tokens_per_second", "Training speed of this peer at its last local step.",
+           events.TrainingProgress, lambda e: e.tokens_per_second),
+    _gauge("spes_flops_per_second", "Computed floating-point operations per second of the last phase; 0: unknown.",
+           PhaseTrained, lambda e: e.flops_per_second),
+    _gauge("spes_model_flops_utilization", "spes_flops_per_second over the bf16 peak, 0 to 1; NaN if the peak is unknown.",
+           PhaseTrained, lambda e: e.mfu),
+    _gauge("spes_auxiliary_loss", "Auxiliary loss of this peer in its last phase.", PhaseTrained, lambda e: e.aux_loss),
+    _counter("spes_rounds_total", "Rounds committed while this peer ran, round 0 included.", RoundCommitted, lambda e: 1),
     _counter("spes_bytes_total",
              f"Payload bytes over the transport; kind: {', '.join(BYTE_KINDS)}; direction: sent, received.",
-             "kind", "direction"),
-    Described("spes_phase_seconds", "histogram", "Seconds by phase: train, announce, exchange, commit, apply.", ("phase",)),
-    _gauge("spes_update_norm", f"L2 norm of the update that this peer sent in the last round; {_BY_KIND}", "kind"),
-    _gauge("spes_update_shrink", f"L2 norm of the base's last step over that of this peer's update; {_BY_KIND}", "kind"),
-    _gauge("spes_update_cosine", f"Cosine of this peer's update and the base's step; {_BY_KIND}", "kind"),
-    _gauge("spes_expert_tokens", "Tokens that trained the expert in the last round, summed over owners and layers.", "expert"),
-    _gauge("spes_load_violation", "Tokens of the busiest expert over the mean, minus 1, on this peer's tokens.", "layer"),
-    _gauge("spes_owned_routing_share", "Share of this peer's token routings that go to experts it trains."),
+             events.BytesMoved, lambda e: {(e.kind, "sent"): e.sent, (e.kind, "received"): e.received}, "kind", "direction"),
+    Metric("spes_phase_seconds", "histogram", "Seconds by phase: train, announce, exchange, commit, apply.",
+           (PhaseTrained, RoundCommitted),
+           lambda e: {"train": e.seconds} if isinstance(e, PhaseTrained) else sync_phases(e.seconds), ("phase",)),
+    _gauge("spes_update_norm", f"L2 norm of the update that this peer sent in the last round; {_BY_KIND}",
+           RoundMeasured, lambda e: {kind: drift.sent for kind, drift in e.drift.items()}, "kind"),
+    _gauge("spes_update_shrink", f"L2 norm of the base's last step over that of this peer's update; {_BY_KIND}",
+           RoundMeasured, lambda e: {kind: drift.shrink for kind, drift in e.drift.items()}, "kind"),
+    _gauge("spes_update_cosine", f"Cosine of this peer's update and the base's step; {_BY_KIND}",
+           RoundMeasured, lambda e: {kind: drift.cosine for kind, drift in e.drift.items()}, "kind"),
+    _gauge("spes_expert_tokens", "Tokens that trained the expert in the last round, summed over owners and layers.",
+           RoundMeasured, lambda e: dict(enumerate(e.expert_tokens)), "expert"),
+    _gauge("spes_load_violation", "Tokens of the busiest expert over the mean, minus 1, on this peer's tokens.",
+           PhaseTrained, lambda e: dict(enumerate(e.load_violation)), "layer"),
+    _gauge("spes_owned_routing_share", "Share of this peer's token routings that go to experts it trains.",
+           PhaseTrained, lambda e: e.owned_routing),
     _counter("spes_round_failures_total",
-             f"Attempts at a round that did not commit, by reason: {', '.join(FAILURE_REASONS)}.", "reason"),
-    _counter("spes_dropped_parts_total", "Parts dropped from committed rounds; the base is unchanged there."),
-    _counter("spes_dropped_tokens_total", "Tokens whose pending work was discarded."),
-    _counter("spes_reforms_total", "Reforms after the loss of most electors or of all peers with the newest base."),
-    _counter("spes_digest_mismatches_total", "Times that this peer's base differed from the agreed one and was replaced."),
-    Described("spes_build_info", "gauge", "Program version and identity of campaign and peer; always 1."),
+             f"Attempts at a round that did not commit, by reason: {', '.join(FAILURE_REASONS)}.",
+             events.RoundFailed, lambda e: {e.reason: 1}, "reason"),
+    _counter("spes_dropped_parts_total", "Parts dropped from committed rounds; the base is unchanged there.",
+             RoundCommitted, lambda e: e.dropped_parts),
+    _counter("spes_dropped_tokens_total", "Tokens whose pending work was discarded.", events.WorkDropped, lambda e: e.tokens),
+    _counter("spes_reforms_total", "Reforms after the loss of most electors or of all peers with the newest base.",
+             BaseRestored, lambda e: e.source == "reform"),
+    _counter("spes_digest_mismatches_total", "Times that this peer's base differed from the agreed one and was replaced.",
+             events.DigestMismatch, lambda e: 1),
+    Metric("spes_build_info", "gauge", "Program version and identity of campaign and peer; always 1."),
 )
 UNKNOWN_AT_FIRST = ("spes_loss", "spes_validation_loss", "spes_model_flops_utilization", "spes_owned_routing_share")
 """Gauges that are NaN until the first measurement."""
+_CHANGES = {"gauge": "set", "counter": "inc", "histogram": "observe"}
+"""Method of the client library that applies an event's value, by kind."""
 
 
-def _made(row: Described, registry: CollectorRegistry) -> Any:
+def _made(row: Metric, registry: CollectorRegistry) -> Any:
     match row.kind:
         case "counter":
             return Counter(row.name, row.description, row.labels, registry=registry)
@@ -132,8 +148,6 @@ def _made(row: Described, registry: CollectorRegistry) -> Any:
 class Metrics:
     """Observer that updates metrics in its own registry, so that several peers can share a process."""
 
-    described = DESCRIBED
-
     def __init__(
         self, peer_id: str = "", campaign: str = "", campaign_hash: str = "", wall_time: Callable[[], float] = time.time
     ):
@@ -141,99 +155,37 @@ class Metrics:
         self._peer_id = peer_id
         self._wall_time = wall_time
         self._last_commit = 0.0
-        self._metrics = {row.name: _made(row, self.registry) for row in DESCRIBED}
+        self._metrics = {row.name: _made(row, self.registry) for row in METRICS}
         for name in UNKNOWN_AT_FIRST:
-            self._of(name).set(math.nan)
+            self._metrics[name].set(math.nan)
         for kind in BYTE_KINDS:
             for direction in ("sent", "received"):
-                self._of("spes_bytes_total", kind, direction)
+                self._metrics["spes_bytes_total"].labels(kind, direction)
         for reason in FAILURE_REASONS:
-            self._of("spes_round_failures_total", reason)
-        self._of("spes_build_info").info({
+            self._metrics["spes_round_failures_total"].labels(reason)
+        self._metrics["spes_build_info"].info({
             "version": __version__, "protocol": str(PROTOCOL_VERSION), "campaign": campaign, "campaign_hash": campaign_hash,
             "peer_id": peer_id,
         })
         ProcessCollector(registry=self.registry)
 
-    def _of(self, name: str, *labels: object) -> Any:
-        """Return the metric, or its series with these labels."""
-        return self._metrics[name].labels(*labels) if labels else self._metrics[name]
-
-    def tell(self, event: Event) -> None:
-        """Update the metrics that the event concerns."""
-        match event:
-            case TrainingProgress():
-                self._of("spes_tokens_per_second").set(event.tokens_per_second)
-            case PhaseTrained():
-                self._phase_trained(event)
-            case RoundCommitted():
-                self._round_committed(event)
-            case RoundMeasured():
-                self._round_measured(event)
-            case BaseRestored():
-                self._base_is(event)
-                self._of("spes_reforms_total").inc(event.source == "reform")
-            case RoundFailed():
-                self._of("spes_round_failures_total", event.reason).inc()
-            case WorkDropped():
-                self._of("spes_dropped_tokens_total").inc(event.tokens)
-            case DigestMismatch():
-                self._of("spes_digest_mismatches_total").inc()
-            case Evaluated():
-                self._of("spes_validation_loss").set(event.validation_loss)
-            case PeersSeen():
-                self._of("spes_peers", "trainer").set(event.trainers)
-                self._of("spes_peers", "helper").set(event.helpers)
-            case Controlled():
-                self._of("spes_campaign_held").set(event.state != "running")
-            case BytesMoved():
-                self._of("spes_bytes_total", event.kind, "sent").inc(event.sent)
-                self._of("spes_bytes_total", event.kind, "received").inc(event.received)
-
-    def _phase_trained(self, event: PhaseTrained) -> None:
-        self._of("spes_tokens_total").inc(event.tokens)
-        self._of("spes_steps_total").inc(event.steps)
-        self._of("spes_skipped_steps_total").inc(event.skipped_steps)
-        self._of("spes_auxiliary_loss").set(event.aux_loss)
-        self._of("spes_flops_per_second").set(event.flops_per_second)
-        self._of("spes_model_flops_utilization").set(event.mfu)
-        self._of("spes_phase_seconds", "train").observe(event.seconds)
-        self._of("spes_owned_routing_share").set(event.owned_routing)
-        for layer, violation in enumerate(event.load_violation):
-            self._of("spes_load_violation", layer).set(violation)
-
-    def _round_committed(self, event: RoundCommitted) -> None:
-        self._base_is(event)
-        now, before = self._wall_time(), self._last_commit
-        self._last_commit = now
-        self._of("spes_last_commit_timestamp_seconds").set(now)
-        self._of("spes_round_interval_seconds").set(now - before if before else 0)
-        self._of("spes_rounds_total").inc()
-        self._of("spes_round_members").set(len(event.members))
-        self._of("spes_loss").set(event.loss)
-        self._of("spes_learning_rate").set(event.learning_rate)
-        self._of("spes_merge_alpha").set(event.merge_alpha)
-        self._of("spes_dropped_parts_total").inc(event.dropped_parts)
-        for phase, seconds in sync_phases(event.seconds).items():
-            self._of("spes_phase_seconds", phase).observe(seconds)
-
-    def _round_measured(self, event: RoundMeasured) -> None:
-        for kind, drift in event.drift.items():
-            self._of("spes_update_norm", kind).set(drift.sent)
-            self._of("spes_update_shrink", kind).set(drift.shrink)
-            self._of("spes_update_cosine", kind).set(drift.cosine)
-        for expert, tokens in enumerate(event.expert_tokens):
-            self._of("spes_expert_tokens", expert).set(tokens)
-
-    def _base_is(self, event: RoundCommitted | BaseRestored) -> None:
-        self._of("spes_round").set(max(0, event.round))
-        self._of("spes_campaign_step").set(event.campaign_step)
-        self._of("spes_campaign_planned_steps").set(event.total_steps)
-        self._of("spes_campaign_tokens").set(event.total_tokens)
-        for expert, owners in enumerate(event.owners):
-            self._of("spes_expert_owners", expert).set(len(owners))
-        if event.owners:
-            self._of("spes_owned_experts").set(sum(self._peer_id in owners for owners in event.owners))
+    def update(self, event: Event) -> None:
+        """Update the metrics that the event changes."""
+        for row in METRICS:
+            if row.changed_by and isinstance(event, row.changed_by):
+                metric, value, change = self._metrics[row.name], row.value(event), _CHANGES[row.kind]
+                if not row.labels:
+                    getattr(metric, change)(value)
+                    continue
+                for labels, of_series in value.items():
+                    getattr(metric.labels(*(labels if isinstance(labels, tuple) else (labels,))), change)(of_series)
+        if isinstance(event, _BASE) and event.owners:
+            self._metrics["spes_owned_experts"].set(sum(self._peer_id in owners for owners in event.owners))
+        if isinstance(event, RoundCommitted):
+            now, before = self._wall_time(), self._last_commit
+            self._last_commit = now
+            self._metrics["spes_last_commit_timestamp_seconds"].set(now)
+            self._metrics["spes_round_interval_seconds"].set(now - before if before else 0)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
         """Serve HTTP on host:port (0: any free port) until `close`. Raises UserError if the port is not available."""
@@ -282,7 +234,7 @@ def metrics_document() -> str:
     """Return the content of `docs/metrics.md`."""
     rows = [
         f"| `{row.name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels) or '-'} | {row.description} |"
-        for row in DESCRIBED
+        for row in METRICS
     ]
     return "\n".join([_DOCUMENT_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|", *rows, ""])
 

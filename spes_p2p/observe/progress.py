@@ -49,7 +49,7 @@ class ProgressLine:
         """Remove the line. Idempotent."""
         self._progress.stop()
 
-    def tell(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Update the line."""
         match event:
             case PhaseEntered():

@@ -26,9 +26,6 @@ class Totals:
         return sum(each.tokens for each in self.contributions)
 
 
-NOTHING = Totals(-1, ())
-
-
 def totals_of(records: Iterable[RoundRecord]) -> Totals:
     """Sum the contributions to these rounds."""
     newest, sums = -1, dict[str, tuple[int, int]]()
@@ -40,14 +37,14 @@ def totals_of(records: Iterable[RoundRecord]) -> Totals:
     return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums)))
 
 
-def merged(known: RoundRecord | None, heard: RoundRecord) -> RoundRecord:
+def merged(known: RoundRecord | None, other: RoundRecord) -> RoundRecord:
     """Complete a known record with another peer's record of the round."""
     if known is None:
-        return heard
-    if math.isnan(known.loss) and not math.isnan(heard.loss):
-        known, heard = heard, known
-    if math.isnan(known.validation_loss) and not math.isnan(heard.validation_loss):
-        return replace(known, validation_loss=heard.validation_loss)
+        return other
+    if math.isnan(known.loss) and not math.isnan(other.loss):
+        known, other = other, known
+    if math.isnan(known.validation_loss) and not math.isnan(other.validation_loss):
+        return replace(known, validation_loss=other.validation_loss)
     return known
 
 
@@ -79,7 +76,7 @@ class Rounds:
         later = sorted(number for number in self._records if number > round_number)
         return tuple(self._records[number] for number in later[:at_most])
 
-    def tell(self, event: Event, time: float) -> None:
+    def record(self, event: Event, time: float) -> None:
         """Record an event of this peer; `time`: Unix time of the event."""
         match event:
             case PhaseTrained():
@@ -91,7 +88,7 @@ class Rounds:
             case Evaluated() if event.round in self._records:
                 self._records[event.round] = replace(self._records[event.round], validation_loss=event.validation_loss)
 
-    def hear(self, record: RoundRecord) -> bool:
+    def add(self, record: RoundRecord) -> bool:
         """Merge another peer's record; return whether it adds information."""
         known = self._records.get(record.round)
         self._records[record.round] = merged(known, record)

@@ -11,21 +11,8 @@ from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.events import (
-    BaseRestored,
-    Controlled,
-    DigestMismatch,
-    Evaluated,
-    Event,
-    PeersSeen,
-    PhaseEntered,
-    PhaseTrained,
-    RoundCommitted,
-    RoundFailed,
-    TrainingProgress,
-    WorkDropped,
-    sync_phases,
-)
+from spes_p2p.observe import events
+from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted, sync_phases
 from spes_p2p.observe.json_values import to_json
 
 KEPT_PHASES = 12
@@ -58,37 +45,37 @@ class StatusBoard:
             uptime_s=now - self._started,
         )
 
-    def tell(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Update the status."""
         match event:
-            case PhaseEntered():
+            case events.PhaseEntered():
                 self._phases.append((event.name, self._clock()))
                 self._set(phase=event.name)
             case BaseRestored():
                 self._base_restored(event)
-            case TrainingProgress():
+            case events.TrainingProgress():
                 self._set(
                     steps_done=event.steps_done,
                     steps_planned=event.steps_planned,
                     tokens_per_second=event.tokens_per_second,
                 )
-            case PhaseTrained():
+            case events.PhaseTrained():
                 self._train_seconds = event.seconds
                 self._set(local_loss=event.loss)
             case RoundCommitted():
                 self._round_committed(event)
-            case Controlled():
+            case events.Controlled():
                 self._set(state=event.state, control=event.order[:LONGEST_WORD])
-            case WorkDropped():
+            case events.WorkDropped():
                 self._set(dropped_tokens=self._status.dropped_tokens + event.tokens)
-            case RoundFailed():
+            case events.RoundFailed():
                 failures = self._status.failures
                 self._set(failures={**failures, event.reason: failures.get(event.reason, 0) + 1})
-            case DigestMismatch():
+            case events.DigestMismatch():
                 self._set(digest_mismatches=self._status.digest_mismatches + 1)
-            case Evaluated():
+            case events.Evaluated():
                 self._set(validation_loss=event.validation_loss, validation_round=max(0, event.round))
-            case PeersSeen():
+            case events.PeersSeen():
                 self._set(trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate)
 
     def _base_restored(self, event: BaseRestored) -> None:

@@ -9,16 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from spes_p2p.errors import UserError
-from spes_p2p.observe.events import (
-    DigestMismatch,
-    Evaluated,
-    Event,
-    PhaseTrained,
-    RoundCommitted,
-    RoundFailed,
-    WorkDropped,
-    sync_phases,
-)
+from spes_p2p.observe import events
+from spes_p2p.observe.events import Event, RoundCommitted, sync_phases
 
 logger = logging.getLogger(__name__)
 
@@ -50,31 +42,31 @@ class Tracker:
         self._round = 0
         self._failures = 0
 
-    def tell(self, event: Event) -> None:
+    def log(self, event: Event) -> None:
         """Log the metrics of the event."""
         match event:
-            case PhaseTrained():
+            case events.PhaseTrained():
                 speed = event.tokens / event.seconds if event.seconds > 0 else math.nan
                 numbers = {"peer/loss": event.loss, "peer/auxiliary_loss": event.aux_loss, "peer/tokens_per_second": speed}
-                self._log(event.round, {**numbers, "peer/skipped_steps": event.skipped_steps})
+                self._write(event.round, {**numbers, "peer/skipped_steps": event.skipped_steps})
             case RoundCommitted():
-                self._log(event.round, _of_round(event))
-            case Evaluated():
-                self._log(event.round, {"held_out_loss": event.validation_loss})
-            case RoundFailed():
+                self._write(event.round, _of_round(event))
+            case events.Evaluated():
+                self._write(event.round, {"held_out_loss": event.validation_loss})
+            case events.RoundFailed():
                 self._failures += 1
-                self._log(event.round, {"peer/failed_attempts": self._failures})
-            case WorkDropped():
-                self._log(event.round, {"peer/dropped_tokens": event.tokens})
-            case DigestMismatch():
-                self._log(event.round, {"peer/digest_mismatch": 1})
+                self._write(event.round, {"peer/failed_attempts": self._failures})
+            case events.WorkDropped():
+                self._write(event.round, {"peer/dropped_tokens": event.tokens})
+            case events.DigestMismatch():
+                self._write(event.round, {"peer/digest_mismatch": 1})
 
     def close(self) -> None:
         """Flush the tracker."""
         if self._run is not None:
             self._guarded(self._run.finish)
 
-    def _log(self, round_number: int, numbers: Mapping[str, float]) -> None:
+    def _write(self, round_number: int, numbers: Mapping[str, float]) -> None:
         """Log at this round; trackers need nondecreasing steps, so an earlier round counts as the newest one."""
         self._round = max(self._round, round_number)
         known = {name: float(number) for name, number in numbers.items() if math.isfinite(number)}

@@ -65,7 +65,7 @@ class CoordinatorService:
         if ping.stop_after == log.round and stream.remote in log.last.electorate:
             self._phases.stop_after(ping.stop_after)
         failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
-        await stream.send(pack(Pong(log.round, self._reporter.state, failed, self._node.decisions.may_vote)))
+        await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote)))
 
     async def _on_round(self, stream: Stream) -> None:
         announcement, log = unpack(Announcement, await stream.message()), self._node.log

@@ -74,7 +74,7 @@ async def _ask_others(node: Node, history: History, wanted: list[int]) -> None:
     """Page through the other peers' records until no wanted round is missing."""
     for peer in (*node.others("trainer"), *node.others("helper")):
         async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK)):
-            history.hear(page.records)
+            history.add(page.records)
             if not history.rounds.missing(wanted):
                 return
 

@@ -237,4 +237,4 @@ class Peer:
         """Report pending work that no round will include: the campaign's end does not wait for it."""
         tokens = self.replica.ledger.max_pending_tokens
         if tokens:
-            self._observer.tell(WorkDropped(self.replica.base.round, tokens, "the campaign ended before a round included it"))
+            self._observer(WorkDropped(self.replica.base.round, tokens, "the campaign ended before a round included it"))

@@ -163,7 +163,7 @@ class Node:
             self.contacts = {peer: each for peer, each in found.items() if not is_banned(self.log.last.control, peer)}
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
-        self._observer.tell(PeersSeen(trainers, helpers, living, self.log.last.electorate))
+        self._observer(PeersSeen(trainers, helpers, living, self.log.last.electorate))
         await self._look_for_commits()
         await self._look_for_control()
 

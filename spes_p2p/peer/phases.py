@@ -79,7 +79,7 @@ class PhaseRunner:
         self._samples.trained(report.untrained)
         self.tokens_per_s = report.tokens / report.seconds if report.seconds > 0 else 0.0
         self.replica.ledger.add_phase(report)
-        self._observer.tell(_phase_trained(phase, report, trainer.owned))
+        self._observer(_phase_trained(phase, report, trainer.owned))
 
     def _should_stop(self, round_under_way: asyncio.Future[None] | None) -> bool:
         last_base = self.replica.base.round + (round_under_way is not None)
@@ -92,7 +92,7 @@ class PhaseRunner:
 
         def tell(steps_done: int, tokens_per_second: float) -> None:
             event = TrainingProgress(phase.round, steps_done, phase.steps, tokens_per_second)
-            loop.call_soon_threadsafe(self._observer.tell, event)
+            loop.call_soon_threadsafe(self._observer, event)
 
         return tell
 

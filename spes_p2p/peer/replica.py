@@ -27,7 +27,7 @@ from spes_p2p.peer.newest_base import RETRY_S, NewestBase
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.rounds.accounting import Ledger
-from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.archive import load_archived
 from spes_p2p.rounds.base import Base, StagedBase, stage_base
 from spes_p2p.rounds.codecs import group_codecs
@@ -243,7 +243,8 @@ class Replica:
         if ahead is not None:
             return ahead
         plan, world = results.plan, self.node.world
-        pieces = next_base(self.base.values, self.layout, results.committed(commit), results.encoded, plan.merge, self.outer)
+        committed = results.committed(commit)
+        pieces = next_base_pieces(self.base.values, self.layout, committed, results.encoded, plan.merge, self.outer)
         staged: StagedBase = await world.run_blocking(stage_base, world.store, commit.id, commit.round, plan, pieces)
         return staged
 
@@ -265,14 +266,14 @@ class Replica:
         offers = await self.newest.offers(self.node.log.commit_at(self.base.round))
         if not offers or offers[0].info.digest == self.base.digest:
             raise PeerUnreachable("no peer offers another base for this round")
-        self._observer.tell(DigestMismatch(self.base.round, self.base.digest, offers[0].info.digest))
+        self._observer(DigestMismatch(self.base.round, self.base.digest, offers[0].info.digest))
         right = await self.newest.download(offers, self.base.values, resumable=False)
         await self._jump(replace(right, plan=self.base.plan), True)
 
     async def _take_certified(self, digest: str) -> None:
         """Fetch the pieces that differ from the base that the next commit certifies. Pending work stays on top."""
         offers = [o for o in await self.newest.offers(self.node.log.commit_at(self.base.round)) if o.info.digest == digest]
-        self._observer.tell(DigestMismatch(self.base.round, self.base.digest, digest))
+        self._observer(DigestMismatch(self.base.round, self.base.digest, digest))
         if not offers:
             await self._jump_to_newest(forked=False)
             return
@@ -336,7 +337,7 @@ class Replica:
     def _report_dropped(self, tokens: int, reason: str) -> None:
         """Report pending work that is dropped."""
         if tokens:
-            self._observer.tell(WorkDropped(self.base.round, tokens, reason))
+            self._observer(WorkDropped(self.base.round, tokens, reason))
 
     async def _save(self, draft: Draft | None = None) -> None:
         """Begin to make the base, and the checkpoint of the work on top of it, durable."""

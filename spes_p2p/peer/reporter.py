@@ -46,21 +46,21 @@ class EventReporter:
     def set_state(self, state: str) -> None:
         """Report the peer's new state."""
         self.state = state
-        self._observer.tell(PhaseEntered(state))
+        self._observer(PhaseEntered(state))
 
     def failed(self, round_number: int, attempt: int, reason: str, detail: str) -> None:
         """Report an attempt at a round that failed."""
-        self._observer.tell(RoundFailed(round_number, attempt, reason, detail))
+        self._observer(RoundFailed(round_number, attempt, reason, detail))
 
     def evaluated(self, round_number: int, validation_loss: float) -> None:
         """Report the held-out loss of a round's base, measured here or by another peer."""
         self.evaluated_round = round_number
-        self._observer.tell(Evaluated(round_number, validation_loss))
+        self._observer(Evaluated(round_number, validation_loss))
 
     def restored(self, source: str) -> None:
         """Report a base that no applied round gave: from "disk", "download", "reform" or "rollback"."""
         commit = self._node.log.commit_at(self._replica.base.round)
-        self._observer.tell(
+        self._observer(
             BaseRestored(
                 round=commit.round,
                 campaign_step=commit.step,
@@ -80,8 +80,8 @@ class EventReporter:
         training = self._node.training_after(commit)
         sent, received = self._bytes()
         if plan.validation_loss is not None and self.evaluated_round != commit.round - 1:
-            self._observer.tell(Evaluated(commit.round - 1, plan.validation_loss))
-        self._observer.tell(
+            self._observer(Evaluated(commit.round - 1, plan.validation_loss))
+        self._observer(
             RoundCommitted(
                 round=commit.round,
                 campaign_step=commit.step,
@@ -108,11 +108,11 @@ class EventReporter:
 
         if commit.round == self._replica.base.round:
             drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
-            self._observer.tell(RoundMeasured(commit.round, drift, expert_tokens_of(plan)))
+            self._observer(RoundMeasured(commit.round, drift, expert_tokens_of(plan)))
 
     def downloading(self, done: int, total: int) -> None:
         """Report the progress of a base's download, in bytes."""
-        self._observer.tell(DownloadProgress("the base", done, total))
+        self._observer(DownloadProgress("the base", done, total))
 
     def _total_rounds(self, commit: Commit) -> int:
         """Return the number of the last round, as far as known: pauses, reforms, rollbacks and new schedules move it."""
@@ -127,7 +127,7 @@ class EventReporter:
         control = commit.control
         if control is not None and control.number != self._control:
             self._control = control.number
-            self._observer.tell(Controlled(commit.round, control.number, control.state, describe(control)))
+            self._observer(Controlled(commit.round, control.number, control.state, describe(control)))
 
     def _bytes(self) -> tuple[int, int]:
         """Report the bytes that crossed the transport since the last call; return (sent, received)."""
@@ -140,7 +140,7 @@ class EventReporter:
             self._moved[method, False] += received
             totals[0] += sent
             totals[1] += received
-            self._observer.tell(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
+            self._observer(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
         return totals[0], totals[1]
 
 

@@ -17,17 +17,17 @@ Learning experiments: arms x learning rates x seeds from one YAML file, in one p
 
 ./tools/experiments prepare --text FOLDER --output FOLDER
                                       tokenize {domain}.train.jsonl.zst and {domain}.val.jsonl.zst
-./tools/experiments run FILE...       what is not done yet, in this order; start it twice to use two cores
-./tools/experiments report FILE       tables and plots of what is done
+./tools/experiments run FILE...       do the open runs, in this order; start it twice to use two cores
+./tools/experiments report FILE       write tables and plots of the finished runs
 ./tools/experiments evaluate FILE --tasks A,B [--include-path FOLDER] [--arm NAME]...
-                                      lm-eval on the checkpoint of each arm's end, where the run was done on this machine
+                                      run lm-eval on the final checkpoint of each arm that was run on this machine
 
-Results are results.jsonl beside the files. A running one looks at the files again before each run.
+Results are in results.jsonl beside the files. `run` reads the files again before each run.
 """
 
 
 def main() -> int:
-    """Exit code: 0, or 2 with one line about what is wrong."""
+    """Run the command; return the exit code: 0, or 2 after one error line."""
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare")
@@ -36,16 +36,16 @@ def main() -> int:
     prepare.add_argument("--vocab-size", type=int, default=2048)
     run = commands.add_parser("run")
     run.add_argument("files", type=Path, nargs="+")
-    run.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so many minutes")
+    run.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after this many minutes")
     report = commands.add_parser("report")
     report.add_argument("file", type=Path)
-    report.add_argument("--output", type=Path, default=Path("docs/learning"), help="folder of NAME.md and its pictures")
+    report.add_argument("--output", type=Path, default=Path("docs/learning"), help="folder for NAME.md and its plots")
     evaluation = commands.add_parser("evaluate")
     evaluation.add_argument("file", type=Path)
-    evaluation.add_argument("--tasks", required=True, help="names, between commas")
+    evaluation.add_argument("--tasks", required=True, help="comma-separated names")
     evaluation.add_argument("--include-path", type=Path, help="folder of task files")
-    evaluation.add_argument("--limit", type=int, help="examples of each task")
-    evaluation.add_argument("--arm", action="append", help="only this one; may be given several times")
+    evaluation.add_argument("--limit", type=int, help="maximum number of examples per task")
+    evaluation.add_argument("--arm", action="append", help="only this arm; repeatable")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("spes_p2p").setLevel(logging.WARNING)
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def results_of(file: Path) -> Path:
-    """The JSON lines of all runs of a folder's experiment files: arms that two files share are run once."""
+    """Return the results file of all experiment files in a folder: arms that two files share are run once."""
     return file.parent / "results.jsonl"
 
 
@@ -103,7 +103,7 @@ def _report(arguments: argparse.Namespace) -> None:
     experiment = load_experiment(file)
     found = outcomes(experiment, read_results(results_of(file)), text_digest((file.parent / experiment.text).resolve()))
     if not found:
-        raise UserError(f"{results_of(file)}: holds no run of {file}; do some: tools/experiments run {file}")
+        raise UserError(f"{results_of(file)}: has no run of {file}; run tools/experiments run {file}")
     text = report(experiment, found)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / f"{experiment.name}.md").write_text(text, encoding="utf-8")
@@ -117,7 +117,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from spes_p2p.client.evaluate import evaluate
     from spes_p2p.research.report import evaluation_table
 
-    kept = _kept_ends(arguments.file, arguments.arm)
+    kept = _final_checkpoints(arguments.file, arguments.arm)
     tasks = arguments.tasks.split(",")
     scores = {
         arm: evaluate(path, tasks, include_path=arguments.include_path, limit=arguments.limit)["tasks"]
@@ -126,8 +126,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     print(evaluation_table(tasks, scores))
 
 
-def _kept_ends(file: Path, arms: list[str] | None) -> dict[str, Path]:
-    """Checkpoints of the arms' ends, first seed at the best rate. Raises UserError when this machine has none."""
+def _final_checkpoints(file: Path, arms: list[str] | None) -> dict[str, Path]:
+    """Return the arms' final checkpoints, first seed at the best rate. Raises UserError if this machine has none."""
     from spes_p2p.research.queue import read_results
     from spes_p2p.research.report import outcomes
     from spes_p2p.research.spec import arm_named, load_experiment
@@ -139,7 +139,7 @@ def _kept_ends(file: Path, arms: list[str] | None) -> dict[str, Path]:
     found = [o for o in outcomes(experiment, read_results(results_of(file)), text_digest(folder)) if o.arm in wanted]
     kept = {o.arm: endpoint_of(folder, o.first["key"]) for o in found if endpoint_of(folder, o.first["key"]).is_dir()}
     if not kept:
-        raise UserError(f"{folder / 'endpoints'}: holds no arm of {file}; do some runs here: tools/experiments run {file}")
+        raise UserError(f"{folder / 'endpoints'}: has no arm of {file}; run tools/experiments run {file} on this machine")
     return kept
 
 

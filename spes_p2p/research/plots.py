@@ -1,4 +1,4 @@
-"""Plots of an experiment: held-out loss against tokens, against bytes, against memory; and the rounds' diagnostics."""
+"""Plot an experiment: held-out loss against tokens, bytes and memory, and the diagnostics of its rounds."""
 
 from __future__ import annotations
 
@@ -7,39 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from spes_p2p.research.report import Outcome
-
-
-def draw(title: str, found: Sequence[Outcome], path: Path) -> None:
-    """Write one picture with three panels. Curves and points are means over seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (tokens, sent, memory) = pyplot.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
-    colours = pyplot.get_cmap("tab20").colors
-    for number, outcome in enumerate(found):
-        style = {"color": colours[number % len(colours)], "label": outcome.arm}
-        losses = np.mean([[point["loss"] for point in record["curve"]] for record in outcome.runs.values()], axis=0)
-        tokens.plot(_column(outcome, "tokens", 1e6), losses, marker=".", **style)
-        bytes_sent = _column(outcome, "sent_bytes", 1e6)
-        if outcome.first["peers"] > 1:
-            sent.plot(bytes_sent, losses, marker=".", **style)
-        memory.plot(outcome.first["memory_bytes"] / 1e6, losses[-1], marker="o", linestyle="none", **style)
-    for axes, label in ((tokens, "M tokens, all peers"), (sent, "MB sent by a peer"), (memory, "MB of training state, a peer")):
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-    sent.set_xscale("log")
-    tokens.set_ylabel("held-out loss (nats per token)")
-    memory.set_title("final loss")
-    figure.suptitle(title)
-    handles, labels = tokens.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
-
 
 SERIES = (
     ("shrink shared", "mean update over updates, norms, shared"),
@@ -49,32 +21,58 @@ SERIES = (
 )
 
 
+def draw(title: str, found: Sequence[Outcome], path: Path) -> None:
+    """Write a plot with three panels. Curves and points are means over seeds."""
+    labels = ("M tokens, all peers", "MB sent by a peer", "MB of training state, a peer")
+    figure, (tokens, sent, memory) = _panels(title, labels)
+    for outcome, style in _styled(found):
+        losses = np.mean([[point["loss"] for point in record["curve"]] for record in outcome.runs.values()], axis=0)
+        tokens.plot(_column(outcome, "tokens"), losses, marker=".", **style)
+        if outcome.first["peers"] > 1:
+            sent.plot(_column(outcome, "sent_bytes"), losses, marker=".", **style)
+        memory.plot(outcome.first["memory_bytes"] / 1e6, losses[-1], marker="o", linestyle="none", **style)
+    sent.set_xscale("log")
+    tokens.set_ylabel("held-out loss (nats per token)")
+    memory.set_title("final loss")
+    _save(figure, tokens, path)
+
+
 def draw_series(title: str, found: Sequence[Outcome], path: Path) -> None:
-    """Write one picture of what every round told of itself, seed 0; none where no run with several peers kept it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Write a plot of each round's measurements, seed 0; nothing if no run with several peers has them."""
     shown = [outcome for outcome in found if outcome.first["peers"] > 1 and outcome.first.get("series")]
     if not shown:
         return
-    figure, panels = pyplot.subplots(1, len(SERIES), figsize=(19, 4.8), layout="constrained")
-    colours = pyplot.get_cmap("tab20").colors
-    for number, outcome in enumerate(shown):
-        series, colour = outcome.first["series"], colours[number % len(colours)]
+    figure, panels = _panels(title, ["step"] * len(SERIES))
+    for outcome, style in _styled(shown):
+        series = outcome.first["series"]
         steps = [last * outcome.first["sync_steps"] for last in series["round"]]
         for axes, (name, _) in zip(panels, SERIES, strict=True):
-            axes.plot(steps, series[name], marker=".", color=colour, label=outcome.arm)
+            axes.plot(steps, series[name], marker=".", **style)
     for axes, (_, label) in zip(panels, SERIES, strict=True):
         axes.set_title(label, fontsize=9)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
+    _save(figure, panels[0], path)
+
+
+def _panels(title: str, labels: Sequence[str]) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(3 + 4 * len(labels), 4.8), layout="constrained")
     figure.suptitle(title)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    panels: Sequence[Axes] = figure.subplots(1, len(labels))
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    return figure, panels
+
+
+def _styled(found: Sequence[Outcome]) -> list[tuple[Outcome, dict[str, Any]]]:
+    colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    return [(each, {"color": colours[number % len(colours)], "label": each.arm}) for number, each in enumerate(found)]
+
+
+def _save(figure: Figure, labelled: Axes, path: Path) -> None:
+    figure.legend(*labelled.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=90)
-    pyplot.close(figure)
 
 
-def _column(outcome: Outcome, name: str, unit: float) -> list[Any]:
-    return [point[name] / unit for point in outcome.first["curve"]]
+def _column(outcome: Outcome, name: str) -> list[float]:
+    """Return a quantity in millions at each point of the first run's curve."""
+    return [point[name] / 1e6 for point in outcome.first["curve"]]

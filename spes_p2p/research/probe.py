@@ -1,6 +1,6 @@
-"""What a swarm's learning suffers from, measured: drift, starvation, routing that breaks, experts that become alike.
+"""Measurements of a swarm's learning: drift, starved experts, changes of routing, similarity of experts.
 
-Pure functions on numpy arrays, and a `Judge` that looks at bases with a model of its own.
+Pure functions on numpy arrays, and a `Judge` that evaluates bases with its own model.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import Reader, Samples, TorchTrainer
 
 CHUNK = 32
-"""Samples in one forward pass of a measurement."""
+"""Samples per forward pass."""
 
 Routing = npt.NDArray[np.int64]
-"""`[layers, tokens, k]`: experts that each token was sent to."""
+"""`[layers, tokens, k]`: experts that each token is routed to."""
 
 
 class Judge:
-    """Measures bases on held-out text with one model that owns nothing."""
+    """Measures bases on held-out text, with one model that owns no expert."""
 
     def __init__(self, config: CampaignConfig, base: State, held_out: Mapping[str, Reader], device: str = "cpu"):
-        """`held_out`: by domain."""
+        """`held_out`: readers by domain."""
         self._held_out = held_out
         any_reader = next(iter(held_out.values()))
         self._trainer = TorchTrainer(config, base, (), any_reader, device=device, options=TrainingOptions(stored="fp32"))
         self.fixed = np.concatenate([reader.read_spread(4) for reader in held_out.values()])
-        """Samples `[n, sequence]` for comparisons of two models."""
+        """Samples `[n, sequence]` to compare models on."""
 
     def losses(self, base: State, samples: int) -> dict[str, float]:
-        """Held-out cross-entropy a token by domain, on `samples` samples of each."""
+        """Return the held-out cross-entropy per token by domain, on `samples` samples each."""
         self._trainer.load_base(base)
         return {domain: loss_of(self._trainer.model, reader.read_spread(samples)) for domain, reader in self._held_out.items()}
 
     def loss(self, base: State, samples: Samples) -> float:
-        """Cross-entropy a token on these samples."""
+        """Return the cross-entropy per token on these samples."""
         self._trainer.load_base(base)
         return loss_of(self._trainer.model, samples)
 
     def routing(self, base: State) -> Routing:
-        """Where the base sends the fixed samples."""
+        """Return the base's routing of the fixed samples."""
         self._trainer.load_base(base)
         return routing_of(self._trainer.model, self.fixed)
 
 
 def loss_of(model: PreTrainedModel, samples: Samples) -> float:
-    """Mean cross-entropy a token of a model on samples `[n, sequence]`."""
+    """Return a model's mean cross-entropy per token on samples `[n, sequence]`."""
     total = 0.0
     model.eval()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def loss_of(model: PreTrainedModel, samples: Samples) -> float:
 
 
 def routing_of(model: nn.Module, samples: Samples) -> Routing:
-    """Where a model sends the tokens of samples `[n, sequence]`."""
+    """Return a model's routing of samples `[n, sequence]`."""
     blocks = [module for module in model.modules() if isinstance(module, PartitionedExperts)]
     found: list[list[Tensor]] = [[] for _ in blocks]
     with contextlib.ExitStack() as hooks, torch.no_grad():
@@ -84,22 +84,22 @@ def routing_of(model: nn.Module, samples: Samples) -> Routing:
 
 
 def agreement(a: Routing, b: Routing) -> float:
-    """Share of assignments in `a` that are in `b` too."""
+    """Return the share of assignments in `a` that are also in `b`."""
     return float((a[..., :, None] == b[..., None, :]).any(axis=-1).mean())
 
 
 def load_violation(routing: Routing, experts: int) -> list[float]:
-    """For each layer: tokens of the busiest expert / mean over experts - 1. 0 is balance, E - 1 everything on one."""
+    """Return, by layer, tokens of the busiest expert / mean over experts - 1: 0 is balanced, E - 1 is all on one expert."""
     return balance.load_violation([np.bincount(layer.reshape(-1), minlength=experts).tolist() for layer in routing])
 
 
 def share_of(routing: Routing, experts: Sequence[int]) -> float:
-    """Share of assignments that go to these experts."""
+    """Return the share of assignments that go to these experts."""
     return float(np.isin(routing, experts).mean())
 
 
 def drift(updates: Sequence[State]) -> dict[str, float] | None:
-    """Of the updates that several peers made to the same weights: mean cosine of two, |mean| / mean |.|; None for one peer."""
+    """Return mean cosine of two updates, and |mean| / mean |.|, of several peers' updates of the same weights; None for one."""
     if len(updates) < 2:
         return None
     norms = [_norm(update) for update in updates]
@@ -109,7 +109,7 @@ def drift(updates: Sequence[State]) -> dict[str, float] | None:
 
 
 def similarity(state: State, layout: Layout) -> float:
-    """Mean cosine of two experts' matrices, over all pairs and layers."""
+    """Return the mean cosine of two experts' matrices, over all pairs and layers."""
     experts = range(layout.num_experts)
     layers = sorted({t.spec.layer for t in layout.tensors if t.spec.kind == "expert" and t.spec.layer is not None})
     cosines = []
@@ -124,7 +124,7 @@ def similarity(state: State, layout: Layout) -> float:
 
 
 def norms(values: State, layout: Layout) -> dict[str, float]:
-    """L2 norm of a state or an update by kind: shared, router, expert."""
+    """Return the L2 norm of a state or an update by kind: shared, router, expert."""
     squares: dict[str, float] = {}
     for group in layout.groups:
         squares[group.kind] = squares.get(group.kind, 0.0) + _norm(values[group.start : group.stop]) ** 2

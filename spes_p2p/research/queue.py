@@ -1,7 +1,7 @@
-"""Does an experiment's runs one after the other, resumably; several processes can work on one experiment.
+"""Run an experiment's runs one after the other, resumably; several processes can work on one experiment.
 
-Results are JSON lines, one a run, appended when the run is complete. A run in progress is claimed by a locked file, which the
-operating system releases when its process ends, however it ends; such a run is done again from its start.
+Results are JSON lines, appended when a run is complete. A run in progress is claimed by a file lock, which the operating system
+releases when the process ends in any way; the run then starts again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import UserError
-from spes_p2p.research.spec import Experiment, Run
+from spes_p2p.research.spec import Experiment, Run, runs_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ Train = Callable[[Run], Record]
 
 
 def read_results(path: Path) -> list[Record]:
-    """All complete runs; a last line that was cut off is no run. Raises UserError for any other damage."""
+    """Return all complete runs, without an unfinished last line. Raises UserError for any other damage."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -36,40 +36,33 @@ def read_results(path: Path) -> list[Record]:
             records.append(json.loads(line)) if line else None
         except ValueError:
             if number < len(lines):
-                raise UserError(f"{path}, line {number}: not JSON; remove this line, its run is then done again") from None
+                raise UserError(f"{path}, line {number}: not JSON; remove this line, and its run is repeated") from None
     return records
 
 
 def append_result(path: Path, record: Record) -> None:
-    """Add one run, durably; a cut-off last line is ended first, so that it spoils nothing."""
+    """Add one run durably, after removing an unfinished last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        size = file.seek(0, os.SEEK_END)
-        if size and _last_byte(file, size) != b"\n":
-            file.truncate(_end_of_whole_lines(path))
+        file.truncate(path.read_bytes().rfind(b"\n") + 1)
         file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def losses_of(experiment: Experiment, records: Sequence[Record], text_digest: str) -> dict[tuple[str, float, int], float]:
-    """Final losses by (arm, rate, seed) of the runs that are this experiment's as its file is now."""
+    """Return final losses by (arm, rate, seed) of the runs that belong to this version of the experiment."""
     done = {record["key"]: record["loss"] for record in records}
-    losses = {}
-    for arm in experiment.arms:
-        for rate in arm.learning_rates:
-            for seed in range(arm.seeds):
-                loss = done.get(Run(experiment, arm, rate, seed).key(text_digest))
-                if loss is not None:
-                    losses[arm.name, rate, seed] = loss
-    return losses
+    runs = [run for arm in experiment.arms for run in runs_of(experiment, arm)]
+    keys = {(run.arm.name, run.rate, run.seed): run.key(text_digest) for run in runs}
+    return {name: done[key] for name, key in keys.items() if key in done}
 
 
 def work(find: Callable[[], Iterator[tuple[Run, str]]], results: Path, claims: Path, train: Train, until: float) -> int:
-    """Do runs until none is open or the time (`time.time()`) has come; a run that began is finished. Returns how many.
+    """Do runs until none is open or `until` (Unix time); finish a run that has started. Return the number of runs done.
 
-    `find` is asked before each run for the runs that are open, with their keys: an experiment file may change meanwhile.
+    `find` returns the open runs with their keys. It is called before each run, since an experiment file may change.
     """
     count = 0
     while time.time() < until and any(_did(run, key, results, claims, train) for run, key in find()):
@@ -91,7 +84,7 @@ def _did(run: Run, key: str, results: Path, claims: Path, train: Train) -> bool:
 
 @contextmanager
 def claim(path: Path) -> Iterator[bool]:
-    """Whether this process alone holds the name for as long as the block lasts."""
+    """Lock the file for the duration of the block; yield whether no other process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -100,13 +93,3 @@ def claim(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
-
-
-def _last_byte(file: Any, size: int) -> bytes:
-    file.seek(size - 1)
-    last: bytes = file.read(1)
-    return last
-
-
-def _end_of_whole_lines(path: Path) -> int:
-    return path.read_bytes().rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""Tables of an experiment's results: loss, bytes and memory side by side, the share of the gap closed, and the diagnostics."""
+"""Tables of an experiment's results: loss, bytes, memory, the share of the gap that is closed, and diagnostics."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spes_p2p.research.spec import Experiment, Run, Yardstick, best_rate
+from spes_p2p.research.spec import Experiment, Yardstick, best_rate, runs_of
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of one arm."""
+    """Results of one arm."""
 
     arm: str
     sweep: Mapping[float, float]
-    """Final loss by learning rate, with seed 0."""
+    """Final loss by learning rate, for seed 0."""
     rate: float
-    """The best of them, used for all seeds."""
+    """The best learning rate, used for all seeds."""
     runs: Mapping[int, Record]
     """By seed, at that rate."""
 
@@ -31,21 +31,17 @@ class Outcome:
 
     @property
     def first(self) -> Record:
-        """The run with the lowest seed."""
+        """Run with the lowest seed."""
         return self.runs[min(self.runs)]
 
 
 def outcomes(experiment: Experiment, records: Sequence[Record], text_digest: str) -> list[Outcome]:
-    """Of every arm that has a result, in the file's order. A sweep that is not complete counts as far as it went."""
+    """Return the outcome of each arm with a result, in the file's order. Incomplete sweeps count as they are."""
     by_key = {record["key"]: record for record in records}
     found = []
     for arm in experiment.arms:
-        runs = {
-            (rate, seed): record
-            for rate in arm.learning_rates
-            for seed in range(arm.seeds)
-            if (record := by_key.get(Run(experiment, arm, rate, seed).key(text_digest))) is not None
-        }
+        keys = {(run.rate, run.seed): run.key(text_digest) for run in runs_of(experiment, arm)}
+        runs = {name: by_key[key] for name, key in keys.items() if key in by_key}
         sweep = {rate: record["loss"] for (rate, seed), record in runs.items() if seed == 0}
         if sweep:
             losses = {(arm.name, rate, 0): loss for rate, loss in sweep.items()}
@@ -56,17 +52,17 @@ def outcomes(experiment: Experiment, records: Sequence[Record], text_digest: str
 
 
 def pictured(experiment: Experiment, found: Sequence[Outcome]) -> list[Outcome]:
-    """What the pictures show: the arms that the file names, in its order of arms; all where none of them has a result."""
+    """Return the outcomes to plot: those that the file names, or all if none of them has a result."""
     return [outcome for outcome in found if outcome.arm in experiment.pictured] or list(found)
 
 
 def share_closed(alone: float, arm: float, centralised: float) -> float:
-    """Share of the gap between one peer alone and centralised training that an arm closes: 0 for alone, 1 for centralised."""
+    """Return the share of the gap between one peer alone (0) and centralised training (1) that an arm closes."""
     return (alone - arm) / (alone - centralised)
 
 
 def shares(outcome: Outcome, yardstick: Yardstick, by_name: Mapping[str, Outcome]) -> list[float]:
-    """The share for each seed that the arm and both ends of the yardstick have."""
+    """Return the share for each seed that the arm and both ends of the yardstick have."""
     alone, centralised = by_name.get(yardstick.alone), by_name.get(yardstick.centralised)
     if alone is None or centralised is None:
         return []
@@ -75,7 +71,7 @@ def shares(outcome: Outcome, yardstick: Yardstick, by_name: Mapping[str, Outcome
 
 
 def gap_in_spreads(outcome: Outcome, centralised: Outcome) -> float | None:
-    """(mean loss - centralised mean loss) / standard deviation of the centralised loss over seeds; None below two seeds."""
+    """Return (mean loss - centralised mean loss) / standard deviation of the centralised loss; None with one seed."""
     if len(centralised.losses) < 2:
         return None
     spread = statistics.stdev(centralised.losses.values())
@@ -84,13 +80,13 @@ def gap_in_spreads(outcome: Outcome, centralised: Outcome) -> float | None:
 
 
 def report(experiment: Experiment, found: Sequence[Outcome]) -> str:
-    """Markdown: results, learning-rate sweeps, losses by domain, diagnostics, and the file's note."""
+    """Return Markdown: results, learning rate sweeps, losses by domain, diagnostics, and the file's note."""
     tables = results_table(experiment, found), sweep_table(found), domains_table(found), diagnostics_table(found)
     return "\n\n".join([*tables, experiment.note]).rstrip() + "\n"
 
 
 def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:
-    """One line an arm: mean and spread over seeds, the yardstick, bytes and memory."""
+    """Return one row per arm: mean and spread over seeds, the yardstick, bytes and memory."""
     by_name = {outcome.arm: outcome for outcome in found}
     yardsticks = {arm.name: arm.yardstick or experiment.yardstick for arm in experiment.arms}
     header = ("arm", "inner rate", "seeds", "M tokens", "held-out loss", "over centralised", "gap / seed spread", "gap closed",
@@ -117,14 +113,14 @@ def results_table(experiment: Experiment, found: Sequence[Outcome]) -> str:
 
 
 def sweep_table(found: Sequence[Outcome]) -> str:
-    """Final losses with seed 0 by learning rate."""
+    """Return final losses for seed 0 by learning rate."""
     rates = sorted({rate for outcome in found for rate in outcome.sweep})
     rows = [(o.arm, *(f"{o.sweep[rate]:.3f}" if rate in o.sweep else "" for rate in rates)) for o in found]
     return _table(("held-out loss, seed 0, by inner rate", *(f"{rate:g}" for rate in rates)), rows)
 
 
 def domains_table(found: Sequence[Outcome]) -> str:
-    """Held-out loss at the end by domain, mean over seeds."""
+    """Return final held-out losses by domain, mean over seeds."""
     domains = sorted({domain for outcome in found for domain in outcome.first.get("domains", {})})
     rows = [
         (o.arm, *(f"{statistics.fmean(run['domains'][domain] for run in o.runs.values()):.3f}" for domain in domains))
@@ -134,7 +130,7 @@ def domains_table(found: Sequence[Outcome]) -> str:
 
 
 def evaluation_table(tasks: Sequence[str], scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """lm-eval's accuracy by arm and task (scores[arm][task][metric]), with its standard error where it is known."""
+    """Return lm-eval's accuracy with its standard error by arm and task. `scores[arm][task][metric]`."""
     rows = []
     for arm, by_task in scores.items():
         cells = []
@@ -147,7 +143,7 @@ def evaluation_table(tasks: Sequence[str], scores: Mapping[str, Mapping[str, Map
 
 
 def diagnostics_table(found: Sequence[Outcome]) -> str:
-    """One line an arm of several peers: means over its measured rounds, seed 0."""
+    """Return one row per arm with several peers: means over its measured rounds, seed 0."""
     rows = [
         (outcome.arm, *(_cell(outcome.first["rounds"], value, form) for _, value, form in DIAGNOSTICS))
         for outcome in found if outcome.first["peers"] > 1 and outcome.first["rounds"]
@@ -185,7 +181,7 @@ def _cell(rounds: Sequence[Record], value: Callable[[Record], float | None], for
 
 
 def _mean_spread(values: Sequence[float], form: str, unit: str = "") -> str:
-    """`mean ± standard deviation`, or the only value."""
+    """Return `mean ± standard deviation`, or the only value."""
     mean = form.format(statistics.fmean(values))
     return f"{mean} ± {form.format(statistics.stdev(values))}{unit}" if len(values) > 1 else f"{mean}{unit}"
 

@@ -1,4 +1,4 @@
-"""Diagnostics of every round that cost next to nothing: what peers tell of their updates, and their routers' counts."""
+"""Cheap diagnostics of every round: the peers' measurements of their updates, and their routers' counts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from spes_p2p.training.balance import load_violation, share_of
 from spes_p2p.training.interface import PhaseReport
 
 POINTS = 40
-"""Average the rounds down to at most this many."""
+"""Average the rounds into at most this many points."""
 
 
 class RoundSeries:
-    """Collects numbers by round and name; several of one name and round are averaged."""
+    """Collects numbers by round and name, and averages those with the same round and name."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._reports: dict[int, list[tuple[PhaseReport, tuple[int, ...]]]] = defaultdict(list)
 
     def trained(self, round_number: int, report: PhaseReport, owned: tuple[int, ...]) -> None:
-        """One peer's phase that works towards this round."""
+        """Record a peer's phase before this round."""
         self._reports[round_number].append((report, owned))
 
     def measured(self, event: RoundMeasured) -> None:
-        """What one peer tells of a committed round."""
+        """Record a peer's measurements of a committed round."""
         for kind, drift in event.drift.items():
             self._note(event.round, f"cosine {kind}", drift.cosine)
             self._note(event.round, f"shrink {kind}", drift.shrink)
@@ -38,7 +38,7 @@ class RoundSeries:
             self._note_routing(event, reports)
 
     def columns(self) -> dict[str, list[float]]:
-        """By name a number for each of at most POINTS stretches of rounds; `round` is a stretch's last one."""
+        """Return, by name, a number for each of at most POINTS ranges of rounds; `round` is the last of a range."""
         known = {number: values for number, values in sorted(self._numbers.items()) if values}
         names = sorted({name for values in known.values() for name in values})
         stretches = [s for s in np.array_split(np.array(list(known)), min(POINTS, len(known)) or 1) if len(s)]
@@ -51,7 +51,7 @@ class RoundSeries:
         self._numbers[round_number][name].append(value)
 
     def _note_routing(self, event: RoundMeasured, reports: Sequence[tuple[PhaseReport, tuple[int, ...]]]) -> None:
-        """All peers' counts together: balance, and how much of an expert's tokens reached an owner."""
+        """Record balance, and the share of each expert's tokens that trained it, from the counts of all peers."""
         counts = np.sum([report.assignments for report, _ in reports], axis=0)  # [L, E]
         routed = counts.sum(axis=0)
         share = np.array(event.expert_tokens) / np.maximum(routed, 1)

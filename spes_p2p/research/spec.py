@@ -1,10 +1,10 @@
-"""What an experiment file says: arms, their learning rates and seeds, and which runs follow from it."""
+"""Experiment files: arms with their learning rates and seeds, and the resulting runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,45 +21,48 @@ Overrides = dict[str, dict[str, Any]]
 
 
 class Yardstick(Section):
-    """Between which arms the share of the gap is measured."""
+    """The two arms between which the share of the gap is measured."""
 
     alone: Text
     centralised: Text
 
 
 class First(Section):
-    """Train a smaller model first, then split its experts (`upcycle.py`). The learning rate's schedule goes over both; moments
-    and whatever else counts steps (merging) begin anew, and the result's `series` is of the second stage."""
+    """Train a smaller model first, then split its experts (`upcycle.py`).
+
+    The learning rate schedule spans both stages; moments and the merging schedule start again, and the result's `series` is
+    that of the second stage.
+    """
 
     steps: Positive
-    """Of the arm's steps; the rest is the large model's."""
+    """Number of the arm's steps; the large model trains for the rest."""
     model: dict[str, Any]
-    """What is smaller: `{moe_num_experts: 4, moe_top_k: 1}`."""
+    """Fields of the smaller model that differ: `{moe_num_experts: 4, moe_top_k: 1}`."""
 
 
 class Arm(Section):
-    """One way of training, compared with others at equal data and schedule."""
+    """One way to train, compared with others on equal data and schedule."""
 
     name: Text
     mode: Literal["centralised", "diloco", "spes"] = "spes"
-    """centralised: one peer with the whole batch; diloco: every peer trains everything; spes: owned experts only."""
+    """centralised: one peer with the whole batch; diloco: each peer trains all weights; spes: only owned experts."""
     peers: Positive = 4
     batch: Positive = 8
-    """Samples of one peer's step; a centralised arm takes peers x batch."""
+    """Samples per step of one peer; a centralised arm uses peers x batch."""
     sync_steps: Positive = 30
     owners: Positive = 1
-    """Owners an expert has (spes)."""
+    """Owners per expert (spes)."""
     learning_rates: tuple[PositiveNumber, ...]
-    """All are tried with the first seed, the best one with the others."""
+    """All are run with the first seed, the best one with the other seeds."""
     seeds: Positive = 1
     domains: Literal["mixed", "one a peer"] = "mixed"
-    """What text a peer trains on: all domains, or one, peer after peer; no peer then sees what another one has."""
+    """Text of each peer: all domains, or one domain per peer."""
     campaign: Overrides = Field(default_factory=dict)
-    """Sections of the campaign file that differ: `outer: {shared_momentum: 0.9}`."""
+    """Campaign settings that differ: `outer: {shared_momentum: 0.9}`."""
     first: First | None = None
-    """None: the model is what it is from the beginning."""
+    """None: train the same model from the start."""
     yardstick: Yardstick | None = None
-    """Where not the experiment's: an arm that changes what centralised training could change too has its own ends."""
+    """Overrides the experiment's, for an arm with a change that centralised training could make too."""
 
 
 class Experiment(Section):
@@ -67,31 +70,31 @@ class Experiment(Section):
 
     name: Text
     text: Text
-    """Prepared text, relative to the experiment file."""
+    """Path of the prepared text, relative to the experiment file."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """What computes; every arm runs there, with foreign experts stored in float32."""
+    """Device of all arms, which store foreign experts in float32."""
     campaign: Overrides
-    """Sections of the campaign file that all arms share: model, training."""
+    """Campaign settings that all arms share: model, training."""
     yardstick: Yardstick | None = None
     evaluations: Positive = 12
-    """Times that the held-out loss is measured, at even distances."""
+    """Number of evenly spaced measurements of the held-out loss."""
     samples: Positive = 32
-    """Held-out samples of each domain, used each time."""
+    """Held-out samples per domain for each measurement."""
     final_samples: Positive = 128
-    """The same at the end."""
+    """The same for the last measurement."""
     measured_rounds: Count = 6
-    """Rounds for which the diagnostics are taken."""
+    """Number of rounds with diagnostics."""
     pictured: tuple[Text, ...] = ()
-    """Arms that the pictures show; none named: all. The tables have all of them."""
+    """Arms in the plots; empty: all. The tables have all arms."""
     note: str = ""
-    """What the report says below its tables."""
+    """Text below the report's tables."""
     arms: tuple[Arm, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
         names = [arm.name for arm in self.arms]
         if len(set(names)) != len(names):
-            raise broken_rule("two arms have one name", "arms", next(name for name in names if names.count(name) > 1))
+            raise broken_rule("two arms have the same name", "arms", next(name for name in names if names.count(name) > 1))
         for name in self.pictured:
             if name not in names:
                 raise broken_rule("must be the name of an arm of this file", "pictured", name)
@@ -109,23 +112,23 @@ class Run:
 
     @property
     def config(self) -> CampaignConfig:
-        """The campaign that this run is. Raises UserError when the file asks for what no campaign can be."""
+        """The run's campaign. Raises UserError for invalid settings."""
         return parse_campaign_config(_campaign(self), f"arm {self.arm.name}")
 
     @property
     def members(self) -> int:
-        """Peers that train."""
+        """Number of trainers."""
         return 1 if self.arm.mode == "centralised" else self.arm.peers
 
     @property
     def experts_per_peer(self) -> int:
-        """Most experts that one peer trains."""
+        """Maximum number of experts that one peer trains."""
         experts = self.config.model.moe_num_experts
         return experts if self.arm.mode != "spes" else -(-experts * min(self.arm.owners, self.members) // self.members)
 
     @property
     def stages(self) -> tuple[tuple[Run, int], ...]:
-        """Runs that follow each other, each with the step at which it begins."""
+        """Consecutive stages, each with its first step."""
         first, total = self.arm.first, self.config.training.total_steps
         if first is None:
             return ((self, 0),)
@@ -139,9 +142,9 @@ class Run:
         return replace(self, arm=self.arm.model_copy(update={"first": None, "campaign": campaign}))
 
     def key(self, text_digest: str) -> str:
-        """Names what the result depends on, as far as the files say: a run whose key is among the results is not done again.
+        """Return a hash of the inputs of the result; a run whose key is in the results is not repeated.
 
-        Settings that no file gives do not count, so that a new one with a neutral default leaves old results valid.
+        Only settings in the files count, so a new setting with a neutral default keeps old results valid.
         """
         config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
@@ -153,7 +156,7 @@ class Run:
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file. Raises UserError: one line with file, field and what would be right."""
+    """Read an experiment file. Raises UserError naming file, field and valid values."""
     file = read_yaml_mapping(path, "experiment file")
     experiment = validated(Experiment, file.values, file.where)
     for arm in experiment.arms:
@@ -165,10 +168,15 @@ def load_experiment(path: Path) -> Experiment:
     return experiment
 
 
-def open_runs(experiment: Experiment, losses: Mapping[tuple[str, float, int], float]) -> Iterator[Run]:
-    """Runs that remain, given the final losses of those that are done, by (arm, rate, seed): the most informative first.
+def runs_of(experiment: Experiment, arm: Arm) -> list[Run]:
+    """Return the arm's runs at all rates and seeds."""
+    return [Run(experiment, arm, rate, seed) for rate in arm.learning_rates for seed in range(arm.seeds)]
 
-    With seed 0 every arm's first learning rate, then their second ones, ...; then seed after seed, each arm at its best rate.
+
+def open_runs(experiment: Experiment, losses: Mapping[tuple[str, float, int], float]) -> Iterator[Run]:
+    """Yield the open runs, most informative first. `losses`: final losses of finished runs by (arm, rate, seed).
+
+    First with seed 0 each arm's first learning rate, then the second ones, and so on; then the other seeds at the best rates.
     """
     for place in range(max(len(arm.learning_rates) for arm in experiment.arms)):
         for arm in experiment.arms:
@@ -183,7 +191,7 @@ def open_runs(experiment: Experiment, losses: Mapping[tuple[str, float, int], fl
 
 
 def best_rate(arm: Arm, losses: Mapping[tuple[str, float, int], float]) -> float | None:
-    """The learning rate with the lowest final loss at seed 0; None while the sweep is not complete."""
+    """Return the learning rate with the lowest final loss at seed 0; None if the sweep is incomplete."""
     swept = {rate: losses[arm.name, rate, 0] for rate in arm.learning_rates if (arm.name, rate, 0) in losses}
     return min(swept, key=lambda rate: swept[rate]) if len(swept) == len(arm.learning_rates) else None
 
@@ -214,8 +222,8 @@ def _of_mode(run: Run) -> Overrides:
 
 
 def arm_named(experiment: Experiment, name: str) -> Arm:
-    """The arm of that name. Raises UserError when there is none."""
-    found: Sequence[Arm] = [arm for arm in experiment.arms if arm.name == name]
-    if not found:
-        raise UserError(f"experiment {experiment.name}: has no arm {name!r}")
-    return found[0]
+    """Return the arm of this name. Raises UserError if there is none."""
+    for arm in experiment.arms:
+        if arm.name == name:
+            return arm
+    raise UserError(f"experiment {experiment.name}: has no arm {name!r}")

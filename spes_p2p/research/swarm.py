@@ -1,8 +1,8 @@
-"""One training run: the life of real peers (`peer.py`) on the in-memory network under virtual time, watched from outside.
+"""One training run: real peers on the in-memory network in virtual time, measured from outside.
 
-Training, plan, exchange, commit, outer step, merge and accounting are the product's own; only clock, transport and disk are in
-memory. Every phase counts as equally fast, so that all peers do the same number of steps. A centralised run is a swarm of one
-peer with the whole batch.
+Training, plan, exchange, commit, outer step, merge and accounting are the product's; only clock, transport and disk are in
+memory. All phases take equal time, so all peers do the same number of steps. A centralised run is a swarm of one peer with the
+whole batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spes_p2p.config.campaign import Campaign, CampaignConfig, TrainingConfig
 from spes_p2p.data.samples import SampleReader, Samples
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, initial_state, layout_of
-from spes_p2p.model.layout import Layout
+from spes_p2p.model.layout import Group, Layout
 from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, RoundMeasured, WorkDropped
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.durable import voter_incarnation
@@ -47,7 +47,7 @@ BOOTSTRAP = "bootstrap"
 
 @dataclass(frozen=True)
 class Work:
-    """What one peer did in a phase, kept when the round is measured."""
+    """A peer's work in a phase before a round with diagnostics."""
 
     routed: tuple[int, ...]
     tokens: int
@@ -55,24 +55,24 @@ class Work:
     updates: Mapping[str, State]
     """Local weights minus base by group."""
     loss: float
-    """Held-out loss of the peer's local weights, before the round."""
+    """Held-out loss of the peer's local weights before the round."""
     routing: probe.Routing
 
 
 class WatchedTrainer(TorchTrainer):
-    """A trainer whose phases take equal time, and that shows its work where a round is measured."""
+    """A trainer whose phases take equal time and are recorded."""
 
     watch: Watch
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Do the phase's steps, at their place in the whole run's schedule."""
+        """Run the phase's steps at their place in the whole run's schedule."""
         place = replace(phase, first_step=phase.first_step + self.watch.first_step, training=self.watch.schedule)
         report = super().train(place, should_stop, on_step)
         self.watch.trained(self, phase, report)
         return replace(report, seconds=float(report.steps))
 
     def optimizer_state(self) -> dict[str, Source]:
-        """None: nothing is restarted here, and saving moments every round would cost time."""
+        """Return nothing: no peer restarts here, so moments need not be saved."""
         return {}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
@@ -81,21 +81,21 @@ class WatchedTrainer(TorchTrainer):
 
 @dataclass
 class Watch:
-    """Collects a run's results: held-out losses, bytes, and the diagnostics of some rounds."""
+    """Collects the results of one stage: held-out losses, bytes, and diagnostics of some rounds."""
 
     run: Run
     config: CampaignConfig
     judge: probe.Judge
     base: State
     schedule: TrainingConfig
-    """Of the whole run, whose stage this is."""
+    """Training config of the whole run."""
     first_step: int
-    """Where in it the stage begins."""
+    """First step of the stage in the whole run."""
     curve: list[Record] = field(default_factory=list)
     rounds: list[Record] = field(default_factory=list)
     work: dict[int, list[Work]] = field(default_factory=dict)
     sent_bytes: int = 0
-    """By all peers."""
+    """Sent by all peers."""
     failed: int = 0
     dropped_tokens: int = 0
     layout: Layout = field(init=False)
@@ -103,12 +103,13 @@ class Watch:
     memory_bytes: int = 0
     series: RoundSeries = field(default_factory=RoundSeries)
     last_round: int = 0
+    peers: dict[str, Peer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layout = layout_of(self.config.model)
 
     def trained(self, trainer: TorchTrainer, phase: Phase, report: PhaseReport) -> None:
-        """A phase ended: keep what the round's diagnostics need."""
+        """Record a completed phase for the round's diagnostics."""
         self.memory_bytes = max(self.memory_bytes, trainer.state_bytes())
         self.series.trained(phase.round, report, trainer.owned)
         if phase.round not in spread(self.config.total_rounds, self.run.experiment.measured_rounds):
@@ -121,8 +122,8 @@ class Watch:
             Work(report.routed, report.tokens, trainer.owned, updates, loss, routing)
         )
 
-    def tell(self, peer: Peer, event: Event) -> None:
-        """What a peer told."""
+    def observe(self, name: str, event: Event) -> None:
+        """Record a peer's event."""
         if isinstance(event, RoundFailed):
             self.failed += 1
         elif isinstance(event, WorkDropped):
@@ -135,7 +136,7 @@ class Watch:
             self.sent_bytes += event.sent_bytes
             if event.round > self.last_round:
                 self.last_round = event.round
-                self._committed(event, peer.replica.base.values)
+                self._committed(event, self.peers[name].replica.base.values)
 
     def _committed(self, event: RoundCommitted, new: State) -> None:
         experiment, total = self.run.experiment, self.config.total_rounds
@@ -158,22 +159,19 @@ class Watch:
         before, after = self.judge.routing(self.base), self.judge.routing(new)
         assignments = model.moe_top_k * model.num_hidden_layers * sum(w.tokens for w in work)
         owner_tokens = np.sum([w.routed for w in work], axis=0)
-        peers: dict[str, list[State]] = {}
+        updates: dict[Group, list[State]] = {}
         for each in work:
             for name, update in each.updates.items():
-                peers.setdefault(layout.group(name).kind, []).append(update) if layout.group(name).expert is None else (
-                    peers.setdefault(name, []).append(update)
-                )
-        drifts = {name: found for name, updates in peers.items() if (found := probe.drift(updates)) is not None}
-        experts = [found for name, found in drifts.items() if name.startswith("expert.")]
-        if experts:
-            drifts = {n: d for n, d in drifts.items() if not n.startswith("expert.")}
-            drifts["expert"] = {key: float(np.mean([each[key] for each in experts])) for key in experts[0]}
+                updates.setdefault(layout.group(name), []).append(update)
+        drifts: dict[str, list[dict[str, float]]] = {}
+        for group, of_group in updates.items():
+            if (drift := probe.drift(of_group)) is not None:
+                drifts.setdefault(group.kind, []).append(drift)
         return {
             "round": event.round, "step": event.campaign_step, "tokens": event.total_tokens,
-            "drift": drifts,
+            "drift": {kind: {key: float(np.mean([d[key] for d in each])) for key in each[0]} for kind, each in drifts.items()},
             "loss_before": float(np.mean([w.loss for w in work])),
-            "loss_after": self._fixed_loss(new),
+            "loss_after": self.judge.loss(new, self.judge.fixed),
             "owner_share": (owner_tokens / assignments * layout.num_experts).tolist(),
             "topk_agreement_local": float(np.mean([probe.agreement(w.routing, after) for w in work])),
             "topk_agreement_base": probe.agreement(before, after),
@@ -187,12 +185,9 @@ class Watch:
             "merge_alpha": event.merge_alpha,
         }
 
-    def _fixed_loss(self, base: State) -> float:
-        return self.judge.loss(base, self.judge.fixed)
-
 
 def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: None) -> Record:
-    """Do a run from base 0 to its end; everything that is known of it, ready for JSON. `keep` gets the last base."""
+    """Do a run; return its results as JSON values. `keep` receives the final weights."""
     started, cpu = time.monotonic(), time.process_time()
     config, layout = run.config, layout_of(run.config.model)
     watches: list[Watch] = []
@@ -224,7 +219,7 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
 
 
 def _first_base_of(stage: Run, before: Watch | None) -> State:
-    """Fresh weights, or those of the stage before with its experts split."""
+    """Return fresh weights, or those of the previous stage with its experts split."""
     config = stage.config
     layout = layout_of(config.model)
     if before is None:
@@ -240,7 +235,7 @@ def _judge(stage: Run, base0: State, text: Text) -> probe.Judge:
 
 
 def _joined(stages: Sequence[Sequence[Record]], counted: Sequence[str]) -> list[Record]:
-    """The stages' records one after the other; what is counted goes on from where the stage before ended."""
+    """Concatenate the stages' records; `counted` fields continue from the previous stage."""
     joined: list[Record] = []
     for records in stages:
         before = {name: joined[-1][name] if joined else 0 for name in counted}
@@ -249,9 +244,9 @@ def _joined(stages: Sequence[Sequence[Record]], counted: Sequence[str]) -> list[
 
 
 def readers_of(run: Run, text: Text, first_sample: int = 0) -> list[Reader]:
-    """Each peer's training text. The plan hands out positions; each peer reads them in its own reader.
+    """Return each peer's reader of training text, for the positions that the plan assigns.
 
-    `first_sample`: as many samples were trained by an earlier stage.
+    `first_sample`: number of samples that earlier stages trained.
     """
     training = run.config.training
     if run.arm.domains == "mixed":
@@ -266,7 +261,7 @@ def readers_of(run: Run, text: Text, first_sample: int = 0) -> list[Reader]:
 
 @dataclass(frozen=True)
 class _From:
-    """A reader without its first samples (of its first epoch)."""
+    """A reader that skips the first samples of each epoch."""
 
     reader: SampleReader
     first: int
@@ -285,24 +280,29 @@ class _From:
 async def _live(
     run: Run, config: CampaignConfig, layout: Layout, base0: State, readers: Sequence[Reader], watch: Watch
 ) -> None:
-    """All lives on one network, until every trainer has come to the end of the campaign."""
+    """Run all peers on one network until every trainer has finished the campaign."""
     campaign = Campaign(config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="0" * 64)
     network = MemoryNetwork(run.seed)
+
+    def ignore(event: Event) -> None:
+        pass
+
     world = in_memory_world(network, BOOTSTRAP)
     genesis = make_genesis(campaign, BOOTSTRAP, base0, voter_incarnation(world.store, world.rng))
     rules = Rules(config, campaign.hash, min(reader.num_samples for reader in readers))
 
     save_base_0(world.store, genesis, base0)
-    node = Node(world, campaign, genesis, rules, "helper", {}, _Silent())
-    helper = Peer(node, layout, None, NOTHING_TO_TRAIN, _Silent(), lambda: b"", BOOTSTRAP)
+    node = Node(world, campaign, genesis, rules, "helper", {}, ignore)
+    helper = Peer(node, layout, None, NOTHING_TO_TRAIN, ignore, lambda: b"", BOOTSTRAP)
     network.run_peer(BOOTSTRAP, helper.run())
     lives = []
     for number, reader in enumerate(readers):
         name, make_trainer = f"peer-{number}", partial(_trainer, run, config, watch, reader)
-        observer = _Teller(watch)
+        observer = partial(watch.observe, name)
         node = Node(in_memory_world(network, name), campaign, genesis, rules, "trainer", {}, observer)
-        observer.peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
-        lives.append(network.run_peer(name, observer.peer.run()))
+        peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
+        watch.peers[name] = peer
+        lives.append(network.run_peer(name, peer.run()))
     await asyncio.gather(*lives)
     helper.leave()
 
@@ -316,25 +316,6 @@ def _trainer(
     return trainer
 
 
-class _Silent:
-    def tell(self, event: Event) -> None:
-        """Nothing."""
-
-
-class _Teller:
-    """Passes one peer's events on, with the peer."""
-
-    peer: Peer
-
-    def __init__(self, watch: Watch):
-        self._watch = watch
-
-    def tell(self, event: Event) -> None:
-        """Pass it on."""
-        if hasattr(self, "peer"):
-            self._watch.tell(self.peer, event)
-
-
 def spread(total: int, count: int) -> frozenset[int]:
-    """At most `count` rounds of 1 to `total`, at even distances; the last one is among them."""
+    """Return at most `count` evenly spaced rounds of 1 to `total`, the last one included."""
     return frozenset(-(-total * i // count) for i in range(1, count + 1)) if count else frozenset()

@@ -1,4 +1,4 @@
-"""The text of learning experiments: several domains, each tokenized for itself, with a small tokenizer of their own."""
+"""The text of learning experiments: several domains, tokenized separately with a small common tokenizer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TRAIN, HELD_OUT = "train", "val"
 SUFFIX = ".jsonl.zst"
 TOKENIZER = "tokenizer.json"
 EVERY, CHARACTERS = 8, 20_000
-"""The tokenizer is trained on the beginning of every eighth document."""
+"""Train the tokenizer on the first characters of every eighth document."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prepared folder: token files of each domain."""
+    """A prepared folder: the token files of each domain."""
 
     train: Mapping[str, Sequence[TokenArray]]
     held_out: Mapping[str, Sequence[TokenArray]]
@@ -43,12 +43,12 @@ class Text:
         return tuple(sorted(self.train))
 
     def reader(self, sequence_length: int, seed: int, domains: Sequence[str] = ()) -> SampleReader:
-        """Training samples of these domains (default: all) in a shuffled order, one sample a piece."""
+        """Return a reader of training samples of these domains (default: all), shuffled one by one."""
         files = [file for domain in domains or self.domains for file in self.train[domain]]
         return SampleReader(files, sequence_length, seed, piece_samples=1)
 
     def held_out_readers(self, sequence_length: int) -> dict[str, SampleReader]:
-        """Held-out samples by domain."""
+        """Return readers of held-out samples by domain."""
         return {domain: SampleReader(self.held_out[domain], sequence_length, 0) for domain in self.domains}
 
 
@@ -56,7 +56,7 @@ def prepare(source: Path, output: Path, vocab_size: int) -> None:
     """Tokenize `{domain}.train.jsonl.zst` and `{domain}.val.jsonl.zst` of a folder into `output`. Raises UserError."""
     domains = sorted(path.name.partition(".")[0] for path in source.glob(f"*.{TRAIN}{SUFFIX}"))
     if not domains:
-        raise UserError(f"{source}: holds no *.{TRAIN}{SUFFIX}; name a folder with one such file a domain")
+        raise UserError(f"{source}: has no *.{TRAIN}{SUFFIX}; give a folder with one such file per domain")
     output.mkdir(parents=True, exist_ok=True)
     beginnings = (text for domain in domains for text in _beginnings(source / f"{domain}.{TRAIN}{SUFFIX}"))
     train_tokenizer(beginnings, vocab_size).save(str(output / TOKENIZER), pretty=False)
@@ -67,7 +67,7 @@ def prepare(source: Path, output: Path, vocab_size: int) -> None:
 
 
 def open_text(folder: Path) -> Text:
-    """A folder that `prepare` made. Raises UserError when there is none."""
+    """Open a folder written by `prepare`. Raises UserError if it has no text."""
     manifests = _manifests(folder)
     train, held_out = (
         {name.removesuffix(f"_{part}_{MANIFEST_NAME}"): open_corpus(manifest, [folder])
@@ -78,18 +78,18 @@ def open_text(folder: Path) -> Text:
 
 
 def text_digest(folder: Path) -> str:
-    """Of all token files of a prepared folder: results on other text are other results. Raises UserError when there is none."""
+    """Return the digest of a prepared folder's token files, on which results depend. Raises UserError if it has no text."""
     files = (file.sha256 for manifest in _manifests(folder).values() for file in manifest.files)
     return hashlib.sha256("".join(files).encode()).hexdigest()
 
 
 def endpoint_of(folder: Path, key: str) -> Path:
-    """Where the checkpoint of a run's end lies, in a prepared folder."""
+    """Return the path of a run's final checkpoint in a prepared folder."""
     return folder / "endpoints" / key
 
 
 def keep_endpoint(folder: Path, key: str, model: ModelConfig, weights: State) -> None:
-    """Export the end of a run for `tools/experiments evaluate`; one of an earlier attempt is replaced."""
+    """Export a run's final weights for `tools/experiments evaluate`, replacing those of an earlier attempt."""
     output = endpoint_of(folder, key)
     shutil.rmtree(output, ignore_errors=True)
     export_checkpoint(model, weights, folder / TOKENIZER, END_OF_TEXT, None, output)
@@ -98,7 +98,7 @@ def keep_endpoint(folder: Path, key: str, model: ModelConfig, weights: State) ->
 def _manifests(folder: Path) -> dict[str, Manifest]:
     manifests = {path.name: read_manifest(path) for path in sorted(folder.glob(f"*{MANIFEST_NAME}"))}
     if not manifests:
-        raise UserError(f"{folder}: holds no prepared text; make it: tools/experiments prepare --text FOLDER --output {folder}")
+        raise UserError(f"{folder}: has no prepared text; run tools/experiments prepare --text FOLDER --output {folder}")
     return manifests
 
 

@@ -1,9 +1,8 @@
-"""Split a model of few experts into one of more: each is copied, and the copies go apart as they are trained.
+"""Split a model with few experts into one with more: each expert is copied, and training separates the copies.
 
-A router's row is copied with its expert. Where k of the few experts were chosen for a token and m k of m times as many are
-chosen now, all m copies of a chosen one are, with an m-th of its weight each: the split model computes what the small one did,
-as long as weights are the softmax over all experts (OLMoE; sparse upcycling: arXiv 2212.05055). A little noise in the routers
-tells the copies apart.
+A router's row is copied with its expert. If the small model chooses k experts per token and the large one m k of m times as
+many, it chooses all m copies of each, with weight 1 / m: it computes the same, as long as weights are the softmax over all
+experts (OLMoE; sparse upcycling: arXiv 2212.05055). A little noise in the routers breaks the tie between copies.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from spes_p2p.model.build import State
 from spes_p2p.model.layout import Layout
 
 ROUTER_NOISE = 0.01
-"""Of the root mean square of a router's weights."""
+"""Standard deviation, relative to the root mean square of a router's weights."""
 
 
 def split_experts(few: State, few_layout: Layout, layout: Layout, seed: int, noise: float = ROUTER_NOISE) -> State:
-    """Flat float32 `[few_layout.size]` to `[layout.size]`: expert e becomes copies e, e + E, e + 2 E, ... of E.
+    """Convert flat float32 `[few_layout.size]` to `[layout.size]`: expert e of E becomes copies e, e + E, e + 2 E, ...
 
-    Raises UserError when the models differ in more than the number of experts, or that number is no multiple.
+    Raises UserError if the models differ in more than the number of experts, or that number is not a multiple.
     """
     if layout.num_experts % few_layout.num_experts:
         raise UserError(f"{few_layout.num_experts} experts cannot be split into {layout.num_experts}: not a multiple")

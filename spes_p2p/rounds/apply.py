@@ -60,7 +60,7 @@ class NextBase:
         return {n for row in self._rows for n in range(row.start // PIECE_ELEMENTS, -(-row.stop // PIECE_ELEMENTS))}
 
 
-def next_base(
+def next_base_pieces(
     base: np.ndarray,
     layout: Layout,
     committed: Sequence[Part],

@@ -128,7 +128,11 @@ def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[in
 
 
 def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, int]:
-    """Return by part index the number of members that hold its result as in its reducer's manifest."""
+    """Return by part index the number of members that hold its result.
+
+    A report counts for a part if it was made with the part's present reducer, has the part's bit, and agrees with `results` on
+    that reducer's manifest: by the digest of all its manifests, or by the roots if it lists them.
+    """
     counts = dict.fromkeys((part.index for part in results.parts), 0)
     roots = results.roots()
     for report in staged.values():

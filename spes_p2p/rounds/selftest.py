@@ -11,7 +11,7 @@ from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.rounds import Member, Merge
 from spes_p2p.model.layout import Layout, TensorSpec
-from spes_p2p.rounds.apply import next_base
+from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import part_table
@@ -20,7 +20,7 @@ KNOWN_ANSWER = "c3aa12a8ae07adfffa57730dd0528314d7d550663214730dc1efb294bcf6d327
 """Digest of the self-test. It covers all of CODECS: a new codec changes it."""
 
 
-def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base) -> None:
+def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base_pieces) -> None:
     """Check decoding, the outer step and the merge against a known answer. Raises UserError when the bits differ.
 
     `step` yields the pieces of the next base.

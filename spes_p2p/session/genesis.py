@@ -39,9 +39,9 @@ def load_or_make_genesis(files: CampaignFiles, run_dir: Path, store: Store, boot
     return genesis
 
 
-async def fetch_genesis(board: RpcEndpoint, others: Sequence[str], files: CampaignFiles, run_dir: Path) -> Commit:
+async def fetch_genesis(endpoint: RpcEndpoint, others: Sequence[str], files: CampaignFiles, run_dir: Path) -> Commit:
     """Return the genesis commit that other bootstrap peers serve. Raises UserError if it is of another campaign."""
-    theirs, genesis = await fetch_campaign(board, [peer_of(address) for address in others])
+    theirs, genesis = await fetch_campaign(endpoint, [peer_of(address) for address in others])
     if theirs.campaign.hash != files.campaign.hash:
         raise UserError(
             f"--peer {others[0]}: serves campaign {theirs.campaign.config.name} ({theirs.campaign.hash[:12]}), not "

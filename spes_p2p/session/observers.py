@@ -14,7 +14,7 @@ from spes_p2p.messages.methods import HISTORY
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import RoundLog
-from spes_p2p.observe.events import Observer, Observers
+from spes_p2p.observe.events import Observer, to_all
 from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.observe.progress import ProgressLine
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class PeerObservers:
     """All observers of a peer, and those that answer requests."""
 
-    all: Observers
+    all: Observer
     board: StatusBoard
     history: History
 
@@ -58,10 +58,11 @@ def observing(
         logger.info("metrics on %s", server.url)
     try:
         tracker = _tracker(files, settings, f"{role} {short_peer(peer_id)}")
-        trackers = [] if tracker is None else [tracker]
+        trackers = [] if tracker is None else [tracker.log]
         log = RoundLog(board, time.monotonic)
         progress.start()
-        yield PeerObservers(Observers(board, metrics, history, log, progress, *trackers, *more), board, history)
+        all_of_them = to_all(board.update, metrics.update, history.record, log.show, progress.update, *trackers, *more)
+        yield PeerObservers(all_of_them, board, history)
         if tracker is not None:
             tracker.close()
     finally:

@@ -1,25 +1,27 @@
-"""A line that is longer than it is: frames are given out some time after they came. For trials on one machine, since not every
-kernel can delay packets itself (netem)."""
+"""A transport with added latency: each frame is delivered a fixed time after it arrives.
+
+For trials on one machine, since not every kernel can delay packets itself (netem).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import cast
 
-from spes_p2p.messages.framing import Kind, Message
+from spes_p2p.messages.framing import Message
 from spes_p2p.net.interfaces import Channel, Handler, Transport
-from spes_p2p.testing.wrapped import WrappedTransport
+from spes_p2p.testing.wrapped import Wrapped
 
 WAITING_FRAMES = 256
-"""Frames under way on one channel before its sender has to wait."""
+"""Maximum number of delayed frames of one channel; beyond it, the sender waits."""
 
 
 def delayed(transport: Transport, latency_s: float) -> Transport:
-    """The same transport on a longer line."""
-    return _DelayedTransport(transport, latency_s) if latency_s else transport
+    """Return the transport with `latency_s` added to all that it receives and to each `open`."""
+    return cast(Transport, _DelayedTransport(transport, latency_s)) if latency_s else transport
 
 
-class _DelayedTransport(WrappedTransport):
+class _DelayedTransport(Wrapped):
     def __init__(self, inner: Transport, latency_s: float):
         super().__init__(inner)
         self._latency_s = latency_s
@@ -28,7 +30,7 @@ class _DelayedTransport(WrappedTransport):
         async def serve_delayed(channel: Channel) -> None:
             late = _DelayedChannel(channel, self._latency_s)
             try:
-                await handler(late)
+                await handler(cast(Channel, late))
             finally:
                 late.end()
 
@@ -36,24 +38,18 @@ class _DelayedTransport(WrappedTransport):
 
     async def open(self, peer: str, method: str) -> Channel:
         await asyncio.sleep(self._latency_s)
-        return _DelayedChannel(await self._inner.open(peer, method), self._latency_s)
+        return cast(Channel, _DelayedChannel(await self._inner.open(peer, method), self._latency_s))
 
 
-class _DelayedChannel:
-    """Takes frames from the line as they come, and gives them out later, in order."""
+class _DelayedChannel(Wrapped):
+    """Reads frames as they arrive, and returns them later, in order."""
 
     def __init__(self, inner: Channel, latency_s: float):
-        self.remote = inner.remote
-        self._inner, self._latency_s = inner, latency_s
+        super().__init__(inner)
+        self._latency_s = latency_s
         self._waiting: asyncio.Queue[tuple[float, Message | Exception | None]] = asyncio.Queue(WAITING_FRAMES)
         self._next: tuple[float, Message | Exception | None] | None = None
         self._reading = asyncio.ensure_future(self._read())
-
-    def watch(self, heard: Callable[[], None]) -> None:
-        self._inner.watch(heard)
-
-    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
-        await self._inner.send(*pieces, kind=kind)
 
     async def receive(self) -> Message | None:
         if self._next is None:
@@ -65,15 +61,12 @@ class _DelayedChannel:
         self._next = None if received is not None else self._next
         return received
 
-    async def finish(self) -> None:
-        await self._inner.finish()
-
     def abort(self) -> None:
         self.end()
         self._inner.abort()
 
     def end(self) -> None:
-        """Nothing is read any more."""
+        """Stop reading."""
         self._reading.cancel()
 
     async def _read(self) -> None:

@@ -1,7 +1,7 @@
-"""A swarm inside one process: an event loop with virtual time, and a network with delays and faults.
+"""A swarm in one process: an event loop with virtual time, and a network with delays and faults.
 
-These are no mocks: the simulator and the tests run whole peers on them, unchanged. Everything is deterministic: time moves only
-when nothing is left to do at the present instant, and jitter comes from the seed.
+The simulator and the tests run unmodified peers on them. Everything is deterministic: time advances only when nothing is left
+to do at the current instant, and jitter comes from the seed.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 UNREAD_FRAMES = 64
-"""`send` waits while this many frames of the channel are unread at the other end."""
+"""`send` blocks while this many frames of the channel are unread at the other end."""
 
 EPOCH_S = 1_700_000_000.0
-"""The wall time at virtual time 0."""
+"""Wall time at virtual time 0."""
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits and no timer is set: nothing can ever happen again."""
+    """Every task waits and no timer is set, so nothing can ever happen."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Sockets do not work on it."""
+    """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Without sockets."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector(self)
         super().__init__(self._clock)
         self.stopped_units: dict[_Unit | None, list[asyncio.Handle]] = {}
-        """Units that do nothing at the moment, with what they would do next."""
+        """Stopped units, with the callbacks that wait until they continue."""
         self.set_task_factory(_create_task_of_unit)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._clock.now
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """As every loop does; what a stopped peer would do next waits until the peer goes on."""
+        """See AbstractEventLoop. Callbacks of a stopped unit wait until it continues."""
         if self.stopped_units:
             held = self.stopped_units.get((contextvars.copy_context() if context is None else context).get(_UNIT))
             if held is not None:
@@ -71,8 +71,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 return handle
         return super().call_soon(callback, *args, context=context)
 
-    def go_on(self, unit: _Unit) -> None:
-        """A stopped unit continues with what it would have done."""
+    def continue_unit(self, unit: _Unit) -> None:
+        """Continue a stopped unit: schedule its waiting callbacks."""
         for handle in self.stopped_units.pop(unit, ()):
             if not handle.cancelled():
                 self.call_soon(handle._run)
@@ -80,7 +80,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
     ) -> asyncio.Future[T]:
-        """Call `func` here and now: threads would make runs differ."""
+        """Call `func` at once, since threads would make runs differ."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -90,7 +90,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where the loop would sleep, it moves the clock."""
+    """Advances the clock where the loop would sleep."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         super().__init__()
@@ -106,7 +106,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` under virtual time; like `asyncio.run`, what it left running is cancelled at the end. Raises DeadlockError."""
+    """Run `main` in virtual time, as `asyncio.run` does: remaining tasks are cancelled at the end. Raises DeadlockError."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(main)
@@ -124,7 +124,7 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 FrameHook = Callable[[str, str, int], None]
-"""Called with (sender, method, index of the frame at the sender's end of the channel) before a frame is sent."""
+"""Called before a frame is sent, with sender, method, and index of the frame at the sender's end of the channel."""
 
 
 @dataclass(frozen=True)
@@ -135,22 +135,22 @@ class Frame:
     receiver: str
     method: str
     is_answer: bool
-    """From the peer that was called to the one that opened the channel."""
+    """Whether the frame goes to the peer that opened the channel."""
     index: int
-    """Of the frame at the sender's end of the channel."""
+    """Number of frames that the sender sent on the channel before."""
     body: bytes
     kind: int = Kind.MESSAGE
 
 
 FrameTap = Callable[[Frame], Frame]
-"""Sees a frame before it is sent; kind and body of what it returns are sent."""
+"""Called before a frame is sent; kind and body of the returned frame are sent."""
 
 
 class MemoryNetwork:
     """Peers by name, the links between them, and their registry.
 
     A frame occupies the sender's uplink for size / bandwidth, travels for the link's latency, then occupies the receiver's
-    downlink. Units: seconds, bytes per second. `registry_delay_s`: until others see what a peer put.
+    downlink. `registry_delay_s`: time until others see a new record.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class MemoryNetwork:
         self.hook: FrameHook | None = None
         self.tap: FrameTap | None = None
         self.sent_bytes: dict[tuple[str, str], int] = {}
-        """Payload that left, by (sender, receiver)."""
+        """Payload bytes sent, by (sender, receiver)."""
         self._latency_s, self._jitter, self._bandwidth = latency_s, jitter, bandwidth_bytes_per_s
         self._rng = random.Random(f"network/{seed}")
         self._pair_latency: dict[frozenset[str], float] = {}
@@ -183,18 +183,18 @@ class MemoryNetwork:
         self._records: dict[str, dict[str, list[_Record]]] = {}
 
     def transport(self, peer: str) -> MemoryTransport:
-        """The transport of a peer; for one that was killed or closed, a new life under the same id."""
+        """Return the peer's transport; after it was killed or closed, one of a new life under the same id."""
         unit = self._units.get(peer)
         if unit is None or not unit.alive:
             unit = self._units[peer] = _Unit(peer, 0 if unit is None else unit.lives_before + 1)
         return MemoryTransport(self, unit)
 
     def registry(self, peer: str) -> MemoryRegistry:
-        """The registry as this peer sees it."""
+        """Return the registry as this peer sees it."""
         return MemoryRegistry(self, self.transport(peer).unit)
 
     def run_peer(self, peer: str, main: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a peer's coroutine as a unit: `kill(peer)` ends it together with every task that it started."""
+        """Run a peer's coroutine as a unit: `kill(peer)` ends it with all tasks that it started."""
         unit = self.transport(peer).unit
         loop = asyncio.get_running_loop()
         loop.set_task_factory(_create_task_of_unit)
@@ -203,25 +203,25 @@ class MemoryNetwork:
         return context.run(loop.create_task, main)
 
     def wall_time(self) -> float:
-        """Virtual seconds since 1970."""
+        """Return the virtual Unix time."""
         return EPOCH_S + asyncio.get_running_loop().time()
 
     def is_alive(self, peer: str) -> bool:
-        """Has the peer a transport that was neither killed nor closed?"""
+        """Return whether the peer has a transport that is neither killed nor closed."""
         unit = self._units.get(peer)
         return unit is not None and unit.alive
 
     def set_latency(self, a: str, b: str, latency_s: float) -> None:
-        """One-way seconds between two peers, both ways."""
+        """Set the one-way latency between two peers, in both directions."""
         self._pair_latency[frozenset((a, b))] = latency_s
 
     def set_bandwidth(self, peer: str, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """What a peer's line carries; 0 is not a bandwidth (use `pause`)."""
+        """Set the bandwidth of a peer's line, greater than 0."""
         link = self._link(peer)
         link.up, link.down = up_bytes_per_s, down_bytes_per_s
 
     def kill(self, peer: str) -> None:
-        """End a peer as SIGKILL would: its tasks stop where they are, its channels break, opens to it are refused at once."""
+        """End a peer as SIGKILL does: its tasks stop where they are, its channels break, and opens to it are refused."""
         unit = self._units.get(peer)
         if unit is None or not unit.alive:
             return
@@ -233,36 +233,36 @@ class MemoryNetwork:
             task.cancel()
 
     def pause(self, peer: str) -> None:
-        """Silence: nothing reaches the peer or leaves it, until `resume`. Nothing is lost."""
+        """Hold back all that goes to and from the peer until `resume`. Nothing is lost."""
         self._paused.add(peer)
 
     def stop(self, peer: str) -> None:
-        """SIGSTOP: silence, and the peer itself does nothing either, until `resume`; its timers expire meanwhile."""
+        """Pause and suspend the peer as SIGSTOP does, until `resume`. Its timers expire meanwhile."""
         unit, loop = self._units.get(peer), asyncio.get_running_loop()
         self.pause(peer)
         if unit is not None and unit.alive and isinstance(loop, VirtualLoop):
             loop.stopped_units.setdefault(unit, [])
 
     def resume(self, peer: str) -> None:
-        """End the silence; what was held back arrives now, and a stopped peer goes on."""
+        """End a pause or stop. What was held back arrives now."""
         self._paused.discard(peer)
         unit, loop = self._units.get(peer), asyncio.get_running_loop()
         if unit is not None and isinstance(loop, VirtualLoop):
-            loop.go_on(unit)
+            loop.continue_unit(unit)
         self._release()
 
     def partition(self, *groups: Iterable[str]) -> None:
-        """From now on frames pass only between peers of one group; peers that no group names are one more. `heal` ends it."""
+        """Let frames pass only within each group, until `heal`. Peers that are in none form another group."""
         self._groups = {peer: number for number, group in enumerate(groups, start=1) for peer in group}
         self._cut_since_s = asyncio.get_running_loop().time()
 
     def heal(self) -> None:
-        """End the partition; what was held back arrives now."""
+        """End the partition. What was held back arrives now."""
         self._groups = {}
         self._release()
 
     def disconnect(self, a: str, b: str) -> None:
-        """Their connection breaks: channels between the two end, with all that is under way. They can open new ones at once."""
+        """Break all channels between two peers, losing what is in flight. They can open new ones at once."""
         for one, other in ((a, b), (b, a)):
             unit = self._units.get(one)
             for channel in [] if unit is None else [each for each in unit.channels if each.remote == other]:
@@ -291,7 +291,7 @@ class MemoryNetwork:
         return self._links.setdefault(peer, _Link(self._bandwidth, self._bandwidth))
 
     async def _until(self, is_possible: Callable[[], bool], what: str) -> None:
-        """Wait for the end of a silence, at most `open_timeout_s`."""
+        """Wait for a condition, at most `open_timeout_s`. Raises PeerUnreachable."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.open_timeout_s
         while not is_possible():
@@ -302,7 +302,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """One peer's end of a MemoryNetwork (`interfaces.Transport`)."""
+    """One peer's `Transport` on a MemoryNetwork."""
 
     def __init__(self, network: MemoryNetwork, unit: _Unit):
         self._network = network
@@ -310,24 +310,24 @@ class MemoryTransport:
 
     @property
     def peer_id(self) -> str:
-        """The name."""
+        """Name of the peer."""
         return self.unit.peer
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Something to publish; nobody needs it to dial."""
+        """Placeholders to publish; dialling needs only the name."""
         return (f"/memory/{self.peer_id}/p2p/{self.peer_id}",)
 
     def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
-        """Names are enough here."""
+        """Do nothing: dialling needs only the name."""
 
     async def serve(self, method: str, handler: Handler) -> None:
-        """Call `handler` for every channel opened for `method`, as a task of this peer."""
+        """See Transport."""
         self.unit.check_alive()
         self.unit.handlers[method] = (handler, contextvars.copy_context())
 
     async def open(self, peer: str, method: str) -> MemoryChannel:
-        """Takes one round trip. Raises PeerUnreachable (refused at once; silent: after `open_timeout_s`) or Refused."""
+        """See Transport. Takes one round trip, or `open_timeout_s` if the peer is silent."""
         network, me = self._network, self.peer_id
         self.unit.check_alive()
         if peer == me:
@@ -346,13 +346,13 @@ class MemoryTransport:
         return MemoryChannel(network, self.unit, method, there, back, is_answer=False)
 
     async def close(self) -> None:
-        """End all channels; opens to this peer are refused from now on."""
+        """End all channels, and refuse new ones."""
         if self.unit.alive:
             self._network._end(self.unit)
 
 
 class MemoryChannel:
-    """One end of a stream between two peers (`interfaces.Channel`)."""
+    """One end of a stream between two peers: a `Channel`."""
 
     def __init__(self, network: MemoryNetwork, unit: _Unit, method: str, out: _Pipe, into: _Pipe, is_answer: bool):
         self._network, self._unit, self._method = network, unit, method
@@ -365,15 +365,15 @@ class MemoryChannel:
 
     @property
     def remote(self) -> str:
-        """The peer at the other end."""
+        """Peer at the other end."""
         return self._in.source
 
     def watch(self, heard: Callable[[], None]) -> None:
-        """Call this whenever a frame is received."""
+        """See Channel."""
         self._heard = heard
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
-        """Send one frame; waits for the uplink, and while UNREAD_FRAMES are unread. Raises PeerUnreachable."""
+        """See Channel. Waits for the uplink, and while UNREAD_FRAMES frames are unread."""
         body = b"".join(pieces)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
@@ -388,7 +388,7 @@ class MemoryChannel:
         await self._out.put(Message(body, kind), self._check_open)
 
     async def receive(self) -> Message | None:
-        """The next frame, None after the other end's `finish`. Raises PeerUnreachable."""
+        """See Channel."""
         frame = await self._in.get(self._check_open)
         self._heard()
         if frame is None:
@@ -396,13 +396,13 @@ class MemoryChannel:
         return frame
 
     async def finish(self) -> None:
-        """No more frames from this end."""
+        """See Channel."""
         self._check_open()
         self._out.end(_FINISHED)
         self._forget_when_done()
 
     def abort(self) -> None:
-        """Drop the stream; what was sent before a `finish` still arrives."""
+        """See Channel. What was sent before a `finish` still arrives."""
         if not self._out.is_ended:
             self.sever()
         elif not self._aborted:
@@ -411,7 +411,7 @@ class MemoryChannel:
             self._unit.channels.pop(self, None)
 
     def sever(self) -> None:
-        """Drop the stream with all that is under way."""
+        """Drop the stream with all that is in flight."""
         self._aborted = True
         self._out.break_off()
         self._in.leave()
@@ -428,13 +428,13 @@ class MemoryChannel:
 
 
 class MemoryRegistry:
-    """The DHT of a MemoryNetwork (`interfaces.Registry`): records expire by virtual time and need a while to be seen."""
+    """The `Registry` of a MemoryNetwork: records expire in virtual time and become visible with a delay."""
 
     def __init__(self, network: MemoryNetwork, unit: _Unit):
         self._network, self._unit = network, unit
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Store under (key, my id). Raises ValueError when it is too large, PeerUnreachable when I am cut off."""
+        """Store a value under (key, peer id). Raises ValueError if it is too large, PeerUnreachable if the peer is cut off."""
         if len(value) > MAX_RECORD_BYTES:
             raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
         await self._round_trip()
@@ -443,7 +443,7 @@ class MemoryRegistry:
         history.append(_Record(bytes(value), now + self._network.registry_delay_s, now + ttl_s))
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """All living values under key, by the peer that wrote them; across a partition, those from before it."""
+        """Return the values under a key that have not expired, by writer; across a partition, those from before it."""
         await self._round_trip()
         now = asyncio.get_running_loop().time()
         seen = {}
@@ -477,9 +477,9 @@ def in_memory_world(
     identity: Identity | None = None,
     seconds: Callable[[Callable[..., Any], Sequence[Any]], float] | None = None,
 ) -> World:
-    """The world of one peer on `network`: store in memory, work inline, randomness from the network's seed, name and life.
+    """Return a peer's world on the network; its randomness depends on the network's seed, its name and its life.
 
-    `seconds(f, args)` models how long `run_blocking(f, *args)` takes; default: no time.
+    `seconds(f, args)` models the duration of `run_blocking(f, *args)`; default: no time.
     """
     store = MemoryStore() if store is None else store
     transport = network.transport(name)
@@ -505,7 +505,7 @@ def in_memory_world(
 
 @dataclass
 class _Link:
-    """One peer's line: bytes per second each way, and until when each way is busy."""
+    """A peer's line: bytes per second each way, and when each way is free again."""
 
     up: float
     down: float
@@ -529,7 +529,7 @@ class _Record:
 
 
 _Content = Message | None | Exception
-"""What travels through a pipe: frames, then one end: None (finished) or the exception that `receive` raises."""
+"""Content of a pipe: frames, then None (finished) or the exception that `receive` raises."""
 
 _FINISHED = None
 
@@ -609,14 +609,14 @@ class _Pipe:
         self._dispatch(PeerUnreachable(f"{self.source} broke the channel"), asyncio.get_running_loop().time())
 
     def leave(self) -> None:
-        """The reader is gone; the writer hears of it after the link's latency."""
+        """Record that the reader has left, which the writer learns after the link's latency."""
         if not self._reader_left:
             self._reader_left = True
             self._readable.set()
             asyncio.get_running_loop().call_later(self._network._delay(self.target, self.source), self.flush)
 
     def flush(self) -> None:
-        """Move on what has arrived, unless a silence holds it back."""
+        """Deliver what has arrived, unless the link is cut."""
         if self._network._is_cut(self.source, self.target):
             self._network._held[self] = None
             return
@@ -654,7 +654,7 @@ class _Pipe:
 
 
 async def _serve(handler: Handler, channel: MemoryChannel) -> None:
-    """A handler's failure ends its channel and nothing else."""
+    """Run a handler, whose failure ends only its channel."""
     try:
         await handler(channel)
     except Exception:
@@ -665,7 +665,7 @@ async def _serve(handler: Handler, channel: MemoryChannel) -> None:
 
 @dataclass(eq=False)
 class _Unit:
-    """One life of a peer: what it serves, its channels, its tasks, its stores."""
+    """One life of a peer: its handlers, channels, tasks and stores."""
 
     peer: str
     lives_before: int = 0
@@ -673,12 +673,12 @@ class _Unit:
     handlers: dict[str, tuple[Handler, contextvars.Context]] = field(default_factory=dict)
     channels: dict[MemoryChannel, None] = field(default_factory=dict)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
-    """All that are not done, and some that are."""
+    """All running tasks, and some that are done."""
     stores: list[MemoryStore] = field(default_factory=list)
     _tidy_at: int = 64
 
     def check_alive(self) -> None:
-        """A dead process does nothing more: whoever still runs in its name is cancelled."""
+        """Cancel the caller if the peer is dead."""
         if not self.alive:
             raise asyncio.CancelledError(f"{self.peer} is dead")
 

@@ -1,4 +1,4 @@
-"""A store in memory whose process can be crashed at named points. For simulations and tests."""
+"""A store in memory that can crash at named points, for simulations and tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spes_p2p.storage.store import check_name
 
 
 class MemoryStore:
-    """The contract of `DirectoryStore`, with crashes: what survives one is in the store that `reopen` returns.
+    """A `Store` with crashes; `reopen` returns a store with what survives one.
 
     `fault(point, name)` is called at the named points `write:draft`, `write:rename`, `write:done`, `append`, `append:done` and
-    `delete`; when it raises there, the state is what a disk would hold at that instant.
+    `delete`; if it raises, the state is what a disk would hold at that instant.
     """
 
     def __init__(self, fault: Callable[[str, str], None] | None = None):
@@ -24,7 +24,7 @@ class MemoryStore:
         self._crashed = False
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Replace the blob; whole or not at all."""
+        """See Store."""
         self._at("write:draft", name)
         content = b"".join(chunks)
         self._at("write:rename", name)
@@ -32,48 +32,48 @@ class MemoryStore:
         self._at("write:done", name)
 
     def draft(self, name: str) -> MemoryDraft:
-        """Begin to write a blob piece by piece."""
+        """See Store."""
         self._check(name)
         return MemoryDraft(self, name)
 
     def read(self, name: str) -> memoryview | None:
-        """The blob, or None."""
+        """See Store."""
         self._check(name)
         content = self._blobs.get(name)
         return None if content is None else memoryview(content)
 
     def append(self, name: str, record: bytes) -> None:
-        """Append one record; whole or not at all."""
+        """See Store."""
         self._at("append", name)
         self._logs.setdefault(name, []).append(bytes(record))
         self._at("append:done", name)
 
     def records(self, name: str) -> list[bytes]:
-        """All records of a log, in order."""
+        """See Store."""
         self._check(name)
         return list(self._logs.get(name, ()))
 
     def delete(self, name: str) -> None:
-        """Remove the blob or log if it is there."""
+        """See Store."""
         self._at("delete", name)
         self._blobs.pop(name, None)
         self._logs.pop(name, None)
 
     def names(self, prefix: str) -> list[str]:
-        """Names of the blobs and logs that begin so, sorted."""
+        """See Store."""
         return sorted(name for name in (*self._blobs, *self._logs) if name.startswith(prefix))
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
-        """Of any content: it is full of NaN."""
+        """See Store. The undefined values are NaN here."""
         self._check(name)
         return np.full(elements, np.nan, np.float32)
 
     def crash(self) -> None:
-        """From now on every call raises CancelledError: a dead process neither reads nor writes."""
+        """Make every later call raise CancelledError: a dead process neither reads nor writes."""
         self._crashed = True
 
     def reopen(self) -> MemoryStore:
-        """The store that the next process finds on this disk; this one counts as crashed."""
+        """Crash, and return the store that the next process finds on the same disk."""
         self.crash()
         successor = MemoryStore(self.fault)
         successor._blobs, successor._logs = self._blobs, self._logs
@@ -92,27 +92,27 @@ class MemoryStore:
 
 
 class MemoryDraft:
-    """Bytes that become a blob of a `MemoryStore`."""
+    """A blob of a `MemoryStore` that is being written."""
 
     def __init__(self, store: MemoryStore, name: str):
         self._store, self._name = store, name
         self._content = bytearray()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes there."""
+        """See Draft."""
         view = memoryview(data).cast("B")
         if offset + len(view) > len(self._content):
             self._content.extend(bytes(offset + len(view) - len(self._content)))
         self._content[offset : offset + len(view)] = view
 
     def read(self, offset: int, length: int) -> bytes:
-        """What was written there."""
+        """See Draft."""
         return bytes(self._content[offset : offset + length])
 
     def view(self) -> memoryview:
-        """What is written into it later shows; it cannot grow any more."""
+        """See Draft. The draft cannot grow afterwards."""
         return memoryview(self._content).toreadonly()
 
     def publish(self) -> None:
-        """Replace the blob."""
+        """See Draft."""
         self._store.write(self._name, [bytes(self._content)])

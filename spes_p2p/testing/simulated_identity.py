@@ -1,4 +1,4 @@
-"""Identities without keys. For simulations and tests."""
+"""Identities without keys, for simulations and tests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import hmac
 
 
 class SimulatedIdentity:
-    """Named peers of a swarm inside one process: the id is the name. Signatures detect mistakes, not malice."""
+    """An identity whose peer id is its name. Signatures detect mistakes, not malice."""
 
     def __init__(self, name: str):
         self._name = name
 
     @property
     def peer_id(self) -> str:
-        """The name."""
+        """Name of the peer."""
         return self._name
 
     def sign(self, message: bytes) -> bytes:
-        """A keyed hash of the message; anybody could compute it."""
+        """Return a keyed hash of the message, which anyone could compute."""
         return _mark(self._name, message)
 
     def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
-        """Did `peer_id` (or somebody who lies) sign exactly this message?"""
+        """Return whether the signature is `peer_id`'s of exactly this message."""
         return hmac.compare_digest(_mark(peer_id, message), signature)
 
 

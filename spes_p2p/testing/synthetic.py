@@ -1,4 +1,4 @@
-"""A trainer without a model: it changes its weights like one, at a modelled speed. For simulations of the swarm itself."""
+"""A trainer without a model, for simulations of the swarm: it changes its weights at random, at a modelled speed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.storage.tensor_file import Source
+from spes_p2p.training.batches import split_samples
 from spes_p2p.training.interface import Phase, PhaseReport
 
 
 class SyntheticTrainer:
-    """Adds seeded noise to what it trains; implements `training.interface.Trainer`."""
+    """A `training.interface.Trainer` that adds seeded noise to the weights it trains."""
 
     def __init__(
         self, layout: Layout, base: np.ndarray, owned: tuple[int, ...], tokens_per_step: int, seconds_per_step: float, seed: int
@@ -28,22 +29,22 @@ class SyntheticTrainer:
 
     @property
     def local(self) -> np.ndarray:
-        """A copy of all local weights, float64."""
+        """Copy of all local weights, float64."""
         return self._local.astype(np.float64)
 
     def load_base(self, base: np.ndarray) -> None:
-        """Set all local weights to the base."""
+        """See Trainer."""
         self._local = base[: self.layout.size].copy()
 
     def assign(self, owned: tuple[int, ...], base: np.ndarray) -> None:
-        """Train these experts from now on."""
+        """See Trainer."""
         for expert in set(owned) ^ set(self.owned):
             group = self.layout.expert(expert)
             self._local[group.start : group.stop] = base[group.start : group.stop]
         self.owned = owned
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Noise on the shared weights and the owned experts."""
+        """Add noise to the shared weights and the owned experts."""
         steps = 0
         for step in range(phase.steps):
             if should_stop():
@@ -57,44 +58,31 @@ class SyntheticTrainer:
         tokens = steps * self._tokens_per_step
         experts = self.layout.num_experts
         routed = [tokens // experts + 1 if steps and expert in self.owned else 0 for expert in range(experts)]
-        trained, untrained = _split(phase.slices, steps * sum(map(len, phase.slices)) // max(1, phase.steps))
+        trained, untrained = split_samples(phase.slices, steps * sum(map(len, phase.slices)) // max(1, phase.steps))
         self.trained_samples += trained
         return PhaseReport(
             steps, tokens, tuple(routed), 5.0 / (1 + phase.first_step), 0.0, steps * self.seconds_per_step, untrained, 0
         )
 
     def read(self, group: Group, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """A copy of the local weights of a group."""
+        """See Trainer."""
         return self._local[group.start : group.stop][start:stop].copy()
 
     def add(self, group: Group, delta: np.ndarray, start: int = 0) -> None:
-        """local += delta."""
+        """See Trainer."""
         self._local[group.start + start : group.start + start + delta.size] += delta
 
     def refresh(self, group: Group, values: np.ndarray) -> None:
-        """local = values."""
+        """See Trainer."""
         self._local[group.start : group.stop] = values
 
     def validation_loss(self) -> float:
-        """The root mean square of the weights: any number that depends on the bits."""
+        """Return the root mean square of the weights, which depends on all of them."""
         return float(np.sqrt(np.mean(self._local.astype(np.float64) ** 2)))
 
     def optimizer_state(self) -> dict[str, Source]:
-        """None."""
+        """Return nothing: there are no moments."""
         return {}
 
     def load_optimizer_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Nothing to load."""
-
-
-def _split(slices: tuple[Interval, ...], count: int) -> tuple[list[Interval], tuple[Interval, ...]]:
-    """The first `count` samples of the slices, and the rest."""
-    first, rest = [], []
-    for interval in slices:
-        used = min(count, len(interval))
-        count -= used
-        if used:
-            first.append(Interval(interval.epoch, interval.start, interval.start + used))
-        if used < len(interval):
-            rest.append(Interval(interval.epoch, interval.start + used, interval.stop))
-    return first, tuple(rest)

@@ -1,40 +1,15 @@
-"""Base class of transports that wrap another one."""
+"""Base class of the wrappers of a transport, channel or store."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from spes_p2p.net.interfaces import Channel, Handler, Transport
+from typing import Any
 
 
-class WrappedTransport:
-    """Forwards everything to the inner transport; subclasses override `serve` and `open`."""
+class Wrapped:
+    """Forwards everything to the inner object, except what a subclass overrides."""
 
-    def __init__(self, inner: Transport):
+    def __init__(self, inner: Any):
         self._inner = inner
 
-    @property
-    def peer_id(self) -> str:
-        """See Transport."""
-        return self._inner.peer_id
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """See Transport."""
-        return self._inner.addresses
-
-    def learn_addresses(self, peer: str, addresses: Iterable[str]) -> None:
-        """See Transport."""
-        self._inner.learn_addresses(peer, addresses)
-
-    async def serve(self, method: str, handler: Handler) -> None:
-        """See Transport."""
-        await self._inner.serve(method, handler)
-
-    async def open(self, peer: str, method: str) -> Channel:
-        """See Transport."""
-        return await self._inner.open(peer, method)
-
-    async def close(self) -> None:
-        """See Transport."""
-        await self._inner.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

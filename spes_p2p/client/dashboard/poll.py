@@ -29,8 +29,8 @@ LOST_AFTER = 5
 
 
 @dataclass
-class Live:
-    """The latest view, and a way to wait for the next."""
+class Published:
+    """What the web server serves, and a way to wait for changes."""
 
     state: str = "searching"
     """searching: no peer found yet; live; silent: no peer answers any more."""
@@ -38,42 +38,48 @@ class Live:
     since: float = 0.0
     """Unix time at which this state began."""
     updated: float = 0.0
-    """Unix time of the last answer; 0 before there is one."""
+    """Unix time of the last answer; 0 before the first."""
     join: str = ""
     """The join command for volunteers."""
     view: dict[str, Any] | None = None
     status: dict[str, Any] | None = None
-    """As `status --json` prints it."""
+    """The document of `status --json`."""
     curves: dict[str, Any] | None = None
     curves_version: int = 0
     version: int = 0
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def header(self) -> dict[str, Any]:
-        """State, message, times and the join line."""
-        return {name: getattr(self, name) for name in ("state", "message", "since", "updated", "join")}
+    def document(self) -> dict[str, Any]:
+        """Return state, message, times, the join line, and the state of the swarm, without the curves."""
+        header = {name: getattr(self, name) for name in ("state", "message", "since", "updated", "join")}
+        document: dict[str, Any] = to_json({**header, "swarm": self.view})
+        return document
 
-    def be(self, state: str, message: str) -> None:
+    def set_state(self, state: str, message: str) -> None:
         """Change the state and publish it."""
         if state != self.state or not self.since:
             self.since = time.time()
         self.state, self.message = state, message
         self.publish()
 
+    def lost(self, message: str) -> None:
+        """Publish that no peer answers."""
+        self.set_state("silent" if self.view else "searching", message)
+
     def publish(self) -> None:
         """Wake all waiters."""
         self.version += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def changed(self, version: int) -> None:
-        """Wait until there is a newer version."""
+        """Wait for a newer version."""
         while self.version == version:
-            await self._news.wait()
+            await self._changed.wait()
 
 
 @dataclass
-class Memory:
+class SwarmHistory:
     """Records of the rounds so far."""
 
     rounds: Rounds = field(default_factory=lambda: Rounds(""))
@@ -86,59 +92,59 @@ class Memory:
     asked_at: dict[str, int] = field(default_factory=dict)
     """By peer: the round in its status at the last history request."""
 
-    def hear(self, page: HistoryPage, now: float) -> tuple[RoundRecord, ...]:
+    def add(self, page: HistoryPage, now: float) -> tuple[RoundRecord, ...]:
         """Add a page received at `now` (Unix time); return its records by the local clock."""
         ahead_s = page.now - now
         records = tuple(replace(record, time=record.time - ahead_s) for record in page.records)
         for record in records:
-            self.rounds.hear(record)
+            self.rounds.add(record)
             self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
         return records
 
 
-async def watch(addresses: Sequence[str], live: Live) -> None:
+async def watch(addresses: Sequence[str], published: Published) -> None:
     """Poll the swarm until cancelled."""
     tries = 0
-    memory = Memory()
+    history = SwarmHistory()
     while True:
         try:
             async with connect(addresses) as swarm:
                 tries = 0
-                await _look(swarm, addresses, memory, live)
+                await _look(swarm, addresses, history, published)
         except UserError as error:
             tries += 1
-            live.be("silent" if live.view else "searching", f"{error}; tried {tries} times, retrying")
+            published.lost(f"{error}; tried {tries} times, retrying")
         await asyncio.sleep(RETRY_S)
 
 
-async def _look(swarm: SwarmConnection, addresses: Sequence[str], memory: Memory, live: Live) -> None:
+async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published) -> None:
     """Publish the state of the swarm until no peer answers any more."""
     nobody = 0
     while nobody < LOST_AFTER:
         statuses = await swarm.statuses()
         if statuses:
             nobody = 0
-            await _learn_rounds(swarm, statuses, memory)
-            memory.control = await swarm.newest_order(memory.control)
-            live.join = await _join_line(swarm, addresses)
-            _publish(statuses, swarm, memory, live)
+            await _learn_rounds(swarm, statuses, history)
+            history.control = await swarm.newest_order(history.control)
+            published.join = await _join_line(swarm, addresses)
+            _publish(statuses, swarm, history, published)
         else:
             nobody += 1
-            live.be("silent" if live.view else "searching", "no peer of the campaign answers; retrying")
+            published.lost("no peer of the campaign answers; retrying")
         await asyncio.sleep(max(LOOK_EVERY_S, len(statuses) / PEERS_A_SECOND))
 
 
-def _publish(statuses: Sequence[PeerStatus], swarm: SwarmConnection, memory: Memory, live: Live) -> None:
+def _publish(statuses: Sequence[PeerStatus], swarm: SwarmConnection, history: SwarmHistory, published: Published) -> None:
     now = time.time()
-    records = memory.rounds.records
-    live.view = swarm_view(statuses, memory.by_peer, totals_of(records), now)
-    live.status = swarm_status(statuses)
-    curves = series(records, memory.traffic, swarm.files.campaign.config, memory.control)
-    if curves != live.curves:
-        live.curves = curves
-        live.curves_version += 1
-    live.updated = now
-    live.be("live", "")
+    records = history.rounds.records
+    published.view = swarm_view(statuses, history.by_peer, totals_of(records), now)
+    published.status = swarm_status(statuses)
+    curves = series(records, history.traffic, swarm.files.campaign.config, history.control)
+    if curves != published.curves:
+        published.curves = curves
+        published.curves_version += 1
+    published.updated = now
+    published.set_state("live", "")
 
 
 async def _join_line(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
@@ -147,32 +153,26 @@ async def _join_line(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
     return f"spes-p2p join {helpers[0].addresses[0] if helpers else addresses[0]}"
 
 
-async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], memory: Memory) -> None:
+async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
     """Request new records from peers with a new commit, and at first the whole history from one peer."""
-    if not memory.rounds.records:
-        await _learn_past(swarm, statuses, memory)
-    news = [status for status in statuses if memory.asked_at.get(status.peer_id) != status.round]
-    await asyncio.gather(*(_learn_newest(swarm, status, memory) for status in news))
+    if not history.rounds.records:
+        await _learn_past(swarm, statuses, history)
+    news = [status for status in statuses if history.asked_at.get(status.peer_id) != status.round]
+    await asyncio.gather(*(_learn_newest(swarm, status, history) for status in news))
 
 
-async def _learn_past(swarm: SwarmConnection, statuses: Sequence[PeerStatus], memory: Memory) -> None:
+async def _learn_past(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
     for status in sorted(statuses, key=lambda status: -status.uptime_s):
         async for page in swarm.history(status.peer_id, -1):
-            memory.hear(page, time.time())
-        if not memory.rounds.missing([0]):
+            history.add(page, time.time())
+        if not history.rounds.missing([0]):
             return
 
 
-async def _learn_newest(swarm: SwarmConnection, status: PeerStatus, memory: Memory) -> None:
+async def _learn_newest(swarm: SwarmConnection, status: PeerStatus, history: SwarmHistory) -> None:
     page = await anext(swarm.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
     if page is None:
         return
-    memory.asked_at[status.peer_id] = status.round
-    records = memory.hear(page, time.time())
-    memory.by_peer[status.peer_id] = tuple(record for record in records if record.teller == status.peer_id)
-
-
-def json_of(live: Live) -> dict[str, Any]:
-    """Return the header and the state of the swarm, without the curves."""
-    document: dict[str, Any] = to_json({**live.header(), "swarm": live.view})
-    return document
+    history.asked_at[status.peer_id] = status.round
+    records = history.add(page, time.time())
+    history.by_peer[status.peer_id] = tuple(record for record in records if record.teller == status.peer_id)

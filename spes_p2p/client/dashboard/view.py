@@ -67,19 +67,14 @@ def series(
     rates = _rates(records)
     sent, received = ([_mean_bytes(traffic.get(record.round, {}), i) for record in records] for i in (0, 1))
     kept = thinned(len(records), MAX_POINTS)
+    copied = ("round", "time", "loss", "members", "dropped_parts", "failed_attempts", "merge_alpha")
     columns = {
-        "round": [records[i].round for i in kept],
+        **{name: [getattr(records[i], name) for i in kept] for name in copied},
         "step": [records[i].campaign_step for i in kept],
-        "time": [records[i].time for i in kept],
         "tokens": [records[i].total_tokens for i in kept],
-        "loss": [records[i].loss for i in kept],
         "tokens_per_second": [rates[i] for i in kept],
         "sent_bytes": [sent[i] for i in kept],
         "received_bytes": [received[i] for i in kept],
-        "members": [records[i].members for i in kept],
-        "dropped_parts": [records[i].dropped_parts for i in kept],
-        "failed_attempts": [records[i].failed_attempts for i in kept],
-        "merge_alpha": [records[i].merge_alpha for i in kept],
     }
     evaluated = [record for record in records if math.isfinite(record.validation_loss)]
     held_out = [evaluated[i] for i in thinned(len(evaluated), MAX_POINTS)]

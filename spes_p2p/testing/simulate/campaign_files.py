@@ -1,4 +1,4 @@
-"""A campaign for real processes: sentences of a small made-up language, a tokenizer for them, a model that trains fast."""
+"""A campaign for real processes: sentences of a small artificial language, their tokenizer, and a model that trains fast."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import random
 from pathlib import Path
 
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spes_p2p.data.tokenizers import END_OF_TEXT
+from spes_p2p.data.tokenizers import train_tokenizer
 from spes_p2p.data.tokenizing import tokenize
 
 VOCABULARY = 512
@@ -18,13 +17,13 @@ SILENCE_S = 5.0
 
 
 def write_campaign(folder: Path, peers: int, seed: int, overlap: bool = False) -> Path:
-    """Write campaign, tokenizer and token files into `folder`; returns the campaign file."""
+    """Write campaign, tokenizer and token files to `folder`; return the path of the campaign file."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"language/{seed}")
     words = ["".join(rng.choice("aeiou" if i % 2 else "bdfgklmnprstv") for i in range(rng.randint(2, 7))) for _ in range(300)]
     texts = {part: [_document(rng, words) for _ in range(count)] for part, count in DOCUMENTS.items()}
     tokenizer = folder / "tokenizer.json"
-    _train_tokenizer(texts["train"][:500]).save(str(tokenizer))
+    train_tokenizer(texts["train"][:500], VOCABULARY).save(str(tokenizer))
     for part, documents in texts.items():
         path = folder / f"{part}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -35,24 +34,12 @@ def write_campaign(folder: Path, peers: int, seed: int, overlap: bool = False) -
 
 
 def _document(rng: random.Random, words: list[str]) -> str:
-    """Each word follows from the one before by one of three rules, so that there is something to learn."""
+    """Return sentences in which each word follows from the previous one by one of three rules, which a model can learn."""
     at, text = rng.randrange(len(words)), []
     for _ in range(rng.randint(30, 80)):
         text.append(words[at])
         at = (at * 7 + rng.choice((1, 1, 2, 5))) % len(words)
     return " ".join(text) + "."
-
-
-def _train_tokenizer(texts: list[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def _settings(peers: int, tokenizer: str, overlap: bool) -> dict[str, object]:

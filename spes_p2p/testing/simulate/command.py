@@ -1,4 +1,4 @@
-"""What `spes-p2p simulate` does with its options."""
+"""`spes-p2p simulate`: run a simulation with the given options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from spes_p2p.testing.simulate.processes import check_scenario, run_processes
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
 from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario
 from spes_p2p.testing.simulate.seeds import run_seeds
-from spes_p2p.testing.simulate.virtual import SeedResult
 
 Progress = contextlib.AbstractContextManager[Callable[[int, int], None]]
 
@@ -28,7 +27,7 @@ Progress = contextlib.AbstractContextManager[Callable[[int, int], None]]
 def simulate_virtual(
     path: Path | None, options: Mapping[str, Any], seeds: range, jobs: int | None, event_log: Path | None, progress: Progress
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run the seeds; returns the summary and its lines for a person. Raises UserError."""
+    """Run the seeds; return the summary, and its lines for a person. Raises UserError."""
     if not seeds:
         raise UserError(f"--seeds {len(seeds)}: give at least 1")
     if jobs is not None and jobs < 1:
@@ -37,19 +36,18 @@ def simulate_virtual(
         raise UserError(f"--event-log {event_log}: holds one run; give --seeds 1 with it")
     scenario = load_scenario(path, options)
     if event_log is not None:
-        _write(event_log, ())  # a path that cannot be written is refused before the run, not after it
-    started, results = time.monotonic(), list[SeedResult]()
+        _write(event_log, ())  # refuse a path that cannot be written before the run, not after it
+    started, results = time.monotonic(), list[RunReport]()
     with progress as update:
 
-        def on_done(result: SeedResult) -> None:
+        def on_done(result: RunReport) -> None:
             results.append(result)
             update(len(results), len(seeds))
 
         found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, on_done)
     if event_log is not None:
         _write(event_log, found[0].log)
-    runs = [RunReport(each.seed, each.figures, each.violations, each.faults, each.points) for each in found]
-    made = summary("virtual", len(scenario.peer_names), runs, time.monotonic() - started, _replay("--virtual", path, options))
+    made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, _replay("--virtual", path, options))
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
     made["control_bytes_max"] = max(each.control_bytes for each in found)
     made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None
@@ -59,36 +57,31 @@ def simulate_virtual(
 def simulate_processes(
     path: Path | None, options: Mapping[str, Any], seed: int, config: Path | None, run_dir: Path, progress: Progress
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run real processes once; returns the summary and its lines for a person. Raises UserError."""
+    """Run real processes once; return the summary, and its lines for a person. Raises UserError."""
     scenario = load_scenario(path, options)
     kinds = check_scenario(scenario)
     if config is not None:
         read_campaign(config)
     started = time.monotonic()
     if config is not None and scenario.overlap:
-        raise UserError(f"--config {config}: says itself whether rounds overlap training; leave out --overlap")
+        raise UserError(f"--config {config}: the campaign file sets sync.overlap; omit --overlap")
     folder = run_dir.with_name(f"{run_dir.name}-campaign")
     campaign = config or write_campaign(folder, len(scenario.peer_names), seed, scenario.overlap)
-    ended = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # takes peers and networks down too
+    ended = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends peers and removes networks too
     try:
         with progress as update:
-            run = run_processes(scenario, kinds, campaign, run_dir, seed, update)
+            run, losses = run_processes(scenario, kinds, campaign, run_dir, seed, update)
     finally:
         signal.signal(signal.SIGTERM, ended)
-    made = summary(
-        "processes", len(scenario.peer_names), [run.report], time.monotonic() - started, _replay("--processes", path, options)
-    )
-    made["val_losses"] = [
-        {"round": number, "total_tokens": run.total_tokens[number], "loss": loss}
-        for number, loss in run.held_out_losses.items()
-        if number in run.total_tokens
-    ]
+    replay = _replay("--processes", path, options)
+    made = summary("processes", len(scenario.peer_names), [run], time.monotonic() - started, replay)
+    made["val_losses"] = losses
     (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
     return made, lines(made)
 
 
 def _replay(form: str, path: Path | None, options: Mapping[str, Any]) -> str:
-    """The command that runs one seed again, but for the seed."""
+    """Return the command that runs one seed again, without the seed."""
     words = ["spes-p2p", "simulate", form, *([str(path)] if path is not None else [])]
     for name, value in options.items():
         if value is not None:
@@ -98,7 +91,7 @@ def _replay(form: str, path: Path | None, options: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _write(path: Path, log: tuple[str, ...]) -> None:
+def _write(path: Path, log: Sequence[str]) -> None:
     try:
         path.write_text("\n".join(log) + "\n")
     except OSError as error:

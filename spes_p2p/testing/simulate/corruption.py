@@ -1,4 +1,4 @@
-"""What a corrupt peer sends instead of what it would have sent."""
+"""Corruption of the frames that a peer sends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spes_p2p.testing.memory import Frame
 _CORRUPTIBLE = {
     "parts": (("pull", Kind.PART), ("parts", Kind.CONTENT)), "pieces": (("base", Kind.CONTENT),), "push": (("push", Kind.PART),)
 }
-"""Methods and kinds of the frames that a corruption changes."""
+"""Methods and kinds of the frames that each corruption changes."""
 
 
 def corrupted(frame: Frame, what: str, rng: random.Random) -> Frame:
-    """The frame as a peer with this corruption (`faults.CORRUPTIONS`, not its base) sends them."""
+    """Return the frame as a peer with this corruption (`faults.CORRUPTIONS`, except `base`) sends it."""
     body = frame.body
     if what == "garbage":
         return replace(frame, kind=rng.randrange(256), body=rng.randbytes(len(body)))

@@ -1,4 +1,4 @@
-"""What processes decided and held, compared after a run: their logs of commits lie on disk, and say it best."""
+"""Compare what processes decided and held after a run, from the commit logs on their disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spes_p2p.testing.simulate.audit import Audit
 
 @dataclass(frozen=True)
 class Held:
-    """A base that a peer had."""
+    """A base that a peer held."""
 
     at_s: float
     peer: str
@@ -26,7 +26,7 @@ class Held:
 
 
 def commits_of(run_dir: Path) -> list[Commit]:
-    """All commits that a peer ever had in its log, those that it gave up too."""
+    """Return all commits that a peer ever had in its log, including those of abandoned branches."""
     try:
         content = (run_dir / LOG).read_bytes()
     except FileNotFoundError:
@@ -35,10 +35,10 @@ def commits_of(run_dir: Path) -> list[Commit]:
 
 
 def compare(audit: Audit, now_s: float, logs: Mapping[str, Iterable[Commit]], bases: Iterable[Held]) -> None:
-    """Did all decide the same commits, and was what each held after a round what the next commit says?
+    """Check that all decided the same commits, and that each base is the one that the next commit names.
 
-    A round that was given up by a reform may be held again, with other bits: a base belongs to the commit that its digest
-    names, or else to one that nothing follows, the end of a branch.
+    A round abandoned by a reform may be repeated with another base. So a base belongs to the commit whose successor names its
+    digest, or else to one without a successor: the end of a branch.
     """
     named: dict[int, dict[str, str]] = defaultdict(dict)
     decided: dict[int, set[str]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Faults: what can happen to a peer and when, and the seeded choice of one for a round. Pure."""
+"""Faults: what can happen to a peer and when, and the seeded random choice of one for a round."""
 
 from __future__ import annotations
 
@@ -13,69 +13,69 @@ Kind = Literal["kill", "restart", "stop", "partition", "slow", "corrupt", "join"
 Corruption = Literal["parts", "pieces", "push", "garbage", "base"]
 KINDS: tuple[str, ...] = get_args(Kind)
 CORRUPTIONS: tuple[str, ...] = get_args(Corruption)
-"""Which bytes are wrong: results it serves, pieces of a base, updates it pushes, all that it sends, its own base in memory."""
+"""What is corrupt: results it serves, pieces of a base, updates it pushes, all that it sends, its own base in memory."""
 
 DURATIONS_S = (0.5, 3.0, 7.0, 20.0, 60.0)
-"""Of a random fault: below and above the silence that counts as death, and longer than rounds."""
+"""Durations of random faults: below and above the silence timeout, and longer than rounds."""
 HARMLESS = ("slow", "corrupt", "disconnect")
-"""Kinds after which a peer is still there for the others."""
+"""Kinds after which the others can still reach the peer."""
 POINTS_WITHOUT_RANDOM_FAULTS = ("leave",)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. It is armed when round `round` - 1 has been committed, and strikes at the next time the point is reached."""
+    """One fault. It is armed when round `round` - 1 is committed, and strikes when the point is reached."""
 
     kind: str
-    """One of KINDS. `restart` is a kill and a new start on the same disk after `seconds`; `kill` is for good; `disconnect`
-    ends all that it streams about with one other peer, and both can stream again at once."""
+    """One of KINDS. `restart` kills and starts the peer on the same disk after `seconds`; `kill` is permanent; `disconnect`
+    ends all streams with one other peer, and both can open new ones at once."""
     round: int
     at: str = AT_ONCE
     """One of POINTS."""
     reached_by: str | None = None
-    """Whose reaching the point counts; None: anybody's."""
+    """The peer that must reach the point; None: any peer."""
     peers: tuple[str, ...] = ()
-    """Whom it hits; none: who reached the point. Of a partition: one side of it; of a disconnect: the two, or one of them."""
+    """The victims; empty: the peer that reaches the point. For a partition, one side; for a disconnect, one or both peers."""
     skip: int = 0
-    """So many times the point is reached before the fault strikes."""
+    """Times that the point is passed before the fault strikes."""
     delay_s: float = 0.0
     """Seconds from the point to the fault."""
     seconds: float = 10.0
-    """How long a stop, partition, slowness or corruption lasts, and until a restarted peer or one that left starts again on its
-    disk. Of `leave`, 0: it does not come back."""
+    """Duration of a stop, partition, slowness or corruption, or time until a killed or leaving peer starts again on its disk.
+    For `leave`, 0: never."""
     factor: float = 4.0
-    """Of `slow`: how many times slower it trains and sends."""
+    """For `slow`: the factor by which training slows down."""
     what: str = "parts"
-    """Of `corrupt`: one of CORRUPTIONS."""
+    """For `corrupt`: one of CORRUPTIONS."""
     is_scripted: bool = True
-    """Written in a scenario; a random fault is left out where it would leave fewer than two trainers alone."""
+    """Whether a scenario names it. A random fault is skipped if it would leave fewer than two unaffected trainers."""
 
     def __str__(self) -> str:
         details = {
             "slow": f" x{self.factor:g}", "corrupt": f" {self.what}",
             "leave": f" for {self.seconds:g} s" if self.seconds else "",
         }.get(self.kind, "")
-        return f"{self.kind}{details} {'+'.join(self.peers) or 'who gets there'} at {self.at}, round {self.round}"
+        return f"{self.kind}{details} {'+'.join(self.peers) or 'the peer that gets there'} at {self.at}, round {self.round}"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Who is there when a random fault is chosen."""
+    """State of the swarm when a random fault is chosen."""
 
     round: int
     """The next round to be committed."""
     trainers: tuple[str, ...]
-    """Those that run and that no fault has hold of."""
+    """Running trainers without a fault."""
     wanted: int
-    """Trainers that the run began with."""
+    """Number of trainers at the start of the run."""
     bootstrap: str | None
-    """None while a fault has hold of it."""
+    """None while it has a fault."""
     next_name: str
-    """For one that joins."""
+    """Name of the next joiner."""
 
 
 def random_fault(rng: random.Random, kinds: Sequence[str], points: Sequence[str], standing: Standing) -> Fault | None:
-    """A fault for the next round; None when too few are there for one. Two trainers are always left alone."""
+    """Return a fault for the next round, or None if there are too few trainers: two are always unaffected."""
     trainers = standing.trainers
     possible = list(kinds)
     if len(trainers) < 3:
@@ -109,12 +109,12 @@ def random_fault(rng: random.Random, kinds: Sequence[str], points: Sequence[str]
 
 
 def random_points() -> tuple[str, ...]:
-    """Where random faults strike."""
+    """Return the points at which random faults strike."""
     return tuple(point for point in POINTS if point not in POINTS_WITHOUT_RANDOM_FAULTS)
 
 
 def _side(rng: random.Random, trainers: Sequence[str], victim: str) -> tuple[str, ...]:
-    """One side of a partition: the victim alone in half of the cases, else some more."""
+    """Return one side of a partition: in half of the cases the victim alone, otherwise with others."""
     if rng.random() < 0.5:
         return (victim,)
     others = [peer for peer in trainers if peer != victim]

@@ -1,4 +1,4 @@
-"""Makes faults strike a virtual swarm when a peer reaches their point: a scenario's own, and random ones."""
+"""Inject faults into a virtual swarm, scripted and random ones, when a peer reaches their point."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spes_p2p.testing.simulate.swarm import VirtualSwarm
 
 
 class Injector:
-    """The faults of one run."""
+    """Arms, starts and ends the faults of one run."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Injector:
         start: Callable[[str], None],
         note: Callable[[str, str], None],
     ):
-        """`start(name)` starts a new trainer; `note(peer, text)` writes a line of the event log."""
+        """`start(name)` starts a new trainer; `note(peer, text)` writes a line to the event log."""
         self.struck: Counter[str] = Counter()
-        """Faults that struck, by kind."""
+        """Number of faults that struck, by kind."""
         self.struck_at: Counter[str] = Counter()
         """The same by point."""
         self.last_s = 0.0
-        """When the last fault struck or ended."""
+        """Time at which a fault last struck or ended."""
         self._swarm, self._scenario, self._rng, self._audit = swarm, scenario, rng, audit
         self._start, self._tell = start, note
         self._points = scenario.points or random_points()
@@ -51,10 +51,8 @@ class Injector:
         self._joined = 0
         self._over = False
 
-    # When --------------------------------------------------------------------------------------------------------------
-
     def round_committed(self, number: int) -> None:
-        """Somebody is the first to have this round: arm the faults of the next one."""
+        """Arm the faults of the next round, when the first peer commits this one."""
         if self._over:
             return
         self._armed = [fault for fault in self._armed if fault.round >= number]
@@ -65,12 +63,12 @@ class Injector:
             due += [fault] if fault is not None else []
         for fault in due:
             if fault.at == AT_ONCE:
-                self._soon(fault, self._somebody())
+                self._soon(fault, self._any_peer())
             else:
                 self._armed.append(fault)
 
     def reached(self, peer: str, point: str) -> None:
-        """A peer is about to do what the point names."""
+        """Let faults strike that wait for this peer to reach this point."""
         for fault in tuple(self._armed):
             if fault.at == point and fault.reached_by in (None, peer):
                 self._armed.remove(fault)
@@ -80,7 +78,7 @@ class Injector:
                     self._soon(fault, peer)
 
     def on_frame(self, frame: Frame) -> Frame:
-        """Sees every frame: it may be a point, and a corrupt peer's are changed."""
+        """Check whether a frame is at a point; return it, corrupted if its sender is corrupt."""
         if self._armed:
             point = point_of_frame(frame)
             if point is not None:
@@ -89,13 +87,13 @@ class Injector:
         return frame if what is None else corrupted(frame, what, self._rng)
 
     def leaves_majority(self, electorate: Sequence[str]) -> bool:
-        """Is a majority of these peers there, on one side of a partition, and does it speak no garbage?"""
+        """Return whether a majority of these peers is present on one side of a partition and sends no garbage."""
         cut, garbled = set(self._cut), {peer for peer, what in self._corrupt.items() if what == "garbage"}
         there = set(electorate) - (self._held - cut) - garbled
         return max(len(there & cut), len(there - cut)) >= quorum(tuple(electorate))
 
     def lift(self) -> None:
-        """End every fault, start the dead again, and let none strike any more."""
+        """End all faults, start killed peers again, and let no other fault strike."""
         self._over = True
         self._corrupt.clear()
         self._heal()
@@ -116,18 +114,16 @@ class Injector:
     def _later(self, seconds: float, end: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_later(seconds, lambda: None if self._over else end())
 
-    # Whom --------------------------------------------------------------------------------------------------------------
-
     def _standing(self, number: int) -> Standing:
         free = tuple(name for name in self._swarm.peers if name not in self._held and not self._swarm.tasks[name].done())
         bootstrap = BOOTSTRAP if BOOTSTRAP not in self._held else None
         return Standing(number, free, len(self._scenario.peer_names), bootstrap, f"joiner-{self._joined}")
 
-    def _somebody(self) -> str:
+    def _any_peer(self) -> str:
         return self._rng.choice(self._standing(0).trainers or tuple(self._swarm.peers) or (BOOTSTRAP,))
 
     def _possible(self, fault: Fault, victims: Sequence[str]) -> bool:
-        """Is everybody there whom it hits? And does a random fault leave two trainers alone?"""
+        """Return whether all victims are present, and a random fault leaves two trainers unaffected."""
         if fault.kind == "join":
             return victims[0] not in self._swarm.machines
         there = all(victim in self._swarm.nodes and victim not in self._held for victim in victims)
@@ -138,12 +134,10 @@ class Injector:
         left_alone = set(self._standing(0).trainers) - set(victims)
         return fault.is_scripted or fault.kind in HARMLESS or len(left_alone) >= 2
 
-    # What --------------------------------------------------------------------------------------------------------------
-
     def _strike(self, fault: Fault, peer: str) -> None:
         victims = fault.peers or (peer,)
         if self._over or not self._possible(fault, victims):
-            self._note("+".join(victims), f"spared: {fault}")
+            self._note("+".join(victims), f"skipped: {fault}")
             return
         self._note("+".join(victims), f"fault: {fault}")
         self.struck[fault.kind] += 1
@@ -216,7 +210,7 @@ class Injector:
 
     def _disconnect(self, victim: str, other: str | None = None) -> None:
         other = other or self._rng.choice(self._others_there(victim))
-        self._note(victim, f"has lost its connection to {other}")
+        self._note(victim, f"loses its connection to {other}")
         self._swarm.network.disconnect(victim, other)
 
     def _others_there(self, victim: str) -> list[str]:
@@ -228,7 +222,7 @@ class Injector:
         self._start(victim)
 
     def _leave(self, victim: str, seconds: float) -> None:
-        """It leaves politely; its process ends by itself, and starts again so much later (0: never)."""
+        """Ask the peer to leave; start it again `seconds` later (0: never)."""
 
         def gone(task: asyncio.Task[None]) -> None:
             self._swarm.network.kill(victim)
@@ -249,7 +243,7 @@ class Injector:
         if victim in self._held and victim in self._swarm.nodes:
             self._held.discard(victim)
             self._audit.back(victim)
-            self._note(victim, "goes on")
+            self._note(victim, "continues")
             self._swarm.network.resume(victim)
 
     def _note(self, peer: str, text: str) -> None:
@@ -258,7 +252,7 @@ class Injector:
 
 
 def flip_base_bit(swarm: VirtualSwarm, name: str, rng: random.Random) -> bool:
-    """Memory goes bad: one bit of the peer's base changes, and nobody notices yet. False when it has no base."""
+    """Flip one bit of the peer's base in memory. Return False if it has no base."""
     replica = swarm.peers[name].replica
     if not replica.has_base:
         return False
@@ -271,5 +265,5 @@ def flip_base_bit(swarm: VirtualSwarm, name: str, rng: random.Random) -> bool:
 
 
 def now() -> float:
-    """Virtual seconds."""
+    """Return the virtual time in seconds."""
     return asyncio.get_running_loop().time()

@@ -1,8 +1,8 @@
-"""Each peer in a network namespace of its own, on a bridge, with a rate limit; sides can be cut apart.
+"""Network namespaces, one per peer, on a bridge, with rate limits and partitions.
 
-A machine can stand behind a router of its own that translates addresses and lets no connection in. Needs root and the commands
-`ip` and `tc`, for routers `nft` too. Everything is made under names of this process and removed by `close`. The addresses look
-public, since libp2p treats private ones as those of one local network; they exist inside the namespaces only.
+A machine may be behind its own router, which translates addresses and refuses incoming connections. Needs root and the commands
+`ip` and `tc`, and `nft` for routers. All names contain this process's id; `close` removes everything. The addresses look
+public, since libp2p treats private ones as one local network; they exist only inside the namespaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 SUBNET = "11.213"
 HOME, HOME_ROUTER = "192.168.1.2", "192.168.1.1"
-"""Of each machine behind a router, and of its router there."""
+"""Addresses of each machine behind a router, and of its router on that side."""
 BURST_BYTES, QUEUE_S = 256 * 1024, 0.2
 
 
@@ -35,13 +35,13 @@ table ip router {
   }
 }
 """
-"""Connections begin at home only. Each gets a port of its own outside, so that no port can be guessed (a symmetric NAT)."""
+"""Only the home side can open connections. Each gets a random outside port, so no port can be guessed (a symmetric NAT)."""
 
 
 def why_unavailable(routers: bool = False) -> str | None:
-    """None where namespaces can be made (with `routers`: such that translate addresses), else the reason."""
+    """Return why namespaces (with `routers`: and address translation) are not available; None if they are."""
     if os.geteuid() != 0:
-        return "only root can make network namespaces"
+        return "only root can create network namespaces"
     missing = [command for command in ("ip", "tc", *(("nft",) if routers else ())) if shutil.which(command) is None]
     if missing:
         return f"the command {missing[0]} is not installed (Debian package {PACKAGES[missing[0]]})"
@@ -49,12 +49,12 @@ def why_unavailable(routers: bool = False) -> str | None:
     try:
         _run("ip", "netns", "add", probe)
     except OSError as error:
-        return f"this kernel or container makes no network namespaces ({error})"
+        return f"this kernel or container does not allow network namespaces ({error})"
     try:
         if routers:
             _run("ip", "netns", "exec", probe, "nft", ROUTER_RULES)
     except OSError as error:
-        return f"this kernel or container translates no addresses ({error})"
+        return f"this kernel or container does not translate addresses ({error})"
     finally:
         _run("ip", "netns", "del", probe)
     return None
@@ -73,7 +73,7 @@ class Namespaces:
             _run("ip", "link", "set", bridge, "up")
 
     def add(self, name: str, bytes_per_s: float, behind_router: bool = False) -> None:
-        """Make the machine of a peer. `bytes_per_s`: of its link, each way. `behind_router`: it cannot be dialled."""
+        """Create a peer's machine. `bytes_per_s`: bandwidth each way. `behind_router`: others cannot dial it."""
         number = self._numbers[name] = len(self._numbers) + 1
         if behind_router:
             self._routers.add(name)
@@ -93,7 +93,7 @@ class Namespaces:
         _run("tc", "-n", on_line, "qdisc", "add", "dev", "line", *limit)
 
     def _add_home(self, space: str, router: str) -> None:
-        """A machine and its router, joined by a cable."""
+        """Create a machine and its router, connected by a cable."""
         for each in (space, router):
             _run("ip", "netns", "add", each)
         _run("ip", "-n", router, "link", "add", "home", "type", "veth", "peer", "name", "eth0", "netns", space)
@@ -106,26 +106,26 @@ class Namespaces:
         _run("ip", "netns", "exec", router, "nft", ROUTER_RULES)
 
     def address(self, name: str) -> str:
-        """The machine's IPv4 address; its router's where it is behind one."""
+        """Return the machine's IPv4 address, or its router's."""
         number = self._numbers[name]
         return f"{SUBNET}.{number // 250}.{number % 250 + 1}"
 
     def command(self, name: str) -> list[str]:
-        """What to put before a command that shall run there."""
+        """Return the prefix of a command that runs on the machine."""
         return ["ip", "netns", "exec", self._space(name)]
 
     def partition(self, side: Iterable[str]) -> None:
-        """Cut these off from the others."""
+        """Disconnect these machines from the others."""
         for name in side:
             _run("ip", "link", "set", f"v{os.getpid()}o{self._numbers[name]}", "master", self._bridges[1])
 
     def heal(self) -> None:
-        """All on one bridge again."""
+        """Reconnect all machines."""
         for number in self._numbers.values():
             _run("ip", "link", "set", f"v{os.getpid()}o{number}", "master", self._bridges[0])
 
     def close(self) -> None:
-        """Remove everything; safe to call twice."""
+        """Remove everything. Idempotent."""
         for name in self._numbers:
             for space in {self._space(name), self._on_line(name)}:
                 with contextlib.suppress(OSError):
@@ -139,12 +139,12 @@ class Namespaces:
         return f"{self._prefix}-{self._numbers[name]}"
 
     def _on_line(self, name: str) -> str:
-        """The namespace that has the address: the machine's own, or its router's."""
+        """Return the namespace with the public address: the machine's or its router's."""
         return self._space(name) + ("-router" if name in self._routers else "")
 
 
 def _run(*command: str) -> None:
-    """Raises OSError with what the command said."""
+    """Run a command. Raises OSError with its error message."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise OSError(f"{' '.join(command[:3])}: {ended.stderr.strip() or ended.returncode}")

@@ -1,4 +1,4 @@
-"""The named points of a round at which a fault can strike, derived from the peers' own frames, writes and events."""
+"""The named points of a round at which a fault can strike, recognized by the peers' frames, writes and events."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from spes_p2p.observe.events import Event, PhaseEntered
 from spes_p2p.testing.memory import Frame
 
 AT_ONCE = "start"
-"""No point: as soon as the round before is committed."""
+"""Not a point: strike as soon as the previous round is committed."""
 
 POINTS = {
-    AT_ONCE: "the round before has been committed somewhere",
-    "training": "it begins the phase's local steps",
+    AT_ONCE: "a peer has committed the previous round",
+    "training": "it starts the phase's local steps",
     "announce": "it sends its announcement to the coordinator",
     "prepare": "as coordinator, it asks an elector for a promise",
-    "promise": "as elector, it answers with its promise (written already)",
+    "promise": "as elector, it answers with its promise, already on disk",
     "plan": "as coordinator, it sends the plan to a member",
     "push": "it sends an update to a reducer",
     "reduce": "as reducer, it sends a result or its manifest",
-    "pull": "it asks for results",
+    "pull": "it requests results",
     "stage": "it writes the results to its disk",
     "staged": "it reports what it staged",
     "accept": "as coordinator, it asks an elector for a vote",
-    "vote": "as elector, it answers with its vote (written already)",
-    "decide": "as coordinator, it tells an elector outside the round what was decided",
+    "vote": "as elector, it answers with its vote, already on disk",
+    "decide": "as coordinator, it sends the decision to an elector outside the round",
     "decided": "as coordinator, it sends a member the decided commit",
     "remember": "as elector, it writes a promise or vote to its disk",
     "log": "it appends a certificate to its log",
-    "apply": "it begins to apply a decided commit",
+    "apply": "it starts to apply a decided commit",
     "save": "it writes its base to its disk",
     "checkpoint": "it writes its checkpoint to its disk",
-    "download": "it begins or continues to download a base",
+    "download": "it starts or continues to download a base",
     "donate": "as donor, it sends a piece of a base",
     "replay": "it serves the results of an earlier round",
-    "leave": "it tells others that it leaves",
+    "leave": "it announces that it leaves",
 }
-"""What a peer does at each point; it happens just before."""
+"""What a peer is about to do at each point."""
 
 _REQUESTS = {
     "prepare": "prepare", "accept": "accept", "push": "push", "pull": "pull", "decide": "decide", "leave": "leave",
@@ -52,7 +52,7 @@ _PHASES = {"training": "training", "applying": "apply", "downloading": "download
 
 
 def point_of_frame(frame: Frame) -> str | None:
-    """The point that a frame's sender has reached; None for heartbeats, refusals and streams that are no part of a round."""
+    """Return the point that a frame's sender has reached; None for heartbeats, refusals and streams outside of rounds."""
     if frame.kind in (Kind.HEARTBEAT, Kind.REFUSAL):
         return None
     if frame.method != "round":
@@ -63,17 +63,17 @@ def point_of_frame(frame: Frame) -> str | None:
 
 
 def point_of_write(blob: str) -> str | None:
-    """The point of a write of this blob or log."""
+    """Return the point of a write to this blob or log."""
     return _WRITES.get(re.split(r"[-.]", blob)[0])
 
 
 def point_of_event(event: Event) -> str | None:
-    """The point of something that a peer tells."""
+    """Return the point of an event."""
     return _PHASES.get(event.name) if isinstance(event, PhaseEntered) else None
 
 
 def known_point(name: str) -> str:
-    """Checks a name; raises ValueError with advice."""
+    """Return the name, or raise ValueError with advice if there is no such point."""
     if name not in POINTS:
         close = difflib.get_close_matches(name, POINTS, n=1)
         raise ValueError(f"did you mean '{close[0]}'?" if close else f"must be one of {', '.join(POINTS)}")

@@ -1,8 +1,7 @@
-"""The slow form of the simulator: a bootstrap and trainers as processes on this machine, with kill -9, SIGSTOP and the like.
+"""The slow form of the simulator: a bootstrap peer and trainers as processes on this machine, with kill -9, SIGSTOP and so on.
 
-Faults strike at a random moment of a round, or when a peer reaches a named point: there it stops itself (`trial.py`), and the
-simulation does the rest. What is known of the peers is what they write into their histories; the rules are those of the virtual
-form (`audit.py`).
+Faults strike at a random moment of a round, or when a peer reaches a named point: there it stops itself (`trial.py`) until the
+simulation has acted. The peers' histories are the only source of events; the rules are those of the virtual form (`audit.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,32 +38,22 @@ from spes_p2p.testing.simulate.trial import Orders
 from spes_p2p.testing.simulate.trial_peer import trial_program
 
 VIRTUAL_ONLY, NOT_CORRUPTIBLE = "disconnect", "base"
-"""A real process's connections and memory are out of reach."""
+"""The connections and the memory of a process cannot be changed from outside."""
 STUCK_S = 180.0
 QUIET_ROUNDS = 2
+"""Rounds that every trainer must commit after the last fault."""
 POLL_S, SETTLED_S = 0.2, 0.5
 LEAVE_TIMEOUT_S, CHILDREN_END_WITHIN_S, STOPS_WITHIN_S = 60.0, 5.0, 2.0
 DURATIONS_S = (1.0, 4.0, 8.0, 15.0)
-"""Of a random stop, partition, or time until a new start."""
+"""Durations of random faults, or seconds until a new start."""
 LATE_ROUNDS = 3
-"""A round may be past a fault's point when its order arrives: then the fault may strike in one of the next."""
+"""A round may have passed a fault's point when the order arrives; the fault may strike this many rounds later."""
 BOOTSTRAP_PORT = 31337
 ORDERS_FOLDER, FAULTS_FILE = "orders", "faults.txt"
 
 
-@dataclass(frozen=True)
-class ProcessRun:
-    """What a run came to."""
-
-    report: RunReport
-    held_out_losses: dict[int, float]
-    """Of the base after each round."""
-    total_tokens: dict[int, int]
-    """Included in the base after each round."""
-
-
 def check_scenario(scenario: Scenario) -> tuple[str, ...]:
-    """The kinds of random faults that are possible here. Raises UserError for a fault that real processes cannot have."""
+    """Return the kinds of random faults that are possible here. Raises UserError for an impossible fault."""
     blocked = why_unavailable()
     for fault in scenario.faults:
         if fault.kind == "corrupt" and fault.what == NOT_CORRUPTIBLE:
@@ -83,13 +72,16 @@ def check_scenario(scenario: Scenario) -> tuple[str, ...]:
 
 def run_processes(
     scenario: Scenario, kinds: tuple[str, ...], config: Path, run_dir: Path, seed: int, on_round: Callable[[int, int], None]
-) -> ProcessRun:
-    """Run until the rounds are committed and everybody has followed, or something stands still. Raises UserError."""
+) -> tuple[RunReport, list[dict[str, float]]]:
+    """Run until the rounds are committed by all, or a peer makes no progress; return results and held-out losses by round.
+
+    Raises UserError.
+    """
     if run_dir.exists() and any(run_dir.iterdir()):
         raise UserError(f"--run-dir {run_dir}: not empty; name a new folder")
     run_dir.mkdir(parents=True, exist_ok=True)
     uses_partitions = "partition" in kinds or any(fault.kind == "partition" for fault in scenario.faults)
-    with _machines(uses_partitions) as machines:
+    with contextlib.closing(Namespaces()) if uses_partitions else contextlib.nullcontext() as machines:
         run = _Run(scenario, kinds, config, run_dir, seed, machines, on_round)
         try:
             run.main()
@@ -98,19 +90,9 @@ def run_processes(
     return run.result()
 
 
-@contextlib.contextmanager
-def _machines(wanted: bool) -> Iterator[Namespaces | None]:
-    machines = Namespaces() if wanted else None
-    try:
-        yield machines
-    finally:
-        if machines is not None:
-            machines.close()
-
-
 @dataclass
 class _Process:
-    """One peer: its last process, and how much of its history was read."""
+    """A peer: its latest process, and how much of its history was read."""
 
     name: str
     folder: Path
@@ -120,7 +102,7 @@ class _Process:
     read: int = 0
     entries: list[Entry] = field(default_factory=list)
     is_wanted: bool = True
-    """Not killed and not asked to leave."""
+    """Whether it is neither killed nor asked to leave."""
 
 
 class _Run:
@@ -151,7 +133,7 @@ class _Run:
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._orders = Orders(run_dir / ORDERS_FOLDER)
         self._armed: dict[int, Fault] = {}
-        """By number of the order to stop at its point."""
+        """By number of the order that stops a peer at the fault's point."""
         self._held: set[str] = set()
         self._stopped: set[str] = set()
         self._slowed: dict[str, Slowing] = {}
@@ -166,31 +148,29 @@ class _Run:
         self._last_fault_s = 0.0
 
     def main(self) -> None:
-        """Start everybody, let the faults strike, and see everybody go on."""
-        self._start_bootstrap()
+        """Start all peers, let the faults strike, and wait until all peers have continued."""
+        self._port = BOOTSTRAP_PORT if self._machines is not None else _free_port()
+        self._start(BOOTSTRAP)
+        self._address = self._read_address(self._peers[BOOTSTRAP])
         for name in self._scenario.peer_names:
             self._start(name)
-        if self._until(lambda: self._newest() >= self._scenario.rounds):
+        if self._until(lambda: self._audit.newest_round >= self._scenario.rounds):
             self._lift()
-            goal = self._newest() + QUIET_ROUNDS
+            goal = self._audit.newest_round + QUIET_ROUNDS
             self._until(lambda: all(peer.round >= goal for peer in self._trainers()))
 
     def end(self) -> None:
-        """Ask everybody to leave, trainers first, and look for what is left of them."""
+        """Ask all peers to leave, trainers first; compare what they decided, and count processes that survive."""
         self._over = True
         self._let_go()
-        trainers = [peer for name, peer in self._peers.items() if name != BOOTSTRAP]
-        for group in (trainers, [peer for name, peer in self._peers.items() if name == BOOTSTRAP]):
-            running = [peer for peer in group if peer.process.poll() is None]
+        for bootstrap in (False, True):
+            running = [p for name, p in self._peers.items() if (name == BOOTSTRAP) is bootstrap and p.process.poll() is None]
             for peer in running:
                 self._note_children(peer)
                 peer.process.send_signal(signal.SIGCONT)
                 peer.process.send_signal(signal.SIGTERM)
             for peer in running:
-                try:
-                    peer.process.wait(LEAVE_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    self._audit.violated(self._now(), "stuck", f"{peer.name} does not leave within {LEAVE_TIMEOUT_S:g} s")
+                if not self._has_left(peer):
                     peer.process.kill()
                     peer.process.wait()
         logs = {peer.name: commits_of(peer.folder) for peer in self._peers.values()}
@@ -200,25 +180,28 @@ class _Run:
         for child in alive:
             child.kill()
 
-    def result(self) -> ProcessRun:
-        """What came of it; what was pending when the peers left counts as lost."""
-        figures = self._audit.figures(0)
+    def result(self) -> tuple[RunReport, list[dict[str, float]]]:
+        """Return the results and the held-out losses; what was pending when the peers left counts as lost."""
         violations = tuple(self._audit.violations)
+        figures = self._audit.figures(pending_tokens=0)
         report = RunReport(self._seed, figures, violations, dict(self._struck), dict(self._struck_at), self._orphans)
-        return ProcessRun(report, dict(sorted(self._losses.items())), self._tokens)
+        losses = [
+            {"round": number, "total_tokens": self._tokens[number], "loss": loss}
+            for number, loss in sorted(self._losses.items())
+            if number in self._tokens
+        ]
+        return report, losses
 
-    # Processes ---------------------------------------------------------------------------------------------------------
+    # Processes
 
-    def _start_bootstrap(self) -> None:
-        self._port = BOOTSTRAP_PORT if self._machines is not None else _free_port()
-        self._start(BOOTSTRAP)
-        process = self._peers[BOOTSTRAP]
-        address, deadline = process.folder / ADDRESS_FILE, time.monotonic() + START_TIMEOUT_S
+    def _read_address(self, bootstrap: _Process) -> str:
+        """Wait for the bootstrap peer's address."""
+        address, deadline = bootstrap.folder / ADDRESS_FILE, time.monotonic() + START_TIMEOUT_S
         while not address.exists() or not address.read_text().endswith("\n"):
-            if process.process.poll() is not None or time.monotonic() > deadline:
-                raise UserError(f"the bootstrap peer does not start: {last_line(process.folder / 'log.txt')}")
+            if bootstrap.process.poll() is not None or time.monotonic() > deadline:
+                raise UserError(f"the bootstrap peer does not start: {last_line(bootstrap.folder / 'log.txt')}")
             time.sleep(POLL_S)
-        self._address = address.read_text().strip()
+        return address.read_text().strip()
 
     def _start(self, name: str) -> None:
         if name == BOOTSTRAP:
@@ -229,7 +212,7 @@ class _Run:
         options += [part for folder in self._folders for part in ("--data-dir", str(folder))]
         self._spawn(name, ["join", self._address, *options], 0)
 
-    def _spawn(self, name: str, arguments: list[str], port: int) -> _Process:
+    def _spawn(self, name: str, arguments: list[str], port: int) -> None:
         known = self._peers.get(name)
         host, before = "127.0.0.1", list[str]()
         if self._machines is not None:
@@ -246,9 +229,8 @@ class _Run:
         process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, program)
         if known is not None:
             known.process, known.is_wanted = process, True
-            return known
-        self._peers[name] = _Process(name, folder, peer_id, process)
-        return self._peers[name]
+        else:
+            self._peers[name] = _Process(name, folder, peer_id, process)
 
     def _trainers(self) -> list[_Process]:
         return [peer for name, peer in self._peers.items() if name != BOOTSTRAP and peer.is_wanted]
@@ -257,10 +239,19 @@ class _Run:
         with contextlib.suppress(psutil.NoSuchProcess):
             self._children |= set(psutil.Process(peer.process.pid).children(recursive=True))
 
-    # Watching ----------------------------------------------------------------------------------------------------------
+    def _has_left(self, peer: _Process) -> bool:
+        """Wait for a peer that was asked to leave."""
+        try:
+            peer.process.wait(LEAVE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._audit.violated(self._now(), "stuck", f"{peer.name} does not leave within {LEAVE_TIMEOUT_S:g} s")
+            return False
+        return True
+
+    # Watching
 
     def _until(self, condition: Callable[[], bool]) -> bool:
-        """Until the condition holds; False when nothing moves any more."""
+        """Wait for a condition; return False if a peer ends, or makes no progress."""
         moved: dict[str, tuple[int, float]] = {}
         while not condition():
             time.sleep(POLL_S)
@@ -272,7 +263,8 @@ class _Run:
                     moved[peer.name] = peer.round, self._now()
                 if self._now() - max(moved[peer.name][1], self._last_fault_s) > STUCK_S:
                     rounds = {each.name: each.round for each in self._trainers()}
-                    self._audit.violated(self._now(), "stuck", f"{peer.name} stands still for {STUCK_S:g} s; rounds: {rounds}")
+                    text = f"{peer.name} makes no progress for {STUCK_S:g} s; rounds: {rounds}"
+                    self._audit.violated(self._now(), "stuck", text)
                     return False
             for peer in self._peers.values():
                 if peer.is_wanted and peer.process.poll() is not None:
@@ -284,7 +276,7 @@ class _Run:
         return True
 
     def _read_histories(self) -> None:
-        """Tell the audit what happened until a moment ago, in order."""
+        """Pass the events up to a moment ago to the audit, in order of time."""
         until, found = time.time() - SETTLED_S, list[tuple[float, _Process, Entry]]()
         for peer in self._peers.values():
             path = peer.folder / HISTORY_FILE
@@ -295,11 +287,11 @@ class _Run:
             peer.read += len(fresh)
             found += [(entry.time, peer, entry) for entry in fresh]
         for at, peer, entry in sorted(found, key=lambda item: item[0]):
-            self._tell(at - self._began, peer, entry)
+            self._observed(at - self._began, peer, entry)
 
-    def _tell(self, at_s: float, peer: _Process, entry: Entry) -> None:
-        event, before = entry.event, self._newest()
-        self._audit.told(at_s, peer.peer_id, event)
+    def _observed(self, at_s: float, peer: _Process, entry: Entry) -> None:
+        event, before = entry.event, self._audit.newest_round
+        self._audit.observed(at_s, peer.peer_id, event)
         if isinstance(event, RoundCommitted):
             self._audit.num_experts = len(event.owners)
             self._bases.append(Held(at_s, peer.name, event.round, event.base_digest))
@@ -307,20 +299,17 @@ class _Run:
             self._tokens[event.round] = event.total_tokens
         if isinstance(event, Evaluated):
             self._losses[event.round] = event.validation_loss
-        if self._newest() > before:
-            self._on_round(min(self._newest(), self._scenario.rounds), self._scenario.rounds)
-            self._plan_faults(self._newest() + 1)
-
-    def _newest(self) -> int:
-        return self._audit.newest.round if self._audit.newest is not None else -1
+        if self._audit.newest_round > before:
+            self._on_round(min(self._audit.newest_round, self._scenario.rounds), self._scenario.rounds)
+            self._plan_faults(self._audit.newest_round + 1)
 
     def _now(self) -> float:
         return time.time() - self._began
 
-    # Faults ------------------------------------------------------------------------------------------------------------
+    # Faults
 
     def _plan_faults(self, number: int) -> None:
-        """The faults of the next round, each at its point or at a random moment of it."""
+        """Schedule the faults of the next round, each at its point or at a random moment of the round."""
         if self._over or number < 1:
             return
         self._disarm(order for order, fault in self._armed.items() if fault.round + LATE_ROUNDS < number)
@@ -337,7 +326,7 @@ class _Run:
                 self._armed[self._orders.stop_at(fault.at, fault.reached_by, fault.skip)] = fault
 
     def _as_of_processes(self, fault: Fault) -> Fault:
-        """A random fault with times that fit the rounds here, and what can be corrupted here."""
+        """Adapt a random fault to the duration of rounds and the corruptions that are possible here."""
         moment_s = self._rng.random() * self._round_s() if fault.at == AT_ONCE else 0.0
         seconds = fault.seconds and self._rng.choice(DURATIONS_S)
         what = self._rng.choice([each for each in CORRUPTIONS if each != NOT_CORRUPTIBLE])
@@ -349,7 +338,7 @@ class _Run:
             self._orders.withdraw([order])
 
     def _round_s(self) -> float:
-        known = self._audit.figures(0).round_s[-5:]
+        known = self._audit.measured.round_s[-5:]
         return sorted(known)[len(known) // 2] if known else 5.0
 
     def _standing(self, number: int) -> Standing:
@@ -367,7 +356,7 @@ class _Run:
             what()
 
     def _strike_reached(self) -> None:
-        """Of those who stopped at a point: the fault strikes, and they go on, unless it is of the kind that keeps them."""
+        """Let faults strike whose points were reached; continue the peers that stopped there, unless the fault stops them."""
         for order, name in self._orders.taken():
             fault, peer = self._armed.pop(order, None), self._peers[name]
             _wait_until_stopped(peer.process)
@@ -382,7 +371,7 @@ class _Run:
         free = self._standing(0).trainers
         victims = fault.peers or ((reached_by,) if reached_by else (self._rng.choice(free),) if free else ())
         if fault.kind == "partition" and not fault.is_scripted:
-            victims = tuple(name for name in victims if self._peers[name].round >= 0)  # a new one would find nobody, and end
+            victims = tuple(name for name in victims if self._peers[name].round >= 0)  # a joiner would find no peer
             victims = victims[: max(1, (len(free) - 1) // 2)]
         if self._over or not victims or (fault.kind != "join" and not set(victims) <= {*free, BOOTSTRAP} - self._held):
             return
@@ -397,11 +386,9 @@ class _Run:
 
     def _kill(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
-            peer = self._peers[name]
+            peer = self._hold(name, is_gone=True)
             self._note_children(peer)
             peer.is_wanted = False
-            self._held.add(name)
-            self._audit.gone(self._now(), peer.peer_id)
             peer.process.kill()
             peer.process.wait()
 
@@ -411,58 +398,47 @@ class _Run:
             self._later(fault.seconds, partial(self._start_again, name))
 
     def _start_again(self, name: str) -> None:
-        if self._peers[name].is_wanted:
-            return
-        self._held.discard(name)
-        self._audit.back(self._peers[name].peer_id)
-        self._last_fault_s = self._now()
-        self._start(name)
+        if not self._peers[name].is_wanted:
+            self._release(name)
+            self._start(name)
 
     def _stop(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
-            self._held.add(name)
             self._stopped.add(name)
-            self._audit.gone(self._now(), self._peers[name].peer_id)
-            self._peers[name].process.send_signal(signal.SIGSTOP)
-            self._later(fault.seconds, partial(self._go_on, name))
+            self._hold(name, is_gone=True).process.send_signal(signal.SIGSTOP)
+            self._later(fault.seconds, partial(self._continue, name))
 
-    def _go_on(self, name: str) -> None:
-        self._held.discard(name)
+    def _continue(self, name: str) -> None:
+        self._release(name)
         self._stopped.discard(name)
-        self._audit.back(self._peers[name].peer_id)
-        self._last_fault_s = self._now()
         self._peers[name].process.send_signal(signal.SIGCONT)
 
     def _slow(self, victims: tuple[str, ...], fault: Fault) -> None:
-        """Nothing else happens to it meanwhile: it is stopped and continued all the time."""
+        """Slow the peers down; since this stops and continues them, no other fault strikes them meanwhile."""
         for name in victims:
-            self._held.add(name)
-            self._slowed[name] = Slowing(self._peers[name].process, fault.factor)
+            self._slowed[name] = Slowing(self._hold(name).process, fault.factor)
             self._slowed[name].start()
             self._later(fault.seconds, partial(self._speed_up, name))
 
     def _speed_up(self, name: str) -> None:
         self._slowed.pop(name).end()
-        self._held.discard(name)
-        self._last_fault_s = self._now()
+        self._release(name)
 
     def _corrupt(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
-            self._held.add(name)
+            self._hold(name)
             self._orders.corrupt(name, fault.what)
             self._later(fault.seconds, partial(self._cure, name))
 
     def _cure(self, name: str) -> None:
         self._orders.cure(name)
-        self._held.discard(name)
-        self._last_fault_s = self._now()
+        self._release(name)
 
     def _partition(self, victims: tuple[str, ...], fault: Fault) -> None:
         assert self._machines is not None
         self._cut = victims
-        self._held.update(victims)
-        if len(victims) == 1:
-            self._audit.gone(self._now(), self._peers[victims[0]].peer_id)
+        for name in victims:
+            self._hold(name, is_gone=len(victims) == 1)
         self._machines.partition(victims)
         self._later(fault.seconds, self._heal)
 
@@ -470,10 +446,8 @@ class _Run:
         if self._machines is not None and self._cut:
             self._machines.heal()
             for name in self._cut:
-                self._held.discard(name)
-                self._audit.back(self._peers[name].peer_id)
+                self._release(name)
             self._cut = ()
-            self._last_fault_s = self._now()
 
     def _join(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
@@ -483,23 +457,33 @@ class _Run:
 
     def _leave(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:
-            self._note_children(self._peers[name])
-            self._peers[name].is_wanted = False
-            self._held.add(name)
-            self._peers[name].process.send_signal(signal.SIGTERM)
+            peer = self._hold(name)
+            self._note_children(peer)
+            peer.is_wanted = False
+            peer.process.send_signal(signal.SIGTERM)
             if fault.seconds:
-                self._later(fault.seconds, partial(self._come_back, name))
+                self._later(fault.seconds, partial(self._return, name))
 
-    def _come_back(self, name: str) -> None:
-        """Who left starts again on its run-dir, once it is gone."""
-        try:
-            self._peers[name].process.wait(LEAVE_TIMEOUT_S)
+    def _return(self, name: str) -> None:
+        """Start a peer that left again, once its process has ended."""
+        if self._has_left(self._peers[name]):
             self._start_again(name)
-        except subprocess.TimeoutExpired:
-            self._audit.violated(self._now(), "stuck", f"{name} does not leave within {LEAVE_TIMEOUT_S:g} s")
+
+    def _hold(self, name: str, is_gone: bool = False) -> _Process:
+        """Exempt a peer from other faults. `is_gone`: the others lose it."""
+        peer = self._peers[name]
+        self._held.add(name)
+        if is_gone:
+            self._audit.gone(self._now(), peer.peer_id)
+        return peer
+
+    def _release(self, name: str) -> None:
+        self._held.discard(name)
+        self._audit.back(self._peers[name].peer_id)
+        self._last_fault_s = self._now()
 
     def _lift(self) -> None:
-        """End what lasts, and let nothing strike any more; who shall start again does so now."""
+        """End all faults and let no other strike; killed peers that restart do so now."""
         self._over = True
         self._let_go()
         due, self._due = self._due, []
@@ -507,13 +491,13 @@ class _Run:
             what()
 
     def _let_go(self) -> None:
-        """Nobody stops at a point any more."""
+        """Withdraw all orders, and continue the peers that are stopped at a point."""
         self._disarm(self._armed)
         self._strike_reached()
 
 
 def _wait_until_stopped(process: subprocess.Popen[bytes]) -> None:
-    """It has said that it stops itself: a SIGCONT before that would be lost."""
+    """Wait until a peer that announced its stop has stopped: an earlier SIGCONT would be lost."""
     deadline = time.monotonic() + STOPS_WITHIN_S
     with contextlib.suppress(psutil.NoSuchProcess):
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:

@@ -1,11 +1,12 @@
-"""Puts the runs of a simulation together: figures for `--json`, lines for a person, and how to replay what went wrong."""
+"""Summarize the runs of a simulation: figures for `--json`, lines for a person, and the commands that replay violations."""
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from spes_p2p.testing.simulate.audit import Figures, Violation
@@ -13,20 +14,37 @@ from spes_p2p.testing.simulate.audit import Figures, Violation
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run: of a seed in the virtual form, or of real processes."""
+    """Result of one run: one seed of the virtual form, or one run of processes."""
 
     seed: int
     figures: Figures
     violations: tuple[Violation, ...]
     faults: dict[str, int]
+    """Faults that struck, by kind."""
     points: dict[str, int]
+    """The same by point."""
     orphan_processes: int = 0
+    virtual_s: float = 0.0
+    control_bytes: int = 0
+    """Maximum number of bytes that one peer sent in one round besides parts and pieces of a base (virtual form)."""
+    log: tuple[str, ...] = field(default=(), repr=False)
+    """The event log (virtual form)."""
+
+    @property
+    def log_sha256(self) -> str:
+        """Hex digest of the event log: equal logs are equal runs."""
+        return hashlib.sha256("\n".join(self.log).encode()).hexdigest()
 
 
 def summary(form: str, peers: int, runs: Sequence[RunReport], seconds: float, replay: str) -> dict[str, Any]:
-    """What `--json` prints. `replay`: the command that runs one seed again, but for the seed."""
-    figures = [run.figures for run in runs]
-    rounds = sum(each.rounds_committed for each in figures)
+    """Return the document of `--json`. `replay`: the command that runs one seed again, without the seed."""
+    figures: dict[str, Any] = {}
+    for each in fields(Figures):
+        values = [getattr(run.figures, each.name) for run in runs]
+        if isinstance(values[0], list):
+            figures |= _spread(each.name, (value for of_run in values for value in of_run))
+        else:
+            figures[each.name] = sum(values)
     violations = [
         {"seed": run.seed, **asdict(violation), "replay": f"{replay} --seed {run.seed}"}
         for run in runs
@@ -36,33 +54,19 @@ def summary(form: str, peers: int, runs: Sequence[RunReport], seconds: float, re
         "form": form,
         "peers": peers,
         "seeds": len(runs),
-        "rounds_committed": rounds,
-        "rounds_retried": sum(each.rounds_retried for each in figures),
-        "attempts_failed": sum(each.attempts_failed for each in figures),
-        "digest_mismatches": sum(each.digest_mismatches for each in figures),
+        **figures,
         "invariant_violations": len(violations),
         "orphan_processes": sum(run.orphan_processes for run in runs),
-        "repairs": sum(each.repairs for each in figures),
-        "reforms": sum(each.reforms for each in figures),
-        **_spread("exclude_s", (value for each in figures for value in each.exclude_s)),
-        **_spread("no_majority_s", (value for each in figures for value in each.no_majority_s)),
-        **_spread("reown_rounds", (value for each in figures for value in each.reown_rounds)),
-        **_spread("joiner_first_contribution_s", (value for each in figures for value in each.joiner_first_contribution_s)),
-        **_spread("round_s", (value for each in figures for value in each.round_s)),
-        "tokens_trained": sum(each.tokens_trained for each in figures),
-        "tokens_included": sum(each.tokens_included for each in figures),
-        "work_lost_tokens": sum(each.work_lost_tokens for each in figures),
-        "tokens_dropped": sum(each.tokens_dropped for each in figures),
-        "faults": dict(sorted(_sum(run.faults for run in runs).items())),
-        "faults_at": dict(sorted(_sum(run.points for run in runs).items())),
+        "faults": _sum(run.faults for run in runs),
+        "faults_at": _sum(run.points for run in runs),
         "seconds": round(seconds, 1),
-        "rounds_per_s": round(rounds / seconds, 1) if seconds > 0 else 0.0,
+        "rounds_per_s": round(figures["rounds_committed"] / seconds, 1) if seconds > 0 else 0.0,
         "violations": violations,
     }
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """Return the summary in lines for a person."""
     faults = ", ".join(f"{count} {kind}" for kind, count in found["faults"].items()) or "none"
     shown = [
         f"{found['rounds_committed']} rounds committed by {found['peers']} peers in {found['seeds']} runs, "
@@ -72,8 +76,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"tokens lost {found['work_lost_tokens']} of {found['tokens_trained']} trained",
     ]
     for name, unit in (
-        ("exclude_s", "s until a lost peer holds nobody up"), ("reown_rounds", "rounds until its experts have new owners"),
-        ("joiner_first_contribution_s", "s until a joiner's first tokens are in"),
+        ("exclude_s", "s until a lost peer delays no round"), ("reown_rounds", "rounds until its experts have new owners"),
+        ("joiner_first_contribution_s", "s until a joiner's first tokens are included"),
     ):
         if found[f"{name}_max"] is not None:
             shown.append(f"{found[f'{name}_median']:g} (worst {found[f'{name}_max']:g}) {unit}")
@@ -85,7 +89,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
-    """Median and maximum; None where nothing was measured."""
+    """Return median and maximum; None without values."""
     known = sorted(values)
     return {
         f"{name}_median": round(statistics.median(known), 3) if known else None,
@@ -93,8 +97,8 @@ def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
     }
 
 
-def _sum(counts: Iterable[dict[str, int]]) -> Counter[str]:
+def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)
-    return total
+    return dict(sorted(total.items()))

@@ -1,7 +1,7 @@
-"""What a simulation runs: peers with their machines and links, rounds, scripted faults and the rate of random ones.
+"""Scenarios: peers with their machines and links, number of rounds, scripted faults, and the rate of random ones.
 
-A scenario is a YAML file, or comes from the command's options alone. Errors are one line with file, line, field, value and what
-would be right.
+A scenario comes from a YAML file, the command's options, or both. An error is one line with file, line, field, value and the
+valid values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from spes_p2p.testing.simulate.points import AT_ONCE, known_point
 
 BOOTSTRAP = "bootstrap"
 OPTIONS = {"kinds": "faults"}
-"""Fields whose option has another name."""
+"""Options whose names differ from their fields."""
 DEFAULT_SECONDS = 10.0
-"""Of a scripted fault."""
+"""Default duration of a scripted fault."""
 DEFAULT_FAULT_RATE = 0.5
-"""Without a scenario file."""
+"""Default without a scenario file."""
 
 
 def _point(name: str) -> str:
@@ -50,38 +50,43 @@ Point = Annotated[str, AfterValidator(_point)]
 
 
 class MachineSettings(Section):
-    """One peer's machine and link. What is left out is as for the others, or the seed chooses it."""
+    """One peer's machine and link. Omitted values are those of the other peers, or the seed chooses them."""
 
     speed: PositiveNumber | None = Field(None, description="Training speed relative to step_s (virtual form).")
-    experts: Positive | None = Field(None, description="Most experts that it trains.")
-    bandwidth: Bandwidth | None = Field(None, description="Of its link, each way: 100mbit.")
+    experts: Positive | None = Field(None, description="Maximum number of experts to train.")
+    bandwidth: Bandwidth | None = Field(None, description="Bandwidth of its link, each way: 100mbit.")
     latency_s: NonNegative | None = Field(None, description="One-way seconds to every other peer (real processes: from them).")
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float | None:
+        """Bandwidth each way."""
+        return None if self.bandwidth is None else _bytes_per_s(self.bandwidth)
 
 
 NO_DURATION = {
-    "kill": "a kill is for good; 'restart' starts the peer again",
+    "kill": "a kill is permanent; 'restart' starts the peer again",
     "join": "a join has no duration",
-    "disconnect": "has no duration: the two can stream again at once; a partition lasts",
+    "disconnect": "a disconnect has no duration: the two can reconnect at once; a partition lasts",
 }
 
 
 class FaultSettings(Section):
     """One scripted fault."""
 
-    fault: Kind = Field(description="What happens.")
-    round: Positive = Field(description="It is armed when the round before this one has been committed.")
-    peer: Text | None = Field(None, description="Whom it hits. Default: who reaches the point first.")
+    fault: Kind = Field(description="Kind of fault.")
+    round: Positive = Field(description="Round in which it strikes: it is armed when the previous round is committed.")
+    peer: Text | None = Field(None, description="The victim. Default: the peer that reaches the point first.")
     peers: tuple[Text, ...] = Field(
-        (), description="Of a partition: the peers of one side. Of a disconnect: the two. Default: `peer` alone.")
-    at: Point = Field(AT_ONCE, description="The point of the round at which it strikes.")
-    skip: Count = Field(0, description="So many times the point is reached before.")
+        (), description="For a partition, the peers of one side; for a disconnect, the two peers. Default: `peer` alone.")
+    at: Point = Field(AT_ONCE, description="Point of the round at which it strikes.")
+    skip: Count = Field(0, description="Times that the point is passed before.")
     delay_s: NonNegative = Field(0.0, description="Seconds from the point to the fault.")
     seconds: PositiveNumber | None = Field(
         None,
-        description="How long it lasts; of `restart` and `leave`: until the new start. Default: 10; of `leave`: none.",
+        description="Duration; for `restart` and `leave`, time until the new start. Default: 10; for `leave`, no new start.",
     )
-    factor: PositiveNumber = Field(4.0, description="Of `slow`: how many times slower.")
-    what: Corruption = Field("parts", description="Of `corrupt`: which bytes are wrong.")
+    factor: PositiveNumber = Field(4.0, description="For `slow`: factor by which training slows down.")
+    what: Corruption = Field("parts", description="For `corrupt`: what is corrupt.")
 
     @model_validator(mode="after")
     def _check(self) -> FaultSettings:
@@ -90,7 +95,7 @@ class FaultSettings(Section):
         if self.fault not in ("partition", "disconnect") and self.peers:
             raise broken_rule("is for a partition or a disconnect; name one peer with 'peer'", "peers", list(self.peers))
         if self.fault == "disconnect" and self.peers and len(set(self.peers)) != 2:
-            raise broken_rule("must be the two that lose each other", "peers", list(self.peers))
+            raise broken_rule("must be the two peers that lose each other", "peers", list(self.peers))
         if self.seconds is not None and self.fault in NO_DURATION:
             raise broken_rule(NO_DURATION[self.fault], "seconds", self.seconds)
         return self
@@ -99,17 +104,17 @@ class FaultSettings(Section):
 class ScenarioSettings(Section):
     """A scenario file."""
 
-    peers: Positive = Field(5, description="Trainers at the start: peer-0, peer-1, ... The bootstrap peer comes on top.")
-    rounds: Positive = Field(50, description="Rounds until the end of the faults.")
-    fault_rate: Fraction = Field(0.0, description="Chance of a random fault in each round.")
+    peers: Positive = Field(5, description="Trainers at the start: peer-0, peer-1, ... The bootstrap peer is not counted.")
+    rounds: Positive = Field(50, description="Rounds with faults.")
+    fault_rate: Fraction = Field(0.0, description="Probability of a random fault in each round.")
     kinds: tuple[Kind, ...] = Field(get_args(Kind), description="Kinds of the random faults.")
     points: tuple[Point, ...] = Field((), description="Points of the random faults. Default: all.")
-    step_s: PositiveNumber = Field(2.5, description="Seconds of one local step at speed 1 (virtual form).")
+    step_s: PositiveNumber = Field(2.5, description="Seconds per local step at speed 1 (virtual form).")
     latency_s: NonNegative = Field(0.05, description="One-way seconds between two peers.")
-    bandwidth: Bandwidth = Field("100mbit", description="Of every peer's link, each way.")
-    vary: bool = Field(True, description="Each seed chooses speeds, capacities, codec, redundancy, merging (virtual form).")
-    overlap: bool = Field(False, description="Rounds go on while peers train (`sync.overlap`).")
-    machines: dict[str, MachineSettings] = Field({}, description="Single peers' machines, by name.")
+    bandwidth: Bandwidth = Field("100mbit", description="Bandwidth of every peer's link, each way.")
+    vary: bool = Field(True, description="Each seed chooses speeds, capacities, codec, redundancy and merging (virtual form).")
+    overlap: bool = Field(False, description="Overlap rounds with training (`sync.overlap`).")
+    machines: dict[str, MachineSettings] = Field({}, description="Machines of single peers, by name.")
     faults: tuple[FaultSettings, ...] = Field((), description="Scripted faults.")
 
     @model_validator(mode="after")
@@ -124,16 +129,6 @@ class ScenarioSettings(Section):
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One peer's machine and link; None: as the seed chooses."""
-
-    speed: float | None = None
-    experts: int | None = None
-    bandwidth_bytes_per_s: float | None = None
-    latency_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Scenario:
     """A valid scenario."""
 
@@ -142,35 +137,35 @@ class Scenario:
     rounds: int
     faults: tuple[Fault, ...] = ()
     fault_rate: float = 0.0
-    """Chance of a random fault in each round."""
+    """Probability of a random fault in each round."""
     kinds: tuple[str, ...] = KINDS
-    """Of random faults."""
+    """Kinds of random faults."""
     points: tuple[str, ...] = ()
-    """At which random faults strike; empty: at all."""
+    """Points of random faults; empty: all."""
     step_s: float = 2.5
-    """Seconds of one local step at speed 1."""
+    """Seconds per local step at speed 1."""
     latency_s: float = 0.05
     bandwidth_bytes_per_s: float = 12.5e6
     vary: bool = True
-    """Each seed chooses speeds, capacities, codec, redundancy and merging."""
+    """Let each seed choose speeds, capacities, codec, redundancy and merging."""
     overlap: bool = False
-    """Do rounds go on while peers train?"""
+    """Whether rounds overlap with training."""
     are_kinds_chosen: bool = False
-    """Were the kinds asked for, or are they all there are?"""
-    machines: Mapping[str, Machine] = field(default_factory=dict)
+    """Whether the user chose the kinds."""
+    machines: Mapping[str, MachineSettings] = field(default_factory=dict)
 
-    def machine(self, name: str) -> Machine:
-        """Of this peer."""
-        return self.machines.get(name, Machine())
+    def machine(self, name: str) -> MachineSettings:
+        """Return a peer's machine."""
+        return self.machines.get(name, MachineSettings())
 
 
 def peer_names(count: int) -> tuple[str, ...]:
-    """Names of the trainers that a run begins with."""
+    """Return the names of the first trainers."""
     return tuple(f"peer-{i}" for i in range(count))
 
 
 def load_scenario(path: Path | None, options: Mapping[str, Any]) -> Scenario:
-    """The scenario of a file (none: the defaults), with those options on top that are not None. Raises UserError, one line."""
+    """Return the scenario of a file, or of the defaults, overridden by the options that are not None. Raises UserError."""
     file = read_yaml_mapping(path, "scenario file") if path is not None else None
     given = {name: value for name, value in options.items() if value is not None}
     values = {**(file.values if file is not None else {"fault_rate": DEFAULT_FAULT_RATE}), **given}
@@ -178,7 +173,7 @@ def load_scenario(path: Path | None, options: Mapping[str, Any]) -> Scenario:
 
 
 def _where(file: YamlFile | None, location: tuple[str | int, ...], options: Mapping[str, Any]) -> str:
-    """Where a wrong value was given: file and line, or the option."""
+    """Return where a value was given: file and line, or the option."""
     name = str(location[0]) if location else ""
     if name in options:
         return f"--{OPTIONS.get(name, name).replace('_', '-')}"
@@ -199,10 +194,7 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         vary=settings.vary,
         overlap=settings.overlap,
         are_kinds_chosen="kinds" in settings.model_fields_set,
-        machines={
-            name: Machine(m.speed, m.experts, _bytes_per_s(m.bandwidth) if m.bandwidth else None, m.latency_s)
-            for name, m in settings.machines.items()
-        },
+        machines=settings.machines,
     )
 
 
@@ -217,7 +209,7 @@ def _fault(settings: FaultSettings) -> Fault:
 
 
 def _check_lives(settings: ScenarioSettings, known: set[str]) -> None:
-    """Every fault hits peers that exist and, by what is scripted before it, live. Raises the broken rule of the first other."""
+    """Raise an error for the first fault whose victims do not exist, or are dead according to the script before it."""
     state = dict.fromkeys([*peer_names(settings.peers), BOOTSTRAP], "there")
     order = sorted(range(len(settings.faults)), key=lambda index: settings.faults[index].round)
     for index in order:

@@ -1,4 +1,4 @@
-"""A process on a slower machine: it is stopped again and again, so that it computes for a part of the time only."""
+"""Slow a process down by stopping and continuing it in turn."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import subprocess
 import threading
 
 CYCLE_S = 0.2
-"""Well below the silence that counts as death."""
+"""Well below the silence timeout."""
 
 
 class Slowing(threading.Thread):
-    """From `start` to `end` the process runs for 1 / `factor` of the time."""
+    """From `start` to `end`, the process runs for 1 / `factor` of the time."""
 
     def __init__(self, process: subprocess.Popen[bytes], factor: float):
         super().__init__(daemon=True)
@@ -19,13 +19,13 @@ class Slowing(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Let it run and stop it in turn."""
+        """Stop and continue the process in turn."""
         while not self._over.wait(self._runs_s):
             self._process.send_signal(signal.SIGSTOP)
             self._over.wait(CYCLE_S - self._runs_s)
             self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """At full speed again. Returns when the process is left alone."""
+        """Restore full speed; return when no more signals are sent."""
         self._over.set()
         self.join()

@@ -81,7 +81,7 @@ class Recorder:
 
     events: list[Event] = field(default_factory=list)
 
-    def tell(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Append."""
         self.events.append(event)
 
@@ -89,7 +89,7 @@ class Recorder:
         """Return the commit events by round."""
         return {e.round: e for e in self.events if isinstance(e, RoundCommitted)}
 
-    def told(self, kind: type[E]) -> list[E]:
+    def of(self, kind: type[E]) -> list[E]:
         """Return the events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
@@ -128,7 +128,7 @@ class Machine:
     base_in_memory: bool = False
 
 
-MakeObserver = Callable[[str, Observer], Observer]
+MakeObserver = Callable[[str, Recorder], Observer]
 """(Peer, the peer's recorder) -> the peer's observer."""
 
 
@@ -142,7 +142,7 @@ class VirtualSwarm:
         seconds_per_step: float = 1.0,
         network: MemoryNetwork | None = None,
         bootstrap: str = "W",
-        make_observer: MakeObserver = lambda name, recorder: recorder,
+        make_observer: MakeObserver = lambda name, recorder: recorder.record,
         archive: Archive = NO_ARCHIVE,
         make_trainer: Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
         layout: Layout = LAYOUT,
@@ -339,7 +339,7 @@ class VirtualSwarm:
 
     def trained_tokens(self) -> int:
         """Return the tokens of all completed phases."""
-        return sum(event.tokens for recorder in self.recorders.values() for event in recorder.told(PhaseTrained))
+        return sum(event.tokens for recorder in self.recorders.values() for event in recorder.of(PhaseTrained))
 
     def assert_same_commits(self) -> None:
         """Assert that the peers' logs agree up to the shortest."""

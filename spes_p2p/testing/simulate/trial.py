@@ -1,7 +1,8 @@
-"""What a simulation cannot do to a process from outside: meet it at a named point of a round, and make it send wrong bytes.
+"""Stop a process at a named point of a round, and make it send corrupt bytes.
 
-The simulation and its peers share a folder. An order to stop at a point is a file there; the peer that comes to the point takes
-the order (a rename: only one can) and stops itself, as SIGSTOP would. `trial_peer.py` is the program of such a peer.
+The simulation and its peers share a folder. An order to stop at a point is a file there; a peer that reaches the point takes
+the order by renaming the file, which only one peer can do, and stops itself with SIGSTOP. `trial_peer.py` is the program of
+such a peer.
 """
 
 from __future__ import annotations
@@ -10,27 +11,26 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
-import numpy as np
-
-from spes_p2p.messages.framing import Kind, Message
+from spes_p2p.messages.framing import Kind
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
 from spes_p2p.observe.events import Event
 from spes_p2p.storage.interfaces import Draft, Store
 from spes_p2p.testing.memory import Frame
 from spes_p2p.testing.simulate.corruption import corrupted
 from spes_p2p.testing.simulate.points import point_of_event, point_of_frame, point_of_write
-from spes_p2p.testing.wrapped import WrappedTransport
+from spes_p2p.testing.wrapped import Wrapped
 
 ANYBODY, TAKEN, CORRUPT = "anybody", "taken", "corrupt"
 
 
 class Orders:
-    """The simulation's side."""
+    """The simulation's side: gives orders."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -38,13 +38,13 @@ class Orders:
         folder.mkdir()
 
     def stop_at(self, point: str, peer: str | None, skip: int) -> int:
-        """This peer, or whoever comes first (None), stops at the point once it was reached `skip` times. The order's number."""
+        """Order this peer, or the first there (None), to stop at the point after `skip` passes; return the order's number."""
         number = next(self._numbers)
         (self._folder / f"{number}.{skip}.{point}.{peer or ANYBODY}").touch()
         return number
 
     def taken(self) -> list[tuple[int, str]]:
-        """Orders that were followed since the last call, with the peer that has stopped itself (or is about to)."""
+        """Return the orders taken since the last call, each with the peer that has stopped or is about to."""
         found = []
         for path in sorted(self._folder.glob(f"{TAKEN}.*")):
             _, number, peer = path.name.split(".")
@@ -53,44 +53,45 @@ class Orders:
         return found
 
     def withdraw(self, numbers: Iterable[int]) -> None:
-        """These orders hold no longer; one that was taken a moment ago still comes back from `taken`."""
+        """Cancel these orders; `taken` still returns one that was taken before."""
         for number in numbers:
             for path in self._folder.glob(f"{number}.*"):
                 path.unlink(missing_ok=True)
 
     def corrupt(self, peer: str, what: str) -> None:
-        """From now on this peer's frames are wrong in this way, until `cure`."""
+        """Make this peer send frames with this corruption until `cure`."""
         (self._folder / f"{CORRUPT}.{peer}").write_text(what)
 
     def cure(self, peer: str) -> None:
-        """It sends what it means again."""
+        """End the corruption of the peer's frames."""
         (self._folder / f"{CORRUPT}.{peer}").unlink(missing_ok=True)
 
 
 class Trial:
-    """A peer's side. It is an observer too."""
+    """A peer's side: follows orders."""
 
     def __init__(self, folder: Path, name: str):
         self._folder, self._name = folder, name
         self._rng = random.Random(name)
 
     def around(self, world: World) -> World:
-        """The same world, watched for points, with frames changed as ordered."""
-        return replace(world, transport=_WatchedTransport(world.transport, self), store=_WatchedStore(world.store, self))
+        """Wrap the world to stop at points and to corrupt frames as ordered."""
+        transport, store = _WatchedTransport(world.transport, self), _WatchedStore(world.store, self)
+        return replace(world, transport=cast(Transport, transport), store=cast(Store, store))
 
-    def tell(self, event: Event) -> None:
-        """Something happens to the peer."""
+    def observe(self, event: Event) -> None:
+        """Stop if there is an order for the event's point."""
         self.reached(point_of_event(event))
 
     def reached(self, point: str | None) -> None:
-        """Stand still when there is an order for this point."""
+        """Stop if there is an order for this point."""
         for order in os.listdir(self._folder) if point is not None else ():
             words = order.split(".")
             if len(words) == 4 and words[2] == point and words[3] in (self._name, ANYBODY):
                 self._take(order, *words)
 
     def sent(self, frame: Frame, pieces: tuple[bytes | memoryview, ...]) -> tuple[int, tuple[bytes | memoryview, ...]]:
-        """Kind and pieces of what leaves instead of this frame with these pieces."""
+        """Return kind and pieces to send in place of the frame."""
         with suppress(FileNotFoundError):
             if what := (self._folder / f"{CORRUPT}.{self._name}").read_text():
                 frame = corrupted(replace(frame, body=b"".join(pieces)), what, self._rng)
@@ -105,29 +106,27 @@ class Trial:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class _WatchedTransport(WrappedTransport):
+class _WatchedTransport(Wrapped):
     def __init__(self, inner: Transport, trial: Trial):
         super().__init__(inner)
         self._trial = trial
 
     async def serve(self, method: str, handler: Handler) -> None:
-        await self._inner.serve(
-            method, lambda channel: handler(_WatchedChannel(channel, self._trial, self.peer_id, method, is_answer=True))
-        )
+        def serve_watched(channel: Channel) -> Awaitable[None]:
+            return handler(cast(Channel, _WatchedChannel(channel, self._trial, self.peer_id, method, is_answer=True)))
+
+        await self._inner.serve(method, serve_watched)
 
     async def open(self, peer: str, method: str) -> Channel:
         channel = await self._inner.open(peer, method)
-        return _WatchedChannel(channel, self._trial, self.peer_id, method, is_answer=False)
+        return cast(Channel, _WatchedChannel(channel, self._trial, self.peer_id, method, is_answer=False))
 
 
-class _WatchedChannel:
+class _WatchedChannel(Wrapped):
     def __init__(self, inner: Channel, trial: Trial, me: str, method: str, is_answer: bool):
-        self.remote = inner.remote
-        self._inner, self._trial = inner, trial
+        super().__init__(inner)
+        self._trial = trial
         self._frame = Frame(me, inner.remote, method, is_answer, 0, b"")
-
-    def watch(self, heard: Callable[[], None]) -> None:
-        self._inner.watch(heard)
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         frame = replace(self._frame, kind=kind)
@@ -136,59 +135,28 @@ class _WatchedChannel:
         self._frame = replace(self._frame, index=self._frame.index + 1)
         await self._inner.send(*pieces, kind=kind)
 
-    async def receive(self) -> Message | None:
-        return await self._inner.receive()
 
-    async def finish(self) -> None:
-        await self._inner.finish()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-
-class _WatchedStore:
+class _WatchedStore(Wrapped):
     def __init__(self, inner: Store, trial: Trial):
-        self._inner, self._trial = inner, trial
+        super().__init__(inner)
+        self._trial = trial
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         self._trial.reached(point_of_write(name))
         self._inner.write(name, chunks)
 
     def draft(self, name: str) -> Draft:
-        return _WatchedDraft(self._inner.draft(name), self._trial, name)
-
-    def read(self, name: str) -> memoryview | None:
-        return self._inner.read(name)
+        return cast(Draft, _WatchedDraft(self._inner.draft(name), self._trial, name))
 
     def append(self, name: str, record: bytes) -> None:
         self._trial.reached(point_of_write(name))
         self._inner.append(name, record)
 
-    def records(self, name: str) -> list[bytes]:
-        return self._inner.records(name)
 
-    def delete(self, name: str) -> None:
-        self._inner.delete(name)
-
-    def names(self, prefix: str) -> list[str]:
-        return self._inner.names(prefix)
-
-    def scratch(self, name: str, elements: int) -> np.ndarray:
-        return self._inner.scratch(name, elements)
-
-
-class _WatchedDraft:
+class _WatchedDraft(Wrapped):
     def __init__(self, inner: Draft, trial: Trial, name: str):
-        self._inner, self._trial, self._name = inner, trial, name
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        self._inner.write(offset, data)
-
-    def read(self, offset: int, length: int) -> bytes:
-        return self._inner.read(offset, length)
-
-    def view(self) -> memoryview:
-        return self._inner.view()
+        super().__init__(inner)
+        self._trial, self._name = trial, name
 
     def publish(self) -> None:
         self._trial.reached(point_of_write(self._name))

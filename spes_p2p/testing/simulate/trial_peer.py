@@ -1,10 +1,9 @@
-"""The program of a peer in a simulation of processes: a real one whose world is wrapped from outside (`trial.py`)."""
+"""The program of a peer in a simulation of processes: a real peer in a wrapped world (`trial.py`)."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from spes_p2p.testing.simulate.trial import Trial
 
 
 def trial_program(orders: Path, latency_s: float) -> tuple[str, ...]:
-    """The module for Python to run, with its first arguments; a peer's command follows."""
+    """Return the module for Python to run and its first arguments; the peer's command follows."""
     return (__name__, "--orders", str(orders), "--latency-s", str(latency_s))
 
 
 def main() -> None:
-    """Live as a bootstrap peer or a trainer of a simulation."""
+    """Run a bootstrap peer or a trainer of a simulation."""
     import uvloop
 
     from spes_p2p.session.run import run_bootstrap, run_join
@@ -34,7 +33,11 @@ def main() -> None:
     settings = make_peer_config(run_dir=arguments.run_dir, listen=[arguments.listen], experts=arguments.experts)
     setup_logging(settings.log_level, False)
     trial = Trial(arguments.orders, arguments.run_dir.name)
-    extension = Extension(lambda world: trial.around(_farther(world, arguments.latency_s)), (trial,))
+
+    def around(world: World) -> World:
+        return trial.around(replace(world, transport=delayed(world.transport, arguments.latency_s)))
+
+    extension = Extension(around, (trial.observe,))
 
     def publish(address: str) -> None:
         (arguments.run_dir / ADDRESS_FILE).write_text(address + "\n")
@@ -47,17 +50,13 @@ def main() -> None:
         asyncio.run(run_join([arguments.address], settings, lambda files, address: None, extension))
 
 
-def _farther(world: World, latency_s: float) -> World:
-    return replace(world, transport=delayed(world.transport, latency_s))
-
-
 def _parser() -> argparse.ArgumentParser:
     peer = argparse.ArgumentParser(add_help=False)
     peer.add_argument("--run-dir", type=Path, required=True)
     peer.add_argument("--listen", required=True)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--orders", type=Path, required=True, help="the folder of orders that the simulation writes")
-    parser.add_argument("--latency-s", type=_seconds, default=0.0, help="by which whatever this peer receives is late")
+    parser.add_argument("--orders", type=Path, required=True, help="folder of the simulation's orders")
+    parser.add_argument("--latency-s", type=float, default=0.0, help="delay of all that this peer receives")
     commands = parser.add_subparsers(dest="command", required=True)
     bootstrap = commands.add_parser("bootstrap", parents=[peer])
     bootstrap.add_argument("--config", type=Path, required=True)
@@ -66,13 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument("address")
     join.add_argument("--experts", type=int)
     return parser
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
-        raise ValueError(text)
-    return seconds
 
 
 if __name__ == "__main__":

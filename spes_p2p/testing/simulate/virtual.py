@@ -1,17 +1,16 @@
-"""The fast form of the simulator: whole peers in this process, in virtual time, with faults that a seed chose.
+"""The fast form of the simulator: real peers in this process, in virtual time, with seeded faults.
 
-One seed is one run. Its swarm (speeds, capacities, codec) and its faults come from the seed and the scenario and from nothing
-else, so a seed gives the same event log each time, where Python's hashes are the same (PYTHONHASHSEED).
+One seed is one run. Seed and scenario determine the swarm (speeds, capacities, codec) and the faults, so a seed gives the same
+event log every time, given the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from spes_p2p.config.campaign import Campaign
@@ -21,9 +20,10 @@ from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulate.audit import Audit, Figures, Violation
+from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
+from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
@@ -31,34 +31,15 @@ from spes_p2p.testing.simulate.work import ROUNDING, Work
 SYNC_STEPS = 4
 SILENCE_S, REFORM_AFTER_S = 5.0, 30.0
 STUCK_S = 400.0
-"""A living trainer commits no round for so long, and no fault has struck or ended meanwhile: it never will."""
+"""A living trainer is stuck if it commits no round for this long without a fault."""
 QUIET_ROUNDS = 3
-"""Rounds that every trainer must still commit at the end, after all faults are lifted."""
+"""Rounds that every trainer must commit after all faults are lifted."""
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
-UNTOLD = (TrainingProgress, BytesMoved, PeersSeen)
-"""Events that say nothing about the swarm's decisions."""
+UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
+"""Events that are not logged."""
 
 
-@dataclass(frozen=True)
-class SeedResult:
-    """One seed's run."""
-
-    seed: int
-    figures: Figures
-    violations: tuple[Violation, ...]
-    faults: dict[str, int]
-    """Those that struck, by kind."""
-    points: dict[str, int]
-    """The same by point."""
-    virtual_s: float
-    control_bytes: int
-    """Most bytes that one peer sent in one round beside parts and pieces of a base."""
-    log_sha256: str
-    """Of the event log: equal logs, equal runs."""
-    log: tuple[str, ...] = field(repr=False)
-
-
-def run_seed(scenario: Scenario, seed: int) -> SeedResult:
+def run_seed(scenario: Scenario, seed: int) -> RunReport:
     """Run one seed to its end."""
     run = _Run(scenario, seed)
     with _LoggedErrors(run.error):
@@ -67,7 +48,7 @@ def run_seed(scenario: Scenario, seed: int) -> SeedResult:
 
 
 class _Run:
-    """One swarm, its faults, and the audit of both."""
+    """A swarm, its faults, and their audit."""
 
     def __init__(self, scenario: Scenario, seed: int):
         self._scenario = scenario
@@ -85,44 +66,36 @@ class _Run:
         self._ended_s = 0.0
 
     async def main(self) -> None:
-        """Start everybody, let the faults strike, lift them, and see everybody go on."""
+        """Start all peers, let the faults strike, lift them, and wait until all peers have continued."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         self._start_swarm()
-        if await self._until(lambda: self._newest() >= self._scenario.rounds):
+        if await self._until(lambda: self._audit.newest_round >= self._scenario.rounds):
             self._faults.lift()
-            goal = self._newest() + QUIET_ROUNDS
+            goal = self._audit.newest_round + QUIET_ROUNDS
             if await self._until(lambda: self._slowest() >= goal):
                 self._check_end()
         self._ended_s = now()
         self._pending_tokens = sum(peer.replica.ledger.pending.tokens for peer in self._swarm.peers.values())
 
-    def result(self) -> SeedResult:
-        """What came of it."""
-        return SeedResult(
-            seed=self._seed,
-            figures=self._audit.figures(self._pending_tokens),
-            violations=tuple(self._audit.violations),
-            faults=dict(self._faults.struck),
-            points=dict(self._faults.struck_at),
-            virtual_s=round(self._ended_s, 3),
-            control_bytes=self._most_control_bytes,
-            log_sha256=hashlib.sha256("\n".join(self._log).encode()).hexdigest(),
+    def result(self) -> RunReport:
+        """Return the run's results."""
+        return RunReport(
+            self._seed, self._audit.figures(self._pending_tokens), tuple(self._audit.violations), dict(self._faults.struck),
+            dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3), control_bytes=self._most_control_bytes,
             log=tuple(self._log),
         )
 
     def error(self, text: str, at_s: float | None = None) -> None:
-        """Something was raised that nobody expected, now or when the loop stood at `at_s`."""
+        """Record an unexpected exception, at `at_s` or now."""
         self._audit.violated(now() if at_s is None else at_s, "error", text)
         self._note("", f"error: {text}")
-
-    # The swarm ---------------------------------------------------------------------------------------------------------
 
     def _start_swarm(self) -> None:
         scenario = self._scenario
         network = MemoryNetwork(self._seed, latency_s=scenario.latency_s, jitter=0.2)
         the_campaign = _campaign(scenario, self._codec, self._rng)
         self._swarm = VirtualSwarm(
-            the_campaign, self._seed, scenario.step_s, network, BOOTSTRAP, lambda name, recorder: _Teller(self.tell, name)
+            the_campaign, self._seed, scenario.step_s, network, BOOTSTRAP, lambda name, recorder: partial(self.observe, name)
         )
         self._faults = Injector(self._swarm, scenario, self._rng, self._audit, self._start_trainer, self._note)
         network.tap = self._faults.on_frame
@@ -132,7 +105,7 @@ class _Run:
             self._start_trainer(name)
 
     def _start_trainer(self, name: str) -> None:
-        """A new one, on the machine and link that the scenario or the seed gives it."""
+        """Start a new trainer with the machine and link that the scenario or the seed gives it."""
         scenario, network = self._scenario, self._swarm.network
         machine = scenario.machine(name)
         speed = machine.speed if machine.speed is not None else self._rng.choice(SPEEDS) if scenario.vary else 1.0
@@ -154,24 +127,22 @@ class _Run:
 
         self._swarm.stores.setdefault(name, MemoryStore(on_write))
 
-    # What it sees ------------------------------------------------------------------------------------------------------
-
-    def tell(self, peer: str, event: Event) -> None:
-        """A peer tells something."""
-        if isinstance(event, UNTOLD):
+    def observe(self, peer: str, event: Event) -> None:
+        """Record a peer's event."""
+        if isinstance(event, UNLOGGED):
             return
         self._note(peer, _line(event))
-        before = self._newest()
-        self._audit.told(now(), peer, event)
+        before = self._audit.newest_round
+        self._audit.observed(now(), peer, event)
         if isinstance(event, (BaseRestored, WorkDropped)):
             self._work.forget(peer)
         if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
-            self._look_at_work(peer, event)
+            self._check_work(peer, event)
         if isinstance(event, (RoundCommitted, BaseRestored)) and peer in self._swarm.peers:
-            self._look_at(peer)
+            self._check_base(peer)
             self._count_control_bytes(peer)
-        if self._newest() > before:
-            self._faults.round_committed(self._newest())
+        if self._audit.newest_round > before:
+            self._faults.round_committed(self._audit.newest_round)
         point = point_of_event(event)
         if point is not None:
             self._faults.reached(peer, point)
@@ -179,8 +150,8 @@ class _Run:
     def _note(self, peer: str, text: str) -> None:
         self._log.append(f"{now():.4f} {peer} {text}")
 
-    def _look_at(self, peer: str) -> None:
-        """Compare what a peer holds with what others held."""
+    def _check_base(self, peer: str) -> None:
+        """Compare a peer's base and commit with the others'."""
         node, base = self._swarm.peers[peer].node, self._swarm.peers[peer].replica.base
         digest = state_digest(base.values) if self._audit.is_suspect(peer) else base.digest
         self._audit.has_base(now(), peer, base.commit, base.round, digest)
@@ -188,11 +159,11 @@ class _Run:
             commit = node.log.commit_at(base.round)
             self._audit.decided(now(), peer, commit.parent, commit.term, commit.id, is_reform(commit))
 
-    def _look_at_work(self, peer: str, event: RoundCommitted) -> None:
-        """Compare what the round moved with what its contributors sent.
+    def _check_work(self, peer: str, event: RoundCommitted) -> None:
+        """Compare the change of the base with what its contributors sent.
 
-        Before `_look_at`, by which a peer whose base was changed is above suspicion again: what it trained is told from that
-        base, so the change counts as work even where the next base is right.
+        Called before `_check_base`, which may clear a peer whose base was corrupted: relative to that base, the corruption
+        counts as its work even if the next base is right.
         """
         replica, trainer = self._swarm.peers[peer].replica, self._swarm.trainers.get(peer)
         if trainer is None or replica.base.round != event.round or self._audit.is_suspect(peer):
@@ -202,7 +173,8 @@ class _Run:
         contributors = {name for name, tokens, _ in event.contributions if tokens}
         error = self._work.committed(peer, standing, event.base_digest, contributors)
         if error is not None:
-            self._audit.violated(now(), "work", f"round {event.round} moved the base by other than what was sent: {error:.2g}")
+            text = f"round {event.round} changed the base by something else than what was sent: {error:.2g}"
+            self._audit.violated(now(), "work", text)
 
     def _lacks_majority(self) -> bool:
         newest = max((node.log.last for node in self._swarm.nodes.values()), key=lambda commit: (commit.term, commit.round))
@@ -214,14 +186,11 @@ class _Run:
         self._most_control_bytes = max(self._most_control_bytes, total - self._control_bytes.get(peer, 0))
         self._control_bytes[peer] = total
 
-    def _newest(self) -> int:
-        return self._audit.newest.round if self._audit.newest is not None else -1
-
     def _slowest(self) -> int:
         return min((self._swarm.round_of(name) for name in self._swarm.peers), default=-1)
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
-        """Until the condition holds; False when a life has failed or somebody has stood still for too long."""
+        """Wait for a condition; return False if a peer fails or is stuck."""
         moved: dict[str, tuple[int, float]] = {}
         while not condition():
             await asyncio.sleep(1.0)
@@ -234,18 +203,18 @@ class _Run:
                 if name not in moved or moved[name][0] != number:
                     moved[name] = number, now()
                 if now() - max(moved[name][1], self._faults.last_s) > STUCK_S:
-                    self._audit.violated(now(), "stuck", f"{name} stands at round {number} for {STUCK_S:g} s; rounds: {rounds}")
+                    self._audit.violated(now(), "stuck", f"{name} is at round {number} for {STUCK_S:g} s; rounds: {rounds}")
                     return False
         return True
 
     def _check_end(self) -> None:
-        """All faults are lifted and everybody has gone on: the same history and the same bits everywhere."""
+        """Check that all peers have the same commits and bases at the end."""
         common = min(peer.replica.base.round for peer in self._swarm.peers.values())
         commits = {peer.node.log.commit_at(common).id for peer in self._swarm.peers.values()}
         if len(commits) != 1:
             self._audit.violated(now(), "fork", f"round {common}: commits {sorted(each[:8] for each in commits)} at the end")
         for name in self._swarm.peers:
-            self._look_at(name)
+            self._check_base(name)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -254,13 +223,13 @@ class _Run:
 
 
 def _codec(scenario: Scenario, seed: int, rng: random.Random) -> str:
-    """Every third seed has the codec that campaigns have by default, in which most is dropped and kept for later."""
+    """Return the run's codec; every third seed has the default codec, which rounds most."""
     precise = rng.choice(("none", "fp16")) if scenario.vary else "fp16"
     return "int4" if scenario.vary and seed % 3 == 0 else precise
 
 
 def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
-    """The rules of one run; what the scenario leaves open, the seed decides."""
+    """Return the campaign of one run; the seed decides what the scenario leaves open."""
     vary = scenario.vary
     return campaign(
         total_steps=SYNC_STEPS * 100_000,
@@ -276,19 +245,8 @@ def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
     )
 
 
-@dataclass(frozen=True)
-class _Teller:
-    """One peer's observer."""
-
-    told: Callable[[str, Event], None]
-    peer: str
-
-    def tell(self, event: Event) -> None:
-        self.told(self.peer, event)
-
-
 class _LoggedErrors(logging.Handler):
-    """Reports errors that a peer only logs; nothing else is logged meanwhile."""
+    """Reports errors that a peer only logs, and suppresses other logging."""
 
     def __init__(self, report: Callable[[str], None]):
         super().__init__(logging.ERROR)
@@ -307,13 +265,13 @@ class _LoggedErrors(logging.Handler):
         self._logger.propagate = self._before[1]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Report it with its exception."""
+        """Report the record with its exception."""
         error = record.exc_info[1] if record.exc_info else None
         self._report(f"{record.getMessage()}: {error!r}" if error is not None else record.getMessage())
 
 
 def _line(event: Event) -> str:
-    """An event as a line of the event log."""
+    """Return an event as a line of the event log."""
     if isinstance(event, RoundCommitted):
         members = ",".join(event.members)
         return f"commit {event.round} digest {event.base_digest[:12]} tokens {event.total_tokens} members {members}"

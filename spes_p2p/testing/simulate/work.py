@@ -1,9 +1,9 @@
-"""Does what leaves the members' pending come into the base? Recomputed from outside, after every round of a virtual swarm.
+"""Check after each round of a virtual swarm that the base moved by what the members sent.
 
-What a trainer has changed by training, less what is pending, was sent. Of a round in which all contributors are seen, before
-and after, the base must have moved by the mean of what each of them sent, weighted by the tokens behind it: those that it
-trained since a round took its update of that part the last time. So an update that counts twice, or not at all, or with a wrong
-weight, is found though everybody has the same bits. Experts are not looked at: they change owners, and merge.
+What a trainer changed by training, minus what is pending, was sent. In a round whose contributors are all observed before and
+after, the base must move by the mean of what they sent, weighted by the tokens behind it: those trained since a round last took
+the member's update of that part. This finds an update that counts twice, not at all, or with a wrong weight, although all peers
+have the same bits. Experts are not checked: they change owners, and merge.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ import numpy as np
 from spes_p2p.model.layout import Layout
 
 CHUNK = 64
-"""Elements of one group that are in one part together."""
+"""Elements of one group that are in the same part."""
 TOLERANCE = 5e-5
-"""Root mean square of what codecs and float32 round off; one local step of the synthetic trainer changes 20 times as much."""
+"""Root mean square of rounding by codecs and float32; a local step of the synthetic trainer changes 20 times as much."""
 ROUNDING = {"int4": 0.25}
-"""By codec: so much of a round's largest change may the reducers' encoding drop in it, with what was dropped in the round
-before."""
+"""By codec: maximum rounding of the reducers' encoding in two rounds, as a fraction of the rounds' largest change."""
 KEPT_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One trainer with its base in place, between two phases. float64, of the weights that everybody trains."""
+    """State of a trainer between two phases: float64, of the weights that all peers train."""
 
     round: int
     base: np.ndarray
     sent: np.ndarray
-    """All that it trained in this life, less what is pending."""
+    """Sum of what it trained in this life, minus what is pending."""
     pending: np.ndarray
     tokens: int
     """Trained in this life."""
@@ -45,35 +44,35 @@ class Work:
 
     layout: Layout
     overlap: bool
-    """Does a round carry what was trained before the last phase?"""
+    """Whether a round carries what was trained before the last phase."""
     rounding: float = 0.0
-    """Of the campaign's codec (ROUNDING)."""
+    """The campaign codec's entry in ROUNDING."""
     _largest: dict[str, float] = field(default_factory=dict)
-    """By peer: the largest change of the base in its last round."""
+    """By peer: largest change of the base in its last round."""
     _last: dict[str, Standing] = field(default_factory=dict)
     _taken: dict[str, np.ndarray] = field(default_factory=dict)
-    """By peer, chunk by chunk: tokens that it had trained in this life with what a round took last; -1: not known."""
+    """By peer, for each chunk: tokens trained in this life when a round last took it; -1: unknown."""
     _sent: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
-    """By digest of the base that a round made, by peer: what it sent, and the tokens behind each chunk. The last rounds."""
+    """By digest of a round's base, by peer: what it sent, and the tokens behind each chunk. The last rounds only."""
 
     def forget(self, peer: str) -> None:
-        """Its life began, its base came from elsewhere, or it gave work up: its next round tells nothing."""
+        """Skip the peer's next round: it restarted, its base was replaced, or it discarded work."""
         self._last.pop(peer, None)
         self._taken.pop(peer, None)
 
     def standing(
         self, round_number: int, base: np.ndarray, local: np.ndarray, trained: np.ndarray, tokens: int
     ) -> Standing:
-        """`base`: with outer momentum or without. `local`, `trained`: all weights of a trainer, and its changes to them."""
-        everybodys = np.concatenate([np.arange(g.start, g.stop) for g in self.layout.groups if g.expert is None])
-        values = base[everybodys].astype(np.float64)
-        pending = local[everybodys] - values
-        return Standing(round_number, values, trained[everybodys] - pending, pending, tokens)
+        """Return a trainer's state. `base`: with or without momentum. `local`, `trained`: weights, and changes by training."""
+        everyones = np.concatenate([np.arange(g.start, g.stop) for g in self.layout.groups if g.expert is None])
+        values = base[everyones].astype(np.float64)
+        pending = local[everyones] - values
+        return Standing(round_number, values, trained[everyones] - pending, pending, tokens)
 
     def committed(self, peer: str, now: Standing, digest: str, contributors: Set[str]) -> float | None:
-        """The peer stands on the base of a round. How far did it move from what was sent (root mean square, the worst chunk)?
+        """Return the error of a round that the peer applied: root mean square over the worst chunk.
 
-        None as long as not all of the round's contributors are seen, or when the error is a rounding error.
+        None until all of the round's contributors were observed, or if the error is rounding.
         """
         last, self._last[peer] = self._last.get(peer), now
         chunks = list(_chunks(self.layout))
@@ -104,7 +103,7 @@ class Work:
 
 
 def _chunks(layout: Layout) -> Iterator[slice]:
-    """Of what everybody trains: places whose values are all of one part."""
+    """Yield ranges of the weights that all peers train; each is within one part."""
     end = 0
     for group in layout.groups:
         if group.expert is None:
@@ -113,7 +112,7 @@ def _chunks(layout: Layout) -> Iterator[slice]:
 
 
 def _error(moved: np.ndarray, sent: Sequence[tuple[np.ndarray, float]]) -> float:
-    """`sent`: each contributor's update with its tokens. One of zero was left out; 0 where somebody's tokens are not known."""
+    """Return a chunk's error, 0 if any tokens are unknown. `sent`: updates with their tokens; zero updates were left out."""
     taken = [(update, tokens) for update, tokens in sent if _rms(update) > TOLERANCE]
     total = sum(tokens for _, tokens in taken)
     if math.isnan(total):
