@@ -11,6 +11,9 @@ could come next:
 - an elector gives up its seat, and a coordinator has heard of that or not;
 - the owner opens a term after any round of its log.
 
+Electors may lie: they send whatever their keys can sign, and need no state for it. As coordinators they propose any commit in
+any ballot, valid or not, several in one; as electors they sign every vote, and promise whatever they like.
+
 An answer arrives at once or never: a later one could only delay what the proposer sends, and that may be late anyway.
 """
 
@@ -44,6 +47,13 @@ NONE = -1
 ELECTORS = ("A", "B", "C")
 OWNER = "A"
 COORDINATORS = ("A", "B")
+FORGED = "forged"
+"""Names the plan of an invalid commit."""
+
+
+def is_valid(commit: Commit) -> bool:
+    """Whether a commit follows from its evidence."""
+    return commit.plan != FORGED
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,15 @@ class Bounds:
     """Terms that are opened. With any, A is the owner, and keeps its seat and its disk."""
     owner_loses: bool = False
     """The owner may lose its disk too."""
+    liars: int = 0
+    """Electors that lie: B, then C. Only A is an honest coordinator then."""
+    one_commit: bool = True
+    """Look for two commits of a round that are certified; False: only for invalid ones."""
+
+    @property
+    def lying(self) -> tuple[str, ...]:
+        """The electors that lie."""
+        return ELECTORS[1 : 1 + self.liars]
 
 
 @dataclass(frozen=True)
@@ -163,7 +182,7 @@ class Model:
         )
         self._at_once = not bounds.losses or bounds.rounds == 1
         """Does a proposer propose as soon as it may? Later is the same, unless its commit depends on losses until then."""
-        symmetric = bounds.rounds == 1 or not bounds.losses
+        symmetric = (bounds.rounds == 1 or not bounds.losses) and not bounds.liars
         self._fixed = (1 if bounds.reforms else 0) if symmetric else len(ELECTORS)
         """The first so many electors are told apart."""
         self._processes, self._attempts, self._commits, self._answers, self._memories, self._lives, self._sets = (
@@ -215,7 +234,10 @@ class Model:
         """Every state that can come next, with the step that leads there."""
         yield from self._begin(state)
         yield from self._propose(state)
-        for place in range(len(ELECTORS)):
+        for place, name in enumerate(ELECTORS):
+            if name in self.bounds.lying:
+                yield from self._lie(state, place)
+                continue
             yield from self._crash(state, place)
             yield from self._lose_disk(state, place)
             yield from self._leave(state, place)
@@ -232,7 +254,7 @@ class Model:
         parents = [n for n in (0, *sorted(self.certified(state))) if self._commits.things[n].round + 1 < self.bounds.rounds]
         for coordinator, most in zip(COORDINATORS, self.bounds.ballots, strict=True):
             index = sum(attempt.coordinator == coordinator for attempt in state.attempts)
-            if index == most:
+            if index == most or coordinator in self.bounds.lying:
                 continue
             for parent, number in itertools.product(parents, range(1, self.bounds.numbers + 1)):
                 if coordinator in self._commits.things[parent].electorate:
@@ -245,7 +267,7 @@ class Model:
     def _begun(self, coordinator: str, index: int, number: int, parent: int, heard: tuple[bool, ...]) -> Live:
         key = "begin", coordinator, index, number, parent, heard
         if key not in self._known:
-            proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator), number - 1)
+            proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator), is_valid, number - 1)
             proposer.prepare(self._farewells(parent, heard))
             self._known[key] = self._remembered(proposer, index, heard)
         live: Live = self._known[key]
@@ -264,7 +286,7 @@ class Model:
             self.reached.add("a bound commit is proposed again")
         commits = [proposer.bound] if proposer.bound is not None else self._own_commits(state, attempt, proposer.parent)
         for commit in commits:
-            (accept, *_) = self._proposer(coordinator, live, attempt.parent).propose(commit, ())
+            (accept, *_) = self._proposer(coordinator, live, attempt.parent).propose(commit, b"", ())
             assert isinstance(accept.request, Accept)
             proposed = attempt._replace(proposal=self._commits.of(accept.request.commit))
             after = _replaced(_with_live(state, coordinator, None), attempt, proposed)
@@ -286,7 +308,7 @@ class Model:
             )
 
     def _proposer(self, coordinator: str, live: Live, parent: int) -> Proposer:
-        proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator))
+        proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator), is_valid)
         proposer.hear(self._farewells(parent, live.heard))
         answers = zip(ELECTORS, live.answers, strict=False)
         vars(proposer).update(self._memories.things[live.memory])
@@ -316,6 +338,39 @@ class Model:
     def _farewells(self, parent: int, heard: tuple[bool, ...]) -> list[Farewell]:
         said = self._commits.things[parent].id
         return [signed_farewell(SimulatedIdentity(name), said) for name, known in zip(ELECTORS, heard, strict=True) if known]
+
+    # Liars -------------------------------------------------------------------------------------------------------------
+
+    def _lie(self, state: State, place: int) -> Iterator[Step]:
+        """Propose anything in any ballot, and promise anything to anybody."""
+        liar, most = ELECTORS[place], self.bounds.ballots[1]
+        made = sum(attempt.coordinator == liar for attempt in state.attempts)
+        if liar in COORDINATORS and made < most:
+            for number, commit in itertools.product(range(1, self.bounds.numbers + 1), self._any_commits()):
+                attempt = Attempt(liar, made, number, 0, commit, (False,) * len(ELECTORS))
+                yield f"{liar} proposes commit {commit} in ballot {number}", state._replace(
+                    attempts=_ordered([*state.attempts, attempt])
+                )
+        for attempt in state.attempts:
+            if attempt.coordinator in self.bounds.lying:
+                continue
+            parent: Commit = self._commits.things[attempt.parent]
+            request = Prepare(parent.round + 1, parent.id, attempt.ballot)
+            for accepted in (None, *self._any_commits()):
+                named = None if accepted is None else self._commits.things[accepted]
+                for number in (0,) if accepted is None else range(self.bounds.numbers + 1):
+                    ballot = None if accepted is None else Ballot(number, liar)
+                    promise = Promise(parent.round, True, attempt.ballot, ballot, named)
+                    for then in self._hear(state, attempt, request, place, promise):
+                        yield f"{liar} promises {attempt.coordinator}/{attempt.number} with commit {accepted}", then
+
+    def _any_commits(self) -> tuple[int, ...]:
+        """A commit that does not follow from any evidence, and two that do."""
+        made = [
+            dataclasses.replace(self.genesis, round=0, parent=self.genesis.id, plan=plan, tokens=tokens)
+            for plan, tokens in ((FORGED, 10), ("p", 1), ("p", 11))
+        ]
+        return tuple(self._commits.of(commit) for commit in made)
 
     # Electors ----------------------------------------------------------------------------------------------------------
 
@@ -388,7 +443,7 @@ class Model:
 
     def _learn(self, state: State, place: int) -> Iterator[Step]:
         """Somebody sends votes of one ballot as a certificate, enough of them or not, with farewells, true or forged."""
-        for (ballot, commit), voters in _votes(state).items():
+        for (ballot, commit), voters in _votes(state, self.bounds.lying).items():
             parent = self._parent(commit)
             left = tuple(name for name, after in zip(ELECTORS, state.left, strict=True) if parent in after)
             claimed = tuple(name for name in ELECTORS if name not in voters)
@@ -485,7 +540,7 @@ class Model:
         """The elector as it recovers, with what it has in memory."""
         records = [pack(_uncertified(self._commits.things[commit])) for commit in process.log]
         files = Files(process.votes, records, None)
-        elector = Participant(SimulatedIdentity(name), self.genesis, files, random.Random(process.losses))
+        elector = Participant(SimulatedIdentity(name), self.genesis, files, random.Random(process.losses), is_valid)
         assert not elector.recovery
         if process.memory is not None:
             elector.acceptor.votes = process.memory
@@ -512,7 +567,7 @@ class Model:
         """The commits that are decided, whoever knows it: by votes in one ballot of a majority of those that did not leave, or
         by the owner. Counted here once more, without the code under test."""
         found = set(state.reforms)
-        for (_, commit), voters in _votes(state).items():
+        for (_, commit), voters in _votes(state, self.bounds.lying).items():
             parent = self._parent(commit)
             electorate = set(self._commits.things[parent].electorate)
             left = [name for name, after in zip(ELECTORS, state.left, strict=True) if parent in after]
@@ -530,7 +585,9 @@ class Model:
         certified = self.certified(state)
         commits: list[Commit] = [self._commits.things[number] for number in certified]
         self._note(commits)
-        if len({(commit.term, commit.round) for commit in commits}) < len(commits):
+        if not all(map(is_valid, commits)):
+            return f"commits {sorted(certified)}: one does not follow from any evidence"
+        if self.bounds.one_commit and len({(commit.term, commit.round) for commit in commits}) < len(commits):
             return f"commits {sorted(certified)}: two are certified for one round of one term"
         reforms = [commit.term for commit in commits if is_reform(commit)]
         if len(set(reforms)) < len(reforms):
@@ -541,7 +598,9 @@ class Model:
                 return f"{name} learned a commit that is not certified"
         for one, other in itertools.combinations(logs, 2):
             fork = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), None)
-            if fork is not None and self._commits.things[fork[0]].term == self._commits.things[fork[1]].term:
+            if fork is None or not self.bounds.one_commit:
+                continue
+            if self._commits.things[fork[0]].term == self._commits.things[fork[1]].term:
                 return f"commits {fork}: a fork that no higher term heals"
         return None
 
@@ -584,15 +643,14 @@ def _trace(model: Model, came_from: dict[bytes, bytes], key: bytes) -> tuple[str
     return tuple(reversed(steps))
 
 
-def _votes(state: State) -> dict[tuple[Ballot, int], tuple[str, ...]]:
-    """Who voted for which commit in which ballot."""
-    votes: dict[tuple[Ballot, int], tuple[str, ...]] = {}
+def _votes(state: State, lying: tuple[str, ...]) -> dict[tuple[Ballot, int], tuple[str, ...]]:
+    """Who voted for which commit in which ballot. Liars have signed everything."""
+    votes: dict[tuple[Ballot, int], set[str]] = {}
     for attempt in state.attempts:
-        if attempt.proposal is not None and any(attempt.votes):
-            before = votes.get((attempt.ballot, attempt.proposal), ())
-            now = [name for name, voted in zip(ELECTORS, attempt.votes, strict=True) if voted or name in before]
-            votes[attempt.ballot, attempt.proposal] = tuple(now)
-    return votes
+        now = {*lying, *(name for name, voted in zip(ELECTORS, attempt.votes, strict=True) if voted)}
+        if attempt.proposal is not None and now:
+            votes.setdefault((attempt.ballot, attempt.proposal), set()).update(now)
+    return {place: tuple(sorted(voters)) for place, voters in votes.items()}
 
 
 def _with_elector(state: State, place: int, process: int) -> State:

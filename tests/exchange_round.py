@@ -10,17 +10,18 @@ import numpy as np
 
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.messages.codec import unpack
-from spes_p2p.messages.consensus import Ballot, Commit
+from spes_p2p.messages.consensus import Ballot, Commit, Signed
 from spes_p2p.messages.methods import PULL, PUSH
-from spes_p2p.messages.rounds import Member, Plan, PullRequest, PushHeader, Staged
+from spes_p2p.messages.rounds import Proposal, PullRequest, PushHeader, Staged
 from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
-from spes_p2p.rounds.commit import make_commit, staged_report
+from spes_p2p.rounds.commit import make_commit, own_manifests, staged_report
 from spes_p2p.rounds.parts import Part, weight
+from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.memory import MemoryNetwork
 
@@ -56,8 +57,9 @@ def planned(m: Member) -> Behind:
 
 def make_plan_of(members: Iterable[Member]) -> Plan:
     members = tuple(members)
+    signed = tuple(Signed(m.peer, repr(m).encode(), b"") for m in members)
     return Plan(
-        campaign="c", term=0, round=1, parent="parent", ballot=Ballot(1, members[0].peer), base_digest="digest",
+        proposal=Proposal(1, "parent", Ballot(1, members[0].peer), signed), campaign="c", term=0, base_digest="digest",
         members=members, tokens=sum(m.tokens for m in members), loss=0.0, validation_loss=None, step=10, merge=None,
         assignments=(), cursor=Cursor(),
     )
@@ -131,7 +133,15 @@ class Round:
         return reports
 
     def commit(self, peers: Iterable[str] | None = None, helpers: tuple[str, ...] = ()) -> Commit:
-        return make_commit(commit_before(self.plan), self.plan, self.empty(), self.staged(peers), helpers)
+        return make_commit(commit_before(self.plan), self.plan, self.collected(), self.staged(peers), helpers)
+
+    def collected(self) -> Results:
+        """What a coordinator has of the results: each reducer's own manifests."""
+        results = self.empty()
+        for exchange in self.exchanges.values():
+            for manifest in own_manifests(exchange.results, exchange.me):
+                results.add_manifest(manifest)
+        return results
 
     def new_base(self, peer: str, commit: Commit, base: np.ndarray) -> np.ndarray:
         results = self.exchanges[peer].results

@@ -8,10 +8,10 @@ from exchange_round import LAYOUT, codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_p2p.messages.rounds import Member
 from spes_p2p.rounds.accounting import Ledger, TrainedTokens
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part, part_ranges, part_table
+from spes_p2p.rounds.planned import Member
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
 

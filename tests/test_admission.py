@@ -15,6 +15,7 @@ from spes_p2p.campaign.invitations import from_text, keep, kept, read_option, to
 from spes_p2p.client.invite import parse_guest
 from spes_p2p.consensus.admission import check_admission, signed_invitation
 from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.admission import Invitation, Role
 from spes_p2p.messages.codec import pack
@@ -137,10 +138,11 @@ def invited_swarm(invitations: dict[str, Invitation], **sections: Any) -> Virtua
 
 async def announce(swarm: VirtualSwarm, name: str, like: str, **changes: Any) -> str:
     """Announce under this name to whoever coordinates; return why that was refused."""
-    announcement: Announcement = replace(swarm.peers[like].announcer.announcement(0), **changes)
+    identity = SimulatedIdentity(name)
+    announcement = replace(read_signed(Announcement, swarm.peers[like].announcer.announcement(0), identity), **changes)
     coordinator = swarm.nodes[like].coordinators()[0]
     with pytest.raises(Refused) as refused:
-        await RpcEndpoint(swarm.network.transport(name), 5.0).ask(coordinator, ROUND, pack(announcement), 5.0)
+        await RpcEndpoint(swarm.network.transport(name), 5.0).ask(coordinator, ROUND, pack(sign(announcement, identity)), 5.0)
     assert refused.value.code is Code.NOT_ADMITTED
     return refused.value.detail
 

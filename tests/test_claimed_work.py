@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from spes_p2p.campaign.genesis import make_genesis
 from spes_p2p.messages.consensus import Ballot, Commit, Workload
-from spes_p2p.messages.rounds import Announcement, Plan
+from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds import claims
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, held_out_loss, outstanding, within
 from spes_p2p.rounds.plan import Rules, make_plan
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 
 CAMPAIGN = campaign()
@@ -105,7 +106,7 @@ def test_bandwidth_counts_up_to_a_few_times_the_median_unless_the_owner_vouches(
 
 def test_one_loss_does_not_hide_the_others() -> None:
     peers = {name: announce(PHASE, loss=loss) for name, loss in (("A", 1e15), ("B", 5.0))}
-    plan = make_plan(chain(""), Ballot(1, "A"), peers, (), "d", None, RULES)
+    plan = make_plan(chain(""), Proposal(1, "", Ballot(1, "A"), ()), peers, (), RULES)
     assert plan.loss == pytest.approx(7.5)
 
 
@@ -131,7 +132,7 @@ def test_samples_come_back_only_from_ones_own_assignment(returned: list[Interval
 def test_another_members_samples_are_not_handed_out_again() -> None:
     recent = chain("")
     announcements = {"A": announce(untrained=(Interval(0, 0, 40),)), "B": announce()}
-    plan = make_plan(recent, Ballot(1, "A"), announcements, (), "d", None, RULES)
+    plan = make_plan(recent, Proposal(1, "", Ballot(1, "A"), ()), announcements, (), RULES)
     assert [each.slices for each in plan.assignments] == [(Interval(0, 0, 20),), (Interval(0, 40, 60),)]
 
 
@@ -153,11 +154,11 @@ def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pyte
     """With a straggler that returns samples, one that dies, and one that joins late."""
     made: list[tuple[Plan, dict[str, Announcement]]] = []
 
-    def make_and_note(recent: Any, ballot: Any, announced: dict[str, Announcement], *rest: Any) -> Plan:
-        made.append((make_plan(recent, ballot, announced, *rest), announced))
+    def make_and_note(recent: Any, proposal: Any, announced: dict[str, Announcement], *rest: Any) -> Plan:
+        made.append((make_plan(recent, proposal, announced, *rest), announced))
         return made[-1][0]
 
-    monkeypatch.setattr("spes_p2p.peer.coordinator.make_plan", make_and_note)
+    monkeypatch.setattr("spes_p2p.rounds.proposal.make_plan", make_and_note)
 
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=100, sync={"overlap": overlap}))

@@ -32,6 +32,11 @@ from spes_p2p.testing.simulated_identity import SimulatedIdentity
 ELECTORS = ("A", "B", "C")
 
 
+def derived(commit: Commit) -> bool:
+    """Every commit follows from its evidence."""
+    return True
+
+
 def genesis(electorate: tuple[str, ...] = ELECTORS, helpers: tuple[str, ...] = ("W",)) -> Commit:
     return Commit(
         campaign="c", term=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0,
@@ -55,7 +60,8 @@ class Elector:
 
     def __init__(self, name: str, store: MemoryStore | None = None, parent: Commit | None = None, seed: str | None = None):
         self.name, self.store = name, store or MemoryStore()
-        self.part = open_participant(self.store, SimulatedIdentity(name), parent or genesis(), random.Random(seed or name))
+        rng = random.Random(seed or name)
+        self.part = open_participant(self.store, SimulatedIdentity(name), parent or genesis(), rng, derived)
         self.log, self.acceptor = self.part.log, self.part.acceptor
 
     def prepare(self, request: Prepare) -> Promise:
@@ -113,7 +119,7 @@ class Race:
 
     def begin(self, name: str) -> None:
         """A new attempt, or the first after a crash: it remembers nothing."""
-        self.proposers[name] = Proposer(CommitLog(SimulatedIdentity(name), genesis()), SimulatedIdentity(name))
+        self.proposers[name] = Proposer(CommitLog(SimulatedIdentity(name), genesis()), SimulatedIdentity(name), derived)
         self.send(name, self.proposers[name].prepare(()))
 
     def send(self, name: str, sends: tuple[Send, ...]) -> None:
@@ -140,7 +146,7 @@ class Race:
         if proposer.phase is Phase.PROMISED:
             self.heads_made += 1
             commit = proposer.bound or commit_after(proposer.parent, tokens=self.heads_made)
-            self.send(name, proposer.propose(commit, ()))
+            self.send(name, proposer.propose(commit, b"", ()))
         if proposer.decided is not None:
             self.certificates.append(proposer.decided)
 
@@ -232,7 +238,7 @@ def test_no_elector_can_use_up_the_ballots_of_a_round() -> None:
     for _ in range(3):
         far = Ballot(far.number + BALLOT_STEP, "C")
         assert electors["A"].prepare(Prepare(0, parent.id, far)).granted
-    proposer = Proposer(electors["B"].log, SimulatedIdentity("B"))
+    proposer = Proposer(electors["B"].log, SimulatedIdentity("B"), derived)
     run(proposer, proposer.prepare(()), electors)
     assert proposer.phase is Phase.PROMISED
     assert far.number < proposer.ballot.number <= far.number + BALLOT_STEP
@@ -272,7 +278,7 @@ def answer(elector: Elector, send: Send) -> Reply | None:
 
 
 def test_a_proposer_needs_a_majority() -> None:
-    proposer = Proposer(Elector("A").log, SimulatedIdentity("A"))
+    proposer = Proposer(Elector("A").log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), {"A": Elector("A")})
     assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 1 of 3 electors answered")
 
@@ -281,10 +287,10 @@ def test_a_proposer_sends_an_elector_the_commits_that_it_missed() -> None:
     electors = {name: Elector(name) for name in "AB"}
     first = commit_after(genesis())
     electors["A"].learn(decide(first, "BC"))
-    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), electors)
     assert proposer.phase is Phase.PROMISED
-    run(proposer, proposer.propose(commit_after(first), ()), electors)
+    run(proposer, proposer.propose(commit_after(first), b"", ()), electors)
     assert proposer.decided is not None
     assert {vote.elector for vote in proposer.decided.votes} == set("AB")
     assert electors["B"].log.round == 0
@@ -294,7 +300,7 @@ def test_a_proposer_that_is_behind_gives_up() -> None:
     electors = {name: Elector(name) for name in "ABC"}
     for name in "BC":
         electors[name].learn(decide(commit_after(genesis()), "BC"))
-    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), electors)
     assert (proposer.phase, proposer.failure) == (Phase.FAILED, "this round is decided already")
 
@@ -302,7 +308,7 @@ def test_a_proposer_that_is_behind_gives_up() -> None:
 def test_a_promise_of_another_ballot_or_round_does_not_count() -> None:
     log = Elector("A").log
     for other in (Promise(-1, True, Ballot(2, "A"), None, None), Promise(0, True, Ballot(1, "A"), None, None)):
-        proposer = Proposer(log, SimulatedIdentity("A"))
+        proposer = Proposer(log, SimulatedIdentity("A"), derived)
         for send in proposer.prepare(()):
             proposer.receive(send.to, send.request, other)
         assert proposer.phase is Phase.FAILED
@@ -310,9 +316,9 @@ def test_a_promise_of_another_ballot_or_round_does_not_count() -> None:
 
 def test_a_forged_vote_does_not_count() -> None:
     electors = {name: Elector(name) for name in "ABC"}
-    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), electors)
-    accepts = proposer.propose(commit_after(genesis()), ())
+    accepts = proposer.propose(commit_after(genesis()), b"", ())
     for send in accepts:
         proposer.receive(send.to, send.request, Vote(send.to, b"forged"))
     assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 0 of 3 electors voted")
@@ -327,9 +333,9 @@ def test_the_majority_is_counted_without_an_elector_that_left() -> None:
     assert farewell is not None
     left_too = electors.pop("B").leave()
     assert left_too is not None
-    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"))
+    proposer = Proposer(electors["A"].log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare((farewell, left_too)), electors)
-    run(proposer, proposer.propose(commit_after(genesis()), (farewell, left_too)), electors)
+    run(proposer, proposer.propose(commit_after(genesis()), b"", (farewell, left_too)), electors)
     assert proposer.decided is not None
     assert proves(proposer.decided, genesis(), SimulatedIdentity("me"))
     unsigned = tuple(dataclasses.replace(each, signature=b"") for each in proposer.decided.farewells)

@@ -105,7 +105,7 @@ def parts_case(folder: Path) -> Case:
         results.add_manifest(Manifest(PLAN.id, reducer, 0, b"".join(results.digests[part.index] for part in own), masks))
 
     def serve(board: RpcEndpoint, server: ContentServer) -> Any:
-        kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), LAYOUT, CODEC)
+        kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), lambda proposal: PLAN, LAYOUT, CODEC)
         kept.by_plan[PLAN.id] = results
         return kept.serve(server)
 

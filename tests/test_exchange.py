@@ -16,12 +16,13 @@ from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Manifest, Plan, PullRequest, PushHeader
+from spes_p2p.messages.rounds import Manifest, PullRequest, PushHeader
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.exchange import IN_FLIGHT_S, INDEX_BYTES, WINDOW_BYTES
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part, to_mask
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.testing.memory import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate

@@ -10,6 +10,7 @@ from exchange_round import LAYOUT, PART_BYTES, make_plan_of, member
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit
@@ -22,6 +23,7 @@ from spes_p2p.rounds.result_file import ResultFile
 from spes_p2p.rounds.results import Results, bodies_name, load_results, results_name, save_results
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 CODEC = GroupCodecs(CODECS["none"], CODECS["none"], CODECS["none"])
 PLAN = make_plan_of([
@@ -80,7 +82,7 @@ def test_results_of_a_revision_survive_the_disk() -> None:
         masks = b"".join(to_mask(part.contributors, len(PLAN.members)) for part in own)
         results.add_manifest(Manifest(PLAN.id, reducer, revision, digests, masks))
     save_results(store, results)
-    restored = load_results(store, results_name(PLAN), LAYOUT, CODEC, PART_BYTES)
+    restored = load_results(store, results_name(PLAN), lambda proposal: PLAN, LAYOUT, CODEC, PART_BYTES)
     assert restored is not None
     assert (restored.parts, restored.lost, restored.manifests) == (results.parts, ((1,),), results.manifests)
     assert {part.index for part in results.parts if part.revision or part.reducer != 1} == restored.encoded.keys()
@@ -113,7 +115,7 @@ def victims(swarm: VirtualSwarm, member: str, count: int) -> list[str]:
     plan, contributors = results.plan, Counter[str]()
     for part in results.parts:
         reducer = plan.members[part.reducer]
-        if reducer.trains and reducer.peer != plan.ballot.coordinator:
+        if reducer.trains and reducer.peer != plan.proposal.ballot.coordinator:
             contributors[reducer.peer] = max(contributors[reducer.peer], len(part.contributors))
     return sorted(contributors, key=lambda peer: (-contributors[peer], peer))[:count]
 
@@ -165,7 +167,7 @@ def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: 
             handed_on = any(
                 names[part.reducer] == peer and [names[i] for i in part.contributors] == ["A"] for part in results.parts
             )
-            if handed_on and peer in "BCD" and peer != results.plan.ballot.coordinator:
+            if handed_on and peer in "BCD" and peer != results.plan.proposal.ballot.coordinator:
                 killed.append(peer)
                 swarm.kill(peer)
 
@@ -212,7 +214,7 @@ async def take_part_and_idle(swarm: VirtualSwarm) -> None:
         )
         try:
             async with board.stream(swarm.peers["A"].node.coordinators()[0], ROUND) as stream:
-                await stream.send(pack(announcement))
+                await stream.send(pack(sign(announcement, SimulatedIdentity("X"))))
                 while True:
                     await stream.message()
         except (PeerUnreachable, Refused):

@@ -13,11 +13,11 @@ import pytest
 from exchange_round import Round, codecs, make_plan_of, member, random_updates
 from model_shapes import tiny_campaign, tiny_model
 
-from spes_p2p.messages.rounds import Member
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.parts import part_ranges, part_table
+from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.storage.store import DirectoryStore

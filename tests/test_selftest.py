@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from spes_p2p.errors import UserError
-from spes_p2p.messages.rounds import Member
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import selftest
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.parts import part_table
+from spes_p2p.rounds.planned import Member
 
 
 def test_this_machine_computes_the_known_answer() -> None:

@@ -13,7 +13,7 @@ from exchange_round import codecs, commit_before, make_plan_of, member
 
 from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.rounds import Manifest, Merge
+from spes_p2p.messages.rounds import Manifest
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import next_base as staging
 from spes_p2p.rounds.apply import next_base_pieces
@@ -22,6 +22,7 @@ from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, state_digest
 from spes_p2p.rounds.next_base import NextBaseBuilder
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import to_mask
+from spes_p2p.rounds.planned import Merge
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.memory_store import MemoryStore
 

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Accept, Ballot, Leave, Prepare
 from spes_p2p.messages.methods import ACCEPT, LEAVE, PREPARE
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.rounds.proposal import read_leave
 from spes_p2p.testing.memory import run_virtual
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 
 @pytest.mark.parametrize("name", ["X", "A"])
@@ -46,8 +49,10 @@ def test_who_leaves_gives_back_only_samples_that_it_was_assigned() -> None:
         swarm.kill("C")
         board, commit = RpcEndpoint(swarm.network.transport("C"), 5.0), swarm.nodes["W"].log.last
         everything = (Interval(0, 0, 10**9), Interval(7, 0, 3), Interval(0, 3, 3))
-        await board.ask("W", LEAVE, pack(Leave(commit.round + 1, everything)), 5.0)
-        (returned,) = swarm.nodes["W"].departures.returned(commit.round + 1).values()
+        await board.ask("W", LEAVE, pack(sign(Leave(commit.id, everything), SimulatedIdentity("C"))), 5.0)
+        node = swarm.nodes["W"]
+        (signed,) = node.departures.gone(commit.id).values()
+        returned = read_leave(signed, node.log.recent(commit.round), node.rules, SimulatedIdentity("W")).untrained
         assert set(returned) == set(commit.workloads[commit.members.index("C")].slices)
 
     run_virtual(main())

@@ -12,16 +12,20 @@ import pytest
 from spes_p2p.consensus.acceptor import read_votes
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import VOTES
+from spes_p2p.consensus.signed import read_signed, sign
+from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import CertifiedCommit
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.methods import ROUND
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored, DigestMismatch, Evaluated, PhaseTrained, RoundCommitted
 from spes_p2p.peer.durable import read_record
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, VirtualSwarm, campaign, samples, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 SILENCE_S = 5.0
 
@@ -216,7 +220,8 @@ def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
         await swarm.until_round(2)
         commit = swarm.peers["A"].node.log.last
         first, second, *_ = coordinator_order(commit)
-        announcement = swarm.helper.announcer.announcement(attempt=1)
+        helper = SimulatedIdentity("W")
+        announcement = read_signed(Announcement, swarm.helper.announcer.announcement(attempt=1), helper)
         announcement = dataclasses.replace(announcement, round=commit.round + 1, commit=commit.id)
         swarm.kill("W")
         lost: list[None] = []
@@ -230,7 +235,7 @@ def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
         await swarm.until(lambda: bool(lost))
         await asyncio.sleep(1.0)
         async with RpcEndpoint(swarm.network.transport("W"), 5.0).stream(second, ROUND) as stream:
-            await stream.send(pack(announcement))
+            await stream.send(pack(sign(announcement, helper)))
             reply = await stream.any_message()
         swarm.network.resume(first)
         return reply
@@ -591,7 +596,7 @@ def test_a_trainer_knows_how_many_average_with_it_in_each_phase() -> None:
     simulate(main)
 
 
-def test_a_commit_whose_lost_members_cannot_be_is_nobodys_results_and_no_crash() -> None:
+def test_a_commit_that_contradicts_its_plan_is_refused_and_no_crash() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=60))
         swarm.start_all()
@@ -600,6 +605,7 @@ def test_a_commit_whose_lost_members_cannot_be_is_nobodys_results_and_no_crash()
         decided = log.at(log.round)
         wrong = dataclasses.replace(decided, commit=dataclasses.replace(decided.commit, lost=((99,),)))
         assert await replica._complete_results(decided.commit) is not None
-        assert await replica._complete_results(wrong.commit) is None
+        with pytest.raises(Refused, match="contradicts its plan: roots"):
+            await replica._complete_results(wrong.commit)
 
     simulate(main)

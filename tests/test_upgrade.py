@@ -11,9 +11,10 @@ import pytest
 
 from spes_p2p.campaign.files import fetch_campaign
 from spes_p2p.consensus.control import signed
+from spes_p2p.consensus.signed import signed_message
 from spes_p2p.errors import UserError, version_advice
-from spes_p2p.messages.codec import _plain, unpack
-from spes_p2p.messages.consensus import Control, ControlRequest, Requirement
+from spes_p2p.messages.codec import _plain, pack, unpack
+from spes_p2p.messages.consensus import Control, ControlRequest, Requirement, Signed
 from spes_p2p.messages.framing import IGNORABLE, Kind
 from spes_p2p.messages.methods import CONTROL, PING, PROTOCOL_VERSION, ROUND
 from spes_p2p.messages.rounds import Announcement, Ping
@@ -42,10 +43,19 @@ class NewerChannel(Wrapped):
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         await self._inner.send(b"a hint", kind=HINT)
         if self._extended is not None and kind == Kind.MESSAGE:
-            request = unpack(self._extended, b"".join(pieces))
-            known = [_plain(getattr(request, field.name)) for field in dataclasses.fields(request)]
-            pieces, self._extended = (msgpack.packb([*known, {"newer": 1}]),), None
+            pieces, self._extended = (extended(self._extended, b"".join(pieces)),), None
         await self._inner.send(*pieces, kind=kind)
+
+
+def extended(kind: type[Any], packed: bytes) -> bytes:
+    """The record with one more field; one that is signed is signed with it."""
+    envelope = unpack(Signed, packed) if kind is Announcement else None
+    request = unpack(kind, packed if envelope is None else envelope.record)
+    newer = msgpack.packb([*(_plain(getattr(request, field.name)) for field in dataclasses.fields(request)), {"newer": 1}])
+    if envelope is None:
+        return newer
+    signature = SimulatedIdentity(envelope.peer).sign(signed_message(kind, newer))
+    return pack(Signed(envelope.peer, newer, signature))
 
 
 class NewerTransport(Wrapped):

@@ -21,13 +21,14 @@ from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.consensus import Ballot
 from spes_p2p.messages.methods import PULL, PUSH
-from spes_p2p.messages.rounds import Member, Plan, PullRequest, PushHeader
+from spes_p2p.messages.rounds import Proposal, PullRequest, PushHeader
 from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.parts import Part, part_table, weight
+from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
@@ -92,7 +93,8 @@ def measure(case: str, peers: int, by_line: bool) -> Measured:
         Member(f"{i:02d}", 1, tuple(int(i == owner) for owner in owners), LINE_BYTES_PER_S * upload)
         for i, upload in enumerate(uploads)
     )
-    plan = Plan("c", 0, 1, "", Ballot(1, members[0].peer), "", members, peers, 0.0, None, 1, None, (), Cursor())
+    proposal = Proposal(1, "", Ballot(1, members[0].peer), ())
+    plan = Plan(proposal, "c", 0, "", members, peers, 0.0, None, 1, None, (), Cursor())
     parts = part_table(layout, members, CODECS, PART_BYTES)
     if not by_line:
         parts = tuple(replace(p, reducer=p.contributors[0]) if len(p.contributors) == 1 else p for p in parts)

@@ -16,7 +16,6 @@ from typing import Any
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.errors import UserError
-from spes_p2p.messages.rounds import Member
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.memory import DeviceBytes, DeviceKind, OptimizerKind, Setup, device_bytes, shared_elements, stored_bytes
@@ -26,6 +25,7 @@ from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.ownership import assign_experts
 from spes_p2p.rounds.parts import PART_BYTES, extra_copies, part_table, pulls
+from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS
 
 RESERVED_BYTES = 2**29

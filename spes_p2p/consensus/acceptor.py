@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.certificate import vote_message
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 BALLOT_STEP = 2**32
 """Bounds how far a ballot may exceed the last promised one, so that no coordinator exhausts a round's numbers."""
 MAX_BALLOT_NUMBER = 2**62
+IsValid = Callable[[Commit], bool]
+"""Whether the caller has checked that this commit follows from the log's last one by what the members signed."""
 INCARNATION_BYTES = 8
 
 
@@ -43,6 +46,10 @@ class VoteState:
     accepted: Commit | None
     left: bool = False
     """Whether it has left this round; it casts no vote in it then."""
+    evidence: bytes = b""
+    """Of the accepted commit, for the coordinator that must propose it again."""
+    attachments: tuple[bytes, ...] = ()
+    """What the evidence names by hash."""
 
 
 def fresh_votes(rng: random.Random) -> VoteState:
@@ -84,10 +91,11 @@ def _last_vote_in_log(log: CommitLog, me: str, incarnation: str) -> tuple[int, i
 class Acceptor:
     """The votes of one peer."""
 
-    def __init__(self, log: CommitLog, identity: Identity, votes: VoteState):
+    def __init__(self, log: CommitLog, identity: Identity, votes: VoteState, is_valid: IsValid):
         """`votes`: durable before the first request is handled."""
         self._log = log
         self._identity = identity
+        self._is_valid = is_valid
         self.votes = votes
 
     @property
@@ -123,11 +131,13 @@ class Acceptor:
         _check_ballot(request.ballot, commit, votes)
         if votes.promised is not None and request.ballot <= votes.promised:
             return Output(Promise(commit.round, False, votes.promised, None, None))
-        promise = Promise(commit.round, True, request.ballot, votes.accepted_ballot, votes.accepted)
+        promise = Promise(commit.round, True, request.ballot, votes.accepted_ballot, votes.accepted, votes.evidence)
         return Output(promise, (Write(VOTES, replace(votes, promised=request.ballot)),))
 
-    def accept(self, sender: str, request: Accept) -> Output[Vote]:
-        """Vote for a commit. Raises Refused when a higher ballot was promised or the commit does not follow the log's."""
+    def accept(self, sender: str, request: Accept, attachments: tuple[bytes, ...] = ()) -> Output[Vote]:
+        """Vote for a commit. Raises Refused when a higher ballot was promised, or the commit does not follow the log's or is
+        not valid. `attachments`: what the request's evidence names by hash.
+        """
         _check_sender(sender, request.ballot)
         commit, proposed = self._log.last, request.commit
         if proposed.round != commit.round + 1 or proposed.parent != commit.id:
@@ -142,8 +152,13 @@ class Acceptor:
         _check_ballot(request.ballot, commit, votes)
         if votes.promised is not None and request.ballot < votes.promised:
             raise Refused(Code.OUTBID, f"promised ballot {votes.promised.number}")
+        if proposed.plan and not self._is_valid(proposed):
+            raise Refused(Code.NOT_PROVEN, "a commit that does not follow from its evidence")
         signature = self._identity.sign(vote_message(request.ballot, proposed.id))
-        accepted = replace(votes, promised=request.ballot, accepted_ballot=request.ballot, accepted=proposed)
+        accepted = replace(
+            votes, promised=request.ballot, accepted_ballot=request.ballot, accepted=proposed, evidence=request.evidence,
+            attachments=attachments,
+        )
         return Output(Vote(self._identity.peer_id, signature), (Write(VOTES, accepted),))
 
     def leave(self) -> Output[Farewell | None]:

@@ -36,6 +36,18 @@ def proves(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool
     return len(valid) >= quorum(electorate)
 
 
+def equivocators(one: CertifiedCommit, other: CertifiedCommit, identity: Identity) -> tuple[str, ...]:
+    """Return the electors that signed both commits in the same ballot, which no honest elector does."""
+    if one.ballot != other.ballot or one.commit.id == other.commit.id:
+        return ()
+
+    def signers(decided: CertifiedCommit) -> set[str]:
+        message = vote_message(decided.ballot, decided.commit.id)
+        return {vote.elector for vote in decided.votes if identity.verify(vote.elector, message, vote.signature)}
+
+    return tuple(sorted(signers(one) & signers(other)))
+
+
 def proves_reform(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool:
     """Return whether the owner opened a higher term after `parent` with this commit, and changed nothing else."""
     commit, owner = decided.commit, owner_of(parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from spes_p2p.consensus.certificate import proves
+from spes_p2p.consensus.certificate import equivocators, proves
 from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
@@ -84,6 +84,8 @@ class CommitLog:
             if commit.id == self.commit_at(commit.round).id:
                 return False
             if commit.term <= self.commit_at(commit.round).term:
+                if liars := equivocators(decided, self.at(commit.round), self._identity):
+                    logger.error("round %d: signed two commits in one ballot: %s", commit.round, ", ".join(liars))
                 raise Refused(Code.NOT_PROVEN, f"round {commit.round} was decided otherwise")
         if commit.round > self.round + 1:
             raise Refused(Code.NOT_PROVEN, f"round {commit.round} does not follow round {self.round}")

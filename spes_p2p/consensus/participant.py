@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spes_p2p.consensus.acceptor import Acceptor, VoteState, recovered_votes
+from spes_p2p.consensus.acceptor import Acceptor, IsValid, VoteState, recovered_votes
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import ControlRecords, owner_of
@@ -38,12 +38,16 @@ class Participant:
         send(output.reply)
     """
 
-    def __init__(self, identity: Identity, genesis: Commit, files: Files, rng: random.Random):
-        """`rng`: draws an incarnation if the votes are lost. Make `recovery` durable before handling requests."""
+    def __init__(self, identity: Identity, genesis: Commit, files: Files, rng: random.Random, is_valid: IsValid):
+        """`rng`: draws an incarnation if the votes are lost. `is_valid`: see IsValid.
+
+        Make `recovery` durable before handling requests.
+        """
         self._identity = identity
         self.log = CommitLog(identity, genesis, files.log)
         self.controls = ControlRecords(self.log, identity, files.control)
-        self.acceptor = Acceptor(self.log, identity, recovered_votes(files.votes, self.log, identity.peer_id, rng))
+        recovered = recovered_votes(files.votes, self.log, identity.peer_id, rng)
+        self.acceptor = Acceptor(self.log, identity, recovered, is_valid)
         votes = Write(VOTES, self.acceptor.votes)
         self.recovery: tuple[Write, ...] = () if votes.record == files.votes else (votes,)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from spes_p2p.consensus.acceptor import BALLOT_STEP
+from spes_p2p.consensus.acceptor import BALLOT_STEP, IsValid
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.electorate import quorum
@@ -69,10 +69,11 @@ def is_outbid(ballot: Ballot, promises: Iterable[Promise]) -> bool:
 class Proposer:
     """One attempt at the next round. Keeps nothing across a crash, since acceptors promise each ballot once."""
 
-    def __init__(self, log: CommitLog, identity: Identity, number: int = 0):
-        """`number`: the first ballot exceeds it."""
+    def __init__(self, log: CommitLog, identity: Identity, is_valid: IsValid, number: int = 0):
+        """`is_valid`: of the commits that promises name. `number`: the first ballot exceeds it."""
         self._log = log
         self._identity = identity
+        self._is_valid = is_valid
         self.parent = log.last
         self.phase = Phase.IDLE
         self.ballot = Ballot(number, identity.peer_id)
@@ -102,13 +103,13 @@ class Proposer:
         self.phase = Phase.PREPARING
         return self._next_ballot(self.ballot.number)
 
-    def propose(self, commit: Commit, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
+    def propose(self, commit: Commit, evidence: bytes, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
         """Ask for votes on a commit, which must be `bound` unless that is None."""
         assert self.phase is Phase.PROMISED
         assert self.bound is None or commit == self.bound
         self.hear(farewells)
         self.phase, self.proposal, self._answers = Phase.PROPOSING, commit, {}
-        return self._to_all(Accept(self.ballot, commit))
+        return self._to_all(Accept(self.ballot, commit, evidence))
 
     def receive(self, elector: str, request: Request, reply: Reply | None) -> tuple[Send, ...]:
         """Process an elector's reply to a request (None: it will not come). Replies to earlier ballots are ignored."""
@@ -132,7 +133,7 @@ class Proposer:
         if promise is not None and promise.round < self.parent.round and elector not in self._caught_up:
             self._caught_up.add(elector)
             return (Send(elector, Decide(self._log.since(promise.round))),)
-        if promise is not None and promise.granted and (promise.round, promise.promised) != (self.parent.round, self.ballot):
+        if promise is not None and promise.granted and not self._is_honest(promise):
             promise = None
         self._answers[elector] = promise
         promises = [answer for answer in self._answers.values() if isinstance(answer, Promise)]
@@ -149,6 +150,16 @@ class Proposer:
         if not highest or len(granted) == len(promises) or self._ballots == MAX_BALLOTS:
             return self._fail(f"no quorum: {len(promises)} of {len(self.electorate)} electors answered")
         return self._next_ballot(highest)
+
+    def _is_honest(self, promise: Promise) -> bool:
+        """Return whether an honest elector can grant this promise. One that names an invalid commit would bar the round."""
+        if (promise.round, promise.promised) != (self.parent.round, self.ballot):
+            return False
+        ballot, commit = promise.accepted_ballot, promise.accepted
+        if ballot is None or commit is None:
+            return (ballot, commit) == (None, None)
+        valid = self._is_valid(commit) if commit.plan else self._log.leads_to(self.parent, commit)
+        return valid and ballot < self.ballot
 
     def _on_vote(self, elector: str, vote: Vote | None) -> None:
         assert self.proposal is not None

@@ -7,7 +7,7 @@
 | base | commit | 2^16 float32 values each | BLAKE3 | base_hashes |
 | token_hashes | root | the list of piece hashes | sha256 | the manifest |
 | tokens | root | 256 KiB of ids each | sha256 | token_hashes |
-| plan | plan | the plan | sha256 | the commit |
+| plan | plan | the proposal | sha256 | the commit |
 | manifests | plan | one for each revision and reducer | sha256 | the commit |
 | parts | plan | the encoded result of each part | BLAKE3 | manifests |
 | record | sha256 of the record | the record | sha256 | the coordinator's message |

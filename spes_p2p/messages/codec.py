@@ -6,7 +6,7 @@ executable is ever decoded.
 How a record may grow: a new field stands at the end and has a default. Trailing fields that equal their defaults are left out
 of the bytes, so a record that does not use the new field has the same bytes and id for old and new peers. One that does
 use it is a WireError for an older peer, which could neither hash, check nor forward it. Extensible records are the exception:
-they are never hashed, signed or stored, and an older peer ignores the fields that it does not know.
+an older peer ignores the fields that it does not know. They are hashed, signed or stored only as the bytes that came.
 """
 
 from __future__ import annotations

@@ -37,8 +37,11 @@ from spes_p2p.messages.fields import (
     Text,
     Version,
 )
+from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.samples import Cursor, Interval
 
+PackedEvidence = Annotated[bytes, MaxLen(MAX_FRAME_BYTES)]
+"""A packed Evidence (rounds.py); empty for a commit without a plan."""
 CampaignState = Literal["running", "paused", "stopped"]
 
 
@@ -78,6 +81,16 @@ class Control:
     requires: Requirement | None = None
     banned: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
     """Peers that take no part from the commit on that applies this record. Sorted."""
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A record with the signature of the peer that made it, so that others can pass it on as evidence."""
+
+    peer: PeerId
+    record: Annotated[bytes, MaxLen(MAX_FRAME_BYTES)]
+    signature: Signature
+    """Over the kind of the record and its bytes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -187,6 +200,8 @@ class Promise:
     """The highest ballot promised in this round."""
     accepted_ballot: Ballot | None
     accepted: Commit | None
+    evidence: PackedEvidence = b""
+    """Of the accepted commit."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +210,8 @@ class Accept:
 
     ballot: Ballot
     commit: Commit
+    evidence: PackedEvidence = b""
+    """Electors fetch the plan's proposal and the manifests, which the commit names by their hashes, where they lack them."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +240,8 @@ class ReformRequest(Extensible):
 class Leave(Extensible):
     """A peer leaves and returns the samples that it did not train, or comes back."""
 
-    round: Round
+    parent: Digest
+    """It leaves the round after this commit."""
     untrained: Annotated[tuple[Interval, ...], MaxLen(MAX_INTERVALS)]
     farewell: Farewell | None = None
     """From an elector that has not voted."""

@@ -99,6 +99,8 @@ Addresses = Annotated[tuple[Address, ...], MaxLen(MAX_ADDRESSES)]
 Archived = Annotated[tuple[Round, ...], MaxLen(MAX_ARCHIVED)]
 Electorate = Annotated[tuple[PeerId, ...], MaxLen(MAX_ELECTORATE)]
 Experts = Annotated[tuple[ExpertIndex, ...], MaxLen(MAX_EXPERTS)]
+Donors = Annotated[tuple[Annotated[tuple[Experts, ...], MaxLen(MAX_EXPERTS)], ...], MaxLen(MAX_LAYERS)]
+"""Donors of each expert in each layer, `[layers][experts][k]`."""
 Lost = Annotated[tuple[Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)], ...], MaxLen(MAX_REVISIONS)]
 """Members lost before each revision of the part table."""
 Peers = Annotated[tuple[PeerId, ...], MaxLen(MAX_MEMBERS)]

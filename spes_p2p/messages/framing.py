@@ -39,17 +39,17 @@ class Kind(IntEnum):
     END = 7
     """Empty: end of a sequence of CONTENT, PART or MANIFEST."""
     PLAN = 8
-    """The plan of the round."""
+    """The coordinator's proposal, from which the plan of the round follows."""
     DECIDED = 9
     """The decided commit of the round, with its certificate."""
     PASSED = 10
-    """A Passed: where to fetch the plan or commit that belongs here."""
+    """A Passed: where to fetch the proposal or commit that belongs here."""
     REVISION = 11
     """A Revision: reducers were lost, and the plan has a new part table."""
     IN_FULL = 12
     """Empty: the coordinator asks for a report with all roots."""
     REPORT = 13
-    """A Staged: the results that the member holds."""
+    """A Report: the results that the member holds."""
 
 
 class Message(NamedTuple):

@@ -24,7 +24,7 @@ SMALL = 2**12
 LISTS = 2**21
 """Bytes of a record with MAX_INTERVALS sample intervals (28 bytes each) or MAX_ARCHIVED rounds."""
 WHOLE = MAX_FRAME_BYTES
-"""Bytes of a plan, a commit or certified commits, which grow with members and parts; a part of an update."""
+"""Bytes of a proposal, a commit or certified commits, which grow with members and parts; a part of an update."""
 CHUNK = 2**18
 """Bytes of a chunk of a piece, or of a speed measurement."""
 
@@ -57,14 +57,15 @@ METHODS = {
         Method(HISTORY, "anybody", "HistoryRequest", "HistoryPage", answer_bytes=LISTS),
         Method(COMMITS, "members", "CommitsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
         Method(PING, "members", "Ping", "Pong"),
-        Method(LEAVE, "members", "Leave", "empty", request_bytes=LISTS),
+        Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=LISTS),
         Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),
-        Method(ROUND, "members, at the coordinator", "Announcement, later REPORT with a Staged",
-               "PLAN with a Plan, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; PASSED "
-               "with a Passed in place of plan or commit", request_bytes=WHOLE, answer_bytes=WHOLE),
+        Method(ROUND, "members, at the coordinator",
+               "Signed with an Announcement, later REPORT with a Report (its Signed holds a Staged)",
+               "PLAN with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
+               "PASSED with a Passed in place of proposal or commit", request_bytes=WHOLE, answer_bytes=WHOLE),
         Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=LISTS, answer_bytes=LISTS),
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
-        Method(ACCEPT, "the coordinator, at electors", "Accept", "Vote", request_bytes=WHOLE),
+        Method(ACCEPT, "the coordinator, at electors", "Accept (its evidence is an Evidence)", "Vote", request_bytes=WHOLE),
         Method(DECIDE, "the coordinator, at members", "Decide", "empty", request_bytes=WHOLE),
         Method(PUSH, "contributors, at reducers", "PushHeader, then PART with an encoded update each, END", "empty",
                request_bytes=WHOLE),
@@ -77,10 +78,10 @@ METHODS = {
         _pieces("base", "joiners", "pieces of a base, float32, by commit"),
         _pieces("token_hashes", "trainers", "the sha256 of each piece of a token file, 32 bytes each, by root"),
         _pieces("tokens", "trainers", "pieces of a token file, by root"),
-        _pieces("plan", "late members", "a Plan, by its id"),
-        _pieces("manifests", "late members", "Manifests of a plan, by revision * members + reducer"),
+        _pieces("plan", "late members, electors", "a Proposal, by its id"),
+        _pieces("manifests", "late members, electors", "Manifests of a plan, by revision * members + reducer"),
         _pieces("parts", "late members", "encoded results of a plan, by index of the part"),
-        _pieces("record", "members", "a plan or commit as the coordinator sends it, by its sha256"),
+        _pieces("record", "members", "a proposal or commit as the coordinator sends it, by its sha256"),
         Method(CLOCK, "`doctor`", "empty", "Clock"),
         Method(DIAL_BACK, "`doctor`", "DialBackRequest", "DialBack", answer_bytes=LISTS),
         Method(SPEED, "`doctor`", "SpeedRequest", "CONTENT one way, END, then Moved", request_bytes=CHUNK, answer_bytes=CHUNK),

@@ -1,4 +1,4 @@
-"""The messages of one round: announcements, plan, exchange of updates, and reports of the results held."""
+"""The messages of one round: announcements, proposal, exchange of updates, and reports of the results held."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Annotated
 
 from annotated_types import MaxLen
 
-from spes_p2p.messages.admission import Invitation, Standing
+from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import Extensible, pack, record_id
-from spes_p2p.messages.consensus import Ballot, Control
+from spes_p2p.messages.consensus import Ballot, Control, Signed
 from spes_p2p.messages.fields import (
-    MAX_EXPERTS,
     MAX_INTERVALS,
-    MAX_LAYERS,
     MAX_MEMBERS,
     MAX_PARTS,
     MAX_REVISIONS,
@@ -23,8 +21,9 @@ from spes_p2p.messages.fields import (
     Archived,
     Count,
     Digest,
+    Donors,
+    Electorate,
     ExpertCount,
-    Experts,
     FrameKind,
     Incarnation,
     Lane,
@@ -41,14 +40,11 @@ from spes_p2p.messages.fields import (
     Routed,
     Seconds,
     Share,
-    Steps,
-    Term,
     Tokens,
     Version,
-    Weight,
 )
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
-from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.messages.samples import Interval
 
 
 @dataclass(frozen=True)
@@ -90,77 +86,30 @@ class Announcement(Extensible):
 
 
 @dataclass(frozen=True)
-class Member:
-    """A peer in the plan, with the weights of its contributions."""
+class Proposal:
+    """What a coordinator proposes for a round: the inputs from which every peer derives the plan itself."""
 
-    peer: PeerId
-    tokens: Tokens
-    routed: Routed
-    bandwidth: Rate
-    trains: bool = True
-    standing: Standing = "vouched"
-    """What it may do beyond training; among friends everything."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What one member does in the next phase."""
-
-    member: MemberIndex
-    """Index into the plan's members."""
-    owned: Experts
-    steps: Steps
-    slices: Annotated[tuple[Interval, ...], MaxLen(MAX_INTERVALS)]
-
-
-@dataclass(frozen=True)
-class Merge:
-    """An expert merge after the round: w <- w + alpha (mean(donors) - w)."""
-
-    alpha: Weight
-    donors: Annotated[tuple[Annotated[tuple[Experts, ...], MaxLen(MAX_EXPERTS)], ...], MaxLen(MAX_LAYERS)]
-    """Donors of each expert in each layer, `[layers][experts][k]`, chosen from the parent's base."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The coordinator's proposal, the same for all members: members, weights, merge, and the next phase's assignments."""
-
-    campaign: Digest
-    term: Term
     round: Round
     parent: Digest
+    """The commit that the round follows."""
     ballot: Ballot
-    base_digest: Digest
-    """Digest of the parent's base, from which all members start."""
-    members: Annotated[tuple[Member, ...], MaxLen(MAX_MEMBERS)]
-    """Sorted by peer id."""
-    tokens: Count
-    """Tokens of this round, over all members."""
-    loss: Loss
-    validation_loss: Loss | None
-    """Held-out loss of the parent's base, where a member evaluated it."""
-    step: Steps
-    """Campaign step after this round."""
-    merge: Merge | None
-    assignments: Annotated[tuple[Assignment, ...], MaxLen(MAX_MEMBERS)]
-    """One per member, in the members' order."""
-    cursor: Cursor
+    announcements: Annotated[tuple[Signed, ...], MaxLen(MAX_MEMBERS)]
+    """Each member's Announcement to this coordinator, sorted by peer id."""
+    returned: Annotated[tuple[Signed, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Each Leave by which a peer that is no member left this round, sorted by peer id."""
+    absent: Electorate = ()
+    """Electors that are no members and do not answer, sorted: they lose their seats."""
+    donors: Donors | None = None
+    """For a merge that is due; None leaves it out."""
     straggler_delay: Annotated[tuple[Share, ...], MaxLen(MAX_MEMBERS)] = ()
     """For members with an assignment: how much later than the first half of the work each announced, as a share of the time
     until then. Later rounds derive their straggler timeout from it."""
-    phase_step: Steps = 0
-    """Campaign step at which the assignments start: `step`, plus the phase that runs during this round (`sync.overlap`)."""
     control: Control | None = None
     """The control record that this round applies."""
 
-    def index(self, peer: str) -> int | None:
-        """Return the peer's index among the members, or None."""
-        return next((i for i, member in enumerate(self.members) if member.peer == peer), None)
-
     @cached_property
     def id(self) -> str:
-        """Return the hex sha256 of the plan's bytes."""
+        """Return the hex sha256 of the proposal's bytes, which also names its plan."""
         return record_id(self)
 
 
@@ -188,8 +137,8 @@ class Staged(Extensible):
     """A member's report that it holds results durably."""
 
     plan: Digest
-    manifests: Annotated[tuple[Manifest, ...], MaxLen(MAX_REVISIONS + 1)]
-    """The member's own, one for each revision in which it reduces parts."""
+    manifests: Annotated[tuple[Root, ...], MaxLen(MAX_REVISIONS + 1)]
+    """Roots of the member's own, one for each revision in which it reduces parts."""
     revision: RevisionNumber
     """The last revision that the report covers."""
     missing: Annotated[tuple[RootIndex, ...], MaxLen(MAX_ROOTS)]
@@ -202,6 +151,22 @@ class Staged(Extensible):
     """One bit per part of the plan: held, and matching its manifest."""
     incarnation: Incarnation
     """The member's incarnation, if the commit makes it an elector."""
+
+
+@dataclass(frozen=True)
+class Report(Extensible):
+    """A member's Staged, signed, and the manifests that it names by their roots."""
+
+    staged: Signed
+    manifests: Annotated[tuple[Manifest, ...], MaxLen(MAX_REVISIONS + 1)]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a commit follows from, besides its plan and the manifests that it names by their hashes."""
+
+    reports: Annotated[tuple[Signed, ...], MaxLen(MAX_MEMBERS)]
+    """Each reporting member's Staged, sorted by peer id."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +199,7 @@ class Ping(Extensible):
 
 @dataclass(frozen=True)
 class Passed:
-    """In place of a plan or certified commit: where to fetch it."""
+    """In place of a proposal or certified commit: where to fetch it."""
 
     kind: FrameKind
     """Kind of the frame that this one replaces."""

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.consensus.signed import sign
+from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
@@ -50,11 +52,11 @@ class Announcer:
         await self._node.world.run_blocking(self._replica.announce)
         self._samples.announce()
 
-    def announcement(self, attempt: int) -> Announcement:
-        """Return the announcement for this attempt's coordinator."""
+    def announcement(self, attempt: int) -> Signed:
+        """Return the signed announcement for this attempt's coordinator."""
         node, base, announced = self._node, self._replica.base, self._replica.ledger.announced
         trains = node.role == "trainer"
-        return Announcement(
+        announcement = Announcement(
             campaign=node.campaign_hash,
             protocol=node.world.protocol,
             round=base.round + 1,
@@ -75,3 +77,4 @@ class Announcer:
             archived=tuple(archived_rounds(node.world.store)),
             invitation=node.invitation,
         )
+        return sign(announcement, node.world.identity)

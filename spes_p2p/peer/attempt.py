@@ -9,24 +9,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from spes_p2p.consensus.control import is_banned, is_paused
+from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import CertifiedCommit
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.methods import PING, ROUND
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Ping, Plan, Revision
+from spes_p2p.messages.rounds import Ping, Proposal, Report, Revision
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.announcing import Announcer
 from spes_p2p.peer.coordinator_service import CoordinatorService
+from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
-from spes_p2p.rounds.commit import staged_report
+from spes_p2p.rounds.commit import own_manifests, staged_report
+from spes_p2p.rounds.planned import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +151,8 @@ class RoundMember:
             if trains:
                 seconds["announce"] = clock() - started
             if reply.kind == Kind.PLAN:
-                reply = await self._exchange(stream, unpack(Plan, reply.body), seconds)
+                plan = await self._plan(unpack(Proposal, reply.body), stream.remote)
+                reply = await self._exchange(stream, plan, seconds)
             decided = unpack(CertifiedCommit, reply.body)
         self._node.decisions.learn(decided)
 
@@ -170,7 +174,6 @@ class RoundMember:
         clock = asyncio.get_running_loop().time
         self._set_state("exchanging")
         started = clock()
-        self._check_plan(plan, stream.remote)
         if self._node.campaign.config.sync.overlap:
             self._coordinators.phase_begins_during(plan.round)
         exchange = await self._node.world.run_blocking(self._replica.open_exchange, plan)
@@ -182,8 +185,7 @@ class RoundMember:
                 if answer.done():
                     reply = answer.result()
                     if reply.kind == Kind.IN_FULL:
-                        report = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation, in_full=True)
-                        await stream.send(pack(report), kind=Kind.REPORT)
+                        await stream.send(self._report(exchange, in_full=True), kind=Kind.REPORT)
                     elif reply.kind == Kind.REVISION:
                         more = self._replica.exchanges.revise(plan, unpack(Revision, reply.body))
                         work = asyncio.gather(*([work] if work else []), *(each.run() for each in more))
@@ -195,21 +197,24 @@ class RoundMember:
                     work.result()
                     work = None
                     await self._replica.results.stage(exchange.results)
-                    report = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation)
-                    await stream.send(pack(report), kind=Kind.REPORT)
+                    await stream.send(self._report(exchange), kind=Kind.REPORT)
                     seconds["exchange"] = clock() - started
                     self._set_state("committing")
         finally:
             await end_tasks([answer] if work is None else [answer, work])
 
-    def _check_plan(self, plan: Plan, coordinator: str) -> None:
-        base = self._replica.base
-        if (plan.campaign, plan.round, plan.parent) != (self._node.campaign_hash, base.round + 1, base.commit):
-            raise WireError("a plan of another round")
-        if plan.ballot.coordinator != coordinator or plan.index(self._node.peer_id) is None:
-            raise WireError("a plan of another coordinator, or without this peer")
-        if plan.base_digest != base.digest:
-            raise Refused(Code.DIGEST, "the plan starts from another base than this peer's")
+    def _report(self, exchange: Exchange, in_full: bool = False) -> bytes:
+        staged = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation, in_full)
+        return pack(Report(sign(staged, self._node.world.identity), own_manifests(exchange.results, exchange.me)))
+
+    async def _plan(self, proposal: Proposal, coordinator: str) -> Plan:
+        """Derive the plan of this attempt. Raises Refused where none follows for this peer."""
+        if proposal.parent != self._replica.base.commit or proposal.ballot.coordinator != coordinator:
+            raise Refused(Code.NOT_PROVEN, "a proposal for another round, or of another coordinator")
+        plan = await self._replica.validity.derive_on_base(proposal)
+        if plan.index(self._node.peer_id) is None:
+            raise Refused(Code.NOT_PROVEN, "a proposal without this peer")
+        return plan
 
 
 async def _first_living(endpoint: RpcEndpoint, peers: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.net.interfaces import World
 from spes_p2p.rounds.base import Base, StagedBase, in_memory, load_base, pieces_of, stage_base
+from spes_p2p.rounds.planned import DerivePlan
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.training.checkpoint import Checkpoint, write_checkpoint
 
@@ -33,9 +34,9 @@ class BaseStore:
         assert self.current is not None
         return self.current
 
-    def load(self, where: str) -> bool:
+    def load(self, where: str, derive: DerivePlan) -> bool:
         """Load the base of this run-dir; False when there is none. Raises UserError when it is damaged."""
-        base = load_base(self._world.store, self._elements, where)
+        base = load_base(self._world.store, self._elements, where, derive=derive)
         if base is None:
             return False
         self.install(base)

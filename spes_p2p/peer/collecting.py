@@ -7,11 +7,13 @@ import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 
+from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import pack
+from spes_p2p.messages.codec import WireError, pack
+from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Revision, Staged
+from spes_p2p.messages.rounds import Report, Revision, Staged
 from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
@@ -26,9 +28,10 @@ class StagedReports:
     def __init__(self, context: RoundContext, members: Gathering, results: Results):
         """`results`: the plan's, empty; it takes up the revisions."""
         self._round, self._sync = context.commit.round + 1, context.node.rules.config.sync
-        self._members = members
+        self._members, self._identity = members, context.node.world.identity
         self.results = results
         self.staged: dict[int, Staged] = {}
+        self._signed: dict[int, Signed] = {}
         self._asked: set[int] = set()
         """Members that were asked for their reports in full."""
         self._known: dict[Stream, int] = {}
@@ -43,12 +46,26 @@ class StagedReports:
         """Note that this member's stream has ended."""
         self._known.pop(stream, None)
 
-    def take(self, index: int, staged: Staged) -> None:
-        """Take a member's report. One that precedes a revision is dropped: another follows. Raises Refused."""
-        check_staged(staged, index, self.results)
-        if staged.revision == self.results.revision:
-            self.staged[index] = staged
-            self._members.changed.set()
+    def take(self, index: int, report: Report) -> None:
+        """Take a member's report. One that precedes a revision is dropped: another follows. Raises Refused, WireError."""
+        if report.staged.peer != self.results.plan.members[index].peer:
+            raise Refused(Code.NOT_ALLOWED, "the report of another peer")
+        staged = read_signed(Staged, report.staged, self._identity)
+        check_staged(staged, self.results)
+        if staged.revision != self.results.revision:
+            return
+        if tuple(manifest.root for manifest in report.manifests) != staged.manifests:
+            raise WireError("a report with other manifests than it names")
+        for manifest in report.manifests:
+            if manifest.reducer != index:
+                raise WireError("a manifest of another reducer")
+            self.results.add_manifest(manifest)
+        self.staged[index], self._signed[index] = staged, report.staged
+        self._members.changed.set()
+
+    def signed(self) -> tuple[Signed, ...]:
+        """Return the reports as evidence, by member."""
+        return tuple(self._signed[index] for index in sorted(self.staged))
 
     async def wait(self) -> None:
         """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile."""

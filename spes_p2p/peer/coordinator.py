@@ -9,29 +9,39 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from spes_p2p.consensus.control import is_banned, is_paused, rolls_back
 from spes_p2p.consensus.proposer import Phase, Proposer, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Vote
-from spes_p2p.messages.framing import Kind, Message
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Signed, Vote
+from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.methods import ACCEPT, DECIDE, PREPARE
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Announcement, Plan, Staged
-from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.messages.rounds import Announcement, Proposal, Report
+from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.collecting import StagedReports
 from spes_p2p.peer.gathering import PING_EVERY_S, AttemptFailed, Gathering, RoundContext
+from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
+from spes_p2p.peer.validity import absent_of
 from spes_p2p.rounds.commit import make_commit
 from spes_p2p.rounds.merge import Donors, nearest_experts
-from spes_p2p.rounds.plan import alpha_due, check_announcement, make_plan
+from spes_p2p.rounds.plan import alpha_due
+from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.proposal import read_announcement
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
+
+ANNOUNCED_BYTES, RETURNED_BYTES = MAX_FRAME_BYTES * 3 // 4, MAX_FRAME_BYTES // 8
+"""Bound what a proposal holds of announcements and of leaving peers' statements; the rest of its frame is for the donors."""
+VOTE_SILENCES = 3
+"""Multiples of `silence_s` in which an elector votes: it may fetch evidence, and look for electors that are called absent."""
 
 
 class Coordination:
@@ -81,13 +91,14 @@ class Coordination:
 
     # Members -----------------------------------------------------------------------------------------------------------
 
-    async def serve(self, stream: Stream, announcement: Announcement) -> None:
+    async def serve(self, stream: Stream, signed: Signed) -> None:
         """Serve one member's stream, from its announcement to the decided commit."""
-        check_announcement(announcement, self._node.rules)
+        node = self._node
+        announcement = read_announcement(signed, self.commit, node.peer_id, node.rules, node.world.identity)
         if self._plan.done():
             self._context.too_late.add(stream.remote)
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
-        self._members.join(stream, announcement)
+        self._members.join(stream, announcement, signed)
         try:
             plan = await stream.alive(asyncio.shield(self._plan))
             if isinstance(plan, Plan):
@@ -105,7 +116,7 @@ class Coordination:
             raise Refused(Code.DIGEST, "your base differs from most members' bases")
         if index is None:
             raise Refused(Code.CLOSED, "the plan of this attempt was being made")
-        await self._send_record(stream, Kind.PLAN, pack(plan), [member.peer for member in plan.members])
+        await self._send_record(stream, Kind.PLAN, pack(plan.proposal), [member.peer for member in plan.members])
         report: asyncio.Future[bytes] | None = None
         try:
             await reports.begin(stream)
@@ -114,7 +125,7 @@ class Coordination:
                 either: set[asyncio.Future[Any]] = {report, self._decided}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if report.done():
-                    reports.take(index, unpack(Staged, report.result()))
+                    reports.take(index, unpack(Report, report.result()))
                     report = None
         finally:
             reports.end(stream)
@@ -145,8 +156,9 @@ class Coordination:
     async def _decide(self) -> CertifiedCommit:
         """Collect promises; plan and exchange, unless a promise or a control record names the commit; collect votes."""
         node = self._node
-        proposer = Proposer(node.log, node.world.identity)
-        await _drive(node.endpoint, proposer, proposer.prepare(node.departures.farewells()))
+        validity = node.decisions.validity
+        proposer = Proposer(node.log, node.world.identity, validity.is_valid)
+        await _drive(node, proposer, proposer.prepare(node.departures.farewells()))
         control = self._next_control()
         # Paxos: a commit that some elector accepted in an earlier ballot may be decided already and must be proposed again.
         proposal = proposer.bound or node.log.rolled_back(self.commit, control)
@@ -157,8 +169,11 @@ class Coordination:
             )
             self._plan.set_result(plan)
             await self._reports.wait()
-            proposal = make_commit(self.commit, plan, self._reports.results, self._reports.staged, self.commit.helpers)
-        await _drive(node.endpoint, proposer, proposer.propose(proposal, node.departures.farewells()))
+            results = self._reports.results
+            proposal = make_commit(self.commit, plan, results, self._reports.staged, self.commit.helpers)
+            validity.hold(proposal, results, self._reports.signed())
+        evidence = validity.evidence_of(proposal)
+        await _drive(node, proposer, proposer.propose(proposal, evidence, node.departures.farewells()))
         decided = proposer.decided
         assert decided is not None
         if not self._plan.done():
@@ -166,18 +181,23 @@ class Coordination:
         return decided
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
-        rules, announced, left = self._node.rules, self._members.announced, self._context.returned()
+        node, announced, left = self._node, self._members.announced, self._context.gone()
         there = {peer: announced[peer] for peer in self._members.alive if peer not in left and not is_banned(control, peer)}
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("no trainer is left")
         digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]
-        agreeing = {peer: announcement for peer, announcement in there.items() if announcement.base_digest == digest}
-        tokens = sum(announcement.tokens for announcement in agreeing.values())
-        donors = await self._choose_donors() if alpha_due(self.commit, tokens, rules) > 0 else None
-        returned = tuple(interval for peer, back in left.items() if peer not in there for interval in back)
-        arrivals = self._members.arrivals(agreeing)
-        recent = self._node.log.recent(self.commit.round)
-        return make_plan(recent, ballot, agreeing, returned, digest, donors, rules, arrivals, control)
+        agreeing = [self._members.signed[peer] for peer, each in there.items() if each.base_digest == digest]
+        announcements, returned = fitting(agreeing, ANNOUNCED_BYTES), fitting(left.values(), RETURNED_BYTES)
+        members = [each.peer for each in announcements]
+        tokens = sum(announced[peer].tokens for peer in members)
+        donors = await self._choose_donors() if alpha_due(self.commit, tokens, node.rules) > 0 else None
+        absent = await absent_of(node.endpoint, sorted(set(self.commit.electorate) - {*members, *left}))
+        proposal = Proposal(
+            self.commit.round + 1, self.commit.id, ballot, announcements, returned, absent, donors,
+            self._members.arrivals(members), control,
+        )
+        plan: Plan = await node.world.run_blocking(node.decisions.validity.derive, proposal)
+        return plan
 
     async def _choose_donors(self) -> Donors | None:
         """Return the merge donors; None, which leaves this merge out, when this peer does not hold the last base."""
@@ -196,12 +216,20 @@ class Coordination:
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def _drive(endpoint: RpcEndpoint, proposer: Proposer, sends: Sequence[Send]) -> None:
+def fitting(signed: Iterable[Signed], budget_bytes: int) -> tuple[Signed, ...]:
+    """Return these records by peer, without the longest where all do not fit: no member makes a plan too long for all."""
+    shortest = sorted(signed, key=lambda each: len(each.record))
+    sizes = accumulate(len(pack(each)) for each in shortest)
+    kept = [each for each, size in zip(shortest, sizes, strict=True) if size <= budget_bytes]
+    return tuple(sorted(kept, key=lambda each: each.peer))
+
+
+async def _drive(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:
     """Send these requests and pass the replies to the proposer until it waits for none. Raises AttemptFailed."""
     asked: dict[asyncio.Task[Reply | None], Send] = {}
     try:
         while proposer.waits:
-            asked.update((asyncio.ensure_future(_reply(endpoint, send)), send) for send in sends)
+            asked.update((asyncio.ensure_future(_reply(node, send)), send) for send in sends)
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             answered = [(asked.pop(task), task.result()) for task in list(asked) if task.done()]
             sends = [more for send, reply in answered for more in proposer.receive(send.to, send.request, reply)]
@@ -211,15 +239,22 @@ async def _drive(endpoint: RpcEndpoint, proposer: Proposer, sends: Sequence[Send
         raise AttemptFailed(proposer.failure)
 
 
-async def _reply(endpoint: RpcEndpoint, send: Send) -> Reply | None:
-    """Return an elector's reply; None when it refuses, is unreachable, or sends something else."""
-    request = pack(send.request)
+async def _reply(node: Node, send: Send) -> Reply | None:
+    """Return an elector's reply; None when it refuses, is unreachable, sends something else, or names an invalid commit."""
+    request, endpoint = pack(send.request), node.endpoint
     try:
         if isinstance(send.request, Prepare):
-            return unpack(Promise, await endpoint.ask(send.to, PREPARE, request, endpoint.silence_s))
+            promise = unpack(Promise, await endpoint.ask(send.to, PREPARE, request, endpoint.silence_s))
+            if promise.accepted is not None:
+                await node.decisions.validity.require(promise.accepted, promise.evidence, send.to)
+            return promise
         if isinstance(send.request, Decide):
             return await endpoint.ask(send.to, DECIDE, request, endpoint.silence_s)
-        return unpack(Vote, await endpoint.ask(send.to, ACCEPT, request, endpoint.silence_s))
-    except (PeerUnreachable, Refused, WireError) as error:
+        return unpack(Vote, await endpoint.ask(send.to, ACCEPT, request, VOTE_SILENCES * endpoint.silence_s))
+    except Refused as error:
+        if error.code is Code.NOT_PROVEN:
+            logger.warning("round %d: elector %s: %s", node.log.round + 1, send.to[-6:], error)
+        return None
+    except (PeerUnreachable, WireError) as error:
         logger.debug("elector %s: %s", send.to[-6:], error)
         return None

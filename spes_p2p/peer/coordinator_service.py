@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spes_p2p.consensus.control import is_banned
+from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.methods import PING, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
@@ -68,7 +70,10 @@ class CoordinatorService:
         await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote)))
 
     async def _on_round(self, stream: Stream) -> None:
-        announcement, log = unpack(Announcement, await stream.message()), self._node.log
+        signed, log = unpack(Signed, await stream.message()), self._node.log
+        if signed.peer != stream.remote:
+            raise Refused(Code.NOT_ALLOWED, "the announcement of another peer")
+        announcement = read_signed(Announcement, signed, self._node.world.identity)
         self._check_same_campaign(announcement)
         self._node.check_admission(stream.remote, announcement.trains, announcement.invitation, log.last.control)
         if announcement.round <= log.round:
@@ -87,7 +92,7 @@ class CoordinatorService:
         await self._require_failed(order[:rank])
         if announcement.commit != log.last.id:
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
-        await self._current_attempt().serve(stream, announcement)
+        await self._current_attempt().serve(stream, signed)
 
     def _check_same_campaign(self, announcement: Announcement) -> None:
         self._node.check_protocol(announcement.protocol, announcement.round)

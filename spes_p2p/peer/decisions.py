@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from spes_p2p.consensus.control import number_of, owner_of
@@ -25,9 +26,11 @@ from spes_p2p.messages.consensus import (
     ReformRequest,
 )
 from spes_p2p.messages.methods import ACCEPT, COMMITS, CONTROL, DECIDE, PREPARE, REFORM
+from spes_p2p.messages.refusals import Code
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.durable import open_participant, perform
+from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.archive import archived_rounds
 
 T = TypeVar("T")
@@ -40,8 +43,10 @@ class Decisions:
 
     def __init__(self, world: World, endpoint: RpcEndpoint, genesis: Commit):
         self._world, self._endpoint = world, endpoint
-        self._participant = open_participant(world.store, world.identity, genesis, world.rng)
+        self._participant = open_participant(world.store, world.identity, genesis, world.rng, self._is_valid)
         self._acceptor = self._participant.acceptor
+        self.validity: Validity
+        """Set by `check_with`, before requests are served."""
         self.log = self._participant.log
         self.controls = self._participant.controls
         self.learned_at = 0.0
@@ -57,6 +62,11 @@ class Decisions:
         """Whether this peer can vote on the next round."""
         return self._acceptor.may_vote
 
+    def check_with(self, validity: Validity) -> None:
+        """Check plans and commits with this from now on."""
+        self.validity = validity
+        validity.recall(self._acceptor.votes)
+
     async def serve(self) -> None:
         """Answer requests from now on."""
         self.learned_at = asyncio.get_running_loop().time()
@@ -68,8 +78,13 @@ class Decisions:
             await self._endpoint.serve(method, handler)
 
     def learn(self, decided: CertifiedCommit) -> None:
-        """Append a certified commit unless it is known. Raises Refused when it does not follow the log or is not proven."""
-        if self._perform(self._participant.learn(decided)):
+        """Append a certified commit unless it is known. Raises Refused when it does not follow the log, is not proven, or
+        contradicts its plan.
+        """
+        learned = self._participant.learn(decided)
+        if learned.reply:
+            self.validity.require_fit(decided)
+            self._perform(learned)
             self.learned_at = asyncio.get_running_loop().time()
 
     async def learn_from(self, peer: str, after: int | None = None) -> None:
@@ -143,7 +158,12 @@ class Decisions:
 
     async def _on_accept(self, stream: Stream) -> None:
         request = unpack(Accept, await stream.message())
-        await stream.send(pack(self._perform(self._acceptor.accept(stream.remote, request))))
+        if stream.remote not in self.log.last.electorate:
+            raise Refused(Code.NOT_ALLOWED, "the ballot's coordinator is not an elector of this round")
+        await self.validity.require(request.commit, request.evidence, stream.remote)
+        request = replace(request, evidence=self.validity.evidence_of(request.commit))
+        attachments = self.validity.attachments(request.commit)
+        await stream.send(pack(self._perform(self._acceptor.accept(stream.remote, request, attachments))))
 
     async def _on_decide(self, stream: Stream) -> None:
         for decided in unpack(Decide, await stream.message()).decided:
@@ -155,6 +175,9 @@ class Decisions:
         self.take_control(unpack(ControlRequest, await stream.message()).brought)
         commit, archived = self.log.last, tuple(archived_rounds(self._world.store))
         await stream.send(pack(Known(self.controls.newest, number_of(commit.control), commit.round, commit.step, archived)))
+
+    def _is_valid(self, commit: Commit) -> bool:
+        return self.validity.is_valid(commit)
 
     def _perform(self, output: Output[T]) -> T:
         return perform(self._world.store, self._participant, output)

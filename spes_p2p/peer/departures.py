@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
+from spes_p2p.consensus.output import Identity
+from spes_p2p.consensus.signed import sign
+from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Farewell, Leave
+from spes_p2p.messages.consensus import Farewell, Leave, Signed
 from spes_p2p.messages.methods import LEAVE
+from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.decisions import Decisions
-from spes_p2p.rounds.claims import outstanding, within
+from spes_p2p.rounds.plan import Rules
+from spes_p2p.rounds.proposal import read_leave
 
 LEAVE_TIMEOUT_S = 2.0
 """A leaving peer does not wait longer for electors that do not answer."""
@@ -20,9 +24,9 @@ LEAVE_TIMEOUT_S = 2.0
 class Departures:
     """What electors tell each other about peers that leave the next round, or are back."""
 
-    def __init__(self, endpoint: RpcEndpoint, decisions: Decisions, overlap: bool):
-        self._endpoint, self._decisions, self._overlap = endpoint, decisions, overlap
-        self._left: dict[str, Leave] = {}
+    def __init__(self, endpoint: RpcEndpoint, identity: Identity, decisions: Decisions, rules: Rules):
+        self._endpoint, self._identity, self._decisions, self._rules = endpoint, identity, decisions, rules
+        self._left: dict[str, tuple[Leave, Signed]] = {}
         """By peer. Stays when the peer is back: its seat stays given up for the round."""
         self._came_back: set[str] = set()
 
@@ -32,44 +36,44 @@ class Departures:
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
         """Tell the electors that this peer leaves, so that its experts and samples are reassigned at once."""
-        await self._tell(Leave(self._decisions.log.round + 1, untrained, self._decisions.leave()))
+        await self._tell(Leave(self._decisions.log.last.id, untrained, self._decisions.leave()))
 
     async def come_back(self) -> None:
         """Tell the electors that this peer is back. A seat that it gave up stays given up until the next round."""
-        await self._tell(Leave(self._decisions.log.round + 1, (), self._decisions.farewell(), back=True))
+        await self._tell(Leave(self._decisions.log.last.id, (), self._decisions.farewell(), back=True))
 
     def see(self, peer: str) -> None:
         """Note that a peer takes part: if it had left, it is back."""
         if peer in self._left:
             self._came_back.add(peer)
 
-    def returned(self, round_number: int) -> dict[str, tuple[Interval, ...]]:
-        """Return the samples that each peer returned which left this round and is not back."""
-        gone = {peer: leave for peer, leave in self._left.items() if peer not in self._came_back}
-        return {peer: leave.untrained for peer, leave in gone.items() if leave.round == round_number}
+    def gone(self, parent: str) -> dict[str, Signed]:
+        """Return the statements of the peers that left the round after this commit and are not back."""
+        gone = {peer: left for peer, left in self._left.items() if peer not in self._came_back}
+        return {peer: signed for peer, (leave, signed) in gone.items() if leave.parent == parent}
 
     def farewells(self) -> tuple[Farewell, ...]:
         """Return the farewells of electors that left, whether or not they are back."""
-        said = (self._decisions.farewell(), *(leave.farewell for leave in self._left.values()))
+        said = (self._decisions.farewell(), *(leave.farewell for leave, _ in self._left.values()))
         return tuple(farewell for farewell in said if farewell is not None)
 
     async def _tell(self, leave: Leave) -> None:
-        request, others = pack(leave), sorted(set(self._decisions.log.last.electorate) - {self._endpoint.peer_id})
+        request = pack(sign(leave, self._identity))
+        others = sorted(set(self._decisions.log.last.electorate) - {self._endpoint.peer_id})
         asked = (self._endpoint.ask(peer, LEAVE, request, LEAVE_TIMEOUT_S) for peer in others)
         await asyncio.gather(*asked, return_exceptions=True)
 
     async def _on_leave(self, stream: Stream) -> None:
-        leave, peer = unpack(Leave, await stream.message()), stream.remote
-        commit = self._decisions.log.last
-        if peer in {*commit.members, *commit.electorate} and leave.round == commit.round + 1:
-            assigned = outstanding(self._decisions.log.recent(commit.round), peer, self._overlap).samples
-            leave = replace(leave, untrained=within(leave.untrained, assigned))
-            self._left = {each: known for each, known in self._left.items() if known.round == leave.round}
-            self._came_back &= self._left.keys()
-            if leave.back:
-                self._left.setdefault(peer, leave)
-                self._came_back.add(peer)
-            else:
-                self._left[peer] = leave
-                self._came_back.discard(peer)
+        signed, peer, commit = unpack(Signed, await stream.message()), stream.remote, self._decisions.log.last
+        if signed.peer != peer:
+            raise Refused(Code.NOT_ALLOWED, "the statement of another peer")
+        leave = read_leave(signed, self._decisions.log.recent(commit.round), self._rules, self._identity)
+        self._left = {each: known for each, known in self._left.items() if known[0].parent == leave.parent}
+        self._came_back &= self._left.keys()
+        if leave.back:
+            self._left.setdefault(peer, (leave, signed))
+            self._came_back.add(peer)
+        else:
+            self._left[peer] = leave, signed
+            self._came_back.discard(peer)
         await stream.send(b"")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TypeVar
 
-from spes_p2p.consensus.acceptor import fresh_votes, read_votes
+from spes_p2p.consensus.acceptor import IsValid, fresh_votes, read_votes
 from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Output, Write
 from spes_p2p.consensus.participant import Files, Participant
 from spes_p2p.messages.consensus import Commit
@@ -16,10 +16,13 @@ from spes_p2p.storage.store import frame_record, parse_records
 T = TypeVar("T")
 
 
-def open_participant(store: Store, identity: Identity, genesis: Commit, rng: random.Random) -> Participant:
+def open_participant(
+    store: Store, identity: Identity, genesis: Commit, rng: random.Random, is_valid: IsValid
+) -> Participant:
     """This peer's part in the decisions, from its files. Damaged ones are replaced; raises UserError when that fails."""
     records = store.records(LOG)
-    participant = Participant(identity, genesis, Files(read_record(store, VOTES), records, read_record(store, CONTROL)), rng)
+    files = Files(read_record(store, VOTES), records, read_record(store, CONTROL))
+    participant = Participant(identity, genesis, files, rng, is_valid)
     if participant.log.intact < len(records):
         store.delete(LOG)
         for record in records[: participant.log.intact]:

@@ -10,7 +10,7 @@ from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Plan, PullRequest, PushHeader, Revision
+from spes_p2p.messages.rounds import PullRequest, PushHeader, Revision
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.exchange import Exchange
@@ -19,6 +19,7 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.rounds.base import Base, StagedBase
 from spes_p2p.rounds.next_base import NextBaseBuilder
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch
 

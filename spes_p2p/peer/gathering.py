@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.consensus import Commit, Signed
 from spes_p2p.messages.methods import PING
 from spes_p2p.messages.rounds import Announcement, Ping, Pong
-from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.stragglers import patience_s, straggler_delay
@@ -40,9 +39,9 @@ class RoundContext:
     too_late: set[str]
     """Peers that came too late for a round and were in none since. Kept by the coordinator from round to round."""
 
-    def returned(self) -> Mapping[str, tuple[Interval, ...]]:
-        """Return the samples that each peer returned which has left this round."""
-        return self.node.departures.returned(self.commit.round + 1)
+    def gone(self) -> Mapping[str, Signed]:
+        """Return the statements of the peers that have left this round."""
+        return self.node.departures.gone(self.commit.id)
 
     def require_open(self) -> None:
         """Raise AttemptFailed when another coordinator has brought this round to its decision."""
@@ -56,6 +55,8 @@ class Gathering:
     def __init__(self, context: RoundContext):
         self._context = context
         self.announced: dict[str, Announcement] = {}
+        self.signed: dict[str, Signed] = {}
+        """The same, as evidence for the plan."""
         self.alive: dict[str, Stream] = {}
         self.changed = asyncio.Event()
         """Set when a member joins, leaves or reports; the waiting coordinator clears it."""
@@ -64,11 +65,11 @@ class Gathering:
         self._quorum_at: float | None = None
         self._dead: set[str] = set()
 
-    def join(self, stream: Stream, announcement: Announcement) -> None:
+    def join(self, stream: Stream, announcement: Announcement, signed: Signed) -> None:
         """Take a member's announcement."""
         peer = stream.remote
         self._context.too_late.discard(peer)
-        self.announced[peer] = announcement
+        self.announced[peer], self.signed[peer] = announcement, signed
         done_at = asyncio.get_running_loop().time() - announcement.waited_s
         self._done_at.setdefault(peer, max(done_at, self._context.phase_began))
         self.alive[peer] = stream
@@ -101,7 +102,7 @@ class Gathering:
             trainers = {peer for peer in self.alive if self.announced[peer].trains}
             expected = self._expected()
             missing = expected.keys() - self.announced.keys()
-            coming = context.too_late - self.announced.keys() - self._dead - context.returned().keys()
+            coming = context.too_late - self.announced.keys() - self._dead - context.gone().keys()
             quorum_at = self._quorum_of(trainers, expected)
             self._quorum_at = quorum_at if self._quorum_at is None else self._quorum_at
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
@@ -132,7 +133,7 @@ class Gathering:
 
     def _expected(self) -> dict[str, int]:
         """Steps of the living peers with an assignment that have not left."""
-        gone = self._dead | set(self._context.returned())
+        gone = self._dead | set(self._context.gone())
         return {peer: steps for peer, steps in self._context.assigned_steps.items() if peer not in gone}
 
     def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable
+from hashlib import sha256
 
 from spes_p2p.content.fetcher import Fetcher, Tiers
 from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
@@ -13,10 +15,12 @@ from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Manifest, Plan
+from spes_p2p.messages.rounds import Manifest, Proposal
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.interfaces import World
 from spes_p2p.rounds.codecs import GroupCodecs
+from spes_p2p.rounds.commit import misfit
+from spes_p2p.rounds.planned import DerivePlan, Plan
 from spes_p2p.rounds.result_file import ResultFile
 from spes_p2p.rounds.results import (
     BODIES_OF,
@@ -31,6 +35,8 @@ from spes_p2p.rounds.results import (
     save_results,
 )
 
+logger = logging.getLogger(__name__)
+
 UPLOADS_AT_ONCE = 8
 """Bounds the peers that replay rounds from this one at the same time."""
 
@@ -38,18 +44,23 @@ UPLOADS_AT_ONCE = 8
 class KeptResults:
     """Staged or fetched results, spooled to disk as they arrive."""
 
-    def __init__(self, world: World, layout: Layout, codecs: GroupCodecs):
+    def __init__(self, world: World, derive: DerivePlan, layout: Layout, codecs: GroupCodecs):
         self.by_plan: dict[str, Results] = {}
-        self._store, self._run = world.store, world.run_blocking
+        self.evidence: dict[str, tuple[bytes, ...]] = {}
+        """Of commits that this peer proposed or voted for, by plan: the proposal, then the manifest of each root."""
+        self._store, self._run, self._derive = world.store, world.run_blocking, derive
         self._layout, self._codecs = layout, codecs
 
     def load(self) -> None:
-        """Load the results that were staged before a restart; damaged ones are skipped."""
+        """Load the results that were staged before a restart; damaged ones, and those that no plan here has, are skipped."""
         for name in self._store.names(RESULTS_OF):
-            with contextlib.suppress(ValueError):
-                results = load_results(self._store, name, self._layout, self._codecs)
-                if results is not None:
-                    self.by_plan[results.plan.id] = results
+            try:
+                results = load_results(self._store, name, self._derive, self._layout, self._codecs)
+            except (ValueError, Refused) as error:
+                logger.warning("%s is left out: %s", name, error)
+                continue
+            if results is not None:
+                self.by_plan[results.plan.id] = results
 
     async def serve(self, server: ContentServer) -> None:
         """Answer requests from now on."""
@@ -85,7 +96,7 @@ class KeptResults:
     async def complete(self, commit: Commit, fetcher: Fetcher, peers: Iterable[str]) -> Results | None:
         """Return the commit's results with every committed part, fetching missing ones from these peers.
 
-        None when a part cannot be had.
+        None when a part cannot be had. Raises Refused for a commit that does not follow from its plan.
         """
         donors = [fetcher.peers(peers)]
         with contextlib.suppress(PeerUnreachable, WireError):
@@ -98,14 +109,53 @@ class KeptResults:
         return None
 
     async def _of(self, commit: Commit, fetcher: Fetcher, donors: Tiers) -> Results:
-        """Return what is kept of the commit's results; fetches the plan if needed. Raises PeerUnreachable, WireError."""
+        """Return what is kept of the commit's results; fetches the proposal if needed.
+
+        Raises PeerUnreachable, WireError, Refused.
+        """
         results = self.by_plan.get(commit.plan)
         if results is None:
-            content = single("plan", commit.plan, from_hex(commit.plan), MAX_FRAME_BYTES)
-            plan = unpack(Plan, bytes(await fetcher.fetch_single(content, donors)))
+            plan = self._derive(unpack(Proposal, await self._fetch_proposal(commit, fetcher, donors)))
+            _require_fit(commit, plan)
             return self.begin(plan, commit.lost)
+        _require_fit(commit, results.plan)
         results = self.by_plan[commit.plan] = results.with_revisions(commit.lost)
         return results
+
+    async def _fetch_proposal(self, commit: Commit, fetcher: Fetcher, donors: Tiers) -> bytes:
+        content = single("plan", commit.plan, from_hex(commit.plan), MAX_FRAME_BYTES)
+        return bytes(await fetcher.fetch_single(content, donors))
+
+    async def collect_evidence(self, commit: Commit, fetcher: Fetcher, peers: Iterable[str]) -> tuple[bytes, ...]:
+        """Return the proposal of the commit's plan, then the manifest of each root; fetches what is missing here.
+
+        Raises PeerUnreachable, WireError.
+        """
+        donors, digests = [fetcher.peers(peers)], [from_hex(commit.plan), *commit.roots]
+        known = [self._evidence_piece(commit.plan, i) for i in range(len(digests))]
+        found = [k if k is not None and sha256(k).digest() == d else b"" for k, d in zip(known, digests, strict=True)]
+        if not found[0]:
+            found[0] = await self._fetch_proposal(commit, fetcher, donors)
+
+        async def keep(place: int, body: Body) -> None:
+            found[1 + place] = bytes(body)
+
+        missing = [place for place, root in enumerate(commit.roots) if root and not found[1 + place]]
+        if await fetcher.fetch(_manifests_of(commit), missing, donors, keep):
+            raise PeerUnreachable("no peer has the manifests")
+        return tuple(found)
+
+    def _evidence_piece(self, plan: str, index: int) -> bytes | None:
+        """Return the proposal of a plan (index 0), or the manifest of the place before the index."""
+        if plan in self.evidence:
+            return self.evidence[plan][index] or None if index < len(self.evidence[plan]) else None
+        if plan not in self.by_plan:
+            return None
+        results = self.by_plan[plan]
+        if index == 0:
+            return pack(results.plan.proposal)
+        manifest = results.manifests.get(divmod(index - 1, len(results.plan.members)))
+        return None if manifest is None else pack(manifest)
 
     async def _fetch_manifests(self, commit: Commit, results: Results, fetcher: Fetcher, donors: Tiers) -> None:
         """Fetch the manifests that the commit names. Raises PeerUnreachable when no peer has them."""
@@ -115,8 +165,7 @@ class KeptResults:
         async def keep(place: int, body: Body) -> None:
             results.add_manifest(unpack(Manifest, bytes(body)))
 
-        content = Content("manifests", commit.plan, lambda place: Piece(commit.roots[place], MAX_FRAME_BYTES))
-        if await fetcher.fetch(content, missing, donors, keep):
+        if await fetcher.fetch(_manifests_of(commit), missing, donors, keep):
             raise PeerUnreachable("no peer has the manifests")
 
     async def _fetch_parts(self, commit: Commit, results: Results, fetcher: Fetcher, donors: Tiers) -> None:
@@ -133,12 +182,10 @@ class KeptResults:
     # Serving -------------------------------------------------------------------------------------------------------------
 
     async def _plan(self, plan: str, index: int) -> Body | None:
-        return pack(self._find(plan).plan) if index == 0 else None
+        return self._evidence_piece(plan, 0) if index == 0 else None
 
     async def _manifest(self, plan: str, place: int) -> Body | None:
-        results = self._find(plan)
-        manifest = results.manifests.get(divmod(place, len(results.plan.members)))
-        return None if manifest is None else pack(manifest)
+        return self._evidence_piece(plan, 1 + place)
 
     async def _part(self, plan: str, index: int) -> Body | None:
         results = self._find(plan)
@@ -150,3 +197,14 @@ class KeptResults:
         if plan not in self.by_plan:
             raise Refused(Code.NOT_HERE, "no results of that plan here")
         return self.by_plan[plan]
+
+
+def _manifests_of(commit: Commit) -> Content:
+    return Content("manifests", commit.plan, lambda place: Piece(commit.roots[place], MAX_FRAME_BYTES))
+
+
+def _require_fit(commit: Commit, plan: Plan) -> None:
+    """Raise Refused for a commit that contradicts its plan, whoever signed it."""
+    wrong = misfit(commit, plan)
+    if wrong:
+        raise Refused(Code.NOT_PROVEN, f"it contradicts its plan: {wrong}")

@@ -207,7 +207,7 @@ class Peer:
         self._samples.decided()
         self.phases.round_applied()
         for each in applied:
-            self.node.straggler_delay.extend(each.plan.straggler_delay)
+            self.node.straggler_delay.extend(each.plan.proposal.straggler_delay)
             self._reporter.committed(each, seconds)
         if not applied or applied[-1].decided.commit.id != self.replica.base.commit:
             self._reporter.restored(self._source_of_base())

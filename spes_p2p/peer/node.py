@@ -68,7 +68,7 @@ class Node:
         self.decisions = Decisions(world, self.endpoint, genesis)
         self.log, self.controls = self.decisions.log, self.decisions.controls
         self.endpoint.admit = self._admit
-        self.departures = Departures(self.endpoint, self.decisions, campaign.config.sync.overlap)
+        self.departures = Departures(self.endpoint, world.identity, self.decisions, rules)
         self.contacts: dict[str, Contact] = {}
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = Relay(self.endpoint, self.fetcher)

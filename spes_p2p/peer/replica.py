@@ -14,24 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.control import is_rollback
-from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.consensus import CertifiedCommit, Commit
-from spes_p2p.messages.rounds import Plan
 from spes_p2p.model.layout import Layout
 from spes_p2p.observe.events import DigestMismatch, Observer, WorkDropped
 from spes_p2p.peer.base_store import BaseStore
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchanges import Exchanges
-from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.newest_base import RETRY_S, NewestBase
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
+from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.archive import load_archived
 from spes_p2p.rounds.base import Base, StagedBase, stage_base
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.scratch import memory_scratch
@@ -66,13 +66,19 @@ class Replica:
         self._size = base_size(layout, self.outer)
         self.store = BaseStore(node.world, self._size, base_in_memory)
         self.work = OwnWork(node.peer_id, layout, self.codecs, scratch)
-        self.results = KeptResults(node.world, layout, self.codecs)
+        self.validity = Validity(
+            node.world, node.endpoint, node.fetcher, node.log, node.rules, layout, self.codecs, lambda: self.store.current
+        )
+        node.decisions.check_with(self.validity)
+        self.results = self.validity.kept
         self.exchanges = Exchanges(node, layout, self.results, self.work, scratch)
         self.newest = NewestBase(node, self._size, self.store.snapshots)
         self.leaves: Callable[[], bool] = lambda: False
         """Whether this peer was asked to leave."""
         self._observer = observer
         self._prepared: StagedBase | None = None
+        self._refused = ""
+        """Id of the certified commit that was refused last."""
 
     @property
     def has_base(self) -> bool:
@@ -108,7 +114,7 @@ class Replica:
 
     def restore(self, where: str) -> bool:
         """Load base and staged results from this run-dir; False when there is no base. Raises UserError when it is damaged."""
-        if not self.store.load(where):
+        if not self.store.load(where, self.validity.derive):
             return False
         self.results.load()
         self.work.codes_lost = True
@@ -188,7 +194,11 @@ class Replica:
             if decided.commit.base_digest != self.base.digest:
                 await self._take_certified(decided.commit.base_digest)
                 continue
-            results = await self._complete_results(decided.commit)
+            try:
+                results = await self._complete_results(decided.commit)
+            except Refused as refused:
+                await self._stay_before(decided, refused)
+                continue
             if results is None:
                 await self._jump_to_newest(forked=False)
                 continue
@@ -197,6 +207,14 @@ class Replica:
         if self.base.commit == log.last.id:
             self.newest.found()
         return [each for each in applied if log.has(each.decided.commit.id, each.decided.commit.round)]
+
+    async def _stay_before(self, decided: CertifiedCommit, refused: Refused) -> None:
+        """Wait for another branch: a majority of the electors signed a commit that cannot be."""
+        if decided.commit.id != self._refused:
+            self._refused = decided.commit.id
+            signers = ", ".join(vote.elector for vote in decided.votes)
+            logger.error("round %d is not applied: %s; signed by %s", decided.commit.round, refused, signers)
+        await self.newest.wait_for_donors()
 
     async def prepare(self) -> None:
         """Compute and serve the base of the next round, if it is decided, so that `advance` finds it ready.
@@ -208,7 +226,10 @@ class Replica:
             return
         commit = log.at(base.round + 1).commit
         if commit.plan and commit.base_digest == base.digest:
-            results = await self._complete_results(commit)
+            try:
+                results = await self._complete_results(commit)
+            except Refused:
+                return  # `advance` says so
             if results is not None:
                 self._prepared = staged = await self._stage_base(commit, results)
                 self.store.snapshots.publish(commit.id, commit.round, staged.base.values, staged.digests)

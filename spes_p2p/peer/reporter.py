@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from spes_p2p.campaign.orders import describe
 from spes_p2p.consensus.control import is_stopped
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.rounds import Plan
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,
@@ -24,6 +23,7 @@ from spes_p2p.observe.events import (
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.commit import contributions
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.training.optimizer import learning_rate
 
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "parts": "pull", **dict.fromkeys(

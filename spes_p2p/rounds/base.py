@@ -1,21 +1,26 @@
-"""The base and its file: values, the commit that they belong to, and that round's plan (it has this phase's assignments).
+"""The base and its file: values, the commit that they belong to, and that round's proposal (its plan has this phase's
+assignments).
 
 The values come first in the file, aligned for memory mapping; the header and its length follow.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spes_p2p.errors import UserError
+from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.rounds import Assignment, Plan
+from spes_p2p.messages.rounds import Proposal
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, root_digest, state_digest
+from spes_p2p.rounds.planned import Assignment, DerivePlan, Plan
 from spes_p2p.storage.interfaces import Draft, Store
 from spes_p2p.storage.store import frame_record, read_frame
+
+logger = logging.getLogger(__name__)
 
 BASE = "base"
 LENGTH_BYTES = 8
@@ -55,7 +60,7 @@ class _Header:
     round: int
     elements: int
     digest: str
-    plan: Plan | None
+    proposal: Proposal | None
 
 
 def stage_base(
@@ -84,7 +89,7 @@ def close_base(
 ) -> StagedBase:
     """Write a base's header after its pieces, and map the base."""
     digest = root_digest(digests)
-    header = frame_record(pack(_Header(commit, round_number, elements, digest, plan)))
+    header = frame_record(pack(_Header(commit, round_number, elements, digest, plan.proposal if plan else None)))
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
     values = np.frombuffer(draft.view(), "<f4", elements)
     return StagedBase(Base(commit, round_number, values, digest, plan), digests, draft)
@@ -107,10 +112,12 @@ def save_base(store: Store, base: Base, name: str = BASE) -> None:
     stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name).draft.publish()
 
 
-def load_base(store: Store, elements: int, where: str, name: str = BASE) -> Base | None:
+def load_base(
+    store: Store, elements: int, where: str, name: str = BASE, derive: DerivePlan | None = None
+) -> Base | None:
     """Return the stored base after checking its digest, or None. Raises UserError when it is damaged.
 
-    `where` names the run-dir in the error.
+    `where` names the run-dir in the error. `derive`: derives the plan; the base has none where no plan follows.
     """
     blob = store.read(name)
     if blob is None:
@@ -133,4 +140,10 @@ def load_base(store: Store, elements: int, where: str, name: str = BASE) -> Base
         )
     if state_digest(values) != header.digest:
         raise damaged
-    return Base(header.commit, header.round, values, header.digest, header.plan)
+    plan = None
+    if derive is not None and header.proposal is not None:
+        try:
+            plan = derive(header.proposal)
+        except Refused as refused:
+            logger.warning("%s/%s: without the assignments of round %d: %s", where, name, header.round, refused)
+    return Base(header.commit, header.round, values, header.digest, plan)

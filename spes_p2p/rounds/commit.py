@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from spes_p2p.consensus.acceptor import INCARNATION_BYTES
 from spes_p2p.consensus.control import is_banned
 from spes_p2p.consensus.electorate import choose_electorate, incarnations_of
+from spes_p2p.consensus.output import Identity
+from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError
-from spes_p2p.messages.consensus import Commit, Workload
+from spes_p2p.messages.consensus import Commit, Signed, Workload
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Plan, Staged
+from spes_p2p.messages.rounds import Manifest, Staged
 from spes_p2p.rounds.parts import Part, mask_bytes
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT, Results
 
 
@@ -39,7 +42,8 @@ def contributions(commit: Commit, results: Results, tokens_a_step: int) -> tuple
 def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged], helpers: tuple[str, ...]) -> Commit:
     """Return the commit to propose after `commit`. It includes each part that two members (of two or more) hold durably.
 
-    `staged`: reports by member index. Raises Refused if the plan has parts and none is included, or too few members report.
+    `staged`: reports by member index. `results`: the reducers' manifests. Raises Refused if the plan has parts and none is
+    included, or too few members report.
     """
     results = _with_manifests(results, staged)
     needed = min(2, len(plan.members))
@@ -54,9 +58,10 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
         raise Refused(Code.FAILED, "too few members hold the plan")
     peers = tuple(member.peer for member in plan.members)
     incarnations = {**incarnations_of(commit), **{peers[i]: report.incarnation for i, report in staged.items()}}
-    voting_helpers = tuple(helper for helper in helpers if helper in incarnations and helper in peers)
-    voting_members = [peer for peer in _voters(plan) if peer in incarnations]
-    staying = tuple(elector for elector in commit.electorate if not is_banned(plan.control, elector))
+    kept = kept_electors(plan, commit)
+    voting_helpers = tuple(helper for helper in helpers if helper in incarnations and helper in {*peers, *kept})
+    voting_members = [peer for peer in (*_voters(plan), *kept) if peer in incarnations]
+    staying = tuple(elector for elector in commit.electorate if not is_banned(plan.proposal.control, elector))
     chosen = choose_electorate(voting_helpers, voting_members, commit.electorate, alone=_all_vouched(plan))
     electorate = chosen or staying or commit.electorate
     heard = tuple(sorted({i for part in included if part.group.kind == "shared" for i in results.contributors(part)}))
@@ -66,7 +71,7 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
         campaign=plan.campaign,
         term=plan.term,
         round=plan.round,
-        parent=plan.parent,
+        parent=commit.id,
         plan=plan.id,
         roots=roots,
         dropped=dropped,
@@ -80,14 +85,60 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
         electorate=electorate,
         incarnations=tuple(incarnations[peer] for peer in electorate),
         lost=results.lost,
-        control=plan.control,
+        control=plan.proposal.control,
         heard=heard,
-        workloads=tuple(Workload(each.steps, each.slices) for each in plan.assignments),
+        workloads=workloads_of(plan),
     )
 
 
-def check_staged(staged: Staged, member: int, results: Results) -> None:
-    """Check a member's report. Raises WireError if it does not fit these results' plan and revisions."""
+def derive_commit(commit: Commit, results: Results, reports: Sequence[Signed], identity: Identity) -> Commit:
+    """Return the commit to propose after `commit` by these signed reports.
+
+    `results`: of the plan and the revisions, with the reducers' manifests. Raises Refused, WireError for reports of another
+    plan, or that are not signed.
+    """
+    staged = {}
+    for signed in reports:
+        index = results.plan.index(signed.peer)
+        if index is None:
+            raise Refused(Code.NOT_PROVEN, f"a report of {signed.peer[-6:]}, which is no member")
+        staged[index] = read_signed(Staged, signed, identity)
+        check_staged(staged[index], results)
+    if not {root for report in staged.values() for root in report.manifests} <= set(results.roots()):
+        raise Refused(Code.NOT_PROVEN, "a manifest that its reducer reported is left out")
+    return make_commit(commit, results.plan, results, staged, commit.helpers)
+
+
+def misfit(commit: Commit, plan: Plan) -> str:
+    """Return the fields of a commit that contradict its plan; "" for none. Needs no reports."""
+    experts = range(len(plan.members[0].routed))
+    implied = {
+        "campaign": plan.campaign, "term": plan.term, "round": plan.round, "parent": plan.proposal.parent, "plan": plan.id,
+        "base_digest": plan.base_digest, "step": plan.step, "members": tuple(member.peer for member in plan.members),
+        "owners": tuple(tuple(each.member for each in plan.assignments if e in each.owned) for e in experts),
+        "cursor": plan.cursor, "control": plan.proposal.control, "workloads": workloads_of(plan),
+    }
+    wrong = [name for name, value in implied.items() if getattr(commit, name) != value]
+    wrong += ["roots"] * (len(commit.roots) != len(plan.members) * (len(commit.lost) + 1))
+    return ", ".join(wrong)
+
+
+def workloads_of(plan: Plan) -> tuple[Workload, ...]:
+    """Return each member's steps and samples of the next phase."""
+    return tuple(Workload(each.steps, each.slices) for each in plan.assignments)
+
+
+def kept_electors(plan: Plan, commit: Commit) -> list[str]:
+    """Return the electors that are no members of the plan and keep their seats: neither absent, left nor banned.
+
+    A coordinator can leave a peer out of a plan, and nobody can prove that the peer announced; but it cannot vote for it.
+    """
+    gone = {*(member.peer for member in plan.members), *plan.proposal.absent, *(each.peer for each in plan.proposal.returned)}
+    return [peer for peer in commit.electorate if peer not in gone and not is_banned(plan.proposal.control, peer)]
+
+
+def check_staged(staged: Staged, results: Results) -> None:
+    """Check a report. Raises WireError if it does not fit these results' plan and revisions."""
     places = len(results.plan.members) * (staged.revision + 1)
     if staged.plan != results.plan.id or not 0 <= staged.revision <= results.revision:
         raise WireError("a report about another plan")
@@ -97,10 +148,6 @@ def check_staged(staged: Staged, member: int, results: Results) -> None:
         raise WireError("malformed incarnation")
     if len(staged.parts) != mask_bytes(len(results.parts)):
         raise WireError("a report about other parts")
-    for manifest in staged.manifests:
-        if manifest.reducer != member:
-            raise WireError("a manifest of another reducer")
-        results.check_manifest(manifest)
 
 
 def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[int], all_reported: bool) -> tuple[int, ...]:
@@ -156,13 +203,18 @@ def disagreeing(results: Results, staged: Mapping[int, Staged]) -> list[int]:
 
 def staged_report(results: Results, member: int, incarnation: str, in_full: bool = False) -> Staged:
     """Return the report of a member that holds these results durably. `incarnation`: of its vote file."""
-    own = tuple(manifest for (_, reducer), manifest in results.manifests.items() if reducer == member)
+    own = tuple(manifest.root for manifest in own_manifests(results, member))
     roots = results.roots()
     missing = tuple(place for place, root in enumerate(roots) if not root)
     return Staged(
         results.plan.id, own, results.revision, missing, _roots_digest(roots, missing), roots if in_full else (),
         _held_bits(results), incarnation,
     )
+
+
+def own_manifests(results: Results, member: int) -> tuple[Manifest, ...]:
+    """Return the manifests of this reducer."""
+    return tuple(manifest for (_, reducer), manifest in sorted(results.manifests.items()) if reducer == member)
 
 
 def _voters(plan: Plan) -> list[str]:
@@ -190,12 +242,11 @@ def _held_bits(results: Results) -> bytes:
 
 
 def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
-    """Return empty results of the same plan with the manifests that reducers reported themselves."""
+    """Return empty results of the same plan with those manifests that reducers reported themselves."""
     collected = results.emptied()
-    for index, report in staged.items():
-        for manifest in report.manifests:
-            if manifest.reducer == index:
-                collected.add_manifest(manifest)
+    for (_, reducer), manifest in results.manifests.items():
+        if reducer in staged and manifest.root in staged[reducer].manifests:
+            collected.add_manifest(manifest)
     return collected
 
 

@@ -1,7 +1,8 @@
 """SPES's expert-merging warm-up (arXiv 2602.11543): each expert moves towards the mean of its most similar experts.
 
-The coordinator computes the similarities and publishes them in the plan, since sums and sorts may differ between machines. The
-merge itself is elementwise, in a fixed order of numpy operations, so all peers get the same bits.
+The coordinator computes the similarities and proposes the donors, since sums and sorts may differ between machines; whoever
+holds the base checks them. The merge itself is elementwise, in a fixed order of numpy operations, so all peers get the same
+bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from spes_p2p.model.layout import Layout
 
 BLOCK_ELEMENTS = 2**16
 """Elements of each expert that are compared at a time; bounds the float64 copies."""
+
+SIMILARITY_ERROR = 1e-6
+"""Bounds how much the cosines that two machines compute may differ; float64 sums of a billion products agree to 1e-9."""
 
 Donors = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -32,14 +36,19 @@ def nearest_experts(state: np.ndarray, layout: Layout, top_k: int) -> Donors:
     terms. Ties go to the lower expert.
     """
     donors = []
-    for layer in _layers(layout):
-        products = _inner_products([_gate(state, layout, layer, expert) for expert in range(layout.num_experts)])
-        norms = np.maximum(np.sqrt(np.diag(products)), 1e-30)
-        cosine = products / norms / norms[:, None]
-        np.fill_diagonal(cosine, -np.inf)
+    for cosine in _similarities(state, layout):
         order = np.argsort(-cosine, axis=1, kind="stable")[:, : min(top_k, layout.num_experts - 1)]
         donors.append(tuple(tuple(int(e) for e in row) for row in order))
     return tuple(donors)
+
+
+def are_nearest(state: np.ndarray, layout: Layout, donors: Donors) -> bool:
+    """Return whether these are the most similar experts, `[layers][experts][k]`, up to rounding on another machine."""
+    for cosine, its_donors in zip(_similarities(state, layout), donors, strict=True):
+        for row, chosen in zip(cosine, its_donors, strict=True):
+            if chosen and row[list(chosen)].min() < np.sort(row)[-len(chosen)] - SIMILARITY_ERROR:
+                return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,16 @@ def merge_range(
         np.multiply(total, np.float32(alpha), out=total)
         np.add(values, total, out=values)
     return merged
+
+
+def _similarities(state: np.ndarray, layout: Layout) -> Iterator[np.ndarray]:
+    """Yield the cosines between the experts of each layer, float64 `[experts, experts]`, with -inf on the diagonal."""
+    for layer in _layers(layout):
+        products = _inner_products([_gate(state, layout, layer, expert) for expert in range(layout.num_experts)])
+        norms = np.maximum(np.sqrt(np.diag(products)), 1e-30)
+        cosine = products / norms / norms[:, None]
+        np.fill_diagonal(cosine, -np.inf)
+        yield cosine
 
 
 def _inner_products(rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spes_p2p.messages.rounds import Member
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.codecs import Codec, GroupCodecs
+from spes_p2p.rounds.planned import Member
 
 DELEGATION_RATIO = 1.5
 """Owners delegate parts above this ratio of the busiest link's time to the optimum: below, it is an error of measurement."""

@@ -1,4 +1,4 @@
-"""From the members' announcements to the plan. Pure functions."""
+"""From the members' announcements to the plan (`proposal.py` checks them first). Pure functions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from spes_p2p.consensus.admission import standing_of
 from spes_p2p.consensus.control import runs
 from spes_p2p.data.slices import give_back, take
 from spes_p2p.errors import Refused
-from spes_p2p.messages.consensus import Ballot, Commit, Control
+from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Announcement, Assignment, Member, Merge, Plan
+from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds.claims import clamped, held_out_loss
-from spes_p2p.rounds.merge import Donors, merge_alpha
+from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import assign_experts
+from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan
 from spes_p2p.rounds.schedule import scheduled
 
 MAX_TOKENS, MAX_RATE = 2**48, 1e15
@@ -77,21 +78,17 @@ def check_announcement(announcement: Announcement, rules: Rules) -> None:
 
 def make_plan(
     recent: Sequence[Commit],
-    ballot: Ballot,
+    proposal: Proposal,
     announcements: Mapping[str, Announcement],
     returned: tuple[Interval, ...],
-    base_digest: str,
-    donors: Donors | None,
     rules: Rules,
-    straggler_delay: tuple[float, ...] = (),
-    control: Control | None = None,
 ) -> Plan:
     """Return the plan of the round after a commit: the first of `recent`, the last commits, newest first.
 
-    Claims in the announcements are clamped. `returned`: samples returned by peers that left. `donors`: for a merge that is due.
-    `straggler_delay`, `control`: see Plan.
+    `announcements`: the proposal's, by peer; all name the same base. Their claims are clamped. `returned`: samples of the peers
+    that left.
     """
-    config, commit = rules.config, recent[0]
+    config, control, commit = rules.config, proposal.control, recent[0]
     announcements = clamped(announcements, recent, config)
     peers = sorted(announcements)
     members = tuple(
@@ -119,23 +116,19 @@ def make_plan(
     steps = _next_steps(announcements, phase_step, rules.training(control, commit.round + 2)) if runs(control) else {}
     assignments, cursor = _assignments(peers, owners, steps, cursor, rules)
     return Plan(
+        proposal=proposal,
         campaign=commit.campaign,
         term=commit.term,
-        round=commit.round + 1,
-        parent=commit.id,
-        ballot=ballot,
-        base_digest=base_digest,
+        base_digest=announcements[peers[0]].base_digest,
         members=members,
         tokens=tokens,
         loss=_mean_loss(announcements),
         validation_loss=held_out_loss(announcements, commit.helpers),
         step=step,
-        merge=Merge(alpha, donors) if donors is not None and alpha > 0 else None,
+        merge=Merge(alpha, proposal.donors) if proposal.donors is not None and alpha > 0 else None,
         assignments=assignments,
         cursor=cursor,
-        straggler_delay=straggler_delay,
         phase_step=phase_step,
-        control=control,
     )
 
 

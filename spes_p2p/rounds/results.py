@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.rounds import Manifest, Plan
+from spes_p2p.messages.rounds import Manifest, Proposal
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import PART_BYTES, Part, from_mask, mask_bytes, moved_parts, part_table
+from spes_p2p.rounds.planned import DerivePlan, Plan
 from spes_p2p.rounds.result_file import ResultFile, part_offsets
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, read_frame
@@ -204,7 +205,7 @@ def _places(table: dict[int, list[Part]]) -> dict[tuple[int, int], int]:
 class _Saved:
     """Header of a results blob."""
 
-    plan: bytes
+    proposal: bytes
     lost: tuple[tuple[int, ...], ...]
     manifests: tuple[bytes, ...]
     present: bytes
@@ -214,16 +215,16 @@ class _Saved:
 def save_results(store: Store, results: Results) -> None:
     """Write the results durably: the result file first, then the header that describes it."""
     present = bytes(part.index in results.encoded for part in results.parts)
-    saved = _Saved(pack(results.plan), results.lost, tuple(pack(m) for m in results.manifests.values()), present)
+    saved = _Saved(pack(results.plan.proposal), results.lost, tuple(pack(m) for m in results.manifests.values()), present)
     if results.file is not None:
         results.file.publish()
     store.write(results_name(results.plan), [frame_record(pack(saved))])
 
 
 def load_results(
-    store: Store, name: str, layout: Layout, codecs: GroupCodecs, part_bytes: int = PART_BYTES
+    store: Store, name: str, derive: DerivePlan, layout: Layout, codecs: GroupCodecs, part_bytes: int = PART_BYTES
 ) -> Results | None:
-    """Load the results with this name (`results_name`), or None. Raises WireError when the header is damaged.
+    """Load the results with this name (`results_name`), or None. Raises WireError when the header is damaged, and as `derive`.
 
     Parts that do not match their manifest were damaged on disk and are left out.
     """
@@ -234,7 +235,7 @@ def load_results(
         saved = unpack(_Saved, read_frame(header)[0])
     except ValueError as error:
         raise WireError(f"{name}: {error}") from None
-    results = Results.empty(unpack(Plan, saved.plan), layout, codecs, part_bytes, saved.lost)
+    results = Results.empty(derive(unpack(Proposal, saved.proposal)), layout, codecs, part_bytes, saved.lost)
     for manifest in saved.manifests:
         results.add_manifest(unpack(Manifest, manifest))
     if len(saved.present) != len(results.parts):

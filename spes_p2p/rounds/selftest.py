@@ -9,12 +9,12 @@ import numpy as np
 
 from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.errors import UserError
-from spes_p2p.messages.rounds import Member, Merge
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import part_table
+from spes_p2p.rounds.planned import Member, Merge
 
 KNOWN_ANSWER = "c3aa12a8ae07adfffa57730dd0528314d7d550663214730dc1efb294bcf6d327"
 """Digest of the self-test. It covers all of CODECS: a new codec changes it."""

@@ -1,0 +1,89 @@
+"""The plan of a round: what every peer derives from the coordinator's proposal (`plan.py`). It is never sent or stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spes_p2p.messages.admission import Standing
+from spes_p2p.messages.rounds import Proposal
+from spes_p2p.messages.samples import Cursor, Interval
+
+
+@dataclass(frozen=True)
+class Member:
+    """A peer in the plan, with the weights of its contributions."""
+
+    peer: str
+    tokens: int
+    routed: tuple[int, ...]
+    """By expert."""
+    bandwidth: float
+    """Upload, in bytes per second; 0: reduces nothing."""
+    trains: bool = True
+    standing: Standing = "vouched"
+    """What it may do beyond training; among friends everything."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one member does in the next phase."""
+
+    member: int
+    """Index into the plan's members."""
+    owned: tuple[int, ...]
+    steps: int
+    slices: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """An expert merge after the round: w <- w + alpha (mean(donors) - w)."""
+
+    alpha: float
+    donors: tuple[tuple[tuple[int, ...], ...], ...]
+    """Donors of each expert in each layer, `[layers][experts][k]`, chosen from the parent's base."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Members with their weights, the merge, and the next phase's assignments: the same for all peers."""
+
+    proposal: Proposal
+    campaign: str
+    term: int
+    base_digest: str
+    """Digest of the parent's base, from which all members start."""
+    members: tuple[Member, ...]
+    """Sorted by peer id."""
+    tokens: int
+    """Tokens of this round, over all members."""
+    loss: float
+    validation_loss: float | None
+    """Held-out loss of the parent's base, where a member evaluated it."""
+    step: int
+    """Campaign step after this round."""
+    merge: Merge | None
+    assignments: tuple[Assignment, ...]
+    """One per member, in the members' order."""
+    cursor: Cursor
+    phase_step: int = 0
+    """Campaign step at which the assignments start: `step`, plus the phase that runs during this round (`sync.overlap`)."""
+
+    @property
+    def id(self) -> str:
+        """The proposal's id, by which commits, manifests and reports name the plan."""
+        return self.proposal.id
+
+    @property
+    def round(self) -> int:
+        """The round that it plans."""
+        return self.proposal.round
+
+    def index(self, peer: str) -> int | None:
+        """Return the peer's index among the members, or None."""
+        return next((i for i, member in enumerate(self.members) if member.peer == peer), None)
+
+
+DerivePlan = Callable[[Proposal], Plan]
+"""Derives the plan of a proposal after one of the log's commits. Raises Refused when none follows from it."""

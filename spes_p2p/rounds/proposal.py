@@ -1,0 +1,97 @@
+"""From a coordinator's proposal to the plan: every peer derives it from what the members signed, so no other plan exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from spes_p2p.consensus.admission import check_admission
+from spes_p2p.consensus.control import may_follow, rolls_back
+from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.consensus.output import Identity
+from spes_p2p.consensus.signed import read_signed
+from spes_p2p.errors import Refused
+from spes_p2p.messages.consensus import Commit, Leave, Signed
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Announcement, Proposal
+from spes_p2p.rounds.claims import outstanding, within
+from spes_p2p.rounds.plan import Rules, check_announcement, make_plan
+from spes_p2p.rounds.planned import Plan
+
+
+def derive_plan(proposal: Proposal, recent: Sequence[Commit], rules: Rules, identity: Identity) -> Plan:
+    """Return the plan to which this proposal leads.
+
+    `recent`: the last commits before its round, newest first (`CommitLog.recent`). `identity`: checks signatures.
+
+    Raises Refused for a proposal that no honest coordinator makes. Not checked here: the base's digest and the merge's donors,
+    which need the base (`merge.are_nearest`); whether an invitation has expired, which coordinators see to; and whether a peer
+    that is left out is absent, which nobody can prove.
+    """
+    commit, control = recent[0], proposal.control
+    if (proposal.round, proposal.parent) != (commit.round + 1, commit.id):
+        raise Refused(Code.NOT_PROVEN, f"a proposal for another round than {commit.round + 1}")
+    _require(may_follow(control, commit, identity) and not rolls_back(control, commit), "its control record")
+    announcements = {}
+    for signed in proposal.announcements:
+        announcements[signed.peer] = read_announcement(signed, commit, proposal.ballot.coordinator, rules, identity)
+    _require(_ascends(each.peer for each in proposal.announcements), "the order of its announcements")
+    _require(any(each.trains for each in announcements.values()), "a round without a trainer")
+    _require(len({each.base_digest for each in announcements.values()}) == 1, "members that start from different bases")
+    for peer, each in announcements.items():
+        check_admission(rules.config.admission, peer, each.trains, each.invitation, commit, control, identity, now_s=0.0)
+    leaves = [read_leave(signed, recent, rules, identity) for signed in proposal.returned]
+    left = [signed.peer for signed in proposal.returned]
+    _require(_ascends(left) and announcements.keys().isdisjoint(left), "its list of leaving peers")
+    others = set(commit.electorate) - announcements.keys()
+    _require(_ascends(proposal.absent) and others.issuperset(proposal.absent), "its list of absent electors")
+    _require(len(proposal.straggler_delay) <= len(announcements), "its straggler delays")
+    _require(not any(leave.back for leave in leaves), "a peer that is back")
+    returned = tuple(interval for leave in leaves for interval in leave.untrained)
+    _require(proposal.donors is None or _fits_the_model(proposal, rules), "its merge")
+    return make_plan(recent, proposal, announcements, returned, rules)
+
+
+def read_announcement(signed: Signed, commit: Commit, coordinator: str, rules: Rules, identity: Identity) -> Announcement:
+    """Return a member's announcement to this coordinator. Raises Refused when it is another's, or of another round."""
+    announcement, order = read_signed(Announcement, signed, identity), coordinator_order(commit)
+    if (announcement.campaign, announcement.round, announcement.commit) != (commit.campaign, commit.round + 1, commit.id):
+        raise Refused(Code.NOT_PROVEN, f"the announcement of {signed.peer[-6:]} is for another round")
+    if order[announcement.attempt % len(order)] != coordinator:
+        raise Refused(Code.NOT_PROVEN, f"{signed.peer[-6:]} announced to another coordinator")
+    check_announcement(announcement, rules)
+    return announcement
+
+
+def read_leave(signed: Signed, recent: Sequence[Commit], rules: Rules, identity: Identity) -> Leave:
+    """Return the statement of a peer that leaves the next round, or is back, with those of its samples that are its own.
+
+    `recent`: see `derive_plan`. Raises Refused for the statement of another round.
+    """
+    leave, commit = read_signed(Leave, signed, identity), recent[0]
+    if leave.parent != commit.id or signed.peer not in {*commit.members, *commit.electorate}:
+        raise Refused(Code.NOT_PROVEN, f"{signed.peer[-6:]} does not leave this round")
+    assigned = outstanding(recent, signed.peer, rules.config.sync.overlap).samples
+    return replace(leave, untrained=within(leave.untrained, assigned))
+
+
+def _fits_the_model(proposal: Proposal, rules: Rules) -> bool:
+    """Return whether the donors are, for each expert in each layer, the right number of other experts."""
+    model, donors = rules.config.model, proposal.donors or ()
+    count = min(rules.config.merge.merge_top_k, model.moe_num_experts - 1)
+    return len(donors) == model.num_hidden_layers and all(
+        len(layer) == model.moe_num_experts
+        and all(len({*chosen, e}) - 1 == len(chosen) == count for e, chosen in enumerate(layer))
+        and all(donor < len(layer) for chosen in layer for donor in chosen)
+        for layer in donors
+    )
+
+
+def _ascends(names: Iterable[str]) -> bool:
+    return all(before < after for before, after in pairwise(names))
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Refused(Code.NOT_PROVEN, f"a proposal from which no plan follows: {what}")
