@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_TIMEOUT_S = 90.0
 CHILDREN_END_WITHIN_S = 30.0
+COMMAND_TIMEOUT_S = 300.0
+"""Bounds a command or an HTTP request that should end at once: what hangs is found, what is slow passes."""
 BUSY_FACTOR = 4.0
 """A machine that does something else too takes this many times as long."""
 ADDRESS = re.compile(r"/ip4/[\d.]+/tcp/\d+/p2p/\w+")

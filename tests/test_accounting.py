@@ -117,7 +117,7 @@ EVENTS = ["round", "round", "partial", "dropped", "aborted", "not in it", "own",
 OWNED = st.sets(st.integers(0, LAYOUT.num_experts - 1)).map(lambda experts: tuple(sorted(experts)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=2 * settings().max_examples)
 @given(data=st.data(), seed=st.integers(0, 1000), codec=st.sampled_from(sorted(CODECS)))
 def test_what_entered_the_base_and_what_is_pending_is_all_that_was_trained(
     data: st.DataObject, seed: int, codec: str
@@ -275,7 +275,6 @@ def test_a_part_that_was_never_pushed_keeps_a_lost_expert_pending() -> None:
     assert np.abs(account.given_up).max() < 1e-5
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2**20 - 1)), min_size=1, max_size=6), st.booleans())
 def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
     rounds: list[tuple[int, int]], trains_meanwhile: bool

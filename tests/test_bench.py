@@ -2,15 +2,18 @@
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import torch
 from model_shapes import tiny_campaign
+from network_swarm import CHILDREN_END_WITHIN_S, COMMAND_TIMEOUT_S, START_TIMEOUT_S, wait_until
 
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
@@ -120,6 +123,25 @@ def test_all_that_cuda_is_asked_runs_without_it_on_small_models(tmp_path: Path) 
     assert found["checks"]["test-4GiB"]["report"]["tokens_per_second"] > 0
     assert found["environment"]["torch"] == version("torch")
     assert "## test-4GiB" in (tmp_path / "cuda.md").read_text()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_benchmark_that_is_ended_leaves_no_process_and_no_folder_behind(how: signal.Signals, tmp_path: Path) -> None:
+    if signal.getsignal(how) is signal.SIG_IGN:
+        pytest.skip("these tests were told to ignore that signal (nohup)")
+    command = [sys.executable, str(ROOT / "tools/bench"), "round", "--megabytes", "5", "--rounds", "1", "--only", "int4"]
+    process = subprocess.Popen([*command, "--folder", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def children() -> list[psutil.Process]:
+        return psutil.Process(process.pid).children(recursive=True)
+
+    wait_until(lambda: sum(child.name() == "p2pd" for child in children()) > 1, START_TIMEOUT_S, "members start")
+    started = children()
+    process.send_signal(how)
+    process.wait(COMMAND_TIMEOUT_S)
+    assert not psutil.wait_procs(started, timeout=CHILDREN_END_WITHIN_S)[1]
+    assert how == signal.SIGKILL or not list(tmp_path.iterdir())
 
 
 def test_a_number_that_is_out_of_bounds_or_missing_is_named() -> None:

@@ -18,7 +18,7 @@ from spes_p2p.testing.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign,
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
-BREAKS_IN_ROUND = 3
+BREAKS_IN_ROUND, LAST_ROUND = 2, 4
 
 
 class Text:
@@ -58,7 +58,7 @@ def swarm_of(sync_steps: int) -> VirtualSwarm:
     """Peers with the real trainer; B breaks."""
     training = {"sync_steps": sync_steps, "warmup_steps": 0}
     merge = {"merge_interval": 2 * sync_steps}
-    the_campaign = campaign(6 * sync_steps, training=training, merge=merge, experts={"redundancy": 2})
+    the_campaign = campaign(LAST_ROUND * sync_steps, training=training, merge=merge, experts={"redundancy": 2})
     config = the_campaign.config
     return VirtualSwarm(
         the_campaign, layout=layout_of(config.model),
@@ -85,7 +85,7 @@ def assert_others_go_on_with_finite_bases(swarm: VirtualSwarm) -> None:
     swarm.assert_replicas_agree()
     for name in "AC":
         commits = swarm.recorders[name].commits()
-        assert max(commits) == 6
+        assert max(commits) == LAST_ROUND
         assert all("B" not in commit.members for number, commit in commits.items() if number > BREAKS_IN_ROUND + 1)
         assert np.isfinite(swarm.peers[name].replica.base.values).all()
         assert all(event.skipped_steps == 0 for event in swarm.recorders[name].of(PhaseTrained))

@@ -204,7 +204,7 @@ def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: 
     simulate(main)
 
 
-@pytest.mark.parametrize("names", ["W", "WABC"])
+@pytest.mark.parametrize("names", [pytest.param("W", marks=pytest.mark.slow), "WABC"])
 def test_damaged_journals_cost_later_joiners_neither_rounds_nor_credit(tmp_path: Path, names: str) -> None:
     """Each peer loses another round: what one lacks, another has."""
 

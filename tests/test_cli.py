@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer.main
-from network_swarm import ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LOOPBACK, ROOT, LocalPeers, call, write_variant
 from sample_text import TEXT
 
 from spes_p2p import __version__
@@ -67,6 +67,14 @@ def place(campaign: Path, tmp_path: Path) -> Place:
 @pytest.fixture
 def swarm_place(campaign: Path, tmp_path: Path, running: LocalPeers) -> Place:
     return Place(tmp_path, campaign, running["bootstrap"].address)
+
+
+def in_a_process(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=ENVIRONMENT, input=stdin, capture_output=True, text=True,
+        timeout=COMMAND_TIMEOUT_S, check=False,
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -395,12 +403,19 @@ def test_a_typing_error_does_not_wait_for_torch(place: Place) -> None:
         "        main()\n"
         "    assert not {'torch', 'hivemind', 'transformers'} & set(sys.modules), arguments\n"
     )
-    command, cases = [sys.executable, "-c", program], json.dumps(quick)
-    ended = subprocess.run(
-        command, cwd=place.folder, env=ENVIRONMENT, input=cases, capture_output=True, text=True, timeout=90, check=False
-    )
+    ended = in_a_process("-c", program, cwd=place.folder, stdin=json.dumps(quick))
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("error: ") == len(quick)
+
+
+@pytest.mark.network
+def test_the_virtual_simulator_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys, spes_p2p.testing.simulate.command, spes_p2p.testing.simulate.virtual\n"
+        "print(*{'torch', 'hivemind', 'transformers'} & set(sys.modules))"
+    )
+    ended = in_a_process("-c", program)
+    assert (ended.returncode, ended.stdout) == (0, "\n"), ended
 
 
 def test_what_is_nobodys_mistake_ends_with_a_code_by_which_a_supervisor_starts_again(
@@ -571,8 +586,7 @@ def test_a_volunteer_with_another_version_is_told_what_to_type(
         f"import spes_p2p.messages.methods as m; m.PROTOCOL_VERSION = m.OLDEST_PROTOCOL = {version}; "
         "from spes_p2p.cli import main; main()"
     )
-    command = [sys.executable, "-c", program, *join(swarm_place)]
-    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=90, check=False)
+    ended = in_a_process("-c", program, *join(swarm_place))
     assert ended.returncode == 2, ended
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("error: ")
@@ -585,8 +599,7 @@ def test_a_volunteer_with_another_version_is_told_what_to_type(
 
 @pytest.mark.network
 def test_one_line_is_all_that_a_user_sees(swarm_place: Place) -> None:
-    command = [sys.executable, "-m", "spes_p2p", *join(swarm_place, "--experts", "5")]
-    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=90, check=False)
+    ended = in_a_process("-m", "spes_p2p", *join(swarm_place, "--experts", "5"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert [line for line in ended.stderr.splitlines() if "torchao" not in line and "pytree" not in line] == [
         "error: --experts 5: the campaign's model has 4 experts; give at most that, or auto"

@@ -281,6 +281,7 @@ def test_every_piece_arrives_from_several_donors_each_asked_for_its_own(case: Ca
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sampled(23)
 def test_a_bad_donor_costs_time_and_never_a_piece(case: Case, fault: type[ContentServer]) -> None:
     async def main() -> None:
         place = Place(case)
@@ -308,6 +309,7 @@ def test_what_a_bad_donor_gave_before_is_kept_and_it_is_asked_no_more(long_case:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sampled(23)
 def test_when_all_donors_are_bad_the_download_ends_in_bounded_time(case: Case, fault: type[ContentServer]) -> None:
     async def main() -> None:
         place = Place(case)

@@ -58,7 +58,7 @@ def hold(swarm: VirtualSwarm, state: str) -> bool:
 
 async def paused(overlap: bool = False) -> VirtualSwarm:
     """A swarm of W, A, B and C after a pause in round 3 or so; everybody has applied it."""
-    swarm = VirtualSwarm(campaign(total_steps=100, sync={"reform_after_s": 30.0, "overlap": overlap}))
+    swarm = VirtualSwarm(campaign(total_steps=70, sync={"reform_after_s": 30.0, "overlap": overlap}))
     swarm.start_all()
     await swarm.until_round(2)
     await send(swarm, "B", record(swarm, 1, "paused"))
@@ -99,7 +99,7 @@ def test_in_a_pause_nobody_trains_and_after_it_everything_goes_on_from_the_same_
         await swarm.until_round(before.round + 1)
         assert swarm.digests()[before.round + 1] == {before.digest}, "the round that resumes moves nothing"
         await finish(swarm)
-        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 100
+        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
 
     simulate(main)
 
@@ -334,7 +334,7 @@ def test_the_owner_is_who_made_base_0() -> None:
 
 async def archiving(**sections: Any) -> VirtualSwarm:
     """A swarm of W, A, B and C whose helper keeps every second base, in round 6 or so."""
-    swarm = VirtualSwarm(campaign(total_steps=150, **sections), archive=Archive(2, 2))
+    swarm = VirtualSwarm(campaign(total_steps=100, **sections), archive=Archive(2, 2))
     swarm.start_all()
     await swarm.until_round(6)
     assert archived_rounds(swarm.stores["W"]) == [4, 6]
@@ -366,7 +366,7 @@ def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(c
         dropped = [swarm.recorders[name].of(WorkDropped) for name in "ABC"]
         assert [[event.reason for event in each] for each in dropped] == [["the campaign was rolled back"]] * 3
         await finish(swarm)
-        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 150
+        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 100
         assert all(not replica_differs(swarm, name) for name in "ABC")
 
     simulate(main)

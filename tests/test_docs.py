@@ -9,7 +9,7 @@ import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer.main
@@ -29,6 +29,7 @@ PLACEHOLDERS = {"N": "4", "ADDRESS": EXAMPLE_ADDRESS, "...": EXAMPLE_ADDRESS}
 SHORT_ID = re.compile(r"^/ip4/.*/p2p/Qm(\.\.\.|X)$")
 
 
+PROGRAM: Any = typer.main.get_command(app)
 NEEDS_THE_HUB = {"--push-to", "arc_easy"}
 """Commands with these are run on local data, and against a Hub of our own, by test_evaluate.py and test_model_card.py."""
 
@@ -57,10 +58,9 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_program_takes_every_command_of_the_docs(words: list[str]) -> None:
     _, name, *arguments = [PLACEHOLDERS.get(word, SHORT_ID.sub(EXAMPLE_ADDRESS, word)) for word in words]
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert name in commands
+    assert name in PROGRAM.commands
     if arguments and "--help" not in arguments:
-        commands[name].make_context(name, arguments)
+        PROGRAM.commands[name].make_context(name, arguments)
 
 
 def test_commands_are_found() -> None:

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -32,11 +31,12 @@ pytestmark = pytest.mark.network
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 PEER_PROGRAM = Path(__file__).with_name("libp2p_peer.py")
 MEGABYTE = 2**20
+TIMEOUT_S = 240.0
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    return uvloop.run(asyncio.wait_for(main, 120))
+    return uvloop.run(asyncio.wait_for(main, TIMEOUT_S))
 
 
 class Swarm:
@@ -383,7 +383,7 @@ def test_a_program_that_shall_die_with_its_parent_does():
         child = int(parent.stdout.readline())
         with open_pid(child) as ended:
             parent.kill()
-            assert select.select([ended], [], [], 20.0)[0]
+            assert select.select([ended], [], [], TIMEOUT_S)[0]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
@@ -393,7 +393,7 @@ def test_no_daemon_outlives_its_peer(peer_process: subprocess.Popen[str], tmp_pa
     daemon, _ = started(peer_process)
     with open_pid(daemon) as ended:
         peer_process.send_signal(how)
-        assert select.select([ended], [], [], 20.0)[0]
+        assert select.select([ended], [], [], TIMEOUT_S)[0]
     peer_process.wait()
     run(start_and_close(tmp_path / "next"))
     assert not sockets_of(peer_process.pid)
@@ -406,8 +406,8 @@ def test_a_peer_interrupted_at_its_terminal_can_still_say_goodbye(peer_process: 
         os.killpg(peer_process.pid, signal.SIGINT)
         assert peer_process.stdout is not None
         assert peer_process.stdout.readline().strip() == "goodbye"
-        assert peer_process.wait(10) == 0
-        assert select.select([ended], [], [], 20.0)[0]
+        assert peer_process.wait(TIMEOUT_S) == 0
+        assert select.select([ended], [], [], TIMEOUT_S)[0]
     assert not sockets_of(peer_process.pid)
 
 
@@ -423,13 +423,12 @@ def test_a_killed_peer_is_noticed_at_once_and_found_again_when_it_is_back(
             channel = await a.transport.open(peer, "echo")
             await channel.send(b"hello")
             assert await channel.receive() == Message(b"hello")
-            begin = time.monotonic()
             peer_process.kill()
             with pytest.raises(PeerUnreachable):
                 await channel.receive()
-            with pytest.raises(PeerUnreachable):
+            with pytest.raises(PeerUnreachable) as refused:
                 await ask(a, peer, b"anybody there?")
-            assert time.monotonic() - begin < 10.0
+            assert "no answer for" not in str(refused.value), "refused, not waited for"
             peer_process.wait()
             back = await swarm.start("peer", a.transport.addresses)
             await back.transport.serve("echo", echo)

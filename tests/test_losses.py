@@ -168,7 +168,7 @@ def longest_repetition(sample: list[int], max_period: int) -> int:
     return best
 
 
-@settings(max_examples=300)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.lists(st.integers(0, 1), min_size=6, max_size=24), st.integers(1, 5), st.integers(3, 8))
 def test_filter_finds_the_samples_with_enough_repetitions(sample: list[int], max_period: int, min_count: int) -> None:
     expected = longest_repetition(sample, max_period) >= min_count

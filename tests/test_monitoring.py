@@ -29,7 +29,7 @@ BY_HISTOGRAMS = ("_bucket", "_sum", "_count")
     ("test", "rules", "tests/alerts_test.yml"),
 ], ids=" ".join)
 def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
-    check = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    check = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stdout + check.stderr
 
 

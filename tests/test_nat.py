@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from network_swarm import ENVIRONMENT, LocalPeer, LocalPeers, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LocalPeer, LocalPeers, write_variant
 
 from spes_p2p.observe.events import WorkDropped
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
@@ -44,7 +44,7 @@ class World:
     def call(self, machine: str, *arguments: str) -> Any:
         """What a command prints there, as JSON."""
         command = [*self.machines.command(machine), sys.executable, "-m", "spes_p2p", *arguments, "--json"]
-        ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=COMMAND_TIMEOUT_S, check=False)
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from network_swarm import LOOPBACK, LocalPeers, call
-from sample_text import TEXT
+from sample_text import CONFIGS, TEXT
 
 from spes_p2p.campaign.init import SIZES, Answers, ask, campaign_yaml, make_schedule
 from spes_p2p.campaign.plan_table import describe_size
@@ -15,6 +15,7 @@ from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.data.manifest import read_manifest
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
+TOKENIZER = str(CONFIGS / "demo_text/tokenizer_512.json")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -90,12 +91,12 @@ def test_a_person_is_asked_until_the_answer_can_be_used(
 def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(f"asked: {question}"))
-    assert call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", "512").code == 0
+    assert call("init", str(tmp_path / "c"), "--text", WORDNET, "--tokenizer", TOKENIZER).code == 0
 
 
 def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Path) -> None:
     folder, there = tmp_path / "c", "https://example.org/tokens"
-    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", "512", "--url", there)
+    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", TOKENIZER, "--url", there)
     assert ended.code == 0, ended.stderr
     config = yaml.safe_load((folder / "campaign.yaml").read_text())
     manifests = [read_manifest(folder / config["data"][name]) for name in ("manifest", "validation_manifest")]

@@ -17,7 +17,8 @@ from spes_p2p.model.memory import OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.adamw import make_adamw, own_share
 from spes_p2p.training.interface import averaged_peers
-from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate, ramp
+from spes_p2p.training.optimizer import OwnedOptimizer
+from spes_p2p.training.rates import learning_rate, ramp
 
 MODEL = tiny_model(intermediate_size=128)  # experts' matrices are large enough for 8-bit moments
 LAYOUT = layout_of(MODEL)

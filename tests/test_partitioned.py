@@ -239,6 +239,7 @@ def rows_of(config: ModelConfig, base: np.ndarray) -> Callable[[int, str], Tenso
 @pytest.mark.parametrize("before", OWNED, ids=str)
 @pytest.mark.parametrize("after", [*OWNED, (1, 2)], ids=str)
 @pytest.mark.parametrize("stored", ["fp32", "int8"])
+@pytest.mark.sampled(14)
 def test_after_a_change_of_owners_the_block_is_as_if_built_so(
     before: tuple[int, ...], after: tuple[int, ...], stored: str
 ) -> None:

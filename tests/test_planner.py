@@ -154,6 +154,7 @@ def test_8_bit_moments_are_torchaos(elements: int) -> None:
 @pytest.mark.parametrize("z_loss", [0.0, 1e-5], ids=["", "z-loss"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.sampled(7)
 def test_activations_are_what_autograd_saves(name: str, bf16: bool, z_loss: float) -> None:
     peer = Peer(shape(name), "int8", z_loss, bf16)
     kept: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from monitoring_files import ALERTS, BOOTSTRAP, alert_rules, dashboard_queries
-from network_swarm import LocalPeers, free_port, wait_until, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, LocalPeers, free_port, wait_until, write_variant
 
 from spes_p2p.net import die_with_parent
 
@@ -40,7 +40,8 @@ class Prometheus:
     log: Path
 
     def get(self, path: str, **parameters: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}/{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as answer:
+        address = f"{self.url}/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(address, timeout=COMMAND_TIMEOUT_S) as answer:
             return json.load(answer)["data"]
 
     def query(self, query: str) -> list[tuple[dict[str, str], float]]:

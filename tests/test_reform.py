@@ -49,7 +49,7 @@ def test_two_volunteers_gone_and_the_one_who_just_joined_goes_on() -> None:
 
 def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=300, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        swarm = VirtualSwarm(campaign(total_steps=160, sync={"min_peers": 4, "reform_after_s": 30.0}))
         swarm.start_bootstrap()
         for name in "ABCD":
             swarm.start(name)

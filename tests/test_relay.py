@@ -54,7 +54,7 @@ async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str,
     return dict(zip([members[i] for i in living], got, strict=True)), told_bytes + boards["C"].sent["record"]
 
 
-@given(st.integers(1, 150), st.data())
+@given(st.integers(1, 6 * FANOUT), st.data())
 def test_every_living_member_gets_the_record(count: int, data: st.DataObject) -> None:
     some = st.sets(st.integers(0, count - 1), max_size=5)
     gone, liars = data.draw(some), data.draw(some)

@@ -90,7 +90,7 @@ def test_results_of_a_revision_survive_the_disk() -> None:
 
 
 def swarm_of(names: str, **sync: float) -> VirtualSwarm:
-    swarm = VirtualSwarm(campaign(total_steps=80, experts={"redundancy": 2}, sync={"min_peers": len(names), **sync}))
+    swarm = VirtualSwarm(campaign(total_steps=50, experts={"redundancy": 2}, sync={"min_peers": len(names), **sync}))
     swarm.start_all(names)
     return swarm
 

@@ -23,7 +23,7 @@ def run_with_a_reform() -> Run:
     logs: dict[str, list[Commit]] = {}
 
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=300, sync={"min_peers": 4, "reform_after_s": 30.0}))
+        swarm = VirtualSwarm(campaign(total_steps=160, sync={"min_peers": 4, "reform_after_s": 30.0}))
         swarm.start_all("ABCD")
         await swarm.until(lambda: swarm.round_of("D") >= 3)
         swarm.network.partition(["W", "D"], ["A", "B", "C"])

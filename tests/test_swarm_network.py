@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
+from network_swarm import COMMAND_TIMEOUT_S, LocalPeer, LocalPeers, call, free_port, write_variant
 
 from spes_p2p.observe.events import BaseRestored, RoundCommitted
 
@@ -231,7 +231,7 @@ def test_anybody_evaluates_the_newest_base(endless: LocalPeers, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["bootstrap", "peer-0"])
 def test_metrics_are_served_and_promtool_takes_them(endless: LocalPeers, name: str) -> None:
-    with urllib.request.urlopen(endless[name].metrics_url, timeout=10) as response:
+    with urllib.request.urlopen(endless[name].metrics_url, timeout=COMMAND_TIMEOUT_S) as response:
         body = response.read()
     assert b"spes_" in body
     promtool = shutil.which("promtool")
@@ -253,9 +253,12 @@ def test_the_others_go_on_when_a_trainer_is_killed_and_it_continues_on_its_run_d
     endless.kill("peer-2")
     last = endless.newest_round()
     endless.wait_for_round(last + 3, 45, others)
-    commit = others[0].commits[last + 3]
-    assert set(commit.members) == {peer.peer_id for peer in others}
-    assert_owned(commit)
+    after = others[0].commits[last + 3]
+    assert victim_id not in after.members
+    assert_owned(after)
+    # On a busy machine a straggler is left out of a round.
+    everybody = {peer.peer_id for peer in others}
+    endless.wait(lambda: set(endless.commit(endless.newest_round()).members) == everybody, START_S, "the others are all in")
     assert_equal_digests(endless)
 
     restored_before = len(victim.events(BaseRestored))
@@ -263,8 +266,7 @@ def test_the_others_go_on_when_a_trainer_is_killed_and_it_continues_on_its_run_d
     endless.wait(lambda: victim_id in endless.commit(endless.newest_round()).members, START_S, "the killed trainer is back")
     assert again.peer_id == victim_id
     assert again.events(BaseRestored)[restored_before].source == "disk"
-    endless.wait_for_round(endless.newest_round() + 2)
-    assert owned_experts(again.commits[again.round], again)
+    endless.wait(lambda: owned_experts(endless.commit(endless.newest_round()), again), START_S, "it has experts again")
     assert_equal_digests(endless)
 
 

@@ -467,13 +467,13 @@ def test_a_slow_peer_gets_fewer_steps_and_is_waited_for() -> None:
 
 def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=200))
+        swarm = VirtualSwarm(campaign(total_steps=180))
         swarm.start_all()
         await swarm.until_finished()
         assert_no_sample_twice(swarm, "ABC")
         trained = [sample for name in "ABC" for sample in samples(swarm.trainers[name].trained_samples)]
         assert sorted(trained) == [(i // NUM_SAMPLES, i % NUM_SAMPLES) for i in range(len(trained))]
-        assert len(trained) == 3 * 200 * 2
+        assert len(trained) == 3 * 180 * 2
 
     simulate(main)
 

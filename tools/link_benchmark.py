@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from round_benchmark import Process, end_all
+from round_benchmark import Process, command_of, end_all, end_on_signals
 from round_contenders import EXPERTS, Report
 
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
@@ -49,7 +48,7 @@ def main() -> int:
     why = why_unavailable()
     if why is not None:
         parser.error(why)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end_on_signals()
     report: Report = {}
     if "overlap" in arguments.only:
         report["overlap"] = overlap_case(arguments)
@@ -139,7 +138,7 @@ def started() -> Iterator[Any]:
 
     def start(kind: str, member: int, machines: Namespaces | None, rules: Report, name: str = "bootstrap") -> Process:
         folder = Path(rules["folder_of"]) / name
-        command, address = [sys.executable, str(PROGRAM)], ""
+        command, address = command_of(PROGRAM), ""
         log: Any = subprocess.DEVNULL
         if machines is not None:
             folder.mkdir()

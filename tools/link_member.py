@@ -6,7 +6,6 @@ It reads its settings as one line of JSON, and reports each round as one line of
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import resource
@@ -84,5 +83,4 @@ def cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG: end with the benchmark
     main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -25,6 +26,8 @@ from typing import IO, Any
 
 import psutil
 from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
+
+from spes_p2p.net import die_with_parent
 
 CODECS = ("none", "fp16", "int8", "int4")
 CONTENDERS = (*CODECS, "dense", "server")
@@ -45,7 +48,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where run-dirs are made and removed")
     parser.add_argument("--base", choices=("disk", "ram"), default="disk", help="what our peers read the base from")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end_on_signals()
     elements = arguments.megabytes * 10**6 // 4
     measured: dict[str, list[Report]] = {name: [] for name in arguments.only}
     for number in range(arguments.rounds):
@@ -60,6 +63,19 @@ def main() -> int:
     if arguments.plot is not None:
         plot(report, arguments.plot)
     return 0
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and a closed terminal end the benchmark as an error does, so that processes and folders are removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
+def command_of(program: Path) -> list[str]:
+    """Return the command of a process that Ctrl-C does not reach and that the kernel kills when this one dies."""
+    guard = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    return [*guard, sys.executable, str(program)]
 
 
 def one_visit(name: str, elements: int, folder: Path, base: str) -> Report:
@@ -117,7 +133,7 @@ def started(name: str, elements: int, place: Path, base: str) -> Iterator[list[P
     def start(kind: str, member: int, **more: Any) -> Process:
         own = place / f"{kind}{member}"
         own.mkdir()
-        child = subprocess.Popen([sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        child = subprocess.Popen(command_of(PROGRAM), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                  stderr=(place / f"{kind}{member}.log").open("w"), text=True)
         spec = {"kind": kind, "member": member, "elements": elements, "folder": str(own), "base": base, **more}
         process = Process(child, spec)

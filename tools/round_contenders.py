@@ -6,7 +6,6 @@ Each prints JSON lines: what the others need to reach it, then `{"ready": true}`
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import hashlib
 import io
@@ -413,5 +412,4 @@ MEMBER_KINDS: dict[str, Callable[[Spec], None]] = {
 }
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG: end with the benchmark
     main()

@@ -24,7 +24,7 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.commit import contributions
 from spes_p2p.rounds.planned import Plan
-from spes_p2p.training.optimizer import learning_rate
+from spes_p2p.training.rates import learning_rate
 
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "parts": "pull", **dict.fromkeys(
     ("file", "snapshot", "base_hashes", "base", "token_hashes", "tokens"), "download")}

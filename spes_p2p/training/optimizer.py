@@ -1,4 +1,4 @@
-"""The optimizer of a peer whose owned experts change, and its schedule: AdamW, or Muon for matrices and AdamW for the rest.
+"""The optimizer of a peer whose owned experts change: AdamW, or Muon for matrices and AdamW for the rest.
 
 Each expert is a parameter group of its own, with its own age and ramp. Shared weights and routers form further groups: with and
 without weight decay, embedding and output head, and matrices stepped by Muon.
@@ -6,7 +6,6 @@ without weight decay, embedding and output head, and matrices stepped by Muon.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,26 +19,12 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.model.memory import OptimizerKind, is_muons
 from spes_p2p.training.adamw import AdamW, Arrays, make_adamw, state_tensors
 from spes_p2p.training.muon import Muon
+from spes_p2p.training.rates import ramp
 
 MUONS = "matrices"
 """Name of the parameter group of shared weights that Muon steps."""
 VOCABULARY = " vocabulary"
 """Suffix of the parameter groups of the embedding and the output head."""
-
-
-def learning_rate(step: float, config: TrainingConfig) -> float:
-    """Return the rate at a (fractional) campaign step: linear warm-up to the peak at `warmup_steps`, then cosine decay to
-    `min_lr_ratio` of the peak at `total_steps`. The rate at step 0 is not 0."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
-    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
-
-
-def ramp(age: int, config: TrainingConfig) -> float:
-    """Return the learning rate factor of a group whose moments are `age` steps old: reaches 1 at `new_owner_ramp_steps`."""
-    return min(1.0, (age + 1) / (config.new_owner_ramp_steps + 1))
 
 
 class OwnedOptimizer:

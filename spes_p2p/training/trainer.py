@@ -28,8 +28,9 @@ from spes_p2p.training.batches import read_ahead, split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import forward_losses, next_token_loss
-from spes_p2p.training.optimizer import OwnedOptimizer, learning_rate
+from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.rates import learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.schedule import scheduled
-from spes_p2p.training.optimizer import learning_rate
+from spes_p2p.training.rates import learning_rate
 
 SCHEDULE_POINTS = 120
 

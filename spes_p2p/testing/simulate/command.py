@@ -15,8 +15,6 @@ from typing import Any
 
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import UserError
-from spes_p2p.testing.simulate.campaign_files import write_campaign
-from spes_p2p.testing.simulate.processes import check_scenario, run_processes
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
 from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario
 from spes_p2p.testing.simulate.seeds import run_seeds
@@ -58,6 +56,10 @@ def simulate_processes(
     path: Path | None, options: Mapping[str, Any], seed: int, config: Path | None, run_dir: Path, progress: Progress
 ) -> tuple[dict[str, Any], list[str]]:
     """Run real processes once; return the summary, and its lines for a person. Raises UserError."""
+    # Only real processes need hivemind and torch, whose imports take seconds.
+    from spes_p2p.testing.simulate.campaign_files import write_campaign
+    from spes_p2p.testing.simulate.processes import check_scenario, run_processes
+
     scenario = load_scenario(path, options)
     kinds = check_scenario(scenario)
     if config is not None:
