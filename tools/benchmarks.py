@@ -1,12 +1,12 @@
-"""What a peer's training costs, each comparison in one run: interleaved rounds, medians, ratios within a round.
+"""Measure the cost of a peer's training. Each comparison is one run: interleaved rounds, medians, ratios within a round.
 
-On a CPU, seconds are those that this process computed, so that a busy machine disturbs less; on CUDA they are wall time.
+On a CPU, seconds are CPU time of this process, so that a busy machine disturbs less; on CUDA they are wall time.
 
 ./tools/bench experts   one layer's experts, forward + backward: partitioned, transformers', and SPES's concatenation
-./tools/bench memory    bytes of tensors, counted, against the planner's formula
+./tools/bench memory    counted bytes of tensors against the planner's formula
 ./tools/bench step      a whole local step: partitioned with its options, and the same model trained whole
 ./tools/bench step --config configs/7b.yaml --cap 24GiB --device cuda
-                        the step that the planner chooses for such a card, under a cap on allocated memory
+                        the step that the planner chooses for this much memory, which allocations cannot exceed
 ./tools/bench cuda      all of these on a CUDA device, and the tests that need one (cuda_benchmark.py)
 """
 
@@ -91,12 +91,9 @@ def main() -> int:
     return 0
 
 
-# Experts --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one layer's experts and of what they are given."""
+    """Sizes of one layer's experts and of their input."""
 
     hidden_size: int
     intermediate_size: int
@@ -106,11 +103,11 @@ class Shape:
 
 
 SHAPES = {"small": Shape(512, 1024, 16, 2, 4096), "7b": Shape(2048, 2048, 32, 4, 8192)}
-"""The second: a layer of configs/7b.yaml and two micro-batches of it."""
+"""7b: a layer of configs/7b.yaml with two of its micro-batches."""
 
 
 def bench_experts(rounds: int, device: torch.device, shape: Shape) -> Report:
-    """Forward + backward of one block: transformers', the concatenation, and partitioned with a quarter or one owned."""
+    """Measure forward + backward of one block: transformers', concatenated, and partitioned with a quarter or one owned."""
     config = campaign(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, moe_num_experts=shape.experts,
         moe_top_k=shape.top_k,
@@ -145,7 +142,7 @@ def bench_experts(rounds: int, device: torch.device, shape: Shape) -> Report:
 
 
 def is_possible(backend: BackendName, device: torch.device, shape: Shape) -> bool:
-    """Can experts of these sizes be computed so, here?"""
+    """Return whether the backend supports these sizes on this device."""
     try:
         choose_backend(backend, device, shape.hidden_size, shape.intermediate_size)
     except UserError:
@@ -154,16 +151,16 @@ def is_possible(backend: BackendName, device: torch.device, shape: Shape) -> boo
 
 
 class _Bf16(nn.Module):
-    """A parametrization: what is multiplied is a bf16 copy, what is trained stays float32."""
+    """A parametrization that computes with a bf16 copy of a float32 weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight.to(torch.bfloat16)
 
 
 def in_computed_width(block: nn.Module, device: torch.device) -> nn.Module:
-    """On CUDA transformers' experts with bf16 copies of their weights, as autocast gives them to every other product.
+    """On CUDA, let transformers' experts compute with bf16 copies of their weights, as autocast does for other products.
 
-    Autocast does not know grouped products: without this they would run in float32, which no card is fast at.
+    Autocast does not support grouped products: without this they would run in float32, which is slow on every GPU.
     """
     if device.type == "cuda":
         for name in ("gate_up_proj", "down_proj"):
@@ -172,14 +169,14 @@ def in_computed_width(block: nn.Module, device: torch.device) -> nn.Module:
 
 
 def routed_tokens(tokens: int, hidden_size: int, experts: int, top_k: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Hidden states, chosen experts and their weights of a random router."""
+    """Return hidden states, and the chosen experts and weights of a random router."""
     probabilities = torch.randn(tokens, experts, device=device).softmax(-1)
     weights, index = probabilities.topk(top_k)
     return torch.randn(tokens, hidden_size, device=device).requires_grad_(), index, weights.detach().requires_grad_()
 
 
 def transformers_block(block: nn.Module, implementation: str, inputs: tuple[Tensor, ...]) -> Work:
-    """transformers' experts, every expert trained."""
+    """Return transformers' experts, all trained."""
     settings: Any = block.config
 
     def work() -> None:
@@ -191,8 +188,8 @@ def transformers_block(block: nn.Module, implementation: str, inputs: tuple[Tens
 
 
 def concatenated_block(block: nn.Module, owned: range, inputs: tuple[Tensor, ...]) -> Work:
-    """As SPES does: own and frozen experts are kept apart and concatenated each step; autograd then makes the weight
-    gradients of the whole and throws away what belongs to frozen ones."""
+    """Return SPES's method: owned and frozen experts are concatenated each step; autograd computes the weight gradients of all,
+    and discards those of the frozen ones."""
     whole = {name: p.detach() for name, p in block.named_parameters()}
     own = {name: p[: len(owned)].clone().requires_grad_() for name, p in whole.items()}
     frozen = {name: [row.clone() for row in p[len(owned) :]] for name, p in whole.items()}
@@ -224,11 +221,8 @@ def forward_backward(block: Callable[..., Tensor], inputs: tuple[Tensor, ...], p
     output.sum().backward()  # type: ignore[no-untyped-call]
 
 
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
 def bench_memory(rounds: int, device: torch.device) -> Report:
-    """Weights, gradients, moments and stored experts after one real step, against the formula."""
+    """Compare weights, gradients, moments and stored experts after one step with the formula."""
     shapes = {
         "4M": campaign(hidden_size=128, intermediate_size=256, moe_num_experts=8, num_hidden_layers=4, vocab_size=4096),
         "22M_tied": campaign(hidden_size=256, intermediate_size=512, moe_num_experts=8, num_hidden_layers=6, vocab_size=8192,
@@ -252,7 +246,7 @@ def bench_memory(rounds: int, device: torch.device) -> Report:
 
 
 def counted_and_formula(config: CampaignConfig, base: Any, setup: Setup, device: torch.device) -> Report:
-    """Counted: the distinct storages of what lives after the backward pass of a second step."""
+    """Return the formula's bytes, and those of all distinct storages after the backward pass of a second step."""
     model = build_model(config.model, base, tuple(range(setup.owned)), setup.stored, device)
     optimizer = OwnedOptimizer(model, layout_of(config.model), config.training, setup.optimizer)
     ids = torch.randint(config.model.vocab_size, (1, 8), device=device)
@@ -269,15 +263,12 @@ def counted_and_formula(config: CampaignConfig, base: Any, setup: Setup, device:
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors."""
+    """Return the bytes of the distinct storages of these tensors."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-# A whole step ---------------------------------------------------------------------------------------------------------
-
-
 def bench_step(rounds: int, device: torch.device) -> Report:
-    """109 M parameters, 2048 tokens a step: data, forward, losses, backward, clipping and AdamW."""
+    """Measure steps with 109 M parameters and 2048 tokens: data, forward, losses, backward, clipping and AdamW."""
     config = campaign(hidden_size=512, intermediate_size=1024, moe_num_experts=16, num_hidden_layers=4, vocab_size=8192)
     base = initial_state(config.model)
     quarter, one, everything = tuple(range(4)), (0,), tuple(range(16))
@@ -311,7 +302,7 @@ def one_step(trainer: TorchTrainer) -> Work:
 def transformers_step(
     config: CampaignConfig, base: Any, device: torch.device, micro_batch: int | None = None, checkpointing: bool = False
 ) -> Work:
-    """The usual loop: transformers' model with grouped_mm, its own losses, torch's AdamW on every weight."""
+    """Return the usual step: transformers' model with grouped_mm and its losses, and torch's AdamW on all weights."""
     model = plain_model(config.model, base).to(device)
     for layer in model.model.layers:
         in_computed_width(layer.mlp.experts, device)
@@ -319,7 +310,7 @@ def transformers_step(
     model.train()
     if checkpointing:
         checkpoint_activations(model)
-    # Fused on CUDA, because the usual step there takes temporary memory of the size of the model.
+    # Fused on CUDA: the default step needs temporary memory of the size of the model.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True if device.type == "cuda" else None
     )
@@ -339,7 +330,7 @@ def transformers_step(
 
 
 class RandomText:
-    """Sixteen samples of random tokens, again and again."""
+    """Sixteen samples of random tokens, repeated."""
 
     num_samples = 2**20
 
@@ -354,14 +345,10 @@ class RandomText:
         return self._samples[:count]
 
 
-# A campaign's step under a cap --------------------------------------------------------------------------------------------
-
-
 def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: torch.device) -> Report:
-    """Steps of two micro-batches in the setup that the planner chooses for `cap` bytes; the whole model beside it if it fits.
+    """Measure steps of two micro-batches in the setup that the planner chooses for `cap` bytes, and the whole model if it fits.
 
-    On CUDA the process cannot allocate more than the cap while the peer is built and measured, and the peak that the allocator
-    saw stands beside the prediction. On a CPU, where there is no such count, only tensors are counted.
+    On CUDA, the peer cannot allocate more than the cap, and the report compares the allocator's peak with the prediction.
     """
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     options = plan_options(config, kind)
@@ -394,12 +381,12 @@ def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: tor
 
 @contextmanager
 def capped(device: torch.device, cap: int) -> Iterator[None]:
-    """Allocations on the device fail beyond the cap, and the peak is counted from here on; on a CPU nothing."""
+    """On CUDA, limit allocations to the cap, and reset the peak."""
     if device.type == "cpu":
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    # Without the device, which it takes with a number only: the current one.
+    # Without the device argument, which needs an index: the current device.
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
     torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -409,7 +396,7 @@ def capped(device: torch.device, cap: int) -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Give memory that nothing uses any more back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -426,9 +413,9 @@ def planned_trainer(config: CampaignConfig, base: Any, setup: Setup, device: tor
 def beside_the_whole(
     config: CampaignConfig, base: Any, setup: Setup, peer: list[float], rounds: int, device: torch.device
 ) -> Report:
-    """Seconds of the peer's step over those of transformers' whole model, where the device holds that one without a cap.
+    """Compare the peer's step with transformers' whole model, if that fits the device without a cap.
 
-    The whole one takes the same micro-batches and the same checkpointing.
+    Micro-batches and checkpointing are the same.
     """
     needed, free = bytes_of_the_whole(config, setup), measured(device.type).memory
     if needed > free:
@@ -440,8 +427,8 @@ def beside_the_whole(
 
 
 def bytes_of_the_whole(config: CampaignConfig, setup: Setup) -> int:
-    """What transformers' model needs: as ours with everything owned, but with whole logits in several copies and, in bf16,
-    copies of the experts, which stay for the backward pass unless layers are computed again."""
+    """Return the bytes of transformers' model: ours with all experts owned, plus several copies of all logits and, in bf16,
+    copies of the experts, which stay for the backward pass unless layers are recomputed."""
     model, tokens = config.model, setup.micro_batch * config.training.sequence_length
     whole = replace(setup, owned=model.moe_num_experts, optimizer="adamw", stored_on="device", muon=False)
     experts = sum(group.size for group in layout_of(model).groups if group.expert is not None)
@@ -450,11 +437,8 @@ def bytes_of_the_whole(config: CampaignConfig, setup: Setup) -> int:
     return device_bytes(model, config.training.sequence_length, whole).total + 20 * tokens * model.vocab_size + copies
 
 
-# Measuring ------------------------------------------------------------------------------------------------------------
-
-
 def interleaved(works: dict[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each work in each round. A round does all works once, in an order that turns, after one unmeasured round."""
+    """Return seconds by work and round. A round does all works once, in rotating order, after one unmeasured round."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     for number in range(rounds + 1):
@@ -468,7 +452,7 @@ def interleaved(works: dict[str, Work], rounds: int, device: torch.device) -> di
 
 
 def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
-    """Median over rounds of the ratio within the round: what else the machine does mostly cancels."""
+    """Return the median over rounds of the ratio within the round, in which other load mostly cancels."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference], strict=True))
 
 

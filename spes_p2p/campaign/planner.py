@@ -1,7 +1,8 @@
-"""What one peer needs, before anything is allocated: what fits on a device, host memory, disk, and a round's traffic.
+"""Plan what one peer trains and needs: experts that fit on a device, host memory, disk, and a round's traffic.
 
-As many experts as fit, up to the campaign's limit; for that number the first of each option, in the order of `Options`. Device
-bytes: `model/memory.py`. Host memory and disk follow from what `sync` holds and writes, traffic from the parts of a round.
+The plan has as many experts as fit, up to the campaign's limit, and for that number the first fitting options in the order of
+`Options`. Device bytes are computed by `model/memory.py`; host memory and disk follow from what a round keeps, traffic from its
+parts. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -30,42 +31,42 @@ from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS
 
 RESERVED_BYTES = 2**29
 RESERVED_SHARE = 0.05
-"""Left free on the device beside the tensors: the driver's own memory, libraries' work space, gaps between tensors."""
+"""Device memory left free: for the driver, the libraries' workspaces, and fragmentation."""
 COARSE_PARTS = 2048
-"""Upper bound on the parts that traffic is computed with: enough for the balance, and fast."""
+"""Maximum number of parts in the traffic computation: enough for the balance, and fast."""
 
 CHECKPOINT_FILES = 3
-"""Two in turn (training/checkpoint.py), and the next one until it has replaced its own."""
+"""Two in turn (training/checkpoint.py), and the next one while it is written."""
 
 PIECES_BYTES = 2**28
-"""A bound for what a round has in memory at a time, whatever the model's size; 40 MB were measured (docs/communication.md)."""
+"""Upper bound of a round's buffers in memory, for any model size; 40 MB were measured (docs/communication.md)."""
 
 MAX_PEERS = 1024
-"""Beyond that the traffic of a round is not computed in seconds."""
+"""Beyond this, computing the traffic of a round takes too long."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a peer trains, and what is free there."""
+    """A device, and its free memory."""
 
     kind: DeviceKind
     memory: int
     base_in_memory: bool = False
-    """Does this peer hold the base in main memory (`join --base ram`)?"""
+    """Whether the peer holds the base in main memory (`join --base ram`)."""
 
     def at_most(self, memory: int | None) -> Device:
-        """The same device with no more memory than this."""
+        """Return the device with at most this much memory."""
         return self if memory is None else replace(self, memory=min(self.memory, memory))
 
     @property
     def reserved(self) -> int:
-        """Bytes that are not planned with."""
+        """Bytes to leave free."""
         return RESERVED_BYTES + round(RESERVED_SHARE * self.memory) if self.kind == "cuda" else round(0.1 * self.memory)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What may be chosen, better ones first; what costs most time comes first and is given up last."""
+    """Possible values of each option, best first; options that cost more time come first and are changed last."""
 
     stored_on: tuple[StoredPlace, ...]
     checkpointing: tuple[bool, ...]
@@ -76,7 +77,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Choice:
-    """A setup and the device memory that it takes."""
+    """A setup and its device memory."""
 
     setup: Setup
     device: DeviceBytes
@@ -84,7 +85,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Alternative:
-    """What fits with some of the means to save memory, each added to those before it."""
+    """What fits with some ways to save memory; each alternative adds one to those before."""
 
     means: str
     choice: Choice
@@ -92,64 +93,62 @@ class Alternative:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Main memory that belongs to no file.
+    """Main memory, without memory-mapped files.
 
-    Bases, results, and all that a round keeps (`storage/scratch.py`) are memory-mapped: what is free beside this keeps their
-    pages at hand, but they need none of it. With `join --base ram` the base and what a round keeps are in memory instead.
+    Bases, results and the arrays of a round (`storage/scratch.py`) are mapped files, which free memory caches but which need
+    none. With `join --base ram`, the base and the arrays of a round are in memory.
     """
 
     base: int
-    """The base, where it is held in memory."""
+    """The base, if in memory."""
     update: int
-    """What was announced and is not in a base yet, decoded, where that is in memory; with `sync.overlap` also what is set aside
-    while the base is evaluated."""
+    """The announced update, decoded, if in memory; with `sync.overlap` also the work set aside during an evaluation."""
     sums: int
-    """Means under way here, and what their encoding dropped in the round before, where those are in memory."""
+    """Sums that this peer reduces, and their residuals, if in memory."""
     pieces: int
-    """Parts and pieces under way in a round."""
+    """Buffers for parts and pieces in a round."""
     stored: int
-    """Foreign experts that are kept here."""
+    """Foreign experts stored on the host."""
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Sum of all."""
         return self.base + self.update + self.sums + self.pieces + self.stored
 
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """The run-dir at the highest moment: checkpoint and base of a round are being written. Fetched text comes on top.
+    """Maximum size of the run-dir, while checkpoint and base of a round are written, without fetched text.
 
-    Each further attempt at a round that failed takes one update more until the round is over.
+    Each further attempt at a round takes one more update until the round is decided.
     """
 
     base: int
-    """Those that are served, of which the older one lies in a spare file, and the next one."""
+    """The two that are served, of which the older one is a spare file, and the next one."""
     download: int
-    """An older base while somebody downloads it, with the results of the rounds since; or one that comes, and its pieces."""
+    """An older base while a peer downloads it, with the results since; or a base that this peer downloads."""
     scratch: int
-    """What was announced, means under way here with what their encoding dropped in the round before, and, with `sync.overlap`,
-    what is set aside while the base is evaluated."""
+    """The announced update, sums with their residuals, and, with `sync.overlap`, the work set aside during an evaluation."""
     archive: int
-    """Earlier bases that a bootstrap peer keeps."""
+    """Bases that a bootstrap peer archives."""
     results: int
-    """Of the rounds that are kept and of the one under way, which takes the file of a round that was given up."""
+    """Results of the kept rounds and of the current one."""
     checkpoint: int
-    """Two in turn, and the next one beside the one that it replaces."""
+    """Two in turn, and the next one while it is written."""
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Sum of all."""
         return self.base + self.download + self.scratch + self.archive + self.results + self.checkpoint
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One round of a swarm of such peers."""
+    """Traffic of one round in a swarm of identical peers."""
 
     peers: int
     owned: int
-    """Experts that each trains then."""
+    """Experts that each peer trains."""
     owned_by_anyone: int
     up_bytes: int
     down_bytes: int
@@ -157,13 +156,13 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """At this speed up and down at once, without latency."""
+        """Seconds of the transfers, up and down at once, without latency."""
         return 8 * max(self.up_bytes, self.down_bytes) / self.bits_per_second
 
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """The answer."""
+    """What one peer trains and needs."""
 
     campaign: str
     parameters: int
@@ -175,18 +174,18 @@ class PeerPlan:
     alternatives: tuple[Alternative, ...]
     host: HostBytes
     host_with_base: HostBytes
-    """With `join --base ram`."""
+    """Host memory with `join --base ram`."""
     disk: DiskBytes
     bootstrap_disk: DiskBytes
-    """Of a peer that does not train and keeps as many earlier bases as it does without options."""
+    """Disk of a bootstrap peer with the default archive."""
     traffic: Traffic
 
 
 def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, peers: int | None, memory_name: str) -> PeerPlan:
-    """What one peer does and needs on this device. `memory_name` is what messages call its memory.
+    """Return the plan of a peer on this device. `memory_name`: name of its memory in error messages.
 
-    `peers`: in the swarm; default as many such peers as own all experts. Raises UserError for more than MAX_PEERS, and when not
-    even the shared weights fit.
+    `peers`: size of the swarm; default: as many as own all experts. Raises UserError for more than MAX_PEERS, or if the shared
+    weights do not fit.
     """
     if peers is not None and not 1 <= peers <= MAX_PEERS:
         raise UserError(f"--peers {peers}: must be 1 to {MAX_PEERS}")
@@ -210,7 +209,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
 
 
 def most_experts(config: CampaignConfig, target: Device, options: Options, memory_name: str) -> Choice:
-    """The best setup that fits, by the order in the module docstring. Raises UserError when none does."""
+    """Return the best setup that fits, in the order of the module docstring. Raises UserError if none does."""
     limit = config.experts.experts_per_peer or config.model.moe_num_experts
     for owned in range(limit, -1, -1):
         for choice in _choices(config, target.kind, owned, options):
@@ -221,13 +220,13 @@ def most_experts(config: CampaignConfig, target: Device, options: Options, memor
 
 
 def needed_bytes(config: CampaignConfig, target: Device, choice: Choice) -> int:
-    """Memory that the device must have free: on a CPU what the host needs comes on top."""
+    """Return the free memory that the device needs; a CPU also needs the host bytes."""
     host = host_bytes(config, choice, target.base_in_memory).total if target.kind == "cpu" else 0
     return choice.device.total + host + target.reserved
 
 
 def plan_options(config: CampaignConfig, kind: DeviceKind) -> Options:
-    """All that the trainer can do, with the campaign's micro-batch or a smaller one."""
+    """Return all options of a trainer, with the campaign's micro-batch or a smaller one."""
     batch, largest = config.training.batch_size, config.training.micro_batch_size or config.training.batch_size
     return Options(
         stored_on=("device", "host") if kind == "cuda" else ("device",),
@@ -239,7 +238,7 @@ def plan_options(config: CampaignConfig, kind: DeviceKind) -> Options:
 
 
 def join_options(config: CampaignConfig, kind: DeviceKind) -> Options:
-    """What a joining peer does without settings of its own: only the stored format is open."""
+    """Return the options of a joining peer without settings: only the stored format is open."""
     micro_batch = config.training.micro_batch_size or config.training.batch_size
     return replace(
         plan_options(config, kind),
@@ -248,7 +247,7 @@ def join_options(config: CampaignConfig, kind: DeviceKind) -> Options:
 
 
 def host_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = False) -> HostBytes:
-    """Main memory, beside the program itself (about 1 GB with torch)."""
+    """Return the main memory, without the program itself (about 1 GB with torch)."""
     base = 4 * base_size(layout_of(config.model), config.outer)
     return HostBytes(
         base=base * base_in_memory,
@@ -260,7 +259,7 @@ def host_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = Fa
 
 
 def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
-    """The run-dir of a peer that trains."""
+    """Return the size of a trainer's run-dir."""
     return replace(
         bootstrap_disk_bytes(config, 0),
         scratch=_pending_bytes(config, choice) + 2 * _sums_bytes(config),
@@ -269,7 +268,7 @@ def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
 
 
 def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
-    """Bytes of the run-dir of a bootstrap peer that keeps this many earlier bases."""
+    """Return the size of a bootstrap peer's run-dir with this many archived bases."""
     layout = layout_of(config.model)
     base, results = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec).encoded_bytes(layout)
     return DiskBytes(
@@ -283,28 +282,28 @@ def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
 
 
 def _pending_bytes(config: CampaignConfig, choice: Choice) -> int:
-    """The update that was announced, and what was trained since, where that can be set aside meanwhile."""
+    """Return the bytes of the announced update, and of later work if an evaluation can set it aside."""
     evaluates = config.sync.overlap and config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
     return choice.device.weights * (2 if evaluates else 1)
 
 
 def _sums_bytes(config: CampaignConfig) -> int:
-    """Of the means that one of some trainers alike makes: its share of them all."""
+    """Return the bytes of the sums that one of several identical trainers reduces."""
     return _all_sums_bytes(config) // max(2, config.sync.min_peers)
 
 
 def _all_sums_bytes(config: CampaignConfig) -> int:
-    """Of the means of all groups that several peers train: a bootstrap peer makes nearly all, its line being free."""
+    """Return the bytes of the sums of all groups that several peers train; a bootstrap peer may reduce nearly all of them."""
     layout = layout_of(config.model)
     several = layout.size if config.experts.redundancy > 1 else shared_elements(layout)
     return 4 * several
 
 
 def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_second: float) -> Traffic:
-    """Bytes of updates that one of `peers` alike sends and receives in a round: the one that trains most experts.
+    """Return the traffic in a round of the peer that trains most experts, among `peers` identical ones.
 
-    Shared weights: S encoded bytes, pushed to and pulled from each reducer, 2 S (N - 1) / N up and down. An expert with one
-    owner: up once to each other peer. Heads, plans and digests (about 0.1 % of it) are left out.
+    Shared weights of S encoded bytes are pushed to and pulled from the reducers: 2 S (N - 1) / N up and down. An expert with
+    one owner is sent once to each other peer. Headers, plans and digests (about 0.1 %) are not counted.
     """
     experts, codecs = config.model.moe_num_experts, group_codecs(config.sync.codec)
     names = [f"{index:05d}" for index in range(peers)]
@@ -316,7 +315,7 @@ def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_se
 
 
 def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: GroupCodecs) -> tuple[int, int]:
-    """Bytes (up, down) of one member, from the round's parts."""
+    """Return the bytes (up, down) of one member, from the round's parts."""
     coarse = max(PART_BYTES, codecs.encoded_bytes(layout) // COARSE_PARTS)
     up = down = 0
     for part in part_table(layout, members, codecs, coarse):
@@ -339,7 +338,7 @@ def _choices(config: CampaignConfig, kind: DeviceKind, owned: int, options: Opti
 
 
 def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, ...]:
-    """What fits with one means after the other; those that change nothing are left out."""
+    """Return what fits with one more way to save memory after another, without those that change nothing."""
     every = plan_options(config, target.kind)
     options = replace(every, optimizer=("adamw",), stored_on=("device",), checkpointing=(False,))
     found: list[Alternative] = []
@@ -359,7 +358,7 @@ def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, .
 
 
 def _stored_formats(config: CampaignConfig, kind: DeviceKind) -> tuple[StoredFormat, ...]:
-    """Where computation is in bf16, float32 copies of what is not trained would be rounded at each use."""
+    """Return the stored formats. Computation in bf16 would round float32 copies of foreign experts at each use."""
     return ("bf16", "int8") if kind == "cuda" else ("fp32", "bf16", "int8")
 
 

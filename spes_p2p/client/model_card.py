@@ -56,7 +56,7 @@ def card_files(origin: Origin) -> dict[str, str]:
 
 
 def facts(origin: Origin) -> dict[str, Any]:
-    """JSON values; null for what nobody remembers."""
+    """Return JSON values; null if unknown."""
     record, config = origin.record, origin.campaign.config
     document: dict[str, Any] = to_json(
         {

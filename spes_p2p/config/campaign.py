@@ -244,7 +244,7 @@ class CampaignConfig(Section):
         1, description="Version of the file format; it fixes the defaults of omitted fields.")
     name: CampaignName = Field(description="Name of the campaign: 1 to 63 letters, digits, '.', '_' or '-'.")
     admission: Literal["friends", "invite"] = Field(
-        "friends", description="Who may take part. friends: everybody who can reach a peer, also as an elector. invite: peers "
+        "friends", description="Who may take part. friends: any peer that can connect, also as an elector. invite: peers "
         "with an invitation of the owner (`spes-p2p invite`), in the roles that it names.")
     model: ModelConfig
     training: TrainingConfig

@@ -1,7 +1,7 @@
-"""The bytes of one socket, received straight into the buffer of whoever asked for them.
+"""The bytes of one socket, received directly into the reader's buffer.
 
-asyncio's StreamReader copies what it receives three times before somebody has it. Updates are many bytes: that was a tenth of
-the processor time of a round. One task at a time may read, one may write.
+asyncio's StreamReader copies received bytes three times, which took a tenth of the CPU time of a round. One task at a time may
+read, one may write.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 AHEAD_BYTES = 2**14
-"""Bytes buffered ahead of a read; beyond this the other end is slowed down."""
+"""Maximum bytes buffered ahead of a read; beyond it, the other end is slowed down."""
 UNSENT_BYTES = 2**18
-"""A writer waits while more bytes than this are unsent."""
+"""Writers wait while more bytes than this are unsent."""
 
 
 class ByteStream(asyncio.BufferedProtocol):
     """Both directions of a connection."""
 
     def __init__(self, on_connected: Callable[[ByteStream], Coroutine[Any, Any, None]] | None = None):
-        """`on_connected`: what a server does with it, in a task of its own."""
+        """`on_connected`: a server's handler, run in its own task."""
         self._transport: asyncio.Transport
         self.on_bytes: Callable[[], None] = lambda: None
         """Called whenever bytes arrive."""
@@ -29,7 +29,7 @@ class ByteStream(asyncio.BufferedProtocol):
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
         self._taken = self._received = 0
         self._wanted: memoryview | None = None
-        """What `read_exactly` waits for. It outlives a cancelled call, with what has come."""
+        """Buffer of `read_exactly`, kept with the received bytes if a call is cancelled."""
         self._filled = 0
         self._is_paused = False
         self._has_ended = False
@@ -39,7 +39,7 @@ class ByteStream(asyncio.BufferedProtocol):
         self._writable.set()
 
     async def read_exactly(self, size: int) -> bytearray:
-        """The next bytes. Raises EOFError when the stream ends before, OSError when it broke.
+        """Return the next bytes. Raises EOFError if the stream ends before, OSError if it broke.
 
         After a call that was cancelled the next one must ask for as many, and gets what had come by then too.
         """
@@ -53,10 +53,10 @@ class ByteStream(asyncio.BufferedProtocol):
         return content
 
     readexactly = read_exactly
-    """As hivemind's reader of control messages calls it."""
+    """Alias for hivemind's reader of control messages."""
 
     async def swallow(self) -> None:
-        """Read and drop everything until the other end ends its direction. Raises OSError."""
+        """Read and discard everything until the other end finishes. Raises OSError."""
         while not self._has_ended:
             self._taken = self._received = 0
             try:
@@ -69,11 +69,11 @@ class ByteStream(asyncio.BufferedProtocol):
         return self._has_ended and self._taken == self._received
 
     def write(self, *pieces: bytes | memoryview) -> None:
-        """Send these, one after the other; they must not change until they are sent."""
+        """Send the pieces in order. They must not change until they are sent."""
         self._transport.writelines(pieces)
 
     async def drain(self) -> None:
-        """Wait while too much is not yet sent. Raises OSError when the connection is gone."""
+        """Wait while too many bytes are unsent. Raises OSError if the connection is lost."""
         await self._writable.wait()
         if self._failure is not None:
             raise self._failure

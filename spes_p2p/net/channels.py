@@ -10,7 +10,7 @@ from spes_p2p.messages.framing import HEADER, MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.net.byte_stream import ByteStream
 
 LINGER_S = 5.0
-"""A finished channel drops what the other end sends for this long: closing at once would reset its own last frames."""
+"""Time for which a finished channel discards incoming data; closing at once would reset its own last frames."""
 
 
 class StreamChannel:
@@ -20,28 +20,28 @@ class StreamChannel:
         self._remote, self._stream = remote, stream
         self._has_finished = False
         self._aborted = False
-        self._header: tuple[int, int] | None = None  # read, and its content not yet: receive may be cancelled in between
+        self._header: tuple[int, int] | None = None  # kept while its content is not read, since receive may be cancelled
         self._is_read_out = False
         self._failure: Exception | None = None
 
     @property
     def remote(self) -> str:
-        """The authenticated id of the other end."""
+        """Authenticated id of the other end."""
         return self._remote
 
     def watch(self, heard: Callable[[], None]) -> None:
-        """Call this whenever bytes come."""
+        """Call `heard` whenever bytes arrive."""
         self._stream.on_bytes = heard
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
-        """Send one frame; waits while the stream is full. Raises PeerUnreachable."""
+        """Send one frame; wait while the stream is full. Raises PeerUnreachable."""
         size = sum(map(len, pieces))
         if size > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {size} bytes; at most {MAX_FRAME_BYTES} are allowed")
         await self._write(kind, size, *pieces)
 
     async def receive(self) -> Message | None:
-        """The next frame; None after the other end's `finish`. Raises PeerUnreachable."""
+        """Return the next frame, or None after the other end's `finish`. Raises PeerUnreachable."""
         if self._aborted:
             raise PeerUnreachable(f"the channel to {self._remote} was closed here")
         if self._failure is not None:
@@ -66,7 +66,7 @@ class StreamChannel:
         return None
 
     async def finish(self) -> None:
-        """No more frames from this end."""
+        """Tell the other end that no more frames follow."""
         if not self._has_finished:
             await self._write(Kind.FINISHED, 0)
             self._has_finished = True
@@ -84,7 +84,7 @@ class StreamChannel:
             _keep(asyncio.get_running_loop().create_task(self._linger()))
 
     async def _linger(self) -> None:
-        """Closing with unread bytes would reset the stream, and with it our own last frames."""
+        """Discard incoming data, then close: closing with unread bytes would reset the stream, with its last sent frames."""
         try:
             await asyncio.wait_for(self._stream.swallow(), LINGER_S)
         except (OSError, asyncio.TimeoutError):
@@ -109,7 +109,7 @@ class StreamChannel:
 
 
 def _keep(task: asyncio.Task[None]) -> None:
-    """The event loop alone would let a task be collected before it is done."""
+    """Keep a reference to a task until it is done: the event loop holds only weak ones."""
     _LINGERING.add(task)
     task.add_done_callback(_LINGERING.discard)
 

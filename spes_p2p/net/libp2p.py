@@ -1,7 +1,7 @@
 """The real world of a peer: channels over libp2p (`transport.py`), the registry in the Hivemind DHT (`dht.py`), both behind one
 daemon process (`p2pd.py`).
 
-When it listens on loopback only, the daemon speaks to nobody else (no port mapping, no NAT probing).
+When it listens on loopback only, the daemon contacts no other machine (no port mapping, no NAT probing).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The peer daemon: hivemind's p2pd as our only child process, and the part of its control protocol that we speak ourselves.
+"""The peer daemon: hivemind's p2pd as the only child process, and the part of its control protocol that this module implements.
 
-The daemon is killed by the kernel when the process (the thread, to be exact) that started it dies, in whatever way. Its sockets
-are named after our process id; those that a dead process left in /tmp are removed at the next start.
+The kernel kills the daemon when the thread that started it dies, in any way. The names of its sockets contain the process id;
+the next start removes sockets that dead processes left in /tmp.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from spes_p2p.net.byte_stream import ByteStream
 
 log = logging.getLogger(__name__)
 
-SOCKET_DIRECTORY = Path("/tmp")  # the daemon's control sockets need short paths
+SOCKET_DIRECTORY = Path("/tmp")  # control sockets need short paths
 SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
 EXIT_TIMEOUT_S = 5.0
 CIRCUIT = "/p2p-circuit"
 P2P_CODE, CIRCUIT_CODE = bytes.fromhex("a503"), bytes.fromhex("a202")
-"""Of a multiaddr's components /p2p and /p2p-circuit (codes 421 and 290 as varints)."""
+"""Codes of the multiaddr components /p2p and /p2p-circuit: 421 and 290 as varints."""
 
 StreamHandler = Callable[[str, ByteStream], Awaitable[None]]
 """Called with (remote peer id, stream)."""
 
 
 class Daemon(P2P):  # type: ignore[misc]
-    """hivemind's P2P whose p2pd cannot outlive us, with raw streams under our own buffers and deadlines."""
+    """hivemind's P2P, but p2pd ends with this process, and streams are raw, with own buffers and deadlines."""
 
     _UNIX_SOCKET_PREFIX = f"/unix{SOCKET_DIRECTORY}/spes-p2p-{os.getpid()}-"
 
@@ -55,23 +55,23 @@ class Daemon(P2P):  # type: ignore[misc]
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         wrapper = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
         if "trustedRelays" in kwargs:
-            kwargs["relayDiscovery"] = False  # the daemon would look for others, and not try these
+            kwargs["relayDiscovery"] = False  # otherwise the daemon searches for other relays and does not try these
         return wrapper + list(P2P._make_process_args(*args, **kwargs))
 
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
-        """Dial a peer at these multiaddrs (none: ask the swarm where it is). Raises PeerUnreachable."""
+        """Dial a peer at these multiaddrs; without any, look it up in the DHT. Raises PeerUnreachable."""
         plain = [_dial_bytes(address) for address in addresses]
         connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=plain, timeout=_whole_seconds(timeout_s))
         connection = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), peer)
         connection.close()
 
     async def open_stream(self, peer: str, protocol: str, timeout_s: float) -> ByteStream:
-        """Raises PeerUnreachable, or Refused when the peer does not serve the protocol."""
+        """Open a stream. Raises PeerUnreachable, or Refused if the peer does not serve the protocol."""
         stream = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=_whole_seconds(timeout_s))
         return await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream), peer)
 
     async def serve_streams(self, protocol: str, handler: StreamHandler) -> None:
-        """Call `handler` for every stream opened for `protocol`, each in a task of its own."""
+        """Call `handler` for each stream opened for `protocol`, in its own task."""
         address = f"{self._UNIX_SOCKET_PREFIX}streams-{id(self):x}.sock"
         if self._stream_server is None:
             path = address.removeprefix("/unix")
@@ -91,11 +91,11 @@ class Daemon(P2P):  # type: ignore[misc]
 
     @property
     def is_running(self) -> bool:
-        """Has p2pd not ended?"""
+        """Whether p2pd is running."""
         return self._child is not None and self._child.returncode is None
 
     async def wait(self) -> None:
-        """Returns when p2pd has ended."""
+        """Wait until p2pd exits."""
         await self._child.wait()
 
     async def close(self) -> None:
@@ -157,12 +157,12 @@ class Daemon(P2P):  # type: ignore[misc]
 
 
 def relayed_by(relays: Sequence[str]) -> dict[str, Any]:
-    """Options of `start_daemon`: a daemon that cannot be dialled asks these peers to be its relays."""
+    """Return options of `start_daemon` for a daemon that others cannot dial: use these peers as relays."""
     return {"use_auto_relay": bool(relays), "trusted_relays": list(relays) or None}
 
 
 async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:
-    """A running p2pd. Raises UserError when no initial peer can be dialled or the addresses cannot be listened on."""
+    """Start p2pd. Raises UserError if no initial peer can be dialled, or it cannot listen on the addresses."""
     remove_stale_sockets()
     try:
         daemon: Daemon = await Daemon.create(
@@ -178,7 +178,7 @@ async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options
 
 
 def nobody_answers(initial_peers: Sequence[str]) -> NobodyAnswers:
-    """The error for a person when no initial peer can be reached."""
+    """Return the error for users when no initial peer can be reached."""
     return NobodyAnswers(
         f"no peer answers at {', '.join(initial_peers)}; check the address (with another run-dir a peer has another "
         "id after /p2p/), that the bootstrap peer runs, and that a firewall does not block its port"
@@ -186,7 +186,7 @@ def nobody_answers(initial_peers: Sequence[str]) -> NobodyAnswers:
 
 
 def remove_stale_sockets() -> None:
-    """Remove the sockets in /tmp that processes of ours, now dead, and daemons that failed to start left behind."""
+    """Remove the sockets in /tmp of dead processes and of daemons that failed to start."""
     for path in SOCKET_DIRECTORY.glob("spes-p2p-*.sock"):
         match = SOCKET_NAME.fullmatch(path.name)
         if match and (int(match[1]) == os.getpid() or not _is_process(int(match[1]))) and not _is_listening(path):
@@ -195,13 +195,13 @@ def remove_stale_sockets() -> None:
 
 
 def _retrieve(task: asyncio.Task[None] | None) -> None:
-    """hivemind leaves the failure of its writer unread when the daemon dies; asyncio would complain on the screen."""
+    """Retrieve the exception of hivemind's writer after the daemon died; otherwise asyncio would log it."""
     if task is not None and task.done() and not task.cancelled():
         task.exception()
 
 
 def _dial_bytes(address: str) -> bytes:
-    """An address without the peer's own id, in the binary form of libp2p (hivemind encodes a relay's id in another one)."""
+    """Return an address without the peer's id in libp2p's binary format; hivemind encodes relay ids differently."""
     transport, *ids = address.split("/p2p/")
     encoded: bytes = Multiaddr(transport).to_bytes()
     for relay in ids[:-1]:

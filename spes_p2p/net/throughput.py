@@ -1,10 +1,10 @@
-"""What a peer's line carries upwards, learnt from what it sends anyway.
+"""Estimate a peer's upload bandwidth from its normal traffic.
 
-Time is cut into windows. A transfer that fills the line fills whole windows, so the fullest of its stretches says what the line
-carried: of STRETCH windows, since senders' buffers take megabytes at once from a thin line's peer, or of as many as it has. The
-first and the last window are partly idle; shorter transfers say nothing, nor does a trickle of small messages.
+Time is divided into windows. A transfer that saturates the line fills whole windows, so the fullest stretch measures the line.
+A stretch is STRETCH windows, since send buffers absorb megabytes at once, or fewer for a shorter transfer. The first and the
+last window of a transfer are partly idle, so they do not count; neither do small messages.
 
-On a fast line the processors are the limit: a peer with more to send measures more, gets more to send, and so on. Fast lines
+On a fast line the CPU is the limit: a peer with more to send measures a higher rate, gets more to send, and so on. Fast lines
 therefore count as equal.
 """
 
@@ -17,9 +17,9 @@ UNKNOWN_BYTES_PER_S = 12.5e6
 """Assumed for an unmeasured line: 100 Mbit/s."""
 WEIGHT_OF_NEWS = 0.5
 SLOWEST_BYTES_PER_S = 62.5e3
-"""0.5 Mbit/s: a slower transfer did not fill the line."""
+"""0.5 Mbit/s: a slower transfer did not saturate the line."""
 FASTEST_BYTES_PER_S = 25e6
-"""200 Mbit/s: faster lines count as this."""
+"""200 Mbit/s: upper bound of the estimate."""
 
 
 class Throughput:
@@ -30,10 +30,10 @@ class Throughput:
         self._estimate = min(UNKNOWN_BYTES_PER_S, limit)
         self._is_measured = False
         self._windows: dict[int, float] = {}
-        """Bytes of each that has traffic, since the estimate was asked for last."""
+        """Bytes by window, since the last call of `bytes_per_s`."""
 
     def count(self, size: int, begin_s: float, end_s: float) -> None:
-        """Bytes that were handed to the line in this time: a part of a thin line's takes many windows."""
+        """Count bytes sent between two times, spread over the windows between them."""
         first, last = int(begin_s / WINDOW_S), int(end_s / WINDOW_S)
         for window in range(max(first, last - KEPT_WINDOWS), last + 1):
             within_s = min(end_s, (window + 1) * WINDOW_S) - max(begin_s, window * WINDOW_S)
@@ -43,7 +43,7 @@ class Throughput:
             del self._windows[min(self._windows)]
 
     def bytes_per_s(self) -> float:
-        """The estimate, after taking in what was sent since it was asked for last."""
+        """Update the estimate with the traffic since the last call, and return it."""
         found = self._fullest() / WINDOW_S
         if found >= SLOWEST_BYTES_PER_S:
             news = WEIGHT_OF_NEWS if self._is_measured else 1.0
@@ -54,11 +54,11 @@ class Throughput:
 
     @property
     def last_bytes_per_s(self) -> float:
-        """The estimate when it was asked for last."""
+        """Estimate at the last call of `bytes_per_s`."""
         return min(self._estimate, FASTEST_BYTES_PER_S)
 
     def _fullest(self) -> float:
-        """Mean bytes a window of the fullest stretch; 0 when there is none."""
+        """Return the mean bytes per window of the fullest stretch; 0 without one."""
         fullest, run = 0.0, list[float]()
         for window in sorted(self._windows):
             if window - 1 not in self._windows:

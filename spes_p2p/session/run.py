@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,20 +15,20 @@ from spes_p2p.config.addresses import peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import NobodyAnswers
 from spes_p2p.model.build import layout_of
+from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell
+from spes_p2p.observe.events import Observer
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.session.admission import admitted, keep_invitation
-from spes_p2p.session.extension import NO_EXTENSION, Extension
 from spes_p2p.session.genesis import fetch_genesis, load_or_make_genesis
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, remembering
 from spes_p2p.session.resources import choose_resources
-from spes_p2p.session.signals import leave_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.training.trainer import TorchTrainer
@@ -35,6 +37,17 @@ logger = logging.getLogger(__name__)
 
 WARN_EVERY_TRIES = 12
 """While no peer answers, warn about every two minutes."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Hooks with which the caller extends a peer: a wrapper for its world, and more observers."""
+
+    around: Callable[[World], World] = lambda world: world
+    observers: tuple[Observer, ...] = ()
+
+
+NO_EXTENSION = Extension()
 
 
 async def run_bootstrap(
@@ -158,3 +171,20 @@ async def _join(
             async with remembering(node, observers.history), beside(*around):
                 await live_on(net, peer.run())
             logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))
+
+
+def leave_on_signals(leave: Callable[[], None]) -> None:
+    """Call `leave` on the first SIGINT or SIGTERM; the second ends the process."""
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def handle() -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        logger.info("leaving after the current step; interrupt again to stop at once")
+        leave()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle)

@@ -119,17 +119,17 @@ async def watch(addresses: Sequence[str], published: Published) -> None:
 
 async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published) -> None:
     """Publish the state of the swarm until no peer answers any more."""
-    nobody = 0
-    while nobody < LOST_AFTER:
+    silent_polls = 0
+    while silent_polls < LOST_AFTER:
         statuses = await swarm.statuses()
         if statuses:
-            nobody = 0
+            silent_polls = 0
             await _learn_rounds(swarm, statuses, history)
             history.control = await swarm.newest_order(history.control)
             published.join = await _join_line(swarm, addresses)
             _publish(statuses, swarm, history, published)
         else:
-            nobody += 1
+            silent_polls += 1
             published.lost("no peer of the campaign answers; retrying")
         await asyncio.sleep(max(LOOK_EVERY_S, len(statuses) / PEERS_A_SECOND))
 

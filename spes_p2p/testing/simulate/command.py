@@ -17,7 +17,7 @@ from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import UserError
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
 from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario
-from spes_p2p.testing.simulate.seeds import run_seeds
+from spes_p2p.testing.simulate.virtual import run_seeds
 
 Progress = contextlib.AbstractContextManager[Callable[[int, int], None]]
 

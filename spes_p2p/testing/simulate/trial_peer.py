@@ -13,7 +13,6 @@ from spes_p2p.client.local_swarm import ADDRESS_FILE
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.log import setup_logging
-from spes_p2p.session.extension import Extension
 from spes_p2p.testing.latency import delayed
 from spes_p2p.testing.simulate.trial import Trial
 
@@ -27,10 +26,12 @@ def main() -> None:
     """Run a bootstrap peer or a trainer of a simulation."""
     import uvloop
 
-    from spes_p2p.session.run import run_bootstrap, run_join
+    from spes_p2p.session.run import Extension, run_bootstrap, run_join
 
     arguments = _parser().parse_args()
-    settings = make_peer_config(run_dir=arguments.run_dir, listen=[arguments.listen], experts=arguments.experts)
+    settings = make_peer_config(
+        run_dir=arguments.run_dir, listen=[arguments.listen], experts=arguments.experts, data_dir=arguments.data_dir
+    )
     setup_logging(settings.log_level, False)
     trial = Trial(arguments.orders, arguments.run_dir.name)
 
@@ -60,10 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     bootstrap = commands.add_parser("bootstrap", parents=[peer])
     bootstrap.add_argument("--config", type=Path, required=True)
-    bootstrap.set_defaults(experts=None)
+    bootstrap.set_defaults(experts=None, data_dir=None)
     join = commands.add_parser("join", parents=[peer])
     join.add_argument("address")
     join.add_argument("--experts", type=int)
+    join.add_argument("--data-dir", type=Path, action="append")
     return parser
 
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.consensus.reform import is_reform
+from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress, WorkDropped
 from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.rounds.digest import state_digest
@@ -45,6 +50,23 @@ def run_seed(scenario: Scenario, seed: int) -> RunReport:
     with _LoggedErrors(run.error):
         run_virtual(run.main())
     return run.result()
+
+
+def run_seeds(
+    scenario: Scenario, seeds: range, jobs: int, on_done: Callable[[RunReport], None] = lambda result: None
+) -> list[RunReport]:
+    """Run each seed; return the results by seed. The worker processes end with this one.
+
+    All workers have the same hash seed, so that a seed gives the same run on every call.
+    """
+    with patch.dict(os.environ, PYTHONHASHSEED="0", OMP_NUM_THREADS="1"):
+        results = []
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(jobs, len(seeds)), spawning, die_with, (os.getpid(),)) as pool:
+            for future in as_completed([pool.submit(run_seed, scenario, seed) for seed in seeds]):
+                results.append(future.result())
+                on_done(results[-1])
+    return sorted(results, key=lambda result: result.seed)
 
 
 class _Run:
