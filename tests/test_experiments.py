@@ -20,6 +20,7 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of, plain_model
 from spes_p2p.observe.events import Drift, RoundMeasured
 from spes_p2p.research import probe
+from spes_p2p.research.command import results_of
 from spes_p2p.research.plots import SERIES, draw_series
 from spes_p2p.research.queue import append_result, claim, losses_of, read_results, work
 from spes_p2p.research.report import evaluation_table, gap_in_spreads, outcomes, pictured, report, share_closed, shares
@@ -31,6 +32,7 @@ from spes_p2p.research.upcycle import split_experts
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
+ROOT = Path(__file__).parents[1]
 CAMPAIGN = {
     "model": {
         "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -39,6 +41,11 @@ CAMPAIGN = {
     "training": {"sequence_length": 16, "total_steps": 6, "warmup_steps": 1},
     "sync": {"codec": "none"},
 }
+
+
+def page_of(file: Path) -> Path:
+    """The report of an experiment in the docs."""
+    return ROOT / "docs/learning" / f"{file.stem}.md"
 
 
 def experiment(*arms: dict[str, Any]) -> Experiment:
@@ -310,6 +317,21 @@ def test_the_report_compares_seed_by_seed_at_each_arms_best_rate() -> None:
     assert gap_in_spreads(found["spes"], found["centralised"]) == pytest.approx(0.4 / 0.35355339)
     assert "| spes | 1 | 2 | 0.00 | 4.650 ± 0.212 | +9.4 % | 1 | 65 ± 21 % |" in report(made, list(found.values()))
     assert report(made.model_copy(update={"note": "Also tried."}), list(found.values())).endswith("|\n\nAlso tried.\n")
+
+
+REPORTED = [file for file in sorted((ROOT / "experiments").glob("*.yaml")) if page_of(file).exists()]
+
+
+@pytest.mark.parametrize("file", REPORTED, ids=lambda file: file.stem)
+def test_the_reports_in_the_docs_are_what_the_results_say(file: Path) -> None:
+    made = load_experiment(file)
+    assert made.text_sha256
+    found = outcomes(made, read_results(results_of(file)), made.text_sha256)
+    assert page_of(file).read_text() == report(made, found), f"run: tools/experiments report {file.relative_to(ROOT)}"
+
+
+def test_every_report_in_the_docs_has_its_experiment() -> None:
+    assert {page_of(file) for file in REPORTED} == set((ROOT / "docs/learning").glob("*.md"))
 
 
 def test_pictures_show_the_arms_that_the_file_names() -> None:

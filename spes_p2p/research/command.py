@@ -101,7 +101,9 @@ def _report(arguments: argparse.Namespace) -> None:
 
     file: Path = arguments.file
     experiment = load_experiment(file)
-    found = outcomes(experiment, read_results(results_of(file)), text_digest((file.parent / experiment.text).resolve()))
+    folder = (file.parent / experiment.text).resolve()
+    digest = experiment.text_sha256 if experiment.text_sha256 and not folder.exists() else text_digest(folder)
+    found = outcomes(experiment, read_results(results_of(file)), digest)
     if not found:
         raise UserError(f"{results_of(file)}: has no run of {file}; run tools/experiments run {file}")
     text = report(experiment, found)

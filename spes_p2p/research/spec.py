@@ -71,6 +71,8 @@ class Experiment(Section):
     name: Text
     text: Text
     """Path of the prepared text, relative to the experiment file."""
+    text_sha256: str | None = None
+    """Digest of the text behind the results (`text_digest`), so that `report` works where the text is not."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of all arms, which store foreign experts in float32."""
     campaign: Overrides
