@@ -71,7 +71,7 @@ def test_who_had_the_base_comes_back_before_the_swarm_gives_it_up() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_who_had_the_base_and_is_back_at_the_moment_of_asking_loses_nothing(ahead: int) -> None:
     """It was cut off, and is not in the registry yet that the bootstrap sees; with the lost base, or some rounds further."""
 

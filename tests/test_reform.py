@@ -72,7 +72,7 @@ def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
 
 @pytest.mark.parametrize("silence_s", [5.0, 10.0])
 @pytest.mark.parametrize("total_steps", [300, 310, 320])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_minority_is_reformed_however_long_its_attempts_take(total_steps: int, silence_s: float) -> None:
     """Two electors of five take turns as coordinators; how many steps there are decides which of them begins."""
 

@@ -46,7 +46,7 @@ def test_peers_agree_bit_for_bit_after_every_round() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("evaluation_s", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("evaluation_s", [pytest.param(0.01, marks=pytest.mark.slow), 1.0, 8.0])
 def test_every_peer_hears_what_the_last_base_is_worth(overlap: bool, evaluation_s: float) -> None:
     """The bootstrap peer too when it is asked to leave as soon as the trainers have left.
 
@@ -152,7 +152,7 @@ def test_a_peer_killed_while_it_trains_is_out_of_the_next_round_and_its_experts_
 
 
 @pytest.mark.parametrize("method", ["push", "pull"])
-@pytest.mark.parametrize("frame", [1, 2])
+@pytest.mark.parametrize("frame", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_peer_killed_in_the_middle_of_the_exchange_costs_its_parts_and_nothing_else(method: str, frame: int) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign())
@@ -479,7 +479,7 @@ def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> No
 
 
 @pytest.mark.parametrize("delay_s", [0.1, 3.0, 10.0, 10.2, 10.3, 10.4, 10.6, 10.8])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_who_leaves_politely_loses_no_sample_and_its_experts_find_owners_at_once(delay_s: float) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=150))
