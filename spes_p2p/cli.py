@@ -98,20 +98,30 @@ def init(
     name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: name of the folder.")] = None,
     admission: Annotated[str, typer.Option(help="Who may take part: friends or invite.")] = "friends",
     url: Url = None,
+    checkpoint: Annotated[str | None, typer.Option(
+        "--from", help="Existing weights to start from: folder or Hub name (OWNER/NAME) of a Hugging Face checkpoint.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts to make of a dense checkpoint's MLP in each layer.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts that each token is routed to (--experts). Default: 2.")] = None,
+    upcycle: Annotated[str | None, typer.Option(
+        help="How --experts makes them: copy, drop or spes (docs/upcycling.md). Default: copy.")] = None,
 ) -> None:
     """Create a campaign: a commented config file, token files and a tokenizer. Asks for missing answers on a terminal."""
-    from spes_p2p.campaign.init import CAMPAIGN_YAML, Answers, ask, check_place, make_campaign, parse_answer
+    from spes_p2p.campaign.answers import Answers
+    from spes_p2p.campaign.init import CAMPAIGN_YAML, ask, check_place, make_campaign, make_start, parse_answer
 
     asks = sys.stdin.isatty() and not text
     name = name or folder.resolve().name
     check_place(folder, name)
+    given = parse_answer("tokenizer", tokenizer) if tokenizer else None
+    start = make_start(checkpoint, folder, size, given, experts, top_k, upcycle)
     answers = Answers(
         folder=folder,
         name=name,
-        size=size or ask("size", asks),
+        size="" if start else size or ask("size", asks),
+        start=start,
         texts=tuple(text or ask("text", asks)),
         held_out=tuple(held_out or ask("held-out", asks)),
-        tokenizer=parse_answer("tokenizer", tokenizer) if tokenizer else ask("tokenizer", asks),
+        tokenizer=start.tokenizer if start else given or ask("tokenizer", asks),
         peers=peers if peers is not None else ask("peers", asks),
         epochs=epochs if epochs is not None else ask("epochs", asks),
         admission=admission,
@@ -505,6 +515,7 @@ def export(
     addresses: FromAddresses = None,
     push_to: Annotated[str | None, typer.Option(help="Upload the checkpoint to this Hub repository: OWNER/NAME.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the Hub repository as private.")] = False,
+    dtype: Annotated[str, typer.Option(help="fp32: the base's exact values; bf16: rounded, half the size.")] = "fp32",
 ) -> None:
     """Export a committed base, from a run-dir or a running swarm, as a Hugging Face checkpoint with a model card."""
     if (run_dir is None) == (not addresses):
@@ -513,11 +524,17 @@ def export(
         raise UserError(f"{output}: already exists; name another output directory or remove it")
     if round_number is not None and run_dir is None:
         raise UserError("export: --round needs an archive; give the --run-dir of a bootstrap peer")
+    if dtype not in ("fp32", "bf16"):
+        raise UserError(f"--dtype {dtype}: must be fp32 or bf16")
     with _waiting("starting"):
         from spes_p2p.client.export import from_run_dir, push_to_hub
 
-    made = from_run_dir(run_dir, round_number) if run_dir is not None else _download_base(addresses or [])
-    made.write(output)
+    if run_dir is not None:
+        made = from_run_dir(run_dir, round_number)
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        made = _download_base(addresses or [], output.parent)
+    made.write(output, dtype)  # type: ignore[arg-type]
     print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")
     if push_to is not None:
         print(push_to_hub(output, push_to, private))
@@ -544,7 +561,7 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="spes-evaluate-") as folder:
         origin = {}
         if model_dir is None:
-            made, model_dir = _download_base(addresses or []), Path(folder) / "checkpoint"
+            made, model_dir = _download_base(addresses or [], Path(folder)), Path(folder) / "checkpoint"
             made.write(model_dir)
             origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
         results = {**evaluation.evaluate(model_dir, named, num_fewshot, include_path, limit, device), **origin}
@@ -555,13 +572,13 @@ def evaluate(
     print(text)
 
 
-def _download_base(addresses: list[str]) -> Exportable:
+def _download_base(addresses: list[str], folder: Path) -> Exportable:
     _log("warning", False)
     with _waiting("starting"):
         from spes_p2p.client.export import from_swarm
 
     with _ProgressBar("downloading the base") as update:
-        made: Exportable = _run(from_swarm(addresses, update))
+        made: Exportable = _run(from_swarm(addresses, folder, update))
     return made
 
 

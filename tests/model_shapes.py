@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from spes_p2p.config.campaign import CampaignConfig, DataConfig, EvaluationConfig, ModelConfig, TrainingConfig
+from spes_p2p.config.campaign import CampaignConfig, DataConfig, EvaluationConfig, TrainingConfig
+from spes_p2p.config.model import ModelConfig
 
 
 def tiny_model(**changes: Any) -> ModelConfig:

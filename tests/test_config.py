@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -80,7 +81,7 @@ BAD_FILES = [
      "FILE, line 19: unknown field 'experts.zebra'; remove it; valid here: experts_per_peer, redundancy"),
     ("name: tiny", "name: tiny\n7: x",
      "FILE, line 2: unknown field '7'; remove it; valid here: "
-     "data, evaluation, experts, merge, model, name, outer, schema_version, sync, training"),
+     "data, evaluation, experts, merge, model, name, outer, schema_version, start, sync, training"),
     ("  experts_per_peer: 2", "  rotate_rounds: 3",
      "FILE, line 19: unknown field 'experts.rotate_rounds'; remove it; valid here: experts_per_peer, redundancy"),
     ("  sync_steps: 5\n", "", "FILE, line 12: training.sync_steps is missing; add it"),
@@ -247,12 +248,19 @@ def test_a_field_that_the_owner_wrote_counts_even_where_it_is_the_default() -> N
     assert campaign(config=config).hash != campaign().hash
 
 
+def sections_in(kind: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for inner in get_args(kind):
+        yield from sections_in(inner)
+
+
 def defaults(section: type[BaseModel]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found[name] = defaults(kind)
+        sections = list(sections_in(field.annotation))
+        if sections:
+            found[name] = {key: value for each in sections for key, value in defaults(each).items()}
         elif not field.is_required():
             found[name] = field.default
     return found

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
+from spes_p2p.config.model import ModelConfig
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.tokenizers import END_OF_TEXT
 from spes_p2p.errors import UserError
@@ -133,7 +134,9 @@ def test_the_end_of_a_run_is_kept_as_a_checkpoint_that_has_its_loss(tmp_path: Pa
 
 @pytest.mark.parametrize("rank", [0, 8])
 def test_a_model_whose_experts_are_split_computes_what_it_did(rank: int) -> None:
-    large = only_run(mode="spes").config.model.model_copy(update={"num_hidden_layers": 5, "moe_low_rank": rank})
+    model = only_run(mode="spes").config.model
+    assert isinstance(model, ModelConfig)
+    large = model.model_copy(update={"num_hidden_layers": 5, "moe_low_rank": rank})
     small = large.model_copy(update={"moe_num_experts": 2, "moe_top_k": 1})
     assert (large.moe_num_experts, large.moe_top_k) == (4, 2)
     few, ids = initial_state(small), torch.arange(48).reshape(3, 16) % small.vocab_size

@@ -7,7 +7,8 @@ import pytest
 import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 
-from spes_p2p.config.campaign import ModelConfig, parse_campaign_config
+from spes_p2p.config.campaign import parse_campaign_config
+from spes_p2p.config.model import ModelConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, build_model, initial_state, layout_of, plain_model

@@ -9,7 +9,9 @@ import yaml
 from network_swarm import LOOPBACK, LocalPeers, call
 from sample_text import CONFIGS, TEXT
 
-from spes_p2p.campaign.init import SIZES, Answers, ask, campaign_yaml, make_schedule
+from spes_p2p.campaign.answers import SIZES, Answers, make_schedule
+from spes_p2p.campaign.campaign_yaml import campaign_yaml
+from spes_p2p.campaign.init import ask
 from spes_p2p.campaign.plan_table import describe_size
 from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.data.manifest import read_manifest

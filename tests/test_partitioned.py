@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from spes_p2p.config.campaign import ModelConfig
+from spes_p2p.config.model import ModelConfig
 from spes_p2p.model.backends import GroupedMM
 from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
 from spes_p2p.model.partitioned import PartitionedExperts

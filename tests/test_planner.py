@@ -36,11 +36,11 @@ from spes_p2p.client import local_swarm
 from spes_p2p.config.campaign import (
     CampaignConfig,
     ExpertsConfig,
-    ModelConfig,
     OuterConfig,
     load_campaign_config,
     make_peer_config,
 )
+from spes_p2p.config.model import ModelConfig
 from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of

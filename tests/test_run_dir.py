@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,7 +197,7 @@ def test_a_harmed_file_of_a_run_dir_is_recovered_or_refused_with_the_reason(tmp_
         assert reason is None
 
 
-NAMED = {name: 20 * name.encode() for name in ("manifest", "validation_manifest", "tokenizer")}
+NAMED: dict[str, Any] = {name: 20 * name.encode() for name in ("manifest", "validation_manifest", "tokenizer")}
 CAMPAIGN_FILES = ("campaign.json", "genesis", "tokenizer.json", "manifest.json", "validation_manifest.json")
 
 

@@ -41,6 +41,7 @@ from spes_p2p.model.build import build_model, initial_state, layout_of, plain_mo
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.memory import DeviceKind, OptimizerKind, Setup, device_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.model.shape import shape_of
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import forward_losses
@@ -430,10 +431,11 @@ def bytes_of_the_whole(config: CampaignConfig, setup: Setup) -> int:
     """Return the bytes of transformers' model: ours with all experts owned, plus several copies of all logits and, in bf16,
     copies of the experts, which stay for the backward pass unless layers are recomputed."""
     model, tokens = config.model, setup.micro_batch * config.training.sequence_length
+    layers = shape_of(model).num_hidden_layers
     whole = replace(setup, owned=model.moe_num_experts, optimizer="adamw", stored_on="device", muon=False)
     experts = sum(group.size for group in layout_of(model).groups if group.expert is not None)
-    layers_at_once = 1 if setup.checkpointing else model.num_hidden_layers
-    copies = 2 * experts * layers_at_once // model.num_hidden_layers if setup.bf16 else 0
+    layers_at_once = 1 if setup.checkpointing else layers
+    copies = 2 * experts * layers_at_once // layers if setup.bf16 else 0
     return device_bytes(model, config.training.sequence_length, whole).total + 20 * tokens * model.vocab_size + copies
 
 

@@ -41,6 +41,8 @@ class CampaignFiles:
     tokenizer: bytes
     folders: tuple[Path, ...]
     """Local folders to search for token files."""
+    home: Path = Path()
+    """Folder of the campaign file, where this process read one."""
 
     @property
     def blobs(self) -> dict[str, bytes]:
@@ -94,7 +96,7 @@ def read_campaign(config_path: Path) -> CampaignFiles:
         tokenizer_sha256=identity.sha256,
     )
     folders = tuple(dict.fromkeys(path.parent for path in (manifest_path, validation_path) if path))
-    files = CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders)
+    files = CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders, folder)
     if files.num_samples == 0:
         raise UserError(
             f"{manifest_path}: no token file holds a whole sample of {config.training.sequence_length} tokens; "

@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,12 @@ from spes_p2p.messages.consensus import CommitsRequest, Decide
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.model.build import layout_of
-from spes_p2p.model.export import export_checkpoint
+from spes_p2p.model.export import ExportDtype, export_checkpoint
 from spes_p2p.observe.history import read_rounds
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.run_dir import load_run_dir_base
+from spes_p2p.storage.scratch import file_scratch
 
 TRIES, RETRY_S = 10, 1.0
 """Retries of a base download. Donors keep two bases, so a base can disappear during the request."""
@@ -42,7 +44,7 @@ class Exportable:
     """float32: the weights, then the outer momentum."""
     origin: Origin
 
-    def write(self, output: Path) -> None:
+    def write(self, output: Path, dtype: ExportDtype = "fp32") -> None:
         """Write the checkpoint. Raises UserError if `output` exists."""
         data = self.files.campaign.config.data
         with tempfile.TemporaryDirectory(prefix="spes-export-") as folder:
@@ -50,25 +52,29 @@ class Exportable:
             tokenizer.write_bytes(self.files.tokenizer)
             model = self.files.campaign.config.model
             weights = self.values[: layout_of(model).size]
-            export_checkpoint(model, weights, tokenizer, data.eos_token, data.pad_token, output, card_files(self.origin))
+            card = card_files(self.origin, dtype)
+            export_checkpoint(model, weights, tokenizer, data.eos_token, data.pad_token, output, card, dtype)
 
 
 def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:
-    """Return a peer's last base, or the one it archived of this round. Raises UserError if there is no trained base."""
+    """Return a peer's last base, or the one it archived of this round. Raises UserError if it holds random weights."""
     files, base = load_run_dir_base(run_dir, round_number)
-    if base.round < 0:
+    if base.round < 0 and files.campaign.config.start is None:
         raise UserError(f"{run_dir}: holds only the untrained base 0; wait for a round, or give another --run-dir")
     records = read_rounds(run_dir).records
     return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records))
 
 
-async def from_swarm(addresses: Sequence[str], on_progress: Callable[[int, int], None]) -> Exportable:
-    """Download the newest base of a running swarm, verifying every piece. Raises UserError if there is none."""
+async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callable[[int, int], None]) -> Exportable:
+    """Download the newest base of a running swarm, verifying every piece. Raises UserError if there is none.
+
+    It is in a temporary file of the folder, not in memory.
+    """
     async with connect(addresses) as swarm:
         log = CommitLog(swarm.world.identity, swarm.genesis)
         for _ in range(TRIES):
             with contextlib.suppress(PeerUnreachable):
-                round_number, digest, values = await _newest_base(swarm, log, on_progress)
+                round_number, digest, values = await _newest_base(swarm, log, folder, on_progress)
                 records = await _history(swarm, log, round_number)
                 origin = origin_of(swarm.files.campaign, round_number, digest, records)
                 return Exportable(swarm.files, values, origin)
@@ -77,7 +83,7 @@ async def from_swarm(addresses: Sequence[str], on_progress: Callable[[int, int],
 
 
 async def _newest_base(
-    swarm: SwarmConnection, log: CommitLog, on_progress: Callable[[int, int], None]
+    swarm: SwarmConnection, log: CommitLog, folder: Path, on_progress: Callable[[int, int], None]
 ) -> tuple[int, str, np.ndarray]:
     """Return (round, digest, values) of the newest base with a certified commit. Raises PeerUnreachable if there is none."""
     contacts = await swarm.contacts()
@@ -90,7 +96,10 @@ async def _newest_base(
         commit = log.commit_at(number)
         offers = await collect_offers(swarm.endpoint, peers, commit.id, size)
         if offers and commit.step > 0:
-            return number, offers[0].info.digest, await download(Fetcher(swarm.endpoint), offers, None, on_progress)
+            scratch = partial(file_scratch, folder)
+            values = await download(Fetcher(swarm.endpoint), offers, None, on_progress, scratch=scratch)
+            values.flags.writeable = False
+            return number, offers[0].info.digest, values
     raise PeerUnreachable("no peer offers a trained base")
 
 

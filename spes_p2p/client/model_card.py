@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p import __version__
-from spes_p2p.config.campaign import Campaign
+from spes_p2p.config.campaign import Campaign, CampaignConfig
 from spes_p2p.messages.presence import Contribution, RoundRecord
+from spes_p2p.model.export import ExportDtype
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals, totals_of
 from spes_p2p.observe.units import human_count
@@ -50,9 +51,9 @@ def origin_of(campaign: Campaign, round_number: int, digest: str, records: Itera
     )
 
 
-def card_files(origin: Origin) -> dict[str, str]:
+def card_files(origin: Origin, dtype: ExportDtype = "fp32") -> dict[str, str]:
     """The card and the same facts for programs, by file name."""
-    return {CARD_FILE: model_card(origin), FACTS_FILE: json.dumps(facts(origin), indent=2, allow_nan=False) + "\n"}
+    return {CARD_FILE: model_card(origin, dtype), FACTS_FILE: json.dumps(facts(origin), indent=2, allow_nan=False) + "\n"}
 
 
 def facts(origin: Origin) -> dict[str, Any]:
@@ -81,19 +82,21 @@ def facts(origin: Origin) -> dict[str, Any]:
     return document
 
 
-def model_card(origin: Origin) -> str:
+def model_card(origin: Origin, dtype: ExportDtype = "fp32") -> str:
     """Return Markdown with the front matter that the Hub reads."""
     config = origin.campaign.config
     name = config.name
     terms = ", with the low-rank terms added to the experts' matrices" if config.model.moe_low_rank else ""
+    precision = "exact float32 values" if dtype == "fp32" else "values, rounded to bfloat16,"
     return "\n".join(
         [
             "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- mixture-of-experts",
             "- decentralized-training", "- spes_p2p", "---", "",
             f"# {name}, round {origin.round}", "",
             f"A mixture-of-experts language model with {config.model.moe_num_experts} experts in each of "
-            f"{config.model.num_hidden_layers} layers, trained from scratch, peer to peer, with spes_p2p {__version__}.",
-            f"The weights are the exact float32 values that the swarm committed in this round{terms}.", "",
+            f"{config.model.num_hidden_layers} layers, trained from {_beginning(config)}, peer to peer, with "
+            f"spes_p2p {__version__}.",
+            f"The weights are the {precision} that the swarm committed in this round{terms}.", "",
             *_table(origin), "",
             *_orders(origin),
             *_contributors(origin.totals), "",
@@ -103,6 +106,14 @@ def model_card(origin: Origin) -> str:
             f"`{FACTS_FILE}` contains the facts of this page and the campaign's configuration.", "",
         ]
     )
+
+
+def _beginning(config: CampaignConfig) -> str:
+    """Return what base 0 was."""
+    if config.start is None:
+        return "scratch"
+    how = f", upcycled ({config.start.upcycle})" if config.start.upcycle else ""
+    return f"`{config.start.checkpoint.rpartition('/')[2] or config.start.checkpoint}`{how}"
 
 
 def _table(origin: Origin) -> list[str]:

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from spes_p2p import __version__
+from spes_p2p.config.model import ModelSection, with_config_json
 from spes_p2p.config.problems import Location, broken_rule, validated
+from spes_p2p.config.section import Section, require
 from spes_p2p.config.types import (
     CODEC_NAMES,
     AutoOrPositive,
@@ -43,49 +45,6 @@ SCHEMA_VERSION = 1
 with a new version, and the default of a new field must keep the behaviour of older campaigns."""
 SLOWEST_LINE_BITS = 1e6
 """Below this rate, in bits per second, heartbeats queue behind a part past the timeout."""
-
-
-class Section(BaseModel):
-    """A group of settings. Unknown fields are errors; values are immutable after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ModelConfig(Section):
-    """Shape of the mixture-of-experts model."""
-
-    architecture: Literal["olmoe", "qwen3_moe"] = Field("olmoe", description="Model class in transformers.")
-    vocab_size: Positive = Field(description="Rows of the embedding matrix; at least the tokenizer's vocabulary size.")
-    hidden_size: Positive = Field(description="Width of the residual stream.")
-    intermediate_size: Positive = Field(description="Width of one expert's hidden layer.")
-    num_hidden_layers: Positive = Field(description="Number of transformer layers.")
-    num_attention_heads: Positive = Field(description="Number of attention heads.")
-    num_key_value_heads: Positive = Field(
-        description="Number of key/value heads; fewer than attention heads: grouped-query attention.")
-    max_position_embeddings: Positive = Field(description="Maximum sequence length of the model, in tokens.")
-    moe_num_experts: Positive = Field(description="Experts per layer.")
-    moe_top_k: Positive = Field(description="Experts that each token is routed to.")
-    moe_low_rank: Count = Field(
-        0, description="Rank of a low-rank term added to each expert's matrices. It is a shared weight, so all peers "
-        "train it; export folds it into the experts. 0 disables it; otherwise a multiple of 8.")
-    norm_topk_prob: bool = Field(False, description="Scale the top-k router probabilities to sum to 1.")
-    rope_theta: PositiveNumber = Field(10000.0, description="Base of the rotary embedding.")
-    tie_word_embeddings: bool = Field(False, description="Use the embedding matrix as output head.")
-    initializer_range: NonNegative = Field(0.02, description="Standard deviation of the initial weights.")
-    seed: Whole = Field(0, description="Seed of the initial weights, which the bootstrap peer creates once.")
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
-        _require(self.moe_top_k <= self.moe_num_experts, "moe_top_k", self.moe_top_k,
-                 f"must be at most moe_num_experts = {self.moe_num_experts}")
-        _require(self.moe_low_rank % 8 == 0, "moe_low_rank", self.moe_low_rank, "must be a multiple of 8")
-        _require(self.moe_low_rank <= min(self.hidden_size, self.intermediate_size), "moe_low_rank", self.moe_low_rank,
-                 "must be at most hidden_size and intermediate_size")
-        _require(self.hidden_size % (2 * self.num_attention_heads) == 0, "hidden_size", self.hidden_size,
-                 f"must be a multiple of twice num_attention_heads = {self.num_attention_heads}")
-        _require(self.num_attention_heads % self.num_key_value_heads == 0, "num_key_value_heads", self.num_key_value_heads,
-                 f"must divide num_attention_heads = {self.num_attention_heads}")
-        return self
 
 
 class TrainingConfig(Section):
@@ -128,13 +87,13 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
         micro = self.micro_batch_size
-        _require(micro is None or self.batch_size % micro == 0, "micro_batch_size", micro,
+        require(micro is None or self.batch_size % micro == 0, "micro_batch_size", micro,
                  f"must divide batch_size = {self.batch_size}")
-        _require(self.second_moment_peers == 1 or self.beta2 > 0, "second_moment_peers", self.second_moment_peers,
+        require(self.second_moment_peers == 1 or self.beta2 > 0, "second_moment_peers", self.second_moment_peers,
                  "must be 1 if beta2 = 0")
-        _require(self.warmup_steps < self.total_steps, "warmup_steps", self.warmup_steps,
+        require(self.warmup_steps < self.total_steps, "warmup_steps", self.warmup_steps,
                  f"must be less than total_steps = {self.total_steps}")
-        _require(self.total_steps % self.sync_steps == 0, "total_steps", self.total_steps,
+        require(self.total_steps % self.sync_steps == 0, "total_steps", self.total_steps,
                  f"must be a multiple of sync_steps = {self.sync_steps}")
         return self
 
@@ -237,6 +196,16 @@ class DataConfig(Section):
     pad_token: Text | None = Field(None, description="Padding token of the exported tokenizer. Default: eos_token.")
 
 
+class StartConfig(Section):
+    """Existing weights for base 0, which is random without this section. Only the bootstrap peer reads the checkpoint."""
+
+    checkpoint: Text = Field(
+        description="Hugging Face checkpoint: a folder, relative to the campaign file, or a Hub name, OWNER/NAME@REVISION.")
+    upcycle: Literal["copy", "drop", "spes"] | None = Field(
+        None, description="Rule by which a dense checkpoint becomes experts (docs/upcycling.md): copies of the MLP (copy), in "
+        "each of which half of the neurons are drawn anew (drop), or half of the weights get noise as in SPES's script (spes).")
+
+
 class CampaignConfig(Section):
     """One training run, identical on every peer: `Campaign.hash` covers it."""
 
@@ -246,7 +215,8 @@ class CampaignConfig(Section):
     admission: Literal["friends", "invite"] = Field(
         "friends", description="Who may take part. friends: any peer that can connect, also as an elector. invite: peers "
         "with an invitation of the owner (`spes-p2p invite`), in the roles that it names.")
-    model: ModelConfig
+    model: ModelSection
+    start: StartConfig | None = Field(None, description="Existing weights for base 0.")
     training: TrainingConfig
     experts: ExpertsConfig = ExpertsConfig()
     merge: MergeConfig = MergeConfig()
@@ -258,13 +228,13 @@ class CampaignConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> CampaignConfig:
         length, longest = self.training.sequence_length, self.model.max_position_embeddings
-        _require(length <= longest, "training.sequence_length", length,
+        require(length <= longest, "training.sequence_length", length,
                  f"must be at most model.max_position_embeddings = {longest}")
         per_peer, experts = self.experts.experts_per_peer, self.model.moe_num_experts
-        _require(per_peer is None or per_peer <= experts, "experts.experts_per_peer", per_peer,
+        require(per_peer is None or per_peer <= experts, "experts.experts_per_peer", per_peer,
                  f"must be at most model.moe_num_experts = {experts}")
         interval, sync = self.merge.merge_interval, self.training.sync_steps
-        _require(interval is None or interval % sync == 0, "merge.merge_interval", interval,
+        require(interval is None or interval % sync == 0, "merge.merge_interval", interval,
                  f"must be a multiple of training.sync_steps = {sync}")
         return self
 
@@ -356,7 +326,8 @@ def load_campaign_config(path: Path) -> CampaignConfig:
     """Read a campaign file. Raises UserError naming file, line, field, value and the valid values."""
     file = read_yaml_mapping(path, "campaign file")
     _check_schema(file.values, str(path))
-    return validated(CampaignConfig, file.values, file.where)
+    values = with_config_json(file.values, path.parent, file.where(("model", "config")))
+    return validated(CampaignConfig, values, file.where)
 
 
 def parse_campaign_config(raw: Mapping[str, Any], where: str) -> CampaignConfig:
@@ -395,8 +366,3 @@ def make_peer_config(**options: object) -> PeerConfig:
 
 def _option(location: Location) -> str:
     return f"--{str(location[0]).replace('_', '-')}"
-
-
-def _require(condition: bool, field: str, value: object, rule: str) -> None:
-    if not condition:
-        raise broken_rule(rule, field, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -22,6 +22,7 @@ _RULES = {
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
     "string_too_short": "must not be empty",
+    "dict_type": "must be the content of a config.json, or its path in a campaign file",
     "tuple_type": "must be a list",
     "model_type": "must be a section; indent its fields below it",
     "greater_than_equal": "must be at least {ge:.10g}",
@@ -63,7 +64,8 @@ def validated(
 
 
 def _describe(problem: ErrorDetails, model: type[BaseModel], name: Callable[[Location], str]) -> tuple[Location, str]:
-    location, kind, value = problem["loc"], problem["type"], problem["input"]
+    kind, value = problem["type"], problem["input"]
+    location = tuple(part for part in problem["loc"] if not str(part).startswith("<"))  # tags of a section's forms
     if kind in _UNKNOWN:
         return location, f"unknown field '{name(location)}'; {_advice(location, _sections(model))}"
     if kind == "missing":
@@ -92,10 +94,18 @@ def _sections(model: type[BaseModel], home: Location = ()) -> dict[Location, typ
     """Map paths of field names to the model and its nested sections, those in lists included."""
     found = {home: model}
     for name, field in model.model_fields.items():
-        for kind in (field.annotation, *typing.get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
+        for kind in reversed(list(_plain_types(field.annotation))):  # of two forms of a section, the first counts
+            if issubclass(kind, BaseModel):
                 found |= _sections(kind, (*home, name))
     return found
+
+
+def _plain_types(annotation: object) -> Iterator[type]:
+    """Yield the classes in an annotation, in order."""
+    if isinstance(annotation, type):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _plain_types(inner)
 
 
 def _shown(value: object, longest: int = 60) -> str:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from spes_p2p.config.campaign import ModelConfig
+from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.model.backends import BackendName, choose_backend
 from spes_p2p.model.layout import Layout, TensorSpec
@@ -33,36 +35,34 @@ ROUTERS = ("gate", "router")
 """Names that transformers gives the module beside the experts that chooses among them."""
 
 
-def empty_model(config: ModelConfig) -> PreTrainedModel:
+def transformers_config(model: ModelSection) -> PreTrainedConfig:
+    """Return transformers' configuration of a model section. Raises UserError for an unknown family or a value it refuses."""
+    family = model.architecture
+    try:
+        known = family in CONFIG_MAPPING and CONFIG_MAPPING[family] in MODEL_FOR_CAUSAL_LM_MAPPING
+    except (ImportError, ValueError):
+        known = False
+    if not known:
+        raise UserError(f"model_type = {family!r}: no family of language models in transformers {transformers.__version__}; "
+                        "use a checkpoint of another family, or a newer transformers")
+    try:
+        return CONFIG_MAPPING[family].from_dict(model.config_json)
+    except Exception as error:  # families and the validation library raise their own types
+        reason = " ".join(str(error).split())
+        raise UserError(f"model_type = {family!r}: transformers refuses its config.json: {reason}") from None
+
+
+def empty_model(model: ModelSection) -> PreTrainedModel:
     """Return the transformers model on the meta device: shapes without memory."""
-    common: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "num_experts": config.moe_num_experts,
-        "num_experts_per_tok": config.moe_top_k,
-        "norm_topk_prob": config.norm_topk_prob,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
-        # A padding id would freeze its row of the embedding.
-        "pad_token_id": None,
-        "eos_token_id": None,
-    }
+    config = transformers_config(model)
+    config.pad_token_id = None  # a padding id would freeze its row of the embedding
     with torch.device("meta"):
-        if config.architecture == "olmoe":
-            return OlmoeForCausalLM(OlmoeConfig(**common))
-        head_size = config.hidden_size // config.num_attention_heads
-        qwen = Qwen3MoeConfig(**common, moe_intermediate_size=config.intermediate_size, head_dim=head_size)
-        return Qwen3MoeForCausalLM(qwen)
+        empty: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    return empty
 
 
 @lru_cache(maxsize=8)
-def layout_of(config: ModelConfig) -> Layout:
+def layout_of(config: ModelSection) -> Layout:
     """Return the layout of the model's flat state."""
     model = empty_model(config)
     plain = layout_of_model(model)
@@ -72,7 +72,9 @@ def layout_of(config: ModelConfig) -> Layout:
     for block, _ in expert_blocks(model):
         for matrix in MATRICES:
             one = plain.by_name[f"{block}.0.{matrix}"].spec
-            shape = (config.moe_num_experts, one.shape[0], config.moe_low_rank)
+            if config.moe_low_rank > min(one.shape):
+                raise UserError(f"model.moe_low_rank = {config.moe_low_rank}: must be at most {min(one.shape)}, an expert's")
+            shape = (plain.num_experts, one.shape[0], config.moe_low_rank)
             specs.append(TensorSpec(low_rank_name(block, matrix), shape, "shared", one.layer))
     return Layout(specs)
 
@@ -108,7 +110,7 @@ def _router_of(model: nn.Module, block: str) -> str:
                     "use a supported class such as olmoe or qwen3_moe")
 
 
-def initial_state(config: ModelConfig, out: State | None = None) -> State:
+def initial_state(config: ModelSection, out: State | None = None) -> State:
     """Return base 0, flat float32 `[layout.size]`, in `out` if given: transformers' initialisation with the config's seed.
 
     Only one module is in memory besides the result. Bits differ between machines even for equal seeds, so base 0 is created
@@ -137,7 +139,7 @@ def initial_state(config: ModelConfig, out: State | None = None) -> State:
     return state
 
 
-def plain_model(config: ModelConfig, base: State) -> PreTrainedModel:
+def plain_model(config: ModelSection, base: State) -> PreTrainedModel:
     """Return the unmodified transformers model with the base's exact float32 values, on the CPU, for export and evaluation.
 
     Low-rank terms are added to the experts' matrices.
@@ -148,18 +150,14 @@ def plain_model(config: ModelConfig, base: State) -> PreTrainedModel:
         if name in layout.by_name:
             return exact_tensor(base, layout, name)
         block, _, matrix = name.rpartition(".")
-        whole = torch.stack([exact_tensor(base, layout, f"{block}.{e}.{matrix}") for e in range(shape[0])])
-        term = low_rank_name(block, matrix)
-        if term in layout.by_name:
-            whole += exact_tensor(base, layout, term) @ directions(term, config.moe_low_rank, shape[2])
-        return whole
+        return torch.stack([plain_tensor(base, layout, f"{block}.{e}.{matrix}") for e in range(shape[0])])
 
     _materialise(model, values, torch.device("cpu"))
     return model
 
 
 def build_model(
-    config: ModelConfig,
+    config: ModelSection,
     base: State,
     owned: Sequence[int],
     stored: StoredFormat = "fp32",
@@ -172,7 +170,7 @@ def build_model(
     Raises UserError, naming the alternatives, for a stored format or backend that this device does not support.
     """
     model, layout, device = empty_model(config), layout_of(config), torch.device(device)
-    chosen = choose_backend(backend, device, config.hidden_size, config.intermediate_size)
+    chosen = choose_backend(backend, device, *layout.expert_shape)
     # On a CPU, host memory is device memory.
     prefetcher = LayerPrefetcher(device) if stored_on == "host" and device.type != "cpu" else None
     for name, block in list(expert_blocks(model)):
@@ -189,6 +187,18 @@ def exact_tensor(base: State, layout: Layout, name: str) -> Tensor:
     """Return a float32 copy of one tensor of the base."""
     placed = layout.by_name[name]
     return torch.from_numpy(np.array(base[placed.start : placed.stop], np.float32)).view(placed.spec.shape)
+
+
+def plain_tensor(base: State, layout: Layout, name: str) -> Tensor:
+    """Return a float32 copy of one tensor as transformers has it: low-rank terms are added to an expert's matrix."""
+    values, spec = exact_tensor(base, layout, name), layout.by_name[name].spec
+    expert, _, matrix = name.rpartition(".")
+    term = layout.by_name.get(low_rank_name(expert.rpartition(".")[0], matrix))
+    if spec.expert is not None and term is not None:
+        one = term.start + spec.expert * (term.stop - term.start) // term.spec.shape[0]
+        factor = torch.from_numpy(np.array(base[one : one + spec.shape[0] * term.spec.shape[2]], np.float32))
+        values += factor.view(spec.shape[0], -1) @ directions(term.spec.name, term.spec.shape[2], spec.shape[1])
+    return values
 
 
 def exact_expert(base: State, layout: Layout, block: str, expert: int, matrix: str) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spes_p2p.config.campaign import ModelConfig
+from spes_p2p.config.model import ModelSection
 from spes_p2p.model.build import layout_of
+from spes_p2p.model.shape import shape_of
 
 PEAK_BF16_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A6000": 155e12,
@@ -14,25 +15,25 @@ PEAK_BF16_FLOPS = {
 """Dense bf16 FLOP/s of well-known GPUs (data sheets; float32 accumulation), by part of their name."""
 
 
-def training_flops_per_token(model: ModelConfig, sequence_length: int, owned: Sequence[int]) -> float:
-    """Return 4 N + 2 N_trained + 6 L S d, for N active weights in matrix products, of which N_trained are trained.
+def training_flops_per_token(model: ModelSection, sequence_length: int, owned: Sequence[int]) -> float:
+    """Return 4 N + 2 N_trained + 6 L S q, for N active weights in matrix products, of which N_trained are trained.
 
-    This is the usual 6 N + 6 L S d (PaLM, arXiv 2204.02311, appendix B; attention halved for the causal mask) less the weight
+    This is the usual 6 N + 6 L S q (PaLM, arXiv 2204.02311, appendix B; attention halved for the causal mask) less the weight
     gradients of foreign experts. N includes top_k experts per layer, of which the fraction `owned / E` is trained, and their
-    low-rank terms, which are all trained.
+    low-rank terms, which are all trained; q is the width of all query heads.
     """
-    layout = layout_of(model)
+    layout, shape = layout_of(model), shape_of(model)
     looked_up = next(t.spec.size for t in layout.tensors if "embed_tokens" in t.spec.name)
     matrices = sum(
         t.spec.size for t in layout.tensors if t.spec.expert is None and len(t.spec.shape) > 1 and not t.spec.is_low_rank
     )
-    shared = matrices - (0 if model.tie_word_embeddings else looked_up)
-    routed = model.moe_top_k * layout.expert(0).size
-    attention = 6 * model.num_hidden_layers * sequence_length * model.hidden_size
-    hidden, inner = model.hidden_size, model.intermediate_size
+    shared = matrices - (0 if shape.is_tied else looked_up)
+    routed = shape.top_k * layout.expert(0).size
+    attention = 6 * shape.num_hidden_layers * sequence_length * shape.query_size
+    hidden, inner = shape.hidden_size, shape.intermediate_size
     terms = model.moe_low_rank * (6 * (2 * inner + hidden) + 4 * (hidden + inner))  # B is trained, A is not
-    low_rank = model.num_hidden_layers * model.moe_top_k * terms
-    return 6 * shared + (4 + 2 * len(owned) / model.moe_num_experts) * routed + low_rank + attention
+    low_rank = shape.num_hidden_layers * shape.top_k * terms
+    return 6 * shared + (4 + 2 * len(owned) / shape.num_experts) * routed + low_rank + attention
 
 
 def peak_flops(device_name: str) -> float | None:

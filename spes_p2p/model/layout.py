@@ -99,6 +99,12 @@ class Layout:
         """Experts per layer (0 for a dense model)."""
         return sum(1 for g in self.groups if g.kind == "expert")
 
+    @cached_property
+    def expert_shape(self) -> tuple[int, int]:
+        """(hidden size, intermediate size) of the experts."""
+        hidden_size, intermediate_size = next(t.spec.shape for t in self.tensors if t.spec.name.endswith(".0.down_proj"))
+        return hidden_size, intermediate_size
+
     def group(self, name: str) -> Group:
         """Return the group of that name. Raises KeyError."""
         return self._groups_by_name[name]

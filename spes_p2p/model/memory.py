@@ -1,12 +1,13 @@
 """Device memory of a peer's training in bytes, by formula, without allocating anything.
 
 Weights, gradients, moments and stored experts are exact sums over the layout's tensors. Activations are what autograd saves in
-one forward pass: T tokens of width H through L layers; Q and K: width of all query heads, of all key heads; F: width of one
-expert; k experts per token; E experts, o of them owned; V: vocabulary; w = 4 bytes, 2 in bf16 autocast. Saved per layer, token:
+one forward pass: T tokens of width H through L layers; Q and K: width of all query heads, of all key heads; n: Q + K if these
+are normalised, otherwise 0; F: width of one expert; k experts per token; E experts, o of them owned; D: inputs and outputs of
+other matrices, such as a shared expert's; V: vocabulary; w = 4 bytes, 2 in bf16 autocast. Saved per layer, token:
 
-    float32   4 (6 H + 4 Q + 4 K)
-    bf16      4 (4 H + Q + K) + 2 (4 H + 3 Q + 3 K)
-    both      w k (2 H + 3 F + F o / E + 2 r) + 12 E + 36 k + 4 heads       (1 H instead of 2 when nothing is owned)
+    float32   4 (6 H + 2 (Q + K) + 2 n)
+    bf16      4 (4 H + n) + 2 (4 H + 2 (Q + K) + n)
+    both      w k (2 H + 3 F + F o / E + 2 r) + w D + 12 E + 36 k + 4 heads       (1 H instead of 2 when nothing is owned)
 
 the norms' inputs and outputs, attention's operands and result, then the experts' input, output, gated halves, the owned ones'
 product, the narrow inputs of the low-rank terms of rank r, the router's probabilities and the indices. The last norm saves 8 H,
@@ -26,10 +27,11 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal
 
-from spes_p2p.config.campaign import ModelConfig
+from spes_p2p.config.model import ModelSection
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.model.prefetch import SLOTS
+from spes_p2p.model.shape import shape_of
 from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -88,20 +90,21 @@ class DeviceBytes:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def device_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> DeviceBytes:
+def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> DeviceBytes:
     """Return the device memory of training with this setup, which does not depend on which experts are owned."""
     layout = layout_of(model)
     shared, expert = shared_elements(layout), layout.expert(0).size
     trained = shared + setup.owned * expert
     activations, working = _Pass(model, sequence_length, setup).highest()
     optimizer_working = 4 * max(shared, expert)
-    layers_there = min(SLOTS, model.num_hidden_layers) if setup.stored_on == "host" else model.num_hidden_layers
+    layers = shape_of(model).num_hidden_layers
+    layers_there = min(SLOTS, layers) if setup.stored_on == "host" else layers
     return DeviceBytes(
         weights=4 * trained,
         gradients=4 * trained,
         moments=_moments_bytes(layout, None, setup.optimizer, setup.muon)
         + setup.owned * _moments_bytes(layout, 0, setup.optimizer, setup.muon),
-        stored=stored_bytes(model, setup) * layers_there // model.num_hidden_layers + _directions_bytes(model),
+        stored=stored_bytes(model, setup) * layers_there // layers + _directions_bytes(model),
         activations=activations,
         working=max(working, optimizer_working - activations),
     )
@@ -133,9 +136,9 @@ def tensor_moment_bytes(elements: int, optimizer: OptimizerKind) -> int:
     return elements + SCALE_BYTES * (elements // BLOCK_8BIT) + MAP_8BIT_BYTES
 
 
-def stored_bytes(model: ModelConfig, setup: Setup) -> int:
+def stored_bytes(model: ModelSection, setup: Setup) -> int:
     """Return the bytes of all foreign experts, on the device or in host memory."""
-    return (model.moe_num_experts - setup.owned) * stored_expert_bytes(layout_of(model), setup.stored)
+    return (layout_of(model).num_experts - setup.owned) * stored_expert_bytes(layout_of(model), setup.stored)
 
 
 @lru_cache(maxsize=16)
@@ -146,11 +149,12 @@ def stored_expert_bytes(layout: Layout, stored: StoredFormat) -> int:
     return STORED_BYTES[stored] * sum(spec.size for spec in tensors) + scales
 
 
-def _directions_bytes(model: ModelConfig) -> int:
-    return 4 * model.num_hidden_layers * model.moe_low_rank * (model.hidden_size + model.intermediate_size)
+def _directions_bytes(model: ModelSection) -> int:
+    shape = shape_of(model)
+    return 4 * shape.num_hidden_layers * shape.low_rank * (shape.hidden_size + shape.intermediate_size)
 
 
-def saved_activation_bytes(model: ModelConfig, sequence_length: int, setup: Setup) -> int:
+def saved_activation_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> int:
     """Return what autograd saves in one forward pass (module docstring)."""
     return _Pass(model, sequence_length, setup).saved()
 
@@ -158,8 +162,8 @@ def saved_activation_bytes(model: ModelConfig, sequence_length: int, setup: Setu
 class _Pass:
     """Activations and working memory of one forward and backward pass."""
 
-    def __init__(self, model: ModelConfig, sequence_length: int, setup: Setup):
-        self._model, self._setup = model, setup
+    def __init__(self, model: ModelSection, sequence_length: int, setup: Setup):
+        self._shape, self._setup = shape_of(model), setup
         self._tokens = setup.micro_batch * sequence_length
         self._width = 2 if setup.bf16 else 4
         self._cast_copies = 2 * _multiplied_elements(layout_of(model)) if setup.bf16 else 0
@@ -172,7 +176,7 @@ class _Pass:
         """Return (activations, working) bytes at the largest of three peaks: loss, backward pass of the last layer, of the
         embedding."""
         layer = self.layer_saved() if self._setup.checkpointing else 0
-        tied = self._head() if self._model.tie_word_embeddings else 0
+        tied = self._head() if self._shape.is_tied else 0
         peaks = (
             (self.saved(), self._loss_working()),
             (self.layers_saved() + self._cast_copies + layer, self._layer_working() + tied),
@@ -182,49 +186,51 @@ class _Pass:
 
     def layers_saved(self) -> int:
         """Bytes saved by all layers at the end of the forward pass."""
-        layer = 4 * self._model.hidden_size * self._tokens if self._setup.checkpointing else self.layer_saved()
-        return self._model.num_hidden_layers * layer
+        layer = 4 * self._shape.hidden_size * self._tokens if self._setup.checkpointing else self.layer_saved()
+        return self._shape.num_hidden_layers * layer
 
     def layer_saved(self) -> int:
         """Bytes saved by one layer without checkpointing."""
-        m, w = self._model, self._width
-        hidden, queries, keys = m.hidden_size, m.hidden_size, m.hidden_size // m.num_attention_heads * m.num_key_value_heads
+        m, w = self._shape, self._width
+        hidden, heads = m.hidden_size, m.query_size + m.key_size
+        norms = heads if m.has_query_norm else 0
         if self._setup.bf16:
-            attention = 4 * (4 * hidden + queries + keys) + 2 * (4 * hidden + 3 * queries + 3 * keys)
+            attention = 4 * (4 * hidden + norms) + 2 * (4 * hidden + 2 * heads + norms)
         else:
-            attention = 4 * (6 * hidden + 4 * queries + 4 * keys)
+            attention = 4 * (6 * hidden + 2 * heads + 2 * norms)
+        attention += w * m.other_size
         kept_input = hidden if self._setup.owned else 0
-        share = self._setup.owned / m.moe_num_experts
-        narrow = 2 * m.moe_low_rank
-        experts = w * m.moe_top_k * (hidden + kept_input + (3 + share) * m.intermediate_size + narrow)
-        router = 12 * m.moe_num_experts + 36 * m.moe_top_k + 4 * m.num_attention_heads
+        share = self._setup.owned / m.num_experts
+        narrow = 2 * m.low_rank
+        experts = w * m.top_k * (hidden + kept_input + (3 + share) * m.intermediate_size + narrow)
+        router = 12 * m.num_experts + 36 * m.top_k + 4 * m.num_heads
         return round(self._tokens * (attention + experts + router))
 
     def head_saved(self) -> int:
         """Bytes saved by the last norm, and the gradients that the loss computed."""
-        return self._tokens * 12 * self._model.hidden_size + self._head()
+        return self._tokens * 12 * self._shape.hidden_size + self._head()
 
     def _head(self) -> int:
         """Bytes of the head, of its gradient, or of the embedding's gradient."""
-        return 4 * self._model.vocab_size * self._model.hidden_size
+        return 4 * self._shape.vocab_size * self._shape.hidden_size
 
     def _loss_working(self) -> int:
         """Logits of a chunk, reused for their gradient; in bf16 also a bf16 copy of them and of the head, and row blocks."""
-        logits = min(LOSS_CHUNK, self._tokens) * self._model.vocab_size
+        logits = min(LOSS_CHUNK, self._tokens) * self._shape.vocab_size
         if not self._setup.bf16:
             return 4 * logits
-        pieces = min(PRODUCT_ROWS, self._model.vocab_size) * self._model.hidden_size
+        pieces = min(PRODUCT_ROWS, self._shape.vocab_size) * self._shape.hidden_size
         return 6 * logits + self._head() // 2 + 6 * pieces
 
     def _layer_working(self) -> int:
         """Decoded foreign experts, or gradients of the owned ones (in bf16, then float32), and rows of the experts' inputs."""
-        m, w, setup = self._model, self._width, self._setup
+        m, w, setup = self._shape, self._width, self._setup
         matrix = w * 2 * m.intermediate_size * m.hidden_size
         # A CPU decodes one at a time (model/backends.py).
-        foreign = min(1, m.moe_num_experts - setup.owned) if setup.device == "cpu" else m.moe_num_experts - setup.owned
+        foreign = min(1, m.num_experts - setup.owned) if setup.device == "cpu" else m.num_experts - setup.owned
         decoded = 0 if STORED_BYTES[setup.stored] == w else foreign
-        rows = w * m.moe_top_k * self._tokens * (m.intermediate_size + m.hidden_size)
-        terms = 4 * m.moe_num_experts * m.moe_low_rank * max(2 * m.intermediate_size, m.hidden_size)
+        rows = w * m.top_k * self._tokens * (m.intermediate_size + m.hidden_size)
+        terms = 4 * m.num_experts * m.low_rank * max(2 * m.intermediate_size, m.hidden_size)
         return matrix * max(decoded, (3 if setup.bf16 else 1) * setup.owned) + rows + 2 * terms
 
 

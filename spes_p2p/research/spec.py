@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from spes_p2p.config.campaign import CampaignConfig, Section, parse_campaign_config
+from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
 from spes_p2p.config.problems import broken_rule, validated
+from spes_p2p.config.section import Section
 from spes_p2p.config.types import Count, Positive, PositiveNumber, Text
 from spes_p2p.config.yaml_file import read_yaml_mapping
 from spes_p2p.errors import UserError

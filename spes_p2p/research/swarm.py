@@ -22,6 +22,7 @@ from spes_p2p.data.samples import SampleReader, Samples
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, initial_state, layout_of
 from spes_p2p.model.layout import Group, Layout
+from spes_p2p.model.shape import shape_of
 from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, RoundMeasured, WorkDropped
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.durable import voter_incarnation
@@ -155,9 +156,9 @@ class Watch:
         self.base = new.copy()
 
     def _diagnose(self, event: RoundCommitted, new: State, work: Sequence[Work]) -> Record:
-        layout, model = self.layout, self.config.model
+        layout, shape = self.layout, shape_of(self.config.model)
         before, after = self.judge.routing(self.base), self.judge.routing(new)
-        assignments = model.moe_top_k * model.num_hidden_layers * sum(w.tokens for w in work)
+        assignments = shape.top_k * shape.num_hidden_layers * sum(w.tokens for w in work)
         owner_tokens = np.sum([w.routed for w in work], axis=0)
         updates: dict[Group, list[State]] = {}
         for each in work:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from spes_p2p.config.campaign import ModelConfig
+from spes_p2p.config.model import ModelSection
 from spes_p2p.data.documents import read_documents
 from spes_p2p.data.local_files import open_corpus
 from spes_p2p.data.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -88,7 +88,7 @@ def endpoint_of(folder: Path, key: str) -> Path:
     return folder / "endpoints" / key
 
 
-def keep_endpoint(folder: Path, key: str, model: ModelConfig, weights: State) -> None:
+def keep_endpoint(folder: Path, key: str, model: ModelSection, weights: State) -> None:
     """Export a run's final weights for `tools/experiments evaluate`, replacing those of an earlier attempt."""
     output = endpoint_of(folder, key)
     shutil.rmtree(output, ignore_errors=True)

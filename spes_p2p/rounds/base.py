@@ -15,9 +15,10 @@ import numpy as np
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.rounds import Proposal
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, root_digest, state_digest
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, root_digest
 from spes_p2p.rounds.planned import Assignment, DerivePlan, Plan
 from spes_p2p.storage.interfaces import Draft, Store
+from spes_p2p.storage.mapped import released
 from spes_p2p.storage.store import frame_record, read_frame
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def load_base(
         raise UserError(
             f"{where}/{name}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
         )
-    if state_digest(values) != header.digest:
+    if root_digest(b"".join(map(piece_digest, released(pieces_of(values))))) != header.digest:
         raise damaged
     plan = None
     if derive is not None and header.proposal is not None:

@@ -10,11 +10,11 @@ import numpy as np
 
 from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, read_run_dir
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
+from spes_p2p.campaign.start import base_0
 from spes_p2p.config.addresses import peer_of
-from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.model.build import layout_of
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.rounds.base import BASE
@@ -25,14 +25,13 @@ from spes_p2p.storage.interfaces import Store
 
 def load_or_make_genesis(files: CampaignFiles, run_dir: Path, store: Store, bootstrap: str) -> Commit:
     """Return the genesis commit in the run-dir, or create it together with base 0. Raises UserError."""
-    config = files.campaign.config
     known = read_run_dir(run_dir)
     if known is not None:
         check_run_dir(files, known[1], run_dir)
-        if store.read(BASE) is None and state_digest(values := _base_0(config, store)) == known[1].base_digest:
+        if store.read(BASE) is None and state_digest(values := _base_0(files, store)) == known[1].base_digest:
             save_base_0(store, known[1], values)
         return known[1]
-    values = _base_0(config, store)
+    values = _base_0(files, store)
     genesis = make_genesis(files.campaign, bootstrap, values, voter_incarnation(store, random.Random()))
     if store.read(BASE) is None:
         save_base_0(store, genesis, values)
@@ -51,10 +50,11 @@ async def fetch_genesis(endpoint: RpcEndpoint, others: Sequence[str], files: Cam
     return genesis
 
 
-def _base_0(config: CampaignConfig, store: Store) -> np.ndarray:
+def _base_0(files: CampaignFiles, store: Store) -> np.ndarray:
     """Return the initial weights with zero momentum, in a scratch file."""
+    config = files.campaign.config
     layout = layout_of(config.model)
     values = store.scratch("temporary", base_size(layout, config.outer))
-    initial_state(config.model, values[: layout.size])
+    base_0(files, values[: layout.size])
     values[layout.size :] = 0
     return values

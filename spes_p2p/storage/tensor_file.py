@@ -15,7 +15,8 @@ import numpy as np
 
 METADATA = "__metadata__"
 LENGTH_BYTES = ALIGNMENT = 8
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "I8": "|i1"}
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "I8": "|i1"}
+"""numpy has no bfloat16: its bits are uint16."""
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 

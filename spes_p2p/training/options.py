@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from spes_p2p.config.campaign import ModelConfig
+from spes_p2p.config.model import ModelSection
 from spes_p2p.model.backends import BackendName, choose_backend
+from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import OptimizerKind
 from spes_p2p.model.stored import StoredFormat, StoredPlace
 from spes_p2p.training.adamw import check_optimizer
@@ -28,7 +29,7 @@ class TrainingOptions:
     """Samples per forward pass; default: the campaign's."""
 
 
-def check_options(model: ModelConfig, options: TrainingOptions, device: str) -> None:
+def check_options(model: ModelSection, options: TrainingOptions, device: str) -> None:
     """Raise UserError, naming the alternatives, if this machine does not support the options. Allocates nothing."""
-    choose_backend(options.backend, torch.device(device), model.hidden_size, model.intermediate_size)
+    choose_backend(options.backend, torch.device(device), *layout_of(model).expert_shape)
     check_optimizer(options.optimizer)

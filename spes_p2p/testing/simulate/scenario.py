@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from spes_p2p.config.campaign import Section
 from spes_p2p.config.problems import broken_rule, validated
 from spes_p2p.config.quantities import parse_bits_per_second
+from spes_p2p.config.section import Section
 from spes_p2p.config.types import Count, Fraction, NonNegative, Positive, PositiveNumber, Text, checked
 from spes_p2p.config.yaml_file import YamlFile, read_yaml_mapping
 from spes_p2p.errors import UserError

@@ -146,14 +146,16 @@ class VirtualSwarm:
         archive: Archive = NO_ARCHIVE,
         make_trainer: Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
         layout: Layout = LAYOUT,
+        weights: np.ndarray | None = None,
     ):
-        """`make_trainer`: makes real trainers from a base and owned experts; `layout`: their model's layout."""
+        """`make_trainer`: makes real trainers from a base and owned experts; `layout`: their model's; `weights`: base 0."""
         self.campaign = the_campaign
         self.layout = layout
         self.bootstrap = bootstrap
         self.network = MemoryNetwork(seed, latency_s=0.05) if network is None else network
         self.rules = Rules(the_campaign.config, the_campaign.hash, NUM_SAMPLES)
-        weights = np.random.default_rng(seed).standard_normal(layout.size, np.float32)
+        if weights is None:
+            weights = np.random.default_rng(seed).standard_normal(layout.size, np.float32)
         self.base0 = first_base(weights, layout, the_campaign.config.outer)
         self.stores: dict[str, MemoryStore] = {bootstrap: MemoryStore()}
         disk = voter_incarnation(self.stores[bootstrap], random.Random(seed))

@@ -1,0 +1,123 @@
+"""Base 0: random weights, or those of an existing checkpoint, in a folder or on the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
+from spes_p2p.config.model import CONFIG_JSON, NUM_EXPERTS, ModelSection, TransformersModel
+from spes_p2p.config.problems import validated
+from spes_p2p.data.tokenizers import END_OF_TEXT, load_tokenizer
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import initial_state
+from spes_p2p.model.checkpoint import Checkpoint, check_complete, checkpoint_state
+from spes_p2p.model.families import check_family
+from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_config, upcycled_state
+
+HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint that a campaign can begin with, and the model section that follows from it."""
+
+    checkpoint: str
+    """What the campaign file says: a path relative to it, or a Hub name with its commit."""
+    model: ModelSection
+    config: bytes
+    """The model's `config.json`: the checkpoint's own bytes, or those of an upcycled model."""
+    tokenizer: Path
+    eos_token: str
+    upcycle: UpcycleRule | None
+
+
+def find_start(
+    checkpoint: str, folder: Path, tokenizer: Path | None, experts: int | None, top_k: int | None, upcycle: UpcycleRule | None
+) -> Start:
+    """Examine the checkpoint for a campaign in `folder`; reads no weights. Raises UserError if it cannot be its beginning.
+
+    `experts`, `top_k` and `upcycle` are for a dense checkpoint.
+    """
+    found = locate(checkpoint, Path())
+    source = Checkpoint(found)
+    has_experts = any(name in source.config for name in NUM_EXPERTS)
+    if has_experts and (experts or top_k or upcycle):
+        raise UserError(f"{checkpoint}: has experts already; leave out --experts, --top-k and --upcycle")
+    if not has_experts and experts is None:
+        advice = "give --experts to upcycle it" if source.config.get("model_type") in FAMILIES else "use a mixture of experts"
+        raise UserError(f"{checkpoint}: a dense model ({source.config.get('model_type')}); {advice}")
+    if has_experts:
+        config, content = source.config, (found / CONFIG_JSON).read_bytes()
+    else:
+        config = upcycled_config(source.config, experts or 1, top_k or min(2, experts or 1))
+        content = as_json(config)
+    model = validated(TransformersModel, {"config": config}, lambda location: str(found / CONFIG_JSON))
+    check_family(model)
+    if has_experts:
+        check_complete(model, source)
+    else:
+        check_dense(model, source)
+    if tokenizer is None and not (found / TOKENIZER_FILE).is_file():
+        raise UserError(f"{checkpoint}: has no {TOKENIZER_FILE}; name the tokenizer of its text with --tokenizer")
+    tokenizer = tokenizer or found / TOKENIZER_FILE
+    return Start(
+        _recorded(checkpoint, found, folder), model, content, tokenizer, _eos_token(config, tokenizer),
+        None if has_experts else upcycle or "copy",
+    )
+
+
+def locate(checkpoint: str, home: Path) -> Path:
+    """Return the folder of a checkpoint, downloading it if it is a Hub name. Raises UserError."""
+    folder = home / checkpoint
+    hub = HUB_NAME.fullmatch(checkpoint)
+    if folder.is_dir() or hub is None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub["name"], revision=hub["revision"], allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # errors of the Hub's client, of HTTP, and of the disk
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{checkpoint}: no such folder, and not available from the Hub ({reason})") from None
+
+
+def base_0(files: CampaignFiles, out: np.ndarray) -> None:
+    """Write a campaign's first weights to `out`, float32 `[layout.size]`. Raises UserError if the checkpoint does not fit."""
+    config = files.campaign.config
+    if config.start is None:
+        initial_state(config.model, out)
+        return
+    source = Checkpoint(locate(config.start.checkpoint, files.home))
+    check_family(config.model)
+    if config.start.upcycle is None:
+        checkpoint_state(config.model, source, out)
+    else:
+        upcycled_state(config.model, source, config.start.upcycle, out)
+
+
+def as_json(config: dict[str, Any]) -> bytes:
+    """Return the content of a `config.json`."""
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _recorded(checkpoint: str, found: Path, folder: Path) -> str:
+    if Path(checkpoint).is_dir():
+        return os.path.relpath(found.resolve(), folder.resolve())
+    return f"{checkpoint.partition('@')[0]}@{found.name}"  # the cache names a snapshot after its commit
+
+
+def _eos_token(config: dict[str, Any], tokenizer: Path) -> str:
+    """Return the token that ends documents: the model's own, or the usual one."""
+    known = load_tokenizer(tokenizer)
+    ids = config.get("eos_token_id")
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    token = known.id_to_token(first) if isinstance(first, int) else END_OF_TEXT
+    if token is None or known.token_to_id(token) is None:
+        raise UserError(f"{tokenizer}: has no token for the model's eos_token_id = {first}; it is another model's tokenizer")
+    return token

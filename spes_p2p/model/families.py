@@ -1,0 +1,33 @@
+"""Whether this program trains a model family right. What it cannot compute is refused by name before anything is written."""
+
+from __future__ import annotations
+
+from spes_p2p.config.model import ModelSection
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import empty_model, layout_of
+from spes_p2p.model.file_format import file_tensors
+
+SCALED_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+"""Settings by which a family changes its logits after the output head."""
+
+
+def check_family(model: ModelSection) -> None:
+    """Raise UserError unless the family's experts, routers, output head and file format are those that training supports."""
+    empty, layout = empty_model(model), layout_of(model)
+    family = f"model_type = {model.architecture!r}"
+    if layout.num_experts != model.moe_num_experts:
+        raise UserError(f"{family}: its layers have {layout.num_experts} experts, its config.json says {model.moe_num_experts}")
+    persistent = set(empty.state_dict()) - {name for name, _ in empty.named_parameters(remove_duplicate=False)}
+    if persistent:
+        raise UserError(f"{family}: keeps state beside its weights ({min(persistent)}), which rounds do not exchange; "
+                        "use another family")
+    if "router_logits" not in (getattr(empty.base_model, "_can_record_outputs", None) or {}):
+        raise UserError(f"{family}: does not report its routers' scores, which load balancing needs; use another family")
+    head = empty.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UserError(f"{family}: its output head has a bias, which training does not support; use another family")
+    changed = [name for name in SCALED_LOGITS if getattr(empty.config, name, None) not in (None, 1, 1.0)]
+    if changed:
+        raise UserError(f"{family} with {changed[0]}: its logits are changed after the output head, which training does not "
+                        "support; use another family")
+    file_tensors(model)

@@ -1,0 +1,257 @@
+"""A campaign that starts from an existing checkpoint has its exact weights, and exports them in its family's format."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import DENSE, MOE, make_checkpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from sample_text import CONFIGS
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spes_p2p.campaign.start import Start, find_start
+from spes_p2p.config.model import TransformersModel
+from spes_p2p.errors import UserError
+from spes_p2p.model import checkpoint as reading
+from spes_p2p.model import export as exporting
+from spes_p2p.model.build import State, layout_of, plain_model
+from spes_p2p.model.checkpoint import Checkpoint, checkpoint_state
+from spes_p2p.model.export import export_checkpoint
+from spes_p2p.model.upcycle import UpcycleRule, upcycled_state
+
+IDS = torch.arange(96).view(4, 24) * 5 % 512
+
+
+def started(folder: Path, experts: int | None = None, rule: UpcycleRule | None = None) -> tuple[Start, State]:
+    """What `init --from` finds in the folder, and base 0."""
+    start = find_start(str(folder), folder.parent, None, experts, None, rule)
+    state = np.full(layout_of(start.model).size, np.nan, np.float32)
+    if start.upcycle is None:
+        checkpoint_state(start.model, Checkpoint(folder), state)
+    else:
+        upcycled_state(start.model, Checkpoint(folder), start.upcycle, state)
+    assert np.isfinite(state).all()
+    return start, state
+
+
+def export(start: Start, state: State, output: Path, **options: Any) -> PreTrainedModel:
+    export_checkpoint(start.model, state, start.tokenizer, start.eos_token, None, output, **options)
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
+    return loaded.eval()
+
+
+@torch.no_grad()
+def difference(one: PreTrainedModel, other: PreTrainedModel) -> float:
+    """The largest difference of the two models' logits."""
+    return float((one(input_ids=IDS).logits - other(input_ids=IDS).logits).abs().max())
+
+
+def keys_of(folder: Path) -> set[str]:
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= set(file.keys())
+    return found
+
+
+@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("save", [{}, {"max_shard_size": "30KB"}], ids=["whole", "shards"])
+def test_each_family_comes_in_and_goes_out_without_a_difference(
+    family: str, save: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = make_checkpoint(family, tmp_path / "original", **save)
+    start, state = started(tmp_path / "original")
+    assert difference(original, plain_model(start.model, state).eval()) == 0.0
+    monkeypatch.setattr(exporting, "SHARD_BYTES", 40_000 if save else exporting.SHARD_BYTES)
+    loaded = export(start, state, tmp_path / "exported")
+    assert difference(original, loaded) == 0.0
+    assert keys_of(tmp_path / "exported") == keys_of(tmp_path / "original")
+    assert (len(list((tmp_path / "exported").glob("*.safetensors"))) > 1) == bool(save)
+    kept, given = (json.loads((tmp_path / name / "config.json").read_bytes()) for name in ("exported", "original"))
+    assert {name: kept[name] for name in given if given[name] is not None} == {n: v for n, v in given.items() if v is not None}
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_half_precision_is_read_exactly_and_written_rounded(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path / "original", torch.bfloat16)
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32).eval()
+    start, state = started(tmp_path / "original")
+    assert difference(original, plain_model(start.model, state).eval()) == 0.0
+    state += np.float32(1e-4)
+    loaded = export(start, state, tmp_path / "exported", dtype="bf16")
+    assert loaded.dtype == torch.bfloat16
+    for name, values in plain_model(start.model, state).named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), values.to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_large_tensors_are_read_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = make_checkpoint("mixtral", tmp_path / "original")
+    monkeypatch.setattr(reading, "READ_ELEMENTS", 100)
+    monkeypatch.setattr(exporting, "CONVERTED_ELEMENTS", 77)
+    start, state = started(tmp_path / "original")
+    assert difference(original, export(start, state, tmp_path / "exported")) == 0.0
+
+
+def test_the_models_config_is_the_checkpoints_own_and_counts_for_the_hash(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    model = find_start(str(tmp_path), tmp_path, None, None, None, None).model
+    given = json.loads((tmp_path / "config.json").read_bytes())
+    assert isinstance(model, TransformersModel)
+    assert model.config == given
+    assert model.model_dump(exclude_unset=True) == {"config": given}
+    assert hash(model) != hash(TransformersModel(config={**given, "rms_norm_eps": 1e-5}))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_identical_experts_compute_what_the_dense_model_does(family: str, tmp_path: Path) -> None:
+    dense = make_checkpoint(family, tmp_path / "dense")
+    start, state = started(tmp_path / "dense", 4)
+    layout = layout_of(start.model)
+    assert (start.upcycle, layout.num_experts) == ("copy", 4)
+    router = layout.group("router")
+    assert state[router.start : router.stop].std() == pytest.approx(0.2, rel=0.2)
+    with torch.no_grad():
+        expected = dense(input_ids=IDS).logits
+        torch.testing.assert_close(plain_model(start.model, state).eval()(input_ids=IDS).logits, expected)
+    torch.testing.assert_close(export(start, state, tmp_path / "moe")(input_ids=IDS).logits, expected)
+
+
+@pytest.mark.parametrize("rule", ["drop", "spes"])
+def test_experts_are_told_apart_by_the_rule(rule: UpcycleRule, tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path / "dense")
+    start, copies = started(tmp_path / "dense", 4)
+    _, state = started(tmp_path / "dense", 4, rule)
+    layout = layout_of(start.model)
+    shared = layout.group("shared")
+    np.testing.assert_array_equal(state[: shared.stop], copies[: shared.stop])
+    np.testing.assert_array_equal(state, started(tmp_path / "dense", 4, rule)[1])
+    experts = [state[group.start : group.stop] for group in layout.groups if group.expert is not None]
+    assert len({expert.tobytes() for expert in experts}) == 4
+    for placed in layout.tensors:
+        if placed.spec.expert is None:
+            continue
+        old, new = (values[placed.start : placed.stop].reshape(placed.spec.shape) for values in (copies, state))
+        changed = old != new
+        if rule == "spes":
+            assert changed.mean() == pytest.approx(0.5, abs=0.05)
+            assert (new - old)[changed].std() == pytest.approx(0.02, rel=0.1)
+        elif placed.spec.name.endswith("down_proj"):
+            assert changed.all(axis=0).sum() == 12
+            assert changed.any(axis=0).sum() == 12
+            assert new[changed].std() == pytest.approx(0.2, rel=0.2)
+        else:
+            halves = changed.reshape(2, 24, -1)
+            assert (halves.all(axis=2).sum(axis=1) == 12).all()
+            np.testing.assert_array_equal(halves[0], halves[1])
+    router = layout.group("router")
+    down = layout.by_name["model.layers.0.mlp.experts.0.down_proj"]
+    deviation = copies[down.start : down.stop].std() if rule == "spes" else 0.2
+    assert state[router.start : router.stop].std() == pytest.approx(deviation, rel=0.2)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
+
+
+def drop_a_tensor(folder: Path, name: str) -> None:
+    path = folder / "model.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if key != name}, path)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize(("family", "harm", "message"), [
+    ("olmoe", lambda f: edit_config(f, model_type="novel"), "model_type = 'novel': no family of language models"),
+    ("olmoe", lambda f: edit_config(f, hidden_size="wide"), "model_type = 'olmoe': transformers refuses its config.json"),
+    ("olmoe", lambda f: edit_config(f, num_experts=0), r"config.num_experts = 0: must be a whole number greater than 0"),
+    ("olmoe", lambda f: edit_config(f, quantization_config={"bits": 4}), "quantised weights cannot be trained"),
+    ("olmoe", lambda f: edit_config(f, _attn_implementation="hub/code"), "is each peer's own choice; remove it"),
+    ("olmoe", lambda f: edit_config(f, intermediate_size=48), r"is \[32, 24\], its config.json asks for \[32, 48\]"),
+    ("olmoe", lambda f: edit_config(f, num_hidden_layers=3), "has no tensor model.layers.2"),
+    ("olmoe", lambda f: edit_config(f, eos_token_id=600), "no token for the model's eos_token_id = 600; it is another model's"),
+    ("olmoe", lambda f: drop_a_tensor(f, "model.norm.weight"), "has no tensor model.norm.weight, which its config.json asks"),
+    ("olmoe", lambda f: cut_short(f / "model.safetensors"), "model.safetensors: missing or cut short"),
+    ("olmoe", lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor model.safetensors.index.json"),
+    ("olmoe", lambda f: (f / "config.json").write_text("no"), "config.json: not a transformers config.json"),
+    ("olmoe", lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json; name the tokenizer of its text"),
+    ("olmoe", lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
+    ("llama", lambda f: None, r"a dense model \(llama\); give --experts to upcycle it"),
+])
+def test_what_cannot_be_a_beginning_is_refused_in_one_line(family: str, harm: Any, message: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    harm(tmp_path)
+    with pytest.raises(UserError, match=message) as refusal:
+        find_start(str(tmp_path), tmp_path, None, None, None, None)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_checkpoint("olmoe", tmp_path, max_shard_size="30KB")
+    (tmp_path / "model-00002-of-00009.safetensors").unlink(missing_ok=True)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink(missing_ok=True)
+    with pytest.raises(UserError, match=f"{shard.name}: missing or cut short"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), [
+    ("olmoe", {}, "has experts already; leave out --experts"),
+    ("llama", {"attention_bias": True}, "mixtral has no such layers"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "qwen3_moe has no such layers"),
+    ("llama", {"model_type": "gpt2"}, "model_type = 'gpt2': cannot be upcycled; use a dense checkpoint of llama"),
+])
+def test_what_cannot_be_upcycled_is_refused(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        find_start(str(tmp_path), tmp_path, None, 4, None, None)
+
+
+EXPORT = """
+import sys
+from pathlib import Path
+import numpy as np
+from spes_p2p.config.model import ModelConfig
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.export import export_checkpoint
+from spes_p2p.rounds.base import load_base, stage_base
+from spes_p2p.rounds.digest import PIECE_ELEMENTS
+from spes_p2p.storage.store import DirectoryStore
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+folder, dtype = Path(sys.argv[1]), sys.argv[2]
+model = ModelConfig(vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=4, max_position_embeddings=64, moe_num_experts=32, moe_top_k=2)
+store, size = DirectoryStore(folder / "run"), layout_of(model).size
+whole, rest = divmod(size, PIECE_ELEMENTS)
+piece = np.ones(PIECE_ELEMENTS, np.float32)
+stage_base(store, "c" * 64, 1, None, [*[piece] * whole, piece[:rest]]).draft.publish()
+before = peak()
+values = load_base(store, size, "run").values
+export_checkpoint(model, values, Path(sys.argv[3]), "<|endoftext|>", None, folder / "out", dtype=dtype)
+print((peak() - before) * 1024 / (4 * size))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_export_needs_a_fraction_of_the_models_memory(dtype: str, tmp_path: Path) -> None:
+    tokenizer = str(CONFIGS / "demo_text/tokenizer_512.json")
+    ended = subprocess.run([sys.executable, "-c", EXPORT, str(tmp_path), dtype, tokenizer], capture_output=True, text=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 0.3
