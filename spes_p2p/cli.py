@@ -96,7 +96,7 @@ def init(
     peers: Annotated[int | None, typer.Option(help="Expected number of trainers.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the training text.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the campaign. Default: name of the folder.")] = None,
-    admission: Annotated[str, typer.Option(help="Who may take part: friends or invite.")] = "friends",
+    admission: Annotated[str, typer.Option(help="Who may take part: friends, invite or open.")] = "friends",
     url: Url = None,
     checkpoint: Annotated[str | None, typer.Option(
         "--from", help="Existing weights to start from: folder or Hub name (OWNER/NAME) of a Hugging Face checkpoint.")] = None,

@@ -24,6 +24,7 @@ from spes_p2p.messages.methods import PREPARE, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.observe.events import PhaseEntered
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -83,6 +84,15 @@ def test_among_friends_nobody_needs_an_invitation_and_a_wrong_one_harms_nobody()
         assert not refusal("A", given_one, trains=False, rule="friends")
 
 
+def test_an_open_campaign_admits_every_trainer_but_no_false_invitation_and_no_helper_without_one() -> None:
+    assert not refusal("A", None, rule="open")
+    assert not refusal("A", invitation("A", *ELECTOR), rule="open")
+    assert not refusal("H", invitation("H", "helper"), trains=False, rule="open")
+    assert "admits helpers by invitation only" in refusal("H", None, trains=False, rule="open")
+    assert "did not sign" in refusal("A", invitation("A", *ELECTOR, signer="A"), rule="open")
+    assert "must name its peer" in refusal("A", invitation("", *ELECTOR), rule="open")
+
+
 @given(st.text(max_size=40), st.integers(0, 2**62), st.sets(st.sampled_from(["trainer", "elector", "helper"])))
 def test_an_invitation_survives_being_pasted(peer: str, expires: int, roles: set[Role]) -> None:
     made = Invitation("c" * 64, peer, tuple(sorted(roles)), expires, bytes(550))
@@ -126,9 +136,9 @@ def test_an_owner_cannot_sign_what_nobody_would_take(peer: str | None, roles: st
 # Swarms -----------------------------------------------------------------------------------------------------------------
 
 
-def invited_swarm(invitations: dict[str, Invitation], **sections: Any) -> VirtualSwarm:
-    """A swarm by invitation with these trainers."""
-    swarm = VirtualSwarm(campaign(admission="invite", **{"sync": {"min_peers": len(invitations)}, **sections}))
+def invited_swarm(invitations: dict[str, Invitation], rule: str = "invite", **sections: Any) -> VirtualSwarm:
+    """A swarm with these trainers."""
+    swarm = VirtualSwarm(campaign(admission=rule, **{"sync": {"min_peers": len(invitations)}, **sections}))
     swarm.invitations = {
         name: signed_invitation(replace(each, campaign=swarm.campaign.hash), OWNER) for name, each in invitations.items()
     }
@@ -149,7 +159,7 @@ async def announce(swarm: VirtualSwarm, name: str, like: str, **changes: Any) ->
 
 def test_only_invited_peers_are_members_and_only_electors_vote_and_coordinate() -> None:
     async def main() -> None:
-        swarm = invited_swarm({"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR), "C": invitation()})
+        swarm = invited_swarm({"A": invitation(), "B": invitation("B", *ELECTOR), "C": invitation("C", *ELECTOR)})
         swarm.start("X")
         life = swarm.tasks.pop("X")
         swarm.peers.pop("X")
@@ -158,8 +168,8 @@ def test_only_invited_peers_are_members_and_only_electors_vote_and_coordinate() 
             await life
         commits = [decided.commit for decided in swarm.nodes["W"].log.since(-1)]
         assert {peer for commit in commits for peer in commit.members} == set("WABC")
-        assert all("C" in commit.members and set(commit.electorate) == set("WAB") for commit in commits)
-        assert not any("C" in coordinator_order(commit) for commit in commits)
+        assert all("A" in commit.members and set(commit.electorate) == set("WBC") for commit in commits)
+        assert not any("A" in coordinator_order(commit) for commit in commits)
         swarm.assert_replicas_agree()
 
     simulate(main)
@@ -201,6 +211,7 @@ def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so() -> No
         await asyncio.wait({life}, timeout=200)
         with pytest.raises(UserError, match="the invitation expired at "):
             life.result()
+        assert swarm.recorders["B"].of(PhaseEntered)[-1].name == "leaving", "it told the others"
         number = swarm.round_of("A")
         await swarm.until_round(number + 3)
         assert "B" not in swarm.nodes["A"].log.last.members
@@ -209,11 +220,12 @@ def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so() -> No
     simulate(main)
 
 
-def test_when_a_majority_of_the_electors_is_away_rounds_wait_and_go_on_when_it_is_back() -> None:
+@pytest.mark.parametrize("rule", ["invite", "open"])
+def test_when_a_majority_of_the_electors_is_away_rounds_wait_and_go_on_when_it_is_back(rule: str) -> None:
     async def main() -> None:
         swarm = invited_swarm(
             {"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR), "C": invitation(), "D": invitation()},
-            training={"total_steps": 400}, sync={"min_peers": 4, "reform_after_s": 10_000.0},
+            rule, training={"total_steps": 400}, sync={"min_peers": 4, "reform_after_s": 10_000.0},
         )
         await swarm.until_round(1)
         assert set(swarm.nodes["C"].log.last.electorate) == set("WAB")

@@ -81,7 +81,7 @@ BAD_FILES = [
      "FILE, line 19: unknown field 'experts.zebra'; remove it; valid here: experts_per_peer, redundancy"),
     ("name: tiny", "name: tiny\n7: x",
      "FILE, line 2: unknown field '7'; remove it; valid here: "
-     "data, evaluation, experts, merge, model, name, outer, schema_version, start, sync, training"),
+     "admission, data, evaluation, experts, merge, model, name, outer, schema_version, start, sync, training"),
     ("  experts_per_peer: 2", "  rotate_rounds: 3",
      "FILE, line 19: unknown field 'experts.rotate_rounds'; remove it; valid here: experts_per_peer, redundancy"),
     ("  sync_steps: 5\n", "", "FILE, line 12: training.sync_steps is missing; add it"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.rounds.ownership import Owners, assign_experts
+from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
 
 CAPACITIES = st.dictionaries(st.sampled_from("ABCDEFGH"), st.integers(0, 12), max_size=8)
 EXPERTS = st.integers(1, 16)
@@ -68,6 +68,35 @@ def test_when_a_peer_goes_only_its_experts_move(experts: int, peers: set[str]) -
     gone = min(peers)
     after = assign_experts(experts, dict.fromkeys(peers - {gone}, experts), before, 1, "salt")
     assert all(after[expert] == before[expert] for expert in range(experts) if before[expert] != (gone,))
+
+
+def guarded(experts: int, capacities: dict[str, int], last: list[list[str]], redundancy: int, trusted: set[str]) -> Owners:
+    owners = assign_experts(experts, capacities, last, redundancy, "salt")
+    return guard_experts(owners, capacities, last, redundancy, trusted)
+
+
+@given(EXPERTS, CAPACITIES, st.integers(2, 3), st.sets(st.sampled_from("ABCDEFGH")), st.data())
+def test_where_not_all_are_trusted_every_owned_expert_has_a_trusted_owner(
+    experts: int, capacities: dict[str, int], redundancy: int, trusted: set[str], data: st.DataObject
+) -> None:
+    before = st.lists(st.sampled_from("ABCDEFGHXY"), unique=True, max_size=3)
+    last = data.draw(st.lists(before, min_size=experts, max_size=experts))
+    owners = guarded(experts, capacities, last, redundancy, trusted)
+    load = loads(owners, capacities)
+    assert all(not its or trusted & set(its) for its in owners)
+    assert all(load[peer] <= capacities[peer] for peer in capacities)
+    assert all(len(its) <= redundancy for its in owners)
+    room = sum(min(capacities[peer], experts) for peer in trusted & capacities.keys())
+    assert sum(map(bool, owners)) == min(experts, room), "as many are owned as trusted peers have room for"
+    if sum(capacity >= experts for capacity in capacities.values()) >= 2 and room >= experts:
+        assert all(len(its) >= 2 for its in owners)
+
+
+@given(EXPERTS, st.sets(st.sampled_from("ABCDEFGH"), min_size=1), st.sets(st.sampled_from("ABCDEFGH"), min_size=1))
+def test_where_not_all_are_trusted_experts_soon_stay_in_place(experts: int, peers: set[str], trusted: set[str]) -> None:
+    owners: Owners = ((),) * experts
+    history = [owners := guarded(experts, dict.fromkeys(peers, experts), list(map(list, owners)), 2, trusted) for _ in range(8)]
+    assert history[-1] == history[-2]
 
 
 def test_another_campaign_favours_other_peers() -> None:

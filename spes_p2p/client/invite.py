@@ -58,6 +58,8 @@ async def make_invitation(target: str, key: Path, guest: Guest) -> str:
     require_owner(config.name, genesis, owner, key)
     if config.admission == "friends":
         raise UserError(f"campaign {config.name} admits friends, who need no invitation; see docs/admission.md")
+    if config.admission == "open" and guest.roles == ("trainer",):
+        raise UserError(f"campaign {config.name} is open: trainers need no invitation; give --roles trainer,elector or helper")
     expires = int(time.time()) + guest.seconds
     return to_text(signed_invitation(Invitation(genesis.campaign, guest.peer, guest.roles, expires, b""), owner))
 

@@ -81,7 +81,8 @@ async def run_swarm(
     try:
         processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
-        processes.update(start_trainers(address, peers, run_dir, files.folders))
+        invited = await _invitation(run_dir / BOOTSTRAP) if files.campaign.config.admission == "invite" else ()
+        processes.update(start_trainers(address, peers, run_dir, files.folders, invited))
         await _watch(processes, address, run_dir, rounds, stopped, on_started)
     finally:
         failed = await _end(processes)
@@ -91,17 +92,25 @@ async def run_swarm(
 
 
 def start_trainers(
-    address: str, peers: int, run_dir: Path, folders: Sequence[Path]
+    address: str, peers: int, run_dir: Path, folders: Sequence[Path], invited: Sequence[str] = ()
 ) -> dict[str, subprocess.Popen[bytes]]:
-    """Start trainers; return the processes by name. `folders` hold their token files.
+    """Start trainers; return the processes by name. `folders` hold their token files. `invited`: options of each.
 
     Each gets an equal share of the free memory, all of which it would otherwise claim before the others start.
     """
     from spes_p2p.campaign.free_memory import choose_device, measured
 
-    options = ["--memory", f"{measured(choose_device('auto')).memory // peers}B"]
+    options = [*invited, "--memory", f"{measured(choose_device('auto')).memory // peers}B"]
     options += [part for folder in folders for part in ("--data-dir", str(folder))]
     return {f"peer-{i}": start_peer(run_dir, f"peer-{i}", ["join", address, *options]) for i in range(peers)}
+
+
+async def _invitation(bootstrap: Path) -> tuple[str, str]:
+    """Return the option with which the trainers join a campaign by invitation."""
+    from spes_p2p.client.invite import LONGEST_S, Guest, make_invitation
+
+    text = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest("", ("trainer",), LONGEST_S))
+    return "--invite", text
 
 
 def summarise(run_dir: Path, names: list[str], seconds: float, failed: tuple[str, ...]) -> Summary:

@@ -212,9 +212,10 @@ class CampaignConfig(Section):
     schema_version: Positive = Field(
         1, description="Version of the file format; it fixes the defaults of omitted fields.")
     name: CampaignName = Field(description="Name of the campaign: 1 to 63 letters, digits, '.', '_' or '-'.")
-    admission: Literal["friends", "invite"] = Field(
+    admission: Literal["friends", "invite", "open"] = Field(
         "friends", description="Who may take part. friends: any peer that can connect, also as an elector. invite: peers "
-        "with an invitation of the owner (`spes-p2p invite`), in the roles that it names.")
+        "with an invitation of the owner (`spes-p2p invite`), in the roles that it names. open: any peer may train, on "
+        "probation at first; electors and helpers need an invitation (docs/admission.md).")
     model: ModelSection
     start: StartConfig | None = Field(None, description="Existing weights for base 0.")
     training: TrainingConfig

@@ -18,6 +18,10 @@ from spes_p2p.messages.codec import pack
 from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 
+PROBATION_ROUNDS = 10
+"""Committed rounds with a newcomer's work until it may own an expert alone and reduce. They cost a stranger the computation of
+ten phases per identity, and keep a single burst of new identities out of the roles that could harm others unseen."""
+
 
 def signed_invitation(invitation: Invitation, identity: Identity) -> Invitation:
     """Return the invitation, signed by this identity."""
@@ -72,12 +76,29 @@ def _problem(
     return ""
 
 
-def standing_of(rule: str, peer: str, invitation: Invitation | None, helpers: tuple[str, ...]) -> Standing:
-    """Return what an admitted peer may do. `helpers`: those of the genesis commit."""
+def standing_of(
+    rule: str, peer: str, invitation: Invitation | None, helpers: tuple[str, ...], rounds_served: int = 0
+) -> Standing:
+    """Return what an admitted peer may do.
+
+    `helpers`: those of the genesis commit. `rounds_served`: by the commit log.
+    """
     roles = () if invitation is None else invitation.roles
     if rule == "friends" or peer in helpers or "elector" in roles or "helper" in roles:
         return "vouched"
-    return "invited"
+    if rule == "invite":
+        return "invited"
+    return "proven" if is_past_probation(rounds_served) else "newcomer"
+
+
+def is_past_probation(rounds_served: int) -> bool:
+    """Return whether this many committed rounds with a peer's work end its probation. Every peer counts them alike."""
+    return rounds_served >= PROBATION_ROUNDS
+
+
+def served(commit: Commit) -> list[str]:
+    """Return the peers whose work this commit includes."""
+    return [commit.members[index] for index in commit.heard if index < len(commit.members)]
 
 
 def utc(unix_s: float) -> str:

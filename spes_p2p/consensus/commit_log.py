@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
+from spes_p2p.consensus.admission import served
 from spes_p2p.consensus.certificate import equivocators, proves
 from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.output import LOG, Identity
@@ -31,6 +33,8 @@ class CommitLog:
         self.genesis = genesis
         self._decided: list[CertifiedCommit] = []
         self._given_up: set[str] = set()
+        self._served: Counter[str] = Counter()
+        """By peer, the rounds of this log that include its work."""
         self.intact = 0
         """How many records of the durable file were loaded."""
         while self.intact < len(records) and self._load(records[self.intact]):
@@ -70,6 +74,11 @@ class CommitLog:
         """Return the last RECENT commits up to this round, newest first."""
         return tuple(self.commit_at(each) for each in range(round_number, max(-2, round_number - RECENT), -1))
 
+    def rounds_served(self, round_number: int) -> Mapping[str, int]:
+        """Return by peer how many commits up to this round include its work. In an open campaign they end its probation."""
+        later = Counter(peer for decided in self.since(round_number) for peer in served(decided.commit))
+        return self._served - later
+
     def since(self, round_number: int) -> tuple[CertifiedCommit, ...]:
         """Return all certified commits after that round."""
         return tuple(self._decided[max(-1, round_number) + 1 :])
@@ -96,9 +105,12 @@ class CommitLog:
 
     def put(self, decided: CertifiedCommit) -> None:
         """Append an admitted commit; known commits of its round and later ones, all of lower terms, are given up."""
-        self._given_up.update(old.commit.id for old in self._decided[decided.commit.round :])
+        for old in self._decided[decided.commit.round :]:
+            self._given_up.add(old.commit.id)
+            self._served.subtract(served(old.commit))
         del self._decided[decided.commit.round :]
         self._decided.append(decided)
+        self._served.update(served(decided.commit))
 
     def leads_to(self, parent: Commit, commit: Commit) -> bool:
         """Return whether a plan or a rollback can lead from `parent`, in this log, to this commit of the same term."""

@@ -61,7 +61,8 @@ class Validity:
         """Return the plan of a round of this log. Raises Refused where none follows from the proposal."""
         if not 0 <= proposal.round <= self._log.round + 1:
             raise Refused(Code.NOT_PROVEN, f"a proposal for round {proposal.round}, which does not follow this log")
-        return derive_plan(proposal, self._log.recent(proposal.round - 1), self._rules, self._world.identity)
+        last = proposal.round - 1
+        return derive_plan(proposal, self._log.recent(last), self._rules, self._world.identity, self._log.rounds_served(last))
 
     async def derive_on_base(self, proposal: Proposal) -> Plan:
         """As `derive`; a peer that holds the base which the round starts from also checks its digest and the donors."""

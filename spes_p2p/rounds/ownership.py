@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 
 Owners = tuple[tuple[str, ...], ...]
 
@@ -74,3 +75,37 @@ def _give(expert: int, peer: str, owners: list[set[str]], free: dict[str, int]) 
 
 def _rank(salt: str, name: str) -> bytes:
     return hashlib.sha256(f"{salt}/{name}".encode()).digest()
+
+
+def guard_experts(
+    owners: Owners, capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, trusted: Set[str]
+) -> Owners:
+    """Return these owners with a trusted one for each expert, and none for an expert beyond the trusted peers' capacity.
+
+    A trusted peer with room takes the place of another owner; where none has room, one of two that own the same expert does.
+    Arguments as in `assign_experts`.
+    """
+    found = [set(peers) for peers in owners]
+    load = Counter(peer for peers in owners for peer in peers)
+    room = {peer: min(capacities[peer], len(owners)) - load[peer] for peer in trusted & capacities.keys()}
+    for expert, peers in enumerate(found):
+        if not peers.isdisjoint(trusted):
+            continue
+        before = last[expert] if expert < len(last) else ()
+        roomy = [peer for peer in room if room[peer] > 0]
+        doubled = next((other for other in found if len(other & trusted) > 1), None)
+        if not roomy and doubled is None:
+            peers.clear()
+            continue
+        leaving = max(peers, key=lambda peer: (peer not in before, peer)) if len(peers) >= redundancy else None
+        peers.discard(leaving or "")
+        if roomy:
+            taker = min(roomy, key=lambda peer: (peer not in before, -room[peer], peer))
+            room[taker] -= 1
+        elif doubled is not None:
+            taker = min(doubled & trusted)
+            doubled.remove(taker)
+            if leaving is not None:
+                doubled.add(leaving)
+        peers.add(taker)
+    return tuple(tuple(sorted(peers)) for peers in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from spes_p2p.model.layout import Group, Layout
@@ -82,14 +83,13 @@ def part_table(
     least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time exceeds
     DELEGATION_RATIO times that bound, as long as it gets shorter.
 
-    Members with bandwidth 0 cannot be dialled and reduce nothing; if there are no others, there are no parts.
+    If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
+    its values.
     """
-    reducers = [i for i, member in enumerate(members) if member.bandwidth > 0]
+    reducers = _reducers(members)
     if not reducers:
         return ()
-    contributors_of = {
-        group: tuple(i for i, member in enumerate(members) if weight(member, group) > 0) for group in layout.groups
-    }
+    contributors_of = {group: _contributors(members, group) for group in layout.groups}
     ranges = [
         (group, start, stop, contributors_of[group])
         for group, start, stop in part_ranges(layout, codecs, part_bytes) if contributors_of[group]
@@ -130,7 +130,7 @@ def moved_parts(
     Contributors push the same update again, to the new reducer. A part without remaining contributors is not moved, nor
     committed. `lost`: all members lost so far.
     """
-    links = _Links(members, [i for i, member in enumerate(members) if member.bandwidth > 0 and i not in lost])
+    links = _Links(members, _reducers(members, lost))
     moved = {}
     for part in parts:
         contributors = tuple(i for i in part.contributors if i not in lost)
@@ -138,6 +138,22 @@ def moved_parts(
             part = replace(part, contributors=contributors, revision=revision)
             moved[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
     return moved
+
+
+def _contributors(members: tuple[Member, ...], group: Group) -> tuple[int, ...]:
+    """Return the members whose updates of this group count."""
+    trained = tuple(i for i, member in enumerate(members) if weight(member, group) > 0)
+    unwatched = group.expert is not None and all(members[i].standing == "newcomer" for i in trained)
+    return () if unwatched else trained
+
+
+def _reducers(members: tuple[Member, ...], lost: Collection[int] = ()) -> list[int]:
+    """Return the members that may reduce: no newcomers, and proven strangers only where there is nobody else.
+
+    Members with bandwidth 0 cannot be dialled and reduce nothing.
+    """
+    able = [i for i, member in enumerate(members) if member.bandwidth > 0 and member.standing != "newcomer" and i not in lost]
+    return [i for i in able if members[i].standing != "proven"] or able
 
 
 class _Links:

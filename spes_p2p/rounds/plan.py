@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
 from spes_p2p.consensus.admission import standing_of
@@ -18,7 +19,7 @@ from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds.claims import clamped, held_out_loss
 from spes_p2p.rounds.merge import merge_alpha
-from spes_p2p.rounds.ownership import assign_experts
+from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
 from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan
 from spes_p2p.rounds.schedule import scheduled
 
@@ -26,6 +27,13 @@ MAX_TOKENS, MAX_RATE = 2**48, 1e15
 """Bounds of what an honest member can announce; `MAX_RATE` also bounds its loss."""
 MAX_SPEED_RATIO = 4.0
 """Bounds the ratio of a peer's steps in a phase to `sync_steps`, and its inverse."""
+NEWCOMER_WEIGHT = 0.25
+"""Bounds the weight of a newcomer's update, as a share of a phase of `sync_steps` steps."""
+OPEN_REDUNDANCY = 2
+"""Owners per expert in an open campaign, at least: one alone could do anything to its expert unnoticed."""
+
+
+NOBODY_SERVED: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -82,21 +90,18 @@ def make_plan(
     announcements: Mapping[str, Announcement],
     returned: tuple[Interval, ...],
     rules: Rules,
+    rounds_served: Mapping[str, int] = NOBODY_SERVED,
 ) -> Plan:
     """Return the plan of the round after a commit: the first of `recent`, the last commits, newest first.
 
     `announcements`: the proposal's, by peer; all name the same base. Their claims are clamped. `returned`: samples of the peers
-    that left.
+    that left. `rounds_served`: of the commit log that ends with the first of `recent`.
     """
     config, control, commit = rules.config, proposal.control, recent[0]
     announcements = clamped(announcements, recent, config)
     peers = sorted(announcements)
     members = tuple(
-        Member(
-            peer, a.tokens, a.routed, a.bandwidth, a.trains,
-            standing_of(config.admission, peer, a.invitation, commit.helpers),
-        )
-        for peer, a in sorted(announcements.items())
+        _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0)) for peer in peers
     )
     tokens = sum(member.tokens for member in members)
     step = campaign_step(commit, tokens, rules)
@@ -104,13 +109,7 @@ def make_plan(
     under_way = rules.training(commit.control, commit.round + 1)
     ahead = under_way.sync_steps if any(a.in_flight for a in announcements.values()) else 0
     phase_step = min(step + ahead, under_way.total_steps)
-    owners = assign_experts(
-        config.model.moe_num_experts,
-        {peer: a.capacity for peer, a in announcements.items() if a.trains},
-        [[commit.members[i] for i in owners] for owners in commit.owners],
-        config.experts.redundancy,
-        rules.campaign_hash,
-    )
+    owners = _owners(members, announcements, commit, rules)
     back = [interval for peer in peers for interval in announcements[peer].untrained]
     cursor = give_back(commit.cursor, (*returned, *back))
     steps = _next_steps(announcements, phase_step, rules.training(control, commit.round + 2)) if runs(control) else {}
@@ -130,6 +129,31 @@ def make_plan(
         cursor=cursor,
         phase_step=phase_step,
     )
+
+
+def _owners(
+    members: Sequence[Member], announcements: Mapping[str, Announcement], commit: Commit, rules: Rules
+) -> Owners:
+    """Return the next owners of each expert."""
+    config = rules.config
+    capacities = {peer: a.capacity for peer, a in announcements.items() if a.trains}
+    last = [[commit.members[i] for i in owners] for owners in commit.owners]
+    redundancy = max(config.experts.redundancy, OPEN_REDUNDANCY if config.admission == "open" else 1)
+    owners = assign_experts(config.model.moe_num_experts, capacities, last, redundancy, rules.campaign_hash)
+    trusted = {member.peer for member in members if member.standing != "newcomer"}
+    return owners if len(trusted) == len(members) else guard_experts(owners, capacities, last, redundancy, trusted)
+
+
+def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, rounds_served: int) -> Member:
+    """Return the plan's record of an announcement. A newcomer's tokens count up to a bound."""
+    config, training = rules.config, rules.training(commit.control, commit.round + 1)
+    standing = standing_of(config.admission, peer, announced.invitation, commit.helpers, rounds_served)
+    tokens, routed = announced.tokens, announced.routed
+    most = int(NEWCOMER_WEIGHT * training.sync_steps * training.batch_size * training.sequence_length)
+    if standing == "newcomer" and tokens > most:
+        routed = tuple(-(-each * most // tokens) for each in routed)
+        tokens = most
+    return Member(peer, tokens, routed, announced.bandwidth, announced.trains, standing)
 
 
 def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,10 +20,17 @@ from spes_p2p.rounds.plan import Rules, check_announcement, make_plan
 from spes_p2p.rounds.planned import Plan
 
 
-def derive_plan(proposal: Proposal, recent: Sequence[Commit], rules: Rules, identity: Identity) -> Plan:
+def derive_plan(
+    proposal: Proposal,
+    recent: Sequence[Commit],
+    rules: Rules,
+    identity: Identity,
+    rounds_served: Mapping[str, int],
+) -> Plan:
     """Return the plan to which this proposal leads.
 
-    `recent`: the last commits before its round, newest first (`CommitLog.recent`). `identity`: checks signatures.
+    `recent`: the last commits before its round, newest first (`CommitLog.recent`). `rounds_served`: of the log up to there.
+    `identity`: checks signatures.
 
     Raises Refused for a proposal that no honest coordinator makes. Not checked here: the base's digest and the merge's donors,
     which need the base (`merge.are_nearest`); whether an invitation has expired, which coordinators see to; and whether a peer
@@ -50,7 +57,7 @@ def derive_plan(proposal: Proposal, recent: Sequence[Commit], rules: Rules, iden
     _require(not any(leave.back for leave in leaves), "a peer that is back")
     returned = tuple(interval for leave in leaves for interval in leave.untrained)
     _require(proposal.donors is None or _fits_the_model(proposal, rules), "its merge")
-    return make_plan(recent, proposal, announcements, returned, rules)
+    return make_plan(recent, proposal, announcements, returned, rules, rounds_served)
 
 
 def read_announcement(signed: Signed, commit: Commit, coordinator: str, rules: Rules, identity: Identity) -> Announcement:

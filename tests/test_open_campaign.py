@@ -1,0 +1,255 @@
+"""In an open campaign everybody trains, and strangers decide nothing, reduce nothing and own nothing alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from exchange_round import LAYOUT, PART_BYTES, codecs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.consensus.admission import PROBATION_ROUNDS, served, signed_invitation
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import rollback_commit
+from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.consensus.reform import reform_commit
+from spes_p2p.errors import UserError
+from spes_p2p.messages.admission import Invitation, Role, Standing
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Workload
+from spes_p2p.messages.rounds import Announcement, Proposal
+from spes_p2p.rounds.parts import moved_parts, part_table, weight
+from spes_p2p.rounds.plan import NEWCOMER_WEIGHT, Rules, make_plan
+from spes_p2p.rounds.planned import Member, Plan
+from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+OPEN = campaign(admission="open")
+RULES = Rules(OPEN.config, OPEN.hash, NUM_SAMPLES)
+GENESIS = VirtualSwarm(OPEN).genesis
+PHASE_TOKENS = 10 * 2 * 16
+RECENT = [replace(
+    GENESIS, round=0, plan="p", members=tuple("AX"), owners=((0, 1),) * EXPERTS,
+    workloads=(Workload(10, ()), Workload(40, ())),
+)]
+"""After a commit that gave A a phase of the usual length, and X one four times as long."""
+ELECTOR: tuple[Role, ...] = ("trainer", "elector")
+
+STANDINGS: tuple[Standing, ...] = get_args(Standing)
+MEMBERS = st.lists(
+    st.tuples(st.integers(0, 9), st.tuples(*[st.integers(0, 5)] * 4), st.sampled_from([0.0, 0.5, 4.0]),
+              st.sampled_from(STANDINGS)),
+    min_size=1, max_size=6,
+).map(lambda rows: tuple(
+    Member("ABCDEF"[i], tokens, routed, bandwidth, True, standing)
+    for i, (tokens, routed, bandwidth, standing) in enumerate(rows)))
+
+
+def announce(tokens: int = 0, invitation: Invitation | None = None, **changes: Any) -> Announcement:
+    """Of a trainer that can train all experts."""
+    made = Announcement(
+        OPEN.hash, 10, 0, 0, 0.0, GENESIS.id, "d", tokens, (tokens,) * EXPERTS, EXPERTS, 1.0, 1.0, 0.0, None, (),
+        invitation=invitation,
+    )
+    return replace(made, **changes)
+
+
+def elector(name: str) -> Invitation:
+    return signed_invitation(Invitation(OPEN.hash, name, ELECTOR, 2**40, b""), SimulatedIdentity("W"))
+
+
+def plan_of(announcements: dict[str, Announcement], rounds_served: dict[str, int] | None = None) -> Plan:
+    return make_plan(RECENT, Proposal(1, RECENT[0].id, Ballot(1, "W"), ()), announcements, (), RULES, rounds_served or {})
+
+
+# Parts ------------------------------------------------------------------------------------------------------------------
+
+
+@given(MEMBERS, st.sets(st.integers(0, 5)))
+def test_newcomers_reduce_nothing_and_proven_strangers_only_where_nobody_else_can(
+    members: tuple[Member, ...], lost: set[int]
+) -> None:
+    parts = part_table(LAYOUT, members, codecs("none"), PART_BYTES)
+    able = {i for i, member in enumerate(members) if member.bandwidth > 0}
+    trusted = {i for i in able if members[i].standing in ("vouched", "invited")}
+    proven = {i for i in able if members[i].standing == "proven"}
+    assert {part.reducer for part in parts} <= (trusted or proven)
+    moved = moved_parts(parts, members, tuple(sorted(lost)), lost, 1)
+    assert {part.reducer for part in moved.values()} <= ((trusted - lost) or (proven - lost))
+
+
+@given(MEMBERS)
+def test_an_expert_that_only_newcomers_trained_keeps_its_values(members: tuple[Member, ...]) -> None:
+    for part in part_table(LAYOUT, members, codecs("none"), PART_BYTES):
+        assert part.group.expert is None or {members[i].standing for i in part.contributors} != {"newcomer"}
+
+
+# Plans ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_standing_of_a_member_follows_from_invitation_and_served_rounds() -> None:
+    announcements = {name: announce() for name in "CDE"} | {"A": announce(invitation=elector("A")), "W": announce()}
+    plan = plan_of(announcements, {"C": PROBATION_ROUNDS, "D": PROBATION_ROUNDS - 1})
+    found = {member.peer: member.standing for member in plan.members}
+    assert found == {"A": "vouched", "W": "vouched", "C": "proven", "D": "newcomer", "E": "newcomer"}
+
+
+@given(st.integers(0, 2 * PHASE_TOKENS), st.integers(0, PROBATION_ROUNDS - 1))
+def test_a_newcomers_weight_is_bounded_in_every_group(tokens: int, rounds: int) -> None:
+    plan = plan_of({"A": announce(tokens, elector("A")), "X": announce(tokens)}, {"X": rounds})
+    vouched, newcomer = plan.members
+    assert vouched.tokens == min(tokens, PHASE_TOKENS)
+    most = NEWCOMER_WEIGHT * PHASE_TOKENS
+    for group in LAYOUT.groups:
+        assert weight(newcomer, group) == min(tokens, int(most)), "below the bound it counts as everybody's"
+
+
+@given(st.dictionaries(st.sampled_from("ABCDEF"), st.tuples(st.sampled_from(["elector", "proven", "newcomer"]),
+                                                            st.integers(0, EXPERTS)), min_size=1))
+def test_every_expert_has_two_owners_of_whom_one_is_past_probation(peers: dict[str, tuple[str, int]]) -> None:
+    announcements = {
+        name: announce(invitation=elector(name) if kind == "elector" else None, capacity=capacity)
+        for name, (kind, capacity) in peers.items()
+    }
+    plan = plan_of(announcements, {name: PROBATION_ROUNDS for name, (kind, _) in peers.items() if kind == "proven"})
+    trusted = {i for i, member in enumerate(plan.members) if member.standing != "newcomer"}
+    for expert in range(EXPERTS):
+        owners = {each.member for each in plan.assignments if expert in each.owned}
+        assert not owners or owners & trusted
+        if len([1 for _, capacity in peers.values() if capacity == EXPERTS]) >= 2 and owners:
+            assert len(owners) == 2
+
+
+def test_among_friends_an_invitation_changes_no_plan() -> None:
+    rules = Rules(campaign().config, campaign().hash, NUM_SAMPLES)
+    proposal = Proposal(1, RECENT[0].id, Ballot(1, "W"), ())
+    plain, *others = [
+        make_plan(RECENT, proposal, {"A": announce(5, given), "X": announce(10**9)}, (), rules)
+        for given in (None, elector("A"), elector("B"))
+    ]
+    assert others == [plain, plain]
+    assert {member.standing for member in plain.members} == {"vouched"}
+    assert plain.members[1].tokens == 4 * PHASE_TOKENS, "all that was assigned"
+
+
+# Probation --------------------------------------------------------------------------------------------------------------
+
+
+def commit_after(parent: Commit, members: tuple[str, ...], heard: tuple[int, ...], term: int = 0) -> CertifiedCommit:
+    changes: dict[str, Any] = {"term": term, "plan": "p", "members": members, "heard": heard}
+    commit = replace(parent, round=parent.round + 1, parent=parent.id, **changes)
+    return CertifiedCommit(commit, Ballot(1, "W"), ())
+
+
+def test_served_rounds_are_those_of_the_log_also_when_a_branch_is_given_up() -> None:
+    log = CommitLog(SimulatedIdentity("A"), GENESIS)
+    for heard in ((0, 1), (1,), ()):
+        log.put(commit_after(log.last, ("C", "D"), heard))
+    assert [log.rounds_served(number) for number in (-1, 0, 1, 2)] == [
+        {}, {"C": 1, "D": 1}, {"C": 1, "D": 2}, {"C": 1, "D": 2}]
+    log.put(commit_after(log.commit_at(0), ("C", "D"), (0,), term=1))
+    assert [log.rounds_served(number) for number in (0, 1)] == [{"C": 1, "D": 1}, {"C": 2, "D": 1}]
+
+
+def test_rounds_that_move_no_work_serve_nobody() -> None:
+    parent = commit_after(GENESIS, ("C", "D"), (0, 1)).commit
+    assert served(parent) == ["C", "D"]
+    assert served(reform_commit(parent, 1, "W", "")) == []
+    assert served(rollback_commit(parent, Control(OPEN.hash, 1, "running", (), 0, b""), "d", 0)) == []
+
+
+# Swarms -----------------------------------------------------------------------------------------------------------------
+
+
+async def plans_until_finished(swarm: VirtualSwarm) -> dict[int, Plan]:
+    """The plans of all rounds, by round."""
+    found: dict[int, Plan] = {}
+
+    def is_over() -> bool:
+        for peer in swarm.peers.values():
+            base = peer.replica.base if peer.replica.has_base else None
+            if base is not None and base.plan is not None:
+                found[base.round] = base.plan
+        return all(swarm.tasks[name].done() for name in swarm.peers)
+
+    await swarm.until(is_over)
+    return found
+
+
+def open_swarm(total_steps: int, trusted: str, strangers: str) -> VirtualSwarm:
+    """W and, as electors, `trusted`; strangers."""
+    swarm = VirtualSwarm(campaign(total_steps, admission="open", sync={"min_peers": len(trusted + strangers)}))
+    for name in trusted:
+        made = Invitation(swarm.campaign.hash, name, ELECTOR, 2**40, b"")
+        swarm.invitations[name] = signed_invitation(made, SimulatedIdentity("W"))
+    swarm.start_all(trusted + strangers)
+    return swarm
+
+
+def test_strangers_train_and_decide_nothing_reduce_nothing_and_own_nothing_alone() -> None:
+    async def main() -> None:
+        swarm = open_swarm(160, "AB", "XY")
+        await swarm.until_round(3)
+        swarm.start("Z")
+        swarm.restart("X")
+        plans = await plans_until_finished(swarm)
+        commits = {decided.commit.round: decided.commit for decided in swarm.nodes["W"].log.since(-1)}
+        assert plans.keys() >= set(range(5, 17))
+        ended: dict[str, int] = {}
+        for number, plan in sorted(plans.items()):
+            names = [member.peer for member in plan.members]
+            standings = {member.peer: member.standing for member in plan.members}
+            trusted = {peer for peer, standing in standings.items() if standing != "newcomer"}
+            assert {standings[peer] for peer in "WAB" if peer in standings} == {"vouched"}
+            assert set(commits[number].electorate) <= set("WAB")
+            assert set(coordinator_order(commits[number])) <= set("WAB")
+            parts = part_table(swarm.layout, plan.members, swarm.peers["A"].replica.codecs)
+            assert {names[part.reducer] for part in parts} <= set("WAB")
+            for expert in range(EXPERTS):
+                owners = {names[each.member] for each in plan.assignments if expert in each.owned}
+                assert owners & trusted
+                assert len(owners) == 2
+            for member in plan.members:
+                assert member.standing != "newcomer" or member.tokens <= NEWCOMER_WEIGHT * PHASE_TOKENS
+                if member.standing == "proven":
+                    ended.setdefault(member.peer, number)
+        assert {"X", "Y"} <= ended.keys(), "probation ends"
+        assert ended["Y"] >= PROBATION_ROUNDS
+        counts = {name: node.log.rounds_served(node.log.round) for name, node in swarm.nodes.items()}
+        assert all(each == counts["W"] for each in counts.values()), "everybody counts alike, after a restart and joining late"
+        swarm.assert_same_commits()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_strangers_alone_train_the_shared_weights_until_their_probation_ends() -> None:
+    async def main() -> None:
+        swarm = open_swarm(160, "", "XY")
+        plans = await plans_until_finished(swarm)
+        for plan in plans.values():
+            everybody_is_new = all(member.standing == "newcomer" for member in plan.members if member.trains)
+            assert any(each.owned for each in plan.assignments) != everybody_is_new
+        assert set(swarm.nodes["X"].log.last.electorate) == {"W"}
+        first, last = swarm.recorders["X"].commits()[2], swarm.nodes["X"].log.last
+        assert first.tokens > 0
+        assert all(last.owners)
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_stranger_that_only_serves_is_refused() -> None:
+    async def main() -> None:
+        swarm = open_swarm(10_000, "A", "X")
+        await swarm.until_round(1)
+        swarm.nodes["X"].role = "helper"
+        life = swarm.tasks.pop("X")
+        swarm.peers.pop("X")
+        await asyncio.wait({life}, timeout=100)
+        with pytest.raises(UserError, match="admits helpers by invitation only"):
+            life.result()
+
+    simulate(main)
