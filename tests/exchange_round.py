@@ -106,6 +106,7 @@ class Round:
         layout: Layout = LAYOUT,
         part_bytes: int = PART_BYTES,
         behind: Mapping[str, Behind] | None = None,
+        clips: bool = False,
     ) -> Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
@@ -113,7 +114,7 @@ class Round:
             board = RpcEndpoint(network.transport(m.peer), SILENCE_S)
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
-            exchange = Exchange(board, opened.empty(), pending, own, timeout_s, weighs)
+            exchange = Exchange(board, opened.empty(), pending, own, timeout_s, weighs, clips=clips)
             opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
             await _serve(board, exchange)
         return opened

@@ -141,7 +141,7 @@ def test_a_push_weighs_no_more_than_the_plan_says() -> None:
         nothing = (0,) * 4
         plan = make_plan_of([member("A", 10, nothing), member("B", 10, nothing), member("W", 0, nothing)])
         updates = random_updates(plan)
-        played = await Round.open(plan, updates, behind={"B": lambda part: 2**40})
+        played = await Round.open(plan, updates, behind={"B": lambda part: 2**40}, clips=True)
         await played.run()
         base = np.zeros(LAYOUT.size, np.float32)
         assert np.allclose(played.new_base("W", played.commit(), base), reference(plan, updates, base), atol=1e-6)

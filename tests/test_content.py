@@ -102,7 +102,8 @@ def parts_case(folder: Path) -> Case:
     for reducer in {part.reducer for part in results.parts}:
         own = results.reduced_by(reducer)
         masks = b"".join(to_mask(part.contributors, len(PLAN.members)) for part in own)
-        results.add_manifest(Manifest(PLAN.id, reducer, 0, b"".join(results.digests[part.index] for part in own), masks))
+        digests = b"".join(results.digests[part.index] for part in own)
+        results.add_manifest(Manifest(PLAN.id, reducer, 0, digests, masks, bytes(len(masks))))
 
     def serve(board: RpcEndpoint, server: ContentServer) -> Any:
         kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), lambda proposal: PLAN, LAYOUT, CODEC)

@@ -19,8 +19,9 @@ from spes_p2p.rounds import next_base as staging
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.base import BASE, load_base, write_piece
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, state_digest
+from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.next_base import NextBaseBuilder
-from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.outer import base_size, records_of
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.planned import Merge
 from spes_p2p.rounds.results import Results
@@ -39,10 +40,11 @@ MEMBERS = [member("A", 3, (5, 0)), member("B", 1, (0, 5))]
 class Case:
     """A plan, what its reducers made, and a staging of the next base."""
 
-    def __init__(self, outer: OuterConfig = PLAIN, merge: Merge | None = None):
+    def __init__(self, outer: OuterConfig = PLAIN, merge: Merge | None = None, clips: bool = True):
         rng = np.random.default_rng(0)
-        self.outer = outer
+        self.outer, self.clips = outer, clips
         self.base = rng.standard_normal(base_size(LAYOUT, outer), np.float32)
+        records_of(self.base, LAYOUT)[:] = np.resize([0.0, 0.05, 5.0], len(LAYOUT.groups))  # the second one bounds
         self.plan = replace(make_plan_of(MEMBERS), merge=merge)
         self.results = Results.empty(self.plan, LAYOUT, codecs("int8"), 20_000)
         self.encoded = {p.index: p.codec.encode(rng.standard_normal(p.size, np.float32)) for p in self.results.parts}
@@ -53,19 +55,22 @@ class Case:
         return function(*arguments)
 
     def staging(self) -> NextBaseBuilder:
-        return NextBaseBuilder(self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking)
+        return NextBaseBuilder(self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking, self.clips)
 
     def commit(self, dropped: Iterable[int] = ()) -> Commit:
         for reducer in range(len(MEMBERS)):
             own = self.results.reduced_by(reducer)
             masks = b"".join(to_mask(part.contributors, len(MEMBERS)) for part in own)
             digests = b"".join(content_digest(self.encoded[part.index]) for part in own)
-            self.results.add_manifest(Manifest(self.plan.id, reducer, 0, digests, masks))
+            self.results.add_manifest(Manifest(self.plan.id, reducer, 0, digests, masks, bytes(len(masks))))
         return replace(commit_before(self.plan), round=1, plan=self.plan.id, roots=self.results.roots(), dropped=tuple(dropped))
 
     def expected(self, commit: Commit) -> np.ndarray:
         parts = self.results.committed(commit)
-        return np.concatenate(list(next_base_pieces(self.base, LAYOUT, parts, self.encoded, self.plan.merge, self.outer)))
+        bounds = bounds_of(self.base, LAYOUT, commit, self.results) if self.clips else None
+        assert bounds is None or 0 < len(bounds.factors) < len(LAYOUT.groups)
+        pieces = next_base_pieces(self.base, LAYOUT, parts, self.encoded, self.plan.merge, self.outer, bounds)
+        return np.concatenate(list(pieces))
 
     def put(self, *indices: int) -> None:
         for index in indices:
@@ -105,6 +110,13 @@ def test_results_may_come_in_any_order_and_pauses(outer: OuterConfig, merge: Mer
                 await settle()
 
     check(Case(outer, merge), arrive)
+
+
+def test_without_bounds_the_records_stay() -> None:
+    async def arrive(case: Case) -> None:
+        case.put(*case.encoded)
+
+    check(Case(clips=False), arrive)
 
 
 def test_a_part_that_is_not_committed_keeps_its_old_value_although_it_was_in_a_piece_already() -> None:

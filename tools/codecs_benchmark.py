@@ -1,8 +1,9 @@
-"""Measure how fast one thread encodes and decodes updates, relative to copying the same values.
+"""Measure how fast one thread encodes, decodes and averages updates, relative to copying the same values.
 
 ./tools/bench codecs [--rounds N] [--json FILE]
 
-Each figure is the median over rounds, in GB of float32 per second; parts have the size of a round's parts.
+Each figure is the median over rounds, in GB of float32 per second; parts have the size of a round's parts. Means are of
+CONTRIBUTORS encoded updates each, with and without clipping (rounds/influence.py). Each member takes square sums of results.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.rounds.codecs import CODECS, Codec
+from spes_p2p.rounds.influence import Contribution, clipped_mean, square_sum
 from spes_p2p.rounds.parts import PART_BYTES
 
 VALUES = 2**25
 """128 MB of float32, more than a processor's caches hold."""
+CONTRIBUTORS = 4
 
 
 def main() -> int:
@@ -41,28 +44,41 @@ def main() -> int:
             work()
             seconds[name].append(time.thread_time() - started)
     speeds = {name: values.nbytes / 1e9 / statistics.median(taken[1:]) for name, taken in seconds.items()}
-    report: dict[str, Any] = {"copy": speeds["copy"]}
-    print(f"copy  {speeds['copy']:.2f} GB/s")
+    report: dict[str, Any] = {"copy": speeds["copy"], "square sum": speeds["square sum"]}
+    print(f"copy  {speeds['copy']:.2f} GB/s; square sum {speeds['square sum']:.2f} GB/s")
     for codec in CODECS:
         encode, decode = speeds[f"encode {codec}"], speeds[f"decode {codec}"]
-        report[codec] = {"encode": encode, "decode": decode}
+        plain, clipped = speeds[f"mean {codec}"], speeds[f"clipped mean {codec}"]
+        report[codec] = {"encode": encode, "decode": decode, "mean": plain, "clipped mean": clipped}
         print(f"{codec:5} encode {encode:.2f} GB/s, {encode / speeds['copy']:.2f} of a copy; "
-              f"decode {decode:.2f} GB/s, {decode / speeds['copy']:.2f} of a copy")
+              f"decode {decode:.2f} GB/s, {decode / speeds['copy']:.2f} of a copy; "
+              f"mean {plain:.2f} GB/s, clipped {clipped:.2f} GB/s: {plain / clipped:.2f} times the seconds")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
     return 0
 
 
-def _works(values: np.ndarray) -> dict[str, Callable[[], None]]:
+def _works(values: np.ndarray) -> dict[str, Callable[[], object]]:
     """Return the timed functions by name; each processes all values, part by part."""
-    works: dict[str, Callable[[], None]] = {"copy": partial(np.copyto, np.empty_like(values), values)}
+    works: dict[str, Callable[[], object]] = {"copy": partial(np.copyto, np.empty_like(values), values)}
+    works["square sum"] = partial(square_sum, values)
     for name, codec in CODECS.items():
         size = codec.elements(PART_BYTES)
         parts = [values[start : start + size] for start in range(0, values.size, size)]
         codes = [(codec.encode(part), part.size) for part in parts]
         works |= {f"encode {name}": partial(_each, codec.encode, [(part,) for part in parts])}
         works |= {f"decode {name}": partial(_each, codec.decode, codes)}
+        works |= {f"mean {name}": partial(_average, codec, codes, False)}
+        works |= {f"clipped mean {name}": partial(_average, codec, codes, True)}
     return works
+
+
+def _average(codec: Codec, codes: Sequence[tuple[bytes, int]], clips: bool) -> None:
+    """Average CONTRIBUTORS parts at a time."""
+    for first in range(0, len(codes) - CONTRIBUTORS, CONTRIBUTORS):
+        together = codes[first : first + CONTRIBUTORS]
+        contributions = [Contribution(1, partial(codec.decode, *each)) for each in together]
+        clipped_mean(contributions, np.empty(together[0][1], np.float32), clips)
 
 
 def _each(function: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:

@@ -165,6 +165,9 @@ class SyncConfig(Section):
     overlap: bool = Field(
         False, description="Continue training during a round. It is applied at the end of the phase that it overlaps, so "
         "updates are one phase late: round 1 moves no weights, and the campaign has one more round.")
+    bound_influence: bool = Field(
+        True, description="Clamp members' claims to what they were assigned, and clip updates to a few medians, "
+        "so that one peer cannot move the model far. false is for comparisons.")
     min_peers: Positive = Field(1, description="Trainers required before the first round is planned.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers once min_peers are present.")

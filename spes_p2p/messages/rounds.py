@@ -125,6 +125,8 @@ class Manifest:
     """BLAKE3 of each encoded result, 32 bytes each; zeros for a part without contributions."""
     masks: Annotated[bytes, MaxLen(MAX_FRAME_BYTES)]
     """For each part, its contributors: one bit per member, ceil(members / 8) bytes."""
+    clipped: Annotated[bytes, MaxLen(MAX_FRAME_BYTES)]
+    """In the same form, the contributors whose update was clipped."""
 
     @property
     def root(self) -> bytes:

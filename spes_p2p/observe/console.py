@@ -99,6 +99,10 @@ class RoundLog:
                 return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
             case events.WorkDropped():
                 return f"{self._nth(event.round)}: discarded work on {human_count(event.tokens)} tokens ({event.reason})"
+            case events.UpdatesClipped():
+                parts = [f"{count} parts of {peer[-6:]}'s update" for peer, count in event.parts]
+                steps = [f"the step of {name} to {factor:.2g} of its size" for name, factor in event.groups]
+                return f"{self._nth(event.round)}: clipped {', '.join(parts + steps)}"
             case events.DigestMismatch():
                 digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
                 return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"
@@ -175,5 +179,6 @@ _LEVELS: dict[type, int] = {
     events.PhaseTrained: logging.WARNING,
     events.RoundFailed: logging.WARNING,
     events.WorkDropped: logging.WARNING,
+    events.UpdatesClipped: logging.WARNING,
     events.DigestMismatch: logging.ERROR,
 }

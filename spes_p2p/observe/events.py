@@ -173,6 +173,17 @@ class WorkDropped(Event):
 
 
 @dataclass(frozen=True)
+class UpdatesClipped(Event):
+    """Updates in a committed round stood out and were clipped; what was clipped is gone."""
+
+    round: int
+    parts: tuple[tuple[str, int], ...]
+    """By member: parts in which a reducer clipped its update."""
+    groups: tuple[tuple[str, float], ...]
+    """By name: groups whose step all members scaled down, and the factor."""
+
+
+@dataclass(frozen=True)
 class DigestMismatch(Event):
     """This peer's base differs from the one the members agreed on; it is downloaded again."""
 

@@ -1,10 +1,11 @@
 """One member's side of a round's exchange: push updates to reducers, reduce, pull all results.
 
 A contributor pushes its encoded update of each part to the part's reducer, with the number of tokens it was trained on. A
-reducer sums by these weights, closes a part when every contributor has sent, is lost or is too late, encodes the mean once, and
-serves it; its manifest lists the digests and contributors. A part's only contributor reduces it itself where its bandwidth
-allows; otherwise its codes are passed on unchanged and not sent back to it. Every member pulls every other part. Sender, part
-and size are checked against the plan before anything is decoded, and values that are not finite are refused.
+reducer closes a part when every contributor has sent, is lost or is too late: it clips updates that stand out, averages by
+these weights, encodes the mean once, and serves it. Its manifest lists the digests, the contributors, and who was clipped. A
+part's only contributor reduces it itself where its bandwidth allows; otherwise its codes are passed on unchanged and not sent
+back to it. Every member pulls every other part. Sender, part and size are checked against the plan before anything is decoded,
+and values that are not finite are refused.
 
 When a reducer is lost, a further exchange covers the parts that moved to backups (a revision of the part table).
 """
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, PushHeader
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
+from spes_p2p.rounds.influence import Contribution, clipped_mean
 from spes_p2p.rounds.parts import Part, mask_bytes, pulls, to_mask, weight
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.results import ABSENT, Results
@@ -63,11 +66,12 @@ class Exchange:
         behind: Callable[[Part], int],
         revision: int = 0,
         scratch: Scratch = memory_scratch,
+        clips: bool = False,
     ):
         """`pending`: this peer's update by group name; overwritten with what was sent. `behind`: tokens of a part of it.
 
-        `residuals`: this reducer's, by start of the part. `revision`: of the results' part table. `scratch`: for sums and new
-        residuals.
+        `residuals`: this reducer's, by start of the part. `revision`: of the results' part table. `scratch`: for means and new
+        residuals. `clips`: `sync.bound_influence`.
         """
         self.results = results
         self.plan = results.plan
@@ -87,17 +91,17 @@ class Exchange:
         self._behind = behind
         self._scratch = scratch
         self._names = [member.peer for member in self.plan.members]
-        self._weights: dict[int, int] = {}
-        """Tokens of the summed updates, by part index."""
-        self._arrived: dict[int, set[int]] = {}
-        self._codes: dict[int, bytes | memoryview] = {}
+        self._clips = clips
+        self._arrived: dict[int, dict[int, tuple[int, memoryview]]] = {}
+        """By part index and contributor: tokens and encoded update, until the part is closed."""
         self._masks: dict[int, bytes] = {}
+        self._clipped: dict[int, bytes] = {}
         self._lost: set[int] = set()
         self._pushing: set[int] = set()
         self._mine = {part.index: part for part in self._reduced_by(me)}
         several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
-        self._sums = scratch_arrays(scratch, "sums", {index: part.size for index, part in several.items()})
-        """By part index: the sum of updates times tokens / planned tokens; the new residual once the part is closed."""
+        self._means = scratch_arrays(scratch, "means", {index: part.size for index, part in several.items()})
+        """By part index: the mean; the new residual once the part is closed."""
         self._closed: set[int] = set()
         self._order: list[int] = []
         """Indices of this peer's parts, in the order in which they were closed."""
@@ -113,7 +117,7 @@ class Exchange:
     def with_revision(self, revision: int) -> Exchange:
         """Return an exchange of the same updates over the parts that this revision of the part table moved."""
         shared = self._endpoint, self.results, self._pending, self._residuals, self._timeout_s, self._behind
-        return Exchange(*shared, revision, self._scratch)
+        return Exchange(*shared, revision, self._scratch, self._clips)
 
     async def run(self) -> None:
         """Push, reduce and pull. A member that is lost costs its parts, nothing else.
@@ -188,7 +192,7 @@ class Exchange:
             raise Refused(Code.NOT_ALLOWED, f"part {index} is not yours to push here")
         if len(self._closed) < len(self._mine):
             self._require_going_on()
-        arrived = self._arrived.setdefault(index, set())
+        arrived = self._arrived.setdefault(index, {})
         if sender in arrived or index in self._closed:
             return
         if len(body) != part.encoded_bytes:
@@ -197,11 +201,7 @@ class Exchange:
             raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
         if not part.codec.is_finite(body, part.size):
             raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
-        if len(part.contributors) == 1:
-            self._codes[index] = body
-        else:
-            self._add(part, part.codec.decode(body, part.size), self._bounded(part, sender, tokens))
-        arrived.add(sender)
+        arrived[sender] = self._bounded(part, sender, tokens), body
         if self._complete(part):
             self._close(part)
             if len(self._closed) == len(self._mine):
@@ -239,64 +239,53 @@ class Exchange:
             no_mask = bytes(mask_bytes(len(self._names)))
             digests = b"".join(self.results.digests.get(part.index, ABSENT) for part in own)
             masks = b"".join(self._masks.get(part.index, no_mask) for part in own)
-            self.results.add_manifest(Manifest(self.plan.id, self.me, self.revision, digests, masks))
+            clipped = b"".join(self._clipped.get(part.index, no_mask) for part in own)
+            self.results.add_manifest(Manifest(self.plan.id, self.me, self.revision, digests, masks, clipped))
         self._manifest_ready.set()
 
     def _complete(self, part: Part) -> bool:
         expected = set(part.contributors) - {self.me}
-        return expected <= self._arrived.get(part.index, set()) | self._lost
+        return expected <= self._arrived.get(part.index, {}).keys() | self._lost
 
     def _close(self, part: Part) -> None:
-        contributors = set(self._arrived.get(part.index, ()))
-        if self._has_update(part):
-            contributors.add(self.me)
-            self._contribute(part)
+        arrived = self._arrived.pop(part.index, {})
+        contributors = set(arrived) | ({self.me} if self._has_update(part) else set())
         if contributors:
             if len(part.contributors) > 1:
-                self._codes[part.index] = self._encode_mean(part)
-            self._put(part, self._codes.pop(part.index))
+                codes: bytes | memoryview = self._encode_mean(part, arrived)
+            else:
+                codes = self._encode_own(part) if self.me in contributors else arrived[part.contributors[0]][1]
+            self._put(part, codes)
             self._masks[part.index] = to_mask(contributors, len(self._names))
         self._closed.add(part.index)
         self._order.append(part.index)
         self._next_closed.set()
         self._next_closed = asyncio.Event()
 
-    def _contribute(self, part: Part) -> None:
-        """Add this peer's update of a part that it reduces: a sole update is encoded as the result, others are summed as is."""
-        if len(part.contributors) == 1:
-            self._codes[part.index] = self._encode_own(part)
-        else:
-            update = self._own(part)
-            self._add(part, update, self._bounded(part, self.me, self._behind(part)))
-            self.sent[part.index] = (part, update)
-
-    def _add(self, part: Part, update: np.ndarray, tokens: int) -> None:
-        total = self._sums[part.index]
-        if part.index not in self._weights:
-            total[:] = 0
-        total += update * np.float32(tokens / self._planned_weight(part))
-        self._weights[part.index] = self._weights.get(part.index, 0) + tokens
-
     def _bounded(self, part: Part, contributor: int, tokens: int) -> int:
         """Return the weight of a push: its tokens, at most those in the plan."""
-        return min(tokens, weight(self.plan.members[contributor], part.group))
+        return min(tokens, weight(self.plan.members[contributor], part.group)) if self._clips else tokens
 
-    def _planned_weight(self, part: Part) -> int:
-        """Return the planned tokens of all contributors; arriving tokens differ where a round took only parts of a group."""
-        return sum(weight(self.plan.members[i], part.group) for i in part.contributors)
+    def _encode_mean(self, part: Part, arrived: Mapping[int, tuple[int, memoryview]]) -> bytes:
+        """Encode the clipped, token-weighted mean of what arrived and this peer's own update, plus the part's residual.
 
-    def _encode_mean(self, part: Part) -> bytes:
-        """Encode the token-weighted mean of what arrived, plus the part's residual."""
-        mean = self._sums[part.index]
-        arrived = self._weights[part.index] / self._planned_weight(part)
-        if arrived != 1:
-            mean = mean * np.float32(1 / arrived)
+        The own update enters unrounded. Contributors are summed in the order of the members.
+        """
+        found = {i: Contribution(tokens, partial(part.codec.decode, body, part.size)) for i, (tokens, body) in arrived.items()}
+        if self._has_update(part):
+            own = self._own(part)
+            found[self.me] = Contribution(self._bounded(part, self.me, self._behind(part)), lambda: own)
+            self.sent[part.index] = (part, own)
+        order = sorted(found)
+        mean = self._means[part.index]
+        clipped = clipped_mean([found[i] for i in order], mean, self._clips)
+        self._clipped[part.index] = to_mask({order[place] for place in clipped}, len(self._names))
         residual = self._residuals.get(part.start)
         if residual is not None and residual.size == mean.size:
             mean = mean + residual
         codes = part.codec.encode(mean)
         if part.codec.is_lossy:
-            dropped = self.new_residuals[part.start] = self._sums[part.index]
+            dropped = self.new_residuals[part.start] = self._means[part.index]
             np.subtract(mean, part.codec.decode(codes, part.size), out=dropped)
         return codes
 

@@ -39,6 +39,10 @@ class Exchanges:
     def _outer(self) -> OuterConfig:
         return self._node.campaign.config.outer
 
+    @property
+    def _clips(self) -> bool:
+        return self._node.campaign.config.sync.bound_influence
+
     async def serve(self) -> None:
         """Answer the other members from now on."""
         await self._node.endpoint.serve(PUSH, self._on_push)
@@ -54,11 +58,13 @@ class Exchanges:
         timeout_s = self._node.campaign.config.sync.exchange_timeout_s
         exchange = self.by_plan[plan.id, 0] = Exchange(
             self._node.endpoint, results, update, self._work.residuals.by_start, timeout_s, ledger.tokens_behind,
-            scratch=self._scratch,
+            scratch=self._scratch, clips=self._clips,
         )
         if self._staging is not None:
             self._staging.drop()
-        self._staging = NextBaseBuilder(world.store, base.values, self._layout, self._outer, results, world.run_blocking)
+        self._staging = NextBaseBuilder(
+            world.store, base.values, self._layout, self._outer, results, world.run_blocking, self._clips
+        )
         self._news.set()
         return exchange
 

@@ -30,6 +30,7 @@ from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.archive import load_archived
 from spes_p2p.rounds.base import Base, StagedBase, stage_base
 from spes_p2p.rounds.codecs import group_codecs
+from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
@@ -50,6 +51,8 @@ class Applied:
     results: Results
     base_digest: str
     """Digest of the new base."""
+    bounded: tuple[tuple[str, float], ...]
+    """By name, the groups whose step was scaled down, and the factor."""
 
 
 class Replica:
@@ -202,8 +205,8 @@ class Replica:
             if results is None:
                 await self._jump_to_newest(forked=False)
                 continue
-            await self._apply(decided.commit, results)
-            applied.append(Applied(decided, results.plan, results, self.base.digest))
+            bounded = await self._apply(decided.commit, results)
+            applied.append(Applied(decided, results.plan, results, self.base.digest, bounded))
         if self.base.commit == log.last.id:
             self.newest.found()
         return [each for each in applied if log.has(each.decided.commit.id, each.decided.commit.round)]
@@ -234,8 +237,8 @@ class Replica:
                 self._prepared = staged = await self._stage_base(commit, results)
                 self.store.snapshots.publish(commit.id, commit.round, staged.base.values, staged.digests)
 
-    async def _apply(self, commit: Commit, results: Results) -> None:
-        """Apply a decided round to the base. Every member gets the same bits."""
+    async def _apply(self, commit: Commit, results: Results) -> tuple[tuple[str, float], ...]:
+        """Apply a decided round to the base; return the groups whose step was scaled down. Every member gets the same bits."""
         staged, self._prepared = self._prepared, None
         if staged is None or staged.base.commit != commit.id:
             staged = await self._stage_base(commit, results)
@@ -253,6 +256,7 @@ class Replica:
         await self._save(staged.draft)
         self.results.forget(new.round, self.store.snapshots.oldest_pinned_round)
         self.exchanges.forget(new.round)
+        return staged.bounded
 
     async def _complete_results(self, commit: Commit) -> Results | None:
         """Return the commit's results with every committed part; None when no reachable peer has one of them."""
@@ -263,11 +267,16 @@ class Replica:
         ahead = await self.exchanges.finish_staging(commit, results, self.base)
         if ahead is not None:
             return ahead
-        plan, world = results.plan, self.node.world
-        committed = results.committed(commit)
-        pieces = next_base_pieces(self.base.values, self.layout, committed, results.encoded, plan.merge, self.outer)
-        staged: StagedBase = await world.run_blocking(stage_base, world.store, commit.id, commit.round, plan, pieces)
+        staged: StagedBase = await self.node.world.run_blocking(self._compute_base, commit, results)
         return staged
+
+    def _compute_base(self, commit: Commit, results: Results) -> StagedBase:
+        plan, old, committed = results.plan, self.base.values, results.committed(commit)
+        clips = self.node.campaign.config.sync.bound_influence
+        bounds = bounds_of(old, self.layout, commit, results) if clips else None
+        pieces = next_base_pieces(old, self.layout, committed, results.encoded, plan.merge, self.outer, bounds)
+        staged = stage_base(self.node.world.store, commit.id, commit.round, plan, pieces)
+        return staged if bounds is None else replace(staged, bounded=bounds.bounded)
 
     async def _pass_reform(self, commit: Commit) -> None:
         """Apply a reform: the base's values stay, as does pending work; assignments are void."""

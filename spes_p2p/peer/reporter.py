@@ -19,10 +19,11 @@ from spes_p2p.observe.events import (
     RoundCommitted,
     RoundFailed,
     RoundMeasured,
+    UpdatesClipped,
 )
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
-from spes_p2p.rounds.commit import contributions
+from spes_p2p.rounds.commit import clipped_parts, contributions
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.training.rates import learning_rate
 
@@ -105,7 +106,9 @@ class EventReporter:
             )
         )
         self._report_control(commit)
-
+        clipped = clipped_parts(commit, applied.results)
+        if clipped or applied.bounded:
+            self._observer(UpdatesClipped(commit.round, clipped, applied.bounded))
         if commit.round == self._replica.base.round:
             drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
             self._observer(RoundMeasured(commit.round, drift, expert_tokens_of(plan)))

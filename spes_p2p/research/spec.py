@@ -17,6 +17,7 @@ from spes_p2p.config.section import Section
 from spes_p2p.config.types import Count, Positive, PositiveNumber, Text
 from spes_p2p.config.yaml_file import read_yaml_mapping
 from spes_p2p.errors import UserError
+from spes_p2p.research.attacks import AttackKind
 
 Overrides = dict[str, dict[str, Any]]
 
@@ -58,6 +59,9 @@ class Arm(Section):
     seeds: Positive = 1
     domains: Literal["mixed", "one a peer"] = "mixed"
     """Text of each peer: all domains, or one domain per peer."""
+    attack: AttackKind | None = None
+    attackers: Count = 1
+    """Peers that attack, the last ones by number, if there is an `attack`."""
     campaign: Overrides = Field(default_factory=dict)
     """Campaign settings that differ: `outer: {shared_momentum: 0.9}`."""
     first: First | None = None
@@ -152,6 +156,8 @@ class Run:
         config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
         unusual: list[Any] = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
+        if self.arm.attack is not None:
+            unusual += [self.arm.attack, self.arm.attackers]
         if self.arm.first is not None:
             unusual.append(self.arm.first.model_dump(mode="json"))
         content = json.dumps([config, self.members, self.experts_per_peer, samples, text_digest, *unusual], sort_keys=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,12 +24,21 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, initial_state, layout_of
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.model.shape import shape_of
-from spes_p2p.observe.events import Event, PhaseTrained, RoundCommitted, RoundFailed, RoundMeasured, WorkDropped
+from spes_p2p.observe.events import (
+    Event,
+    PhaseTrained,
+    RoundCommitted,
+    RoundFailed,
+    RoundMeasured,
+    UpdatesClipped,
+    WorkDropped,
+)
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node
 from spes_p2p.research import probe
+from spes_p2p.research.attacks import attacking
 from spes_p2p.research.series import RoundSeries
 from spes_p2p.research.spec import Run
 from spes_p2p.research.text import Text
@@ -43,7 +53,7 @@ from spes_p2p.training.trainer import Reader, TorchTrainer
 
 Record = dict[str, Any]
 
-BOOTSTRAP = "bootstrap"
+BOOTSTRAP, FIRST_PEER = "bootstrap", "peer-0"
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,10 @@ class Watch:
     """Sent by all peers."""
     failed: int = 0
     dropped_tokens: int = 0
+    clipped_parts: Counter[str] = field(default_factory=Counter)
+    """By peer, over all rounds."""
+    bounded_steps: Counter[str] = field(default_factory=Counter)
+    """By group: rounds in which its step was scaled down."""
     layout: Layout = field(init=False)
     train_losses: list[float] = field(default_factory=list)
     memory_bytes: int = 0
@@ -129,6 +143,9 @@ class Watch:
             self.failed += 1
         elif isinstance(event, WorkDropped):
             self.dropped_tokens += event.tokens
+        elif isinstance(event, UpdatesClipped) and name == FIRST_PEER:
+            self.clipped_parts.update(dict(event.parts))
+            self.bounded_steps.update(group for group, _ in event.groups)
         elif isinstance(event, PhaseTrained):
             self.train_losses.append(event.loss)
         elif isinstance(event, RoundMeasured):
@@ -212,6 +229,7 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
         "sent_bytes": sum(watch.sent_bytes for watch in watches) // peers,
         "failed_rounds": sum(watch.failed for watch in watches),
         "dropped_tokens": sum(watch.dropped_tokens for watch in watches),
+        "clipped_parts": dict(last.clipped_parts), "bounded_steps": dict(last.bounded_steps),
         "cpu_seconds": round(time.process_time() - cpu, 1), "seconds": round(time.monotonic() - started, 1),
         "campaign": run.arm.campaign, "curve": curve,
         "rounds": _joined([watch.rounds for watch in watches], ("round", "step", "tokens")),
@@ -298,7 +316,8 @@ async def _live(
     network.run_peer(BOOTSTRAP, helper.run())
     lives = []
     for number, reader in enumerate(readers):
-        name, make_trainer = f"peer-{number}", partial(_trainer, run, config, watch, reader)
+        kind = _trainer_of(run, number)
+        name, make_trainer = f"peer-{number}", partial(_trainer, kind, run, config, watch, reader)
         observer = partial(watch.observe, name)
         node = Node(in_memory_world(network, name), campaign, genesis, rules, "trainer", {}, observer)
         peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
@@ -308,11 +327,18 @@ async def _live(
     helper.leave()
 
 
+def _trainer_of(run: Run, number: int) -> type[WatchedTrainer]:
+    """Return the class of a peer's trainer: the last peers attack, in an arm with an attack."""
+    attack, honest = run.arm.attack, run.members - run.arm.attackers
+    return WatchedTrainer if attack is None or number < honest else attacking(WatchedTrainer, attack)
+
+
 def _trainer(
-    run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State, owned: tuple[int, ...]
+    kind: type[WatchedTrainer], run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State,
+    owned: tuple[int, ...],
 ) -> Trainer:
     options = TrainingOptions(stored="fp32")
-    trainer = WatchedTrainer(config, base, owned, reader, device=run.experiment.device, options=options)
+    trainer = kind(config, base, owned, reader, device=run.experiment.device, options=options)
     trainer.watch = watch
     return trainer
 

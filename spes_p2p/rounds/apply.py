@@ -15,6 +15,7 @@ import numpy as np
 from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.digest import PIECE_ELEMENTS
+from spes_p2p.rounds.influence import StepBounds, square_sum
 from spes_p2p.rounds.merge import merge_range, merged_rows
 from spes_p2p.rounds.outer import momentum_offsets, next_momentum, next_weights, outer_settings
 from spes_p2p.rounds.parts import Part
@@ -39,25 +40,36 @@ class NextBase:
         encoded: Mapping[int, bytes | memoryview],
         merge: Merge | None,
         outer: OuterConfig = PLAIN,
+        bounds: StepBounds | None = None,
     ):
         """`committed`: parts, ascending; `encoded`: their encoded mean updates, by part index."""
-        self._size = base.size
-        self._stepped = _OuterStep(base, layout, committed, encoded, outer)
+        self._size, self._bounds = base.size, bounds
+        self._records_start = base.size - len(layout.groups)
+        self._stepped = _OuterStep(base, layout, committed, encoded, outer, {} if bounds is None else bounds.factors)
         self._rows = merged_rows(layout, merge.donors) if merge is not None else ()
         self._alpha = merge.alpha if merge is not None else 0.0
 
     def piece(self, number: int) -> np.ndarray:
         """Return one piece as a new array."""
-        start = number * PIECE_ELEMENTS
-        return merge_range(self._stepped.values, self._rows, self._alpha, start, min(start + PIECE_ELEMENTS, self._size))
+        start, stop = number * PIECE_ELEMENTS, min((number + 1) * PIECE_ELEMENTS, self._size)
+        values = merge_range(self._stepped.values, self._rows, self._alpha, start, stop)
+        first = max(start, self._records_start)
+        if self._bounds is not None and first < stop:
+            values[first - start :] = self._bounds.records[first - self._records_start : stop - self._records_start]
+        return values
+
+    def square_sum_of(self, part: Part) -> float:
+        """Return the sum of squares of a part's update, before it is bounded."""
+        return square_sum(self._stepped.decoded(part))
 
     def parts_by_piece(self) -> list[tuple[int, ...]]:
         """Return the indices of the parts in each piece."""
         return self._stepped.parts_by_piece(-(-self._size // PIECE_ELEMENTS))
 
-    def merged_pieces(self) -> set[int]:
-        """Return the pieces that the merge changes. They also depend on parts in other pieces."""
-        return {n for row in self._rows for n in range(row.start // PIECE_ELEMENTS, -(-row.stop // PIECE_ELEMENTS))}
+    def late_pieces(self) -> set[int]:
+        """Return the pieces that depend on parts in other pieces: those that the merge changes, and those with records."""
+        merged = {n for row in self._rows for n in range(row.start // PIECE_ELEMENTS, -(-row.stop // PIECE_ELEMENTS))}
+        return merged | set(range(max(0, self._records_start) // PIECE_ELEMENTS, -(-self._size // PIECE_ELEMENTS)))
 
 
 def next_base_pieces(
@@ -67,9 +79,10 @@ def next_base_pieces(
     encoded: Mapping[int, bytes | memoryview],
     merge: Merge | None,
     outer: OuterConfig = PLAIN,
+    bounds: StepBounds | None = None,
 ) -> Iterator[np.ndarray]:
     """Yield all pieces of a `NextBase`."""
-    new = NextBase(base, layout, committed, encoded, merge, outer)
+    new = NextBase(base, layout, committed, encoded, merge, outer, bounds)
     return (new.piece(number) for number in range(-(-base.size // PIECE_ELEMENTS)))
 
 
@@ -98,11 +111,13 @@ class _OuterStep:
         committed: Sequence[Part],
         encoded: Mapping[int, bytes | memoryview],
         outer: OuterConfig,
+        factors: Mapping[str, np.float32],
     ):
-        self._base, self._encoded, self._outer = base, encoded, outer
+        self._base, self._encoded, self._outer, self._factors = base, encoded, outer, factors
         self._targets = _targets(layout, committed, outer)
         self._stops = [target.stop for target in self._targets]
-        self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._decoded: OrderedDict[int, tuple[bytes | memoryview, np.ndarray]] = OrderedDict()
+        """By part index: what was decoded, and its values."""
 
     def values(self, start: int, stop: int) -> np.ndarray:
         """Return float32 `[stop - start]`, a new array."""
@@ -126,7 +141,10 @@ class _OuterStep:
     def _step(self, target: _Target, a: int, b: int, values: np.ndarray) -> None:
         """Update elements `[a, b)` of a range in place; `values` holds the old base's."""
         rate, mu = outer_settings(target.part.group, self._outer)
-        update, momentum = self._update(target.part)[a:b], None
+        update, momentum = self.decoded(target.part)[a:b], None
+        factor = self._factors.get(target.part.group.name)
+        if factor is not None:
+            update = np.multiply(update, factor)
         if target.momentum_at is not None:
             momentum = next_momentum(self._base[target.momentum_at + a : target.momentum_at + b], update, mu)
         if target.is_momentum:
@@ -134,14 +152,14 @@ class _OuterStep:
         else:
             next_weights(values, update, momentum, rate, mu)
 
-    def _update(self, part: Part) -> np.ndarray:
-        update = self._decoded.get(part.index)
-        if update is None:
-            update = part.codec.decode(self._encoded[part.index], part.size)
-            self._decoded[part.index] = update
+    def decoded(self, part: Part) -> np.ndarray:
+        """Return a part's update, from the cache unless its result was replaced since."""
+        encoded, known = self._encoded[part.index], self._decoded.get(part.index)
+        if known is None or known[0] is not encoded:
+            known = self._decoded[part.index] = encoded, part.codec.decode(encoded, part.size)
             if len(self._decoded) > DECODED_PARTS:
                 self._decoded.popitem(last=False)
-        return update
+        return known[1]
 
 
 def _targets(layout: Layout, committed: Sequence[Part], outer: OuterConfig) -> list[_Target]:

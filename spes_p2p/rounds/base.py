@@ -53,6 +53,8 @@ class StagedBase:
     digests: bytes
     """Digest of each piece (digest.py), concatenated."""
     draft: Draft
+    bounded: tuple[tuple[str, float], ...] = ()
+    """By name, the groups whose step was scaled down, and the factor."""
 
 
 @dataclass(frozen=True)

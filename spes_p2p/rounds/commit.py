@@ -39,6 +39,12 @@ def contributions(commit: Commit, results: Results, tokens_a_step: int) -> tuple
     )
 
 
+def clipped_parts(commit: Commit, results: Results) -> tuple[tuple[str, int], ...]:
+    """Return the members whose updates reducers clipped in a committed round, with the number of parts."""
+    counts = Counter(member for part in results.committed(commit) for member in results.clipped(part))
+    return tuple((results.plan.members[i].peer, count) for i, count in sorted(counts.items()))
+
+
 def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged], helpers: tuple[str, ...]) -> Commit:
     """Return the commit to propose after `commit`. It includes each part that two members (of two or more) hold durably.
 

@@ -1,15 +1,16 @@
 """Builds the next base while a round's results arrive, so that little is left to do after the commit.
 
 A piece is built when all parts in it have arrived, before their manifests and the commit. After the commit, pieces that are
-missing or contain other results than the committed ones are rebuilt. Pieces that a merge changes depend on other places of the
-state and are built after the commit.
+missing, contain other results than the committed ones, or are of a group whose step is bounded are rebuilt. Pieces that a merge
+changes, and those with records, depend on other places of the state and are built after the commit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import BASE, StagedBase, close_base, write_piece
+from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 
@@ -32,10 +34,10 @@ class NextBaseBuilder:
 
     def __init__(
         self, store: Store, base: np.ndarray, layout: Layout, outer: OuterConfig, results: Results,
-        run_blocking: Callable[..., Awaitable[Any]],
+        run_blocking: Callable[..., Awaitable[Any]], clips: bool = False,
     ):
-        """`base`: the plan's base. `results`: of the plan, still arriving."""
-        self.base, self.plan = base, results.plan
+        """`base`: the plan's base. `results`: of the plan, still arriving. `clips`: `sync.bound_influence`."""
+        self.base, self.plan, self._clips = base, results.plan, clips
         self._layout, self._outer, self._run = layout, outer, run_blocking
         self._results = results
         self._new = NextBase(base, layout, results.parts, results.encoded, None, outer)
@@ -45,8 +47,10 @@ class NextBaseBuilder:
         for number, parts in enumerate(self._parts):
             for index in parts:
                 self._pieces.setdefault(index, []).append(number)
-        self._merged = NextBase(base, layout, (), {}, self.plan.merge, outer).merged_pieces()
-        self._complete = [n for n, count in enumerate(self._num_missing) if not count and n not in self._merged]
+        self._late = NextBase(base, layout, (), {}, self.plan.merge, outer).late_pieces()
+        self._complete = [n for n, count in enumerate(self._num_missing) if not count and n not in self._late]
+        self._square_sums: dict[tuple[int, bytes], float] = {}
+        """Of the results so far, by part index and digest."""
         self._draft = store.draft(BASE)
         self._digests: dict[int, bytes] = {}
         self._built_from: dict[int, dict[int, bytes | None]] = {}
@@ -75,7 +79,7 @@ class NextBaseBuilder:
         self._arrived.add(index)
         for number in self._pieces.get(index, ()):
             self._num_missing[number] -= 1
-            if not self._num_missing[number] and number not in self._merged:
+            if not self._num_missing[number] and number not in self._late:
                 self._complete.append(number)
         if self._complete and (self._building is None or self._building.done()):
             self._building = asyncio.ensure_future(self._build_complete())
@@ -96,6 +100,7 @@ class NextBaseBuilder:
                 continue
             try:
                 piece = self._new.piece(number)
+                self._measure(before)
             except KeyError:
                 continue
             self._write(number, piece)
@@ -105,13 +110,25 @@ class NextBaseBuilder:
     def _finish(self, commit: Commit, results: Results) -> StagedBase:
         committed = results.committed(commit)
         right = {part.index: results.digest_of(part) for part in committed}
-        new = NextBase(self.base, self._layout, committed, results.encoded, self.plan.merge, self._outer)
+        known = {index: total for (index, digest), total in self._square_sums.items() if right.get(index) == digest}
+        bounds = bounds_of(self.base, self._layout, commit, results, known) if self._clips else None
+        bounded = {part.index for part in committed if bounds is not None and part.group.name in bounds.factors}
+        new = NextBase(self.base, self._layout, committed, results.encoded, self.plan.merge, self._outer, bounds)
         for number, parts in enumerate(self._parts):
             built_from = self._built_from.get(number)
-            if built_from is None or any(built_from[index] != right.get(index) for index in parts):
+            if built_from is None or any(built_from[i] != right.get(i) or i in bounded for i in parts):
                 self._write(number, new.piece(number))
         digests = b"".join(self._digests[number] for number in range(len(self._parts)))
-        return close_base(self._draft, commit.id, commit.round, self.plan, self.base.size, digests)
+        staged = close_base(self._draft, commit.id, commit.round, self.plan, self.base.size, digests)
+        return staged if bounds is None else replace(staged, bounded=bounds.bounded)
+
+    def _measure(self, digests: Mapping[int, bytes | None]) -> None:
+        """Take the square sums of these results, while they are decoded. `digests`: by part index."""
+        for index, digest in digests.items():
+            if self._clips and digest is not None and (index, digest) not in self._square_sums:
+                total = self._new.square_sum_of(self._results.parts[index])
+                if self._results.digests.get(index) == digest:
+                    self._square_sums[index, digest] = total
 
     def _write(self, number: int, piece: np.ndarray) -> None:
         self._digests[number] = write_piece(self._draft, number, piece)

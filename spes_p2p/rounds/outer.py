@@ -1,8 +1,9 @@
 """The outer step: applies a round's mean update to the base. Plain averaging, or SGD with Nesterov momentum (DiLoCo).
 
 The base is one float32 vector: all weights (`[layout.size]`), then the momentum of the groups with momentum, in the layout's
-order. So the base's digest, file and download cover the momentum, and a late joiner applies the next round to the same bits.
-Momentum costs four bytes a parameter of these groups, and nothing in a round's exchange.
+order, then one record of each group's updates (influence.py). So the base's digest, file and download cover them all, and a
+late joiner applies the next round to the same bits. Momentum costs four bytes a parameter of these groups, and nothing in a
+round's exchange.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ def momentum_offsets(layout: Layout, outer: OuterConfig) -> dict[str, int]:
 
 
 def base_size(layout: Layout, outer: OuterConfig) -> int:
-    """Return the float32 elements of a base: weights and momentum."""
-    return layout.size + sum(layout.group(name).size for name in momentum_offsets(layout, outer))
+    """Return the float32 elements of a base: weights, momentum and records."""
+    momentum = sum(layout.group(name).size for name in momentum_offsets(layout, outer))
+    return layout.size + momentum + len(layout.groups)
+
+
+def records_of(base: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return a view of the records, float32 `[groups]`, at the end of a base."""
+    return base[base.size - len(layout.groups) :]
 
 
 def first_base(weights: np.ndarray, layout: Layout, outer: OuterConfig) -> np.ndarray:
-    """Return base 0: the weights (float32 `[layout.size]`) and zero momentum."""
+    """Return base 0: the weights (float32 `[layout.size]`), zero momentum, and no records."""
     return np.concatenate([weights, np.zeros(base_size(layout, outer) - layout.size, np.float32)])
 
 

@@ -98,7 +98,8 @@ def make_plan(
     that left. `rounds_served`: of the commit log that ends with the first of `recent`.
     """
     config, control, commit = rules.config, proposal.control, recent[0]
-    announcements = clamped(announcements, recent, config)
+    if config.sync.bound_influence:
+        announcements = clamped(announcements, recent, config)
     peers = sorted(announcements)
     members = tuple(
         _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0)) for peer in peers

@@ -112,12 +112,14 @@ class Results:
         known = 0 <= manifest.revision <= self.revision
         own = self.reduced_by(manifest.reducer, manifest.revision) if known else []
         width = mask_bytes(len(self.plan.members))
-        if manifest.plan != self.plan.id or len(manifest.digests) != 32 * len(own) or len(manifest.masks) != width * len(own):
+        masks = {len(manifest.masks), len(manifest.clipped)}
+        if manifest.plan != self.plan.id or len(manifest.digests) != 32 * len(own) or masks != {width * len(own)}:
             raise WireError("the manifest does not fit the plan")
         for place, part in enumerate(own):
-            included = from_mask(manifest.masks[width * place : width * (place + 1)])
+            here = slice(width * place, width * (place + 1))
+            included, clipped = from_mask(manifest.masks[here]), from_mask(manifest.clipped[here])
             absent = manifest.digests[32 * place : 32 * (place + 1)] == ABSENT
-            if not set(included) <= set(part.contributors) or absent != (not included):
+            if not set(clipped) <= set(included) <= set(part.contributors) or absent != (not included):
                 raise WireError(f"part {part.index} has impossible contributors in the manifest")
 
     def roots(self) -> tuple[bytes, ...]:
@@ -139,10 +141,16 @@ class Results:
     def contributors(self, part: Part) -> tuple[int, ...]:
         """Return the members whose update is in the part's result; empty without the manifest."""
         manifest = self.manifests.get((part.revision, part.reducer))
-        if manifest is None:
-            return ()
+        return () if manifest is None else self._members_in(manifest.masks, part)
+
+    def clipped(self, part: Part) -> tuple[int, ...]:
+        """Return the contributors whose update of the part the reducer clipped; empty without the manifest."""
+        manifest = self.manifests.get((part.revision, part.reducer))
+        return () if manifest is None else self._members_in(manifest.clipped, part)
+
+    def _members_in(self, masks: bytes, part: Part) -> tuple[int, ...]:
         width, place = mask_bytes(len(self.plan.members)), self._places[part.revision, part.index]
-        return from_mask(manifest.masks[width * place : width * place + width])
+        return from_mask(masks[width * place : width * place + width])
 
     def verified(self, part: Part) -> bool:
         """Return whether the part's result is present and matches the manifest."""

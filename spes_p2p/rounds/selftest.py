@@ -12,16 +12,17 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
+from spes_p2p.rounds.influence import StepBounds, square_sum
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.planned import Member, Merge
 
-KNOWN_ANSWER = "c3aa12a8ae07adfffa57730dd0528314d7d550663214730dc1efb294bcf6d327"
+KNOWN_ANSWER = "fcfc0e1b8acd181a970b7102d63fa0db321135227179da4bda25e7b359fd168c"
 """Digest of the self-test. It covers all of CODECS: a new codec changes it."""
 
 
 def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base_pieces) -> None:
-    """Check decoding, the outer step and the merge against a known answer. Raises UserError when the bits differ.
+    """Check decoding, square sums, the outer step and the merge against a known answer. Raises UserError when bits differ.
 
     `step` yields the pieces of the next base.
     """
@@ -48,12 +49,15 @@ def _answer(step: Callable[..., Iterable[np.ndarray]]) -> str:
     digest = hashlib.sha256()
     members = (Member("a", 3, (5, 0, 2), 1.0),)
     merge = Merge(0.1, (((1, 2), (2,), ()),))
+    bounds = StepBounds({"expert.0": np.float32(0.3)}, np.full(len(layout.groups), 0.7, np.float32))
+    for count in (7, 1000, 3 * 2**17 - 1):
+        digest.update(square_sum(_values(count, 3) * np.float32(1e-4)).hex().encode())
     for codec in CODECS.values():
         parts = part_table(layout, members, GroupCodecs(codec, codec, codec), 64)
         update = _values(layout.size, 2)
         encoded = {part.index: codec.encode(update[part.start : part.stop]) for part in parts}
         for outer in (OuterConfig(), momentum):
-            for piece in step(base, layout, parts, encoded, merge, outer):
+            for piece in step(base, layout, parts, encoded, merge, outer, bounds):
                 digest.update(piece.astype("<f4").tobytes())
     return digest.hexdigest()
 

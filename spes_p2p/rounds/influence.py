@@ -1,0 +1,223 @@
+"""Bounded influence: how far one contributor can move a part's mean, and one round a group of weights.
+
+Two checks, on different machines, of different evidence:
+
+- A *reducer* has the updates of all contributors to a part. With three or more it clips each to a multiple of the median
+  (`clipped_mean`), with four or more also around the mean: one step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021,
+  arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021, arXiv 2106.11257).
+- *Every member* has the results of all parts, so it can bound the step of each group of weights (`bound_steps`): by the group's
+  own record, which is in the base, and an expert also by the other experts. This is what bounds the sole owner of an expert,
+  a reducer, and one of two contributors.
+
+Norms are compared per root of tokens: the update of t tokens grows between sqrt(t), if steps are noise, and t, if they agree.
+What clipping takes away is gone, as in gradient clipping: it does not return as pending work, and the round's report counts it.
+All arithmetic gives the same bits on every machine: elementwise float32, sums in a fixed order, scalars in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.model.layout import Group, Layout
+from spes_p2p.rounds.outer import records_of
+from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.results import Results
+
+WEIGHT_RATIO = 4.0
+"""Bounds a contributor's weight, in medians. Assigned steps differ from the median peer's by at most as much."""
+NORM_RATIO = 3.0
+"""Bounds an update's norm, in medians, before the mean is taken."""
+DISTANCE_RATIO = 2.0
+"""Bounds an update's distance from that mean, in medians."""
+STEP_RATIO = 4.0
+"""Bounds the step of a group: in multiples of its record, and of an expert also in multiples of the median expert's."""
+RECORD_RATE = np.float32(0.25)
+"""Weight of a round in a group's record. A campaign's warm-up stays within STEP_RATIO of it."""
+ENOUGH_TO_CLIP, ENOUGH_TO_CENTRE, ENOUGH_EXPERTS = 3, 4, 3
+"""The least for a median that one liar cannot be."""
+BLOCK = 2**17
+"""Elements that are squared and summed at a time: they stay in the processor's cache."""
+DECODED_BYTES = 2**26
+"""Bounds the decoded updates of a part that are held at once; above, they are decoded again for each pass."""
+
+
+def square_sum(values: np.ndarray) -> float:
+    """Return the sum of squares of float32 values, in a fixed order; inf where it exceeds float32."""
+    total, squares = 0.0, np.empty(min(BLOCK, values.size), np.float32)
+    with np.errstate(over="ignore"):
+        for start in range(0, values.size, BLOCK):
+            block = values[start : start + BLOCK]
+            np.multiply(block, block, out=squares[: block.size])
+            count = block.size
+            while count > 1:
+                half = (count + 1) // 2
+                np.add(squares[: count - half], squares[half:count], out=squares[: count - half])
+                count = half
+            total += float(squares[0])
+    return total
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One member's update of a part."""
+
+    tokens: int
+    decode: Callable[[], np.ndarray]
+    """Returns the update: float32, finite."""
+
+
+def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
+    """Write the token-weighted mean to `mean`; return the places of the contributions that were clipped.
+
+    Without clipped ones the result is the plain mean, bit for bit. The order of the contributions matters to the bits.
+    """
+    tokens = [each.tokens for each in contributions]
+    if clips and len(tokens) >= ENOUGH_TO_CLIP:
+        bound = int(WEIGHT_RATIO * statistics.median_low(tokens))
+        tokens = [min(count, bound) for count in tokens]
+    updates = _Updates(contributions, mean.size)
+    factors = [1.0] * len(tokens)
+    if clips and len(tokens) >= ENOUGH_TO_CLIP:
+        factors = _factors([square_sum(updates[i]) for i in range(len(tokens))], tokens, NORM_RATIO)
+    total, scratch = sum(tokens), np.empty_like(mean)
+    for i, (count, factor) in enumerate(zip(tokens, factors, strict=True)):
+        np.multiply(updates[i], np.float32(factor * count / total), out=scratch if i else mean)
+        if i:
+            np.add(mean, scratch, out=mean)
+    centred = [1.0] * len(tokens)
+    if clips and len(tokens) >= ENOUGH_TO_CENTRE:
+        centred = _centre(updates, tokens, factors, mean, scratch)
+    return tuple(
+        i for i, each in enumerate(contributions) if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens
+    )
+
+
+def _centre(
+    updates: _Updates, tokens: Sequence[int], factors: Sequence[float], mean: np.ndarray, scratch: np.ndarray
+) -> list[float]:
+    """Move the mean by one step of CenteredClip from itself; return the factors of the distances.
+
+    With v the mean, sum of w_i (u_i - v) is 0, so v + sum of w_i clip(u_i - v) takes only the terms that are clipped.
+    """
+
+    def distance(i: int) -> np.ndarray:
+        update = updates[i] if factors[i] == 1 else np.multiply(updates[i], np.float32(factors[i]), out=scratch)
+        np.subtract(update, mean, out=scratch)
+        return scratch
+
+    clip = _factors([square_sum(distance(i)) for i in range(len(tokens))], tokens, DISTANCE_RATIO)
+    step, total = np.zeros_like(mean), sum(tokens)
+    for i, factor in enumerate(clip):
+        if factor < 1:
+            far = distance(i)
+            np.multiply(far, np.float32((factor - 1) * tokens[i] / total), out=far)
+            np.add(step, far, out=step)
+    if min(clip) < 1:
+        np.add(mean, step, out=mean)
+    return clip
+
+
+def _factors(square_sums: Sequence[float], tokens: Sequence[int], ratio: float) -> list[float]:
+    """Return the factor of each vector that brings its norm per root of tokens to at most `ratio` times the lower median.
+
+    Fewer tokens than the upper median count as that: a straggler's small update is as far from the mean as the mean is long.
+    """
+    least = statistics.median_high(tokens)
+    norms = [math.sqrt(total / max(count, least)) for total, count in zip(square_sums, tokens, strict=True)]
+    bound = ratio * statistics.median_low(norms)
+    return [bound / norm if norm > bound else 1.0 for norm in norms]
+
+
+class _Updates:
+    """The decoded updates of a part: held where they are few, otherwise decoded each time."""
+
+    def __init__(self, contributions: Sequence[Contribution], size: int):
+        self._contributions = contributions
+        self._held: dict[int, np.ndarray] = {}
+        self._holds = 4 * size * len(contributions) <= DECODED_BYTES
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        update = self._held.get(place)
+        if update is None:
+            update = self._contributions[place].decode()
+            if self._holds:
+                self._held[place] = update
+        return update
+
+
+# Steps of groups ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """What a round's steps are bounded to, the same at every member."""
+
+    factors: Mapping[str, np.float32]
+    """By name, of the groups whose updates are scaled down; below 1."""
+    records: np.ndarray
+    """float32 `[groups]`: the record of each group after the round, in the layout's order."""
+
+    @property
+    def bounded(self) -> tuple[tuple[str, float], ...]:
+        """The factors, for the report."""
+        return tuple((name, float(factor)) for name, factor in self.factors.items())
+
+
+def bound_steps(
+    layout: Layout, members: Sequence[Member], committed: Sequence[Part], square_sums: Mapping[int, float], records: np.ndarray
+) -> StepBounds:
+    """Return the bounds of a round. `square_sums`: of each committed part's decoded result, by index. `records`: in the base.
+
+    A group's size is its update's root mean square per root of its contributors' mean tokens; its record is a moving average of
+    that, 0 before its first update. An expert's record never binds below the median of the round's experts, so that an owner
+    that let it shrink does not hold back the next one. With fewer than two trainers nothing is bounded.
+    """
+    sizes = _sizes(members, committed, square_sums)
+    experts = [size for group, size in sizes.items() if group.expert is not None]
+    typical = statistics.median_low(experts) if len(experts) >= ENOUGH_EXPERTS else math.inf
+    is_swarm = sum(member.trains for member in members) > 1
+    factors, after = {}, records.copy()
+    for place, group in enumerate(layout.groups):
+        if group not in sizes:
+            continue
+        size, record = sizes[group], records[place]
+        bound = STEP_RATIO * float(record) if record > 0 else math.inf
+        if group.expert is not None and typical < math.inf:
+            bound = min(STEP_RATIO * typical, max(bound, typical))
+        if is_swarm and size > bound:
+            factors[group.name] = np.float32(bound / size)
+            size = bound
+        taken = np.float32(min(size, float(np.finfo(np.float32).max)))
+        after[place] = record + (taken - record) * RECORD_RATE if record > 0 else taken
+    return StepBounds(factors, after)
+
+
+def bounds_of(
+    base: np.ndarray, layout: Layout, commit: Commit, results: Results, known: Mapping[int, float] | None = None
+) -> StepBounds:
+    """Return the bounds of a decided round, from its base and its complete results. `known`: square sums taken before."""
+    committed = results.committed(commit)
+    square_sums = dict(known or {})
+    for part in committed:
+        if part.index not in square_sums:
+            square_sums[part.index] = square_sum(part.codec.decode(results.encoded[part.index], part.size))
+    return bound_steps(layout, results.plan.members, committed, square_sums, records_of(base, layout))
+
+
+def _sizes(members: Sequence[Member], committed: Sequence[Part], square_sums: Mapping[int, float]) -> dict[Group, float]:
+    """Return the size of each group's update."""
+    sums: dict[Group, float] = {}
+    elements: dict[Group, int] = {}
+    tokens: dict[Group, float] = {}
+    for part in committed:
+        sums[part.group] = sums.get(part.group, 0.0) + square_sums[part.index]
+        elements[part.group] = elements.get(part.group, 0) + part.size
+        tokens[part.group] = sum(members[i].tokens for i in part.contributors) / len(part.contributors)
+    return {group: math.sqrt(total / elements[group] / max(1.0, tokens[group])) for group, total in sums.items()}
