@@ -164,6 +164,8 @@ def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pyte
         swarm = VirtualSwarm(campaign(total_steps=100, sync={"overlap": overlap}))
         swarm.start_all("ABC")
         await swarm.until_round(2)
+        included = swarm.nodes["W"].log.commit_at(2)
+        assert {included.members[i] for i in included.heard} == set("ABC")
         swarm.slow("B", 20.0)
         await swarm.until_round(4)
         swarm.kill("C")

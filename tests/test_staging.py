@@ -86,7 +86,7 @@ def check(case: Case, script: Callable[[Case], Awaitable[None]], dropped: Iterab
         assert staged.base.values.tobytes() == case.expected(commit).tobytes()
         assert staged.base.digest == state_digest(staged.base.values)
         staged.draft.publish()
-        kept = load_base(case.store, case.base.size, "here")
+        kept = load_base(case.store, case.base.size, "here", derive={case.plan.proposal: case.plan}.__getitem__)
         assert kept is not None
         assert (kept.digest, kept.plan) == (staged.base.digest, case.plan)
 
