@@ -203,6 +203,9 @@ def join(
         list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")
     ] = None,
     token_cache: Annotated[str | None, typer.Option(help="Maximum disk space for downloaded text. Default: 16GiB.")] = None,
+    private_urls: Annotated[
+        bool, typer.Option("--private-urls", help="Read text also from URLs in this machine's local network.")
+    ] = False,
     listen: Listen = None,
     announce: Announce = None,
     max_upload: MaxUpload = None,
@@ -226,6 +229,7 @@ def join(
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         base=base, data_dir=data_dir,
         token_cache_bytes=None if token_cache is None else parse_bytes(token_cache, "--token-cache"),
+        private_urls=private_urls or None,
         listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),

@@ -8,6 +8,11 @@ from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.refusals import LONGEST_DETAIL, LONGEST_REFUSAL, Code, Refusal
 
 
+def printable(text: str) -> str:
+    """Return text without the control characters that others may have put into it, which a terminal would obey."""
+    return text if text.isprintable() else "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
+
+
 class UserError(Exception):
     """Invalid input. The message is one line: what is wrong, where, what to do. The command line exits with code 2."""
 
@@ -46,7 +51,7 @@ class Refused(Exception):
     ):
         super().__init__(detail)
         self.code = code
-        text = "".join(sign if sign.isprintable() else " " for sign in detail[:LONGEST_DETAIL])
+        text = printable(detail[:LONGEST_DETAIL].replace("\n", " "))
         self.refusal = Refusal(code.value, text, round, peer, campaign, protocol, retry_s)
 
     @property

@@ -11,6 +11,7 @@ import uvloop
 from spes_p2p.messages.framing import Message
 from spes_p2p.net.byte_stream import AHEAD_BYTES, ByteStream
 from spes_p2p.net.channels import StreamChannel
+from spes_p2p.net.interfaces import admit_all
 
 Script = Callable[[ByteStream, ByteStream], Awaitable[None]]
 
@@ -88,7 +89,7 @@ def test_a_writer_waits_for_a_reader_that_does_not_read_and_goes_on_with_it(play
         await there.read_exactly(2**22)
         await waiting
         here.close()
-        await there.swallow()
+        await there.swallow(2**30)
         assert there.at_end()
 
     play(script)
@@ -98,7 +99,7 @@ def test_a_part_of_a_frame_is_heard(play: Callable[[Script], None]):
     async def script(here: ByteStream, there: ByteStream) -> None:
         heard = asyncio.Event()
         channel = StreamChannel("far", there)
-        channel.watch(heard.set)
+        channel.watch(heard.set, admit_all)
         reading = asyncio.ensure_future(channel.receive())
         sender = StreamChannel("near", here)
         whole: list[bytes] = []

@@ -157,7 +157,7 @@ def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:
     class Trickling(_HeldBack):
         async def open(self, peer: str, method: str) -> Channel:
             channel = await super().open(peer, method)
-            channel.watch = lambda heard: watching.append(heard)  # type: ignore[method-assign]
+            channel.watch = lambda heard, admit: watching.append(heard)  # type: ignore[method-assign]
             return channel
 
     watching: list[Callable[[], None]] = []

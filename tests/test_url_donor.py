@@ -50,7 +50,7 @@ class Place:
     donor: UrlDonor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.donor = UrlDonor(lambda: self.now)
+        self.donor = UrlDonor(lambda: self.now, allows_private=True)
 
     @property
     def root(self) -> str:
@@ -236,7 +236,7 @@ def test_what_a_peer_has_is_not_read_from_the_url_and_the_rest_is(place: Place, 
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01)
         place.shelf.put(place.root, 1, RIGHT[PIECE_BYTES : 2 * PIECE_BYTES])
-        await library(network, "W", place.shelf, UrlDonor())
+        await library(network, "W", place.shelf, UrlDonor(allows_private=True))
         mine = TokenShelf([place.file], tmp_path / "mine", {})
         fetching = await library(network, "me", mine, place.donor)
         await fetching.ensure(place.file, [1])
@@ -255,7 +255,7 @@ def test_when_the_url_fails_for_good_peers_are_asked_until_patience_ends_with_on
 
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01)
-        await library(network, "W", place.shelf, UrlDonor())
+        await library(network, "W", place.shelf, UrlDonor(allows_private=True))
         fetching = await library(network, "me", TokenShelf([place.file], tmp_path / "mine", {}), place.donor)
         expected = rf"no peer gives 2 pieces of this token file, and {place.file.url}: not there \(status 404\); ask the"
         with pytest.raises(UserError, match=expected):

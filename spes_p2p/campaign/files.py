@@ -29,6 +29,8 @@ from spes_p2p.storage.store import frame_record, read_frame
 CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
 MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
 GENESIS_FILE = "genesis"
+MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES = 2**25, 2**26
+"""Bounds a campaign's files before they are parsed: 80,000 token files; twice the largest tokenizer in use."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,11 @@ async def fetch_campaign(
             donors += sorted(await find_contacts(registry, endpoint.transport, campaign.hash))
     donors = [peer for peer in dict.fromkeys(donors) if peer != endpoint.peer_id]
     fetcher, sizes = Fetcher(endpoint), dict(record.blobs)
-    wanted = (campaign.manifest_sha256, campaign.validation_manifest_sha256, campaign.tokenizer_sha256)
-    files = [None if sha is None else await fetch_file(fetcher, sha, sizes.get(sha, 0), donors) for sha in wanted]
+    wanted = (
+        (campaign.manifest_sha256, MAX_MANIFEST_BYTES), (campaign.validation_manifest_sha256, MAX_MANIFEST_BYTES),
+        (campaign.tokenizer_sha256, MAX_TOKENIZER_BYTES),
+    )
+    files = [None if sha is None else await fetch_file(fetcher, sha, sizes.get(sha, 0), most, donors) for sha, most in wanted]
     manifest, validation, tokenizer = files
     assert manifest is not None
     assert tokenizer is not None

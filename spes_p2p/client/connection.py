@@ -63,9 +63,9 @@ class SwarmConnection:
         answers = await self.ask_peers(STATUS, b"", PeerStatus.from_bytes)
         return [status for peer, status in answers.items() if status.peer_id == peer]
 
-    def history(self, peer: str, after: int) -> AsyncIterator[HistoryPage]:
-        """Yield a peer's records of the rounds after this one; ends early if it does not answer."""
-        return pages(self.endpoint, peer, after)
+    def history(self, peer: str, after: int, newest: int) -> AsyncIterator[HistoryPage]:
+        """Yield a peer's records of the rounds after this one up to `newest`; ends early if it does not answer."""
+        return pages(self.endpoint, peer, after, newest)
 
     async def newest_order(self, known: Control | None) -> Control | None:
         """Return the owner's newest control record, fetched if the registry shows a newer one than `known`."""

@@ -37,7 +37,7 @@ from spes_p2p.messages.presence import DialBack
 from spes_p2p.model.build import layout_of
 from spes_p2p.net.checkup import Skew, ask_dial_back, measure_clock, measure_down, measure_up
 from spes_p2p.net.contacts import registry_key
-from spes_p2p.net.dht import DHTRegistry, join_dht
+from spes_p2p.net.dht import join_dht
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.libp2p import check_addresses
 from spes_p2p.net.p2pd import relayed_by, start_daemon
@@ -128,7 +128,7 @@ async def _peers_seen_from(identity: Path, address: str, campaign_hash: str) -> 
             [address], START_TIMEOUT_S, no_listen=True, dht_mode="client", auto_nat=False, nat_port_map=False
         )
         key = RSAIdentity(identity)
-        registry = DHTRegistry(await join_dht(daemon, key, [address], START_TIMEOUT_S, client_mode=True), key)
+        _, registry = await join_dht(daemon, key, [address], START_TIMEOUT_S, client_mode=True)
         return frozenset(await registry.get(registry_key(campaign_hash)))
     except (UserError, PeerUnreachable) as error:
         return str(error)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from spes_p2p.errors import Broken, UserError
+from spes_p2p.errors import Broken, UserError, printable
 
 
 def exit_with(command: Callable[[], int | None]) -> NoReturn:
@@ -36,5 +36,5 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
 
 
 def _fail(message: str, exit_code: int = 2) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     sys.exit(exit_code)

@@ -16,11 +16,12 @@ from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
 from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import is_rollback
 from spes_p2p.content.bases import collect_offers, download
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import CommitsRequest, Decide
+from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide
 from spes_p2p.messages.methods import COMMITS
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.model.build import layout_of
@@ -85,22 +86,38 @@ async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callab
 async def _newest_base(
     swarm: SwarmConnection, log: CommitLog, folder: Path, on_progress: Callable[[int, int], None]
 ) -> tuple[int, str, np.ndarray]:
-    """Return (round, digest, values) of the newest base with a certified commit. Raises PeerUnreachable if there is none."""
+    """Return (round, digest, values) of the newest base whose digest is proven. Raises PeerUnreachable if there is none.
+
+    The certificate of a round names the digest of the base before it. The last base of a campaign has no round after it: it
+    is taken if the owner's helpers, whose ids the genesis commit names, all offer the same one.
+    """
     contacts = await swarm.contacts()
-    peers = sorted(contacts, key=lambda peer: -contacts[peer].round)
+    helpers = [peer for peer in swarm.genesis.helpers if peer in contacts]
+    peers = [*helpers, *sorted(contacts.keys() - set(helpers), key=lambda peer: -contacts[peer].round)]
     for peer in peers:
         await _learn_commits(swarm, log, peer)
-    config = swarm.files.campaign.config
+    config, last = swarm.files.campaign.config, log.last
     size = base_size(layout_of(config.model), config.outer)
-    for number in range(log.round, max(0, log.round - 2), -1):
-        commit = log.commit_at(number)
-        offers = await collect_offers(swarm.endpoint, peers, commit.id, size)
+    digest = await _digest_of_last(swarm, helpers, last, size) if last.step >= config.training.total_steps else None
+    proven = [(last, digest)] if digest is not None else []
+    if is_rollback(last):
+        proven.append((last, last.base_digest))
+    elif last.round > 0 and last.plan:
+        proven.append((log.commit_at(last.round - 1), last.base_digest))
+    for commit, digest in proven:
+        offers = await collect_offers(swarm.endpoint, peers, commit.id, size, digest=digest)
         if offers and commit.step > 0:
             scratch = partial(file_scratch, folder)
             values = await download(Fetcher(swarm.endpoint), offers, None, on_progress, scratch=scratch)
             values.flags.writeable = False
-            return number, offers[0].info.digest, values
-    raise PeerUnreachable("no peer offers a trained base")
+            return commit.round, digest, values
+    raise PeerUnreachable("no peer offers a trained base that a certificate names")
+
+
+async def _digest_of_last(swarm: SwarmConnection, helpers: Sequence[str], last: Commit, size: int) -> str | None:
+    """Return the digest of a campaign's last base, in which the owner's helpers agree; None if they do not, or none answers."""
+    digests = {offer.info.digest for peer in helpers for offer in await collect_offers(swarm.endpoint, [peer], last.id, size)}
+    return digests.pop() if len(digests) == 1 else None
 
 
 async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> None:
@@ -109,7 +126,7 @@ async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> N
         while True:
             request = pack(CommitsRequest(log.round))
             found = unpack(Decide, await swarm.endpoint.ask(peer, COMMITS, request, swarm.endpoint.silence_s)).decided
-            if not found:
+            if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
                 return
             for decided in filter(log.admits, found):
                 log.put(decided)
@@ -120,7 +137,7 @@ async def _history(swarm: SwarmConnection, log: CommitLog, round_number: int) ->
     rounds = Rounds("")
     wanted = [number for number in range(round_number + 1) if log.commit_at(number).plan]
     for peer in await swarm.contacts():
-        async for page in swarm.history(peer, -1):
+        async for page in swarm.history(peer, -1, round_number):
             for record in page.records:
                 rounds.add(record)
             if not rounds.missing(wanted):

@@ -13,10 +13,12 @@ LOOPBACK_LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 EXAMPLE_ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 
-_TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/\s]+)/tcp/(\d{1,5})")
-_PEER = re.compile(r"/p2p/([^/]*)$")
+_TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([0-9A-Za-z.:-]+)/tcp/([0-9]{1,5})")
+_PEER = re.compile(r"/p2p/([^/]*)\Z")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,52}")
 """A hash of a public key, or a short public key itself, in base58."""
+_PATH = re.compile(rf"(/p2p/{_PEER_ID.pattern}/p2p-circuit)?/p2p/{_PEER_ID.pattern}")
+"""All that may follow the transport: the peer, or a relay and the peer."""
 
 
 def check_peer_addresses(addresses: Sequence[str]) -> None:
@@ -92,6 +94,8 @@ def _peer_problem(address: str) -> str | None:
         return "it must begin with /ip4/..., /ip6/... or /dns.../..., followed by /tcp/<port>"
     if not _PEER_ID.fullmatch(peer[1]):
         return f"'{peer[1]}' is not a complete peer id"
+    if not _PATH.fullmatch(address, match.end()):
+        return "only a relay, /p2p/<peer id>/p2p-circuit, may stand before /p2p/<peer id>"
     return None
 
 

@@ -312,6 +312,8 @@ class PeerConfig(Section):
         (), description="Addresses that other peers dial, for use behind NAT. Default: the addresses listened on.")
     data_dir: tuple[Path, ...] = Field(
         (), description="Local folders with token files of the campaign; missing files come from the swarm.")
+    private_urls: bool = Field(
+        False, description="Read token files also from URLs in this machine's local network (--private-urls).")
     token_cache_bytes: Positive = Field(
         DEFAULT_TOKEN_CACHE_BYTES,
         description="Maximum disk space for downloaded text (--token-cache 16GiB); least recently used pieces are evicted.")
@@ -345,7 +347,7 @@ def parse_campaign(published: bytes, where: str) -> Campaign:
     try:
         campaign = json.loads(published)
         _check_schema(campaign["config"], where)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{where}: does not publish a campaign; check the address") from None
     try:
         return validated(Campaign, campaign, lambda location: "")

@@ -144,21 +144,22 @@ class PartialDownload:
 
 
 async def collect_offers(
-    endpoint: RpcEndpoint, donors: Sequence[str], commit: str, elements: int, known: Collection[str] = ()
+    endpoint: RpcEndpoint, donors: Sequence[str], commit: str, elements: int, known: Collection[str] = (), digest: str = ""
 ) -> list[Offer]:
-    """Ask all donors for a commit's base; return the offers with the most common digest and log the others.
+    """Ask all donors for a commit's base; return the offers with this digest and log the others.
 
-    `known`: peers that outvote all others if any of them answers, since anybody can register any number of strangers.
+    Without a digest, the most common one counts. `known`: peers that outvote all others if any of them answers, since anybody
+    can register any number of strangers.
     """
     infos = zip(donors, await asyncio.gather(*(_ask_info(endpoint, donor, commit) for donor in donors)), strict=True)
     offers = [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
     if not offers:
         return []
     counting = [offer for offer in offers if offer.donor in known] or offers
-    agreed = Counter(offer.info.digest for offer in counting).most_common(1)[0][0]
+    agreed = digest or Counter(offer.info.digest for offer in counting).most_common(1)[0][0]
     for offer in offers:
         if offer.info.digest != agreed:
-            logger.warning("%s offers a base that differs from the most common one; ignored", offer.donor[-6:])
+            logger.warning("%s offers a base that differs from the agreed one; ignored", offer.donor[-6:])
     return [offer for offer in offers if offer.info.digest == agreed]
 
 

@@ -11,8 +11,6 @@ from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.refusals import Code
 
-MAX_FILE_BYTES = 2**28
-"""Bounds the memory that a file takes before its hash is checked."""
 UPLOADS_AT_ONCE = 8
 """Bounds the peers that fetch files from this peer at a time."""
 
@@ -28,10 +26,12 @@ async def serve_files(server: ContentServer, files: Mapping[str, bytes]) -> None
     await server.serve("file", source, UPLOADS_AT_ONCE)
 
 
-async def fetch_file(fetcher: Fetcher, sha256: str, size: int, peers: Sequence[str]) -> bytes:
-    """Download a file from several of these peers. Raises UserError."""
-    if not 0 < size <= MAX_FILE_BYTES:
-        raise UserError(f"peer {peers[0]}: offers file {sha256[:12]} with {size} bytes; ask the campaign's owner")
+async def fetch_file(fetcher: Fetcher, sha256: str, size: int, at_most: int, peers: Sequence[str]) -> bytes:
+    """Download a file of `size` bytes from several of these peers. Raises UserError, also when it is larger than `at_most`."""
+    if not 0 < size <= at_most:
+        raise UserError(
+            f"peer {peers[0]}: offers file {sha256[:12]} of {size} bytes (limit: {at_most}); ask the campaign's owner"
+        )
     try:
         content = single("file", sha256, from_hex(sha256), size)
         return bytes(await fetcher.fetch_single(content, [fetcher.peers(peers)]))

@@ -43,7 +43,9 @@ def _url(url: str) -> str:
 
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+Tokens = Annotated[int, Field(gt=0, le=2**36)]
+"""Tokens of one file: its list of piece hashes, which a peer keeps in memory, stays below 40 MB."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class TokenFile:
     path: Annotated[str, AfterValidator(_inside)]
     """Path relative to the manifest's folder, with forward slashes."""
     sha256: Sha256
-    tokens: Positive
+    tokens: Tokens
     dtype: Dtype
     pieces_sha256: Sha256
     """Root of its piece hashes (`pieces.py`); peers request the file by it."""

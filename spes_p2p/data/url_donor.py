@@ -6,6 +6,7 @@ the longest delay when only the campaign's owner can fix it.
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,13 @@ import fsspec
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES
 from spes_p2p.data.token_files import NPY_MAGIC
+from spes_p2p.messages.content import PIECES_A_REQUEST
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 4.0, 600.0
 SILENCE_S, RANGE_S = 30.0, 600.0
 """Timeouts for a web server's next byte, and for a byte range."""
+MAX_RANGE_BYTES = PIECES_A_REQUEST * PIECE_BYTES
+"""The most that is asked for at once."""
 TRANSIENT_STATUS = (408, 425, 429)
 """4xx statuses worth retrying soon."""
 ANONYMOUS: dict[str, dict[str, Any]] = {"s3": {"anon": True}, "gs": {"token": "anon"}}
@@ -51,8 +55,9 @@ class _State:
 class UrlDonor:
     """Reads pieces of the token files that have a URL. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, allows_private: bool = False):
+        """`allows_private`: read from addresses of this machine and its local network, too."""
+        self._clock, self._allows_private = clock, allows_private
         self._states: dict[TokenFile, _State] = {}
 
     def fetch(self, file: TokenFile, pieces: Sequence[int], keep: Callable[[int, bytes], bool]) -> None:
@@ -82,7 +87,7 @@ class UrlDonor:
     def _read(self, file: TokenFile, url: str, state: _State, run: range) -> bytes:
         try:
             if state.opened is None:
-                state.opened = _Published(url, file.num_bytes)
+                state.opened = _Published(url, file.num_bytes, self._allows_private)
             return state.opened.read(run.start * PIECE_BYTES, min(run.stop * PIECE_BYTES, file.num_bytes))
         except Exception as error:  # fsspec's file systems raise errors of many kinds
             raise self._failed(file, state, error) from None
@@ -101,8 +106,8 @@ class UrlDonor:
 class _Published:
     """A token file opened at its URL. The constructor checks its length and that the server sends byte ranges."""
 
-    def __init__(self, url: str, num_bytes: int):
-        self._file = _open(url)
+    def __init__(self, url: str, num_bytes: int, allows_private: bool):
+        self._file = _open(url, allows_private)
         size = self._file.size
         if size is None:
             raise _Unusable("the server does not send byte ranges")
@@ -127,13 +132,45 @@ class _Published:
         return content
 
 
-def _open(url: str) -> Any:
+class _PublicHosts(aiohttp.TCPConnector):
+    """Connects to public addresses only, whatever a name resolves to and wherever a server redirects."""
+
+    async def _resolve_host(self, host: str, port: int, traces: Any = None) -> Any:
+        found = await super()._resolve_host(host, port, traces)
+        public = [each for each in found if ipaddress.ip_address(each["host"].partition("%")[0]).is_global]
+        if not public:
+            raise _Unusable(f"{host} is in a private network; --private-urls allows that")
+        return public
+
+
+class _Bounded(aiohttp.ClientResponse):
+    """Reads no more than a request asks for, whatever the server sends."""
+
+    async def read(self) -> bytes:
+        """Return the body. Raises _Unusable for one that is too long."""
+        body = bytearray()
+        async for chunk in self.content.iter_any():
+            body += chunk
+            if len(body) > MAX_RANGE_BYTES:
+                self.close()
+                raise _Unusable("the server sends more than it is asked for")
+        return bytes(body)
+
+
+async def _public_client(**options: Any) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=_PublicHosts(), **options)
+
+
+def _open(url: str, allows_private: bool) -> Any:
     """Open the URL with the file system of its scheme: fsspec's own parsing would follow chained URLs to local files."""
     scheme = url.partition("://")[0]
     options = ANONYMOUS.get(scheme, {})
     if scheme in ("http", "https"):
         timeout = aiohttp.ClientTimeout(total=RANGE_S, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-        options = {"client_kwargs": {"timeout": timeout}, "headers": {"Accept-Encoding": "identity"}}
+        client = {"timeout": timeout, "response_class": _Bounded, "auto_decompress": False}
+        options = {"client_kwargs": client, "headers": {"Accept-Encoding": "identity"}}
+        if not allows_private:
+            options["get_client"] = _public_client
     system = fsspec.filesystem(scheme, use_listings_cache=False, **options)
     return system.open(url, "rb", block_size=PIECE_BYTES, cache_type="none")
 

@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import typing
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import cycle, islice
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 import msgpack
+from annotated_types import MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 Record = TypeVar("Record")
+Buffer = bytes | bytearray | memoryview
+_Reader = Callable[["_Source"], Any]
+
+NONE = 0xC0
+"""msgpack's byte for None."""
 
 
 class WireError(ValueError):
@@ -37,16 +46,25 @@ def pack(record: Any) -> bytes:
     return packed
 
 
-def unpack(cls: type[Record], data: bytes | bytearray | memoryview) -> Record:
-    """Read a record of type `cls`. Raises WireError for non-canonical bytes and for values out of bounds."""
+def unpack(cls: type[Record], data: Buffer) -> Record:
+    """Read a record of type `cls`. Raises WireError for non-canonical bytes and for values out of bounds.
+
+    The bytes are read along the fields' types: a list is read once its length is known to be within its field's bound, and
+    nothing nested deeper than the type. So a record takes memory in proportion to its bytes, whatever these claim.
+    """
     kind: Any = cls
     try:
-        values = msgpack.unpackb(data, raw=False, strict_map_key=False)
-        unknown = values[len(_field_names(kind)) :] if issubclass(kind, Extensible) and isinstance(values, list) else []
-        fields_by_name = _named(kind, values[: -len(unknown)] if unknown else values)
-        record: Record = _adapter(kind).validate_python(fields_by_name)
-        canonical = msgpack.packb([*_all_fields(record), *unknown]) if unknown else pack(record)
-        if canonical != data:
+        source = _Source(data)
+        given = source.array()
+        known = min(given, len(_field_readers(kind))) if issubclass(kind, Extensible) else given
+        record: Record = _adapter(kind).validate_python(_read_fields(kind, source, known))
+        if known < given:
+            canonical = msgpack.Packer().pack_array_header(given) + b"".join(map(msgpack.packb, _all_fields(record)))
+            data = data[: source.place()]
+            source.skip(given - known)
+        else:
+            canonical = pack(record)
+        if canonical != data or not source.is_read():
             raise WireError("not its canonical bytes")
         return record
     except ValidationError as error:
@@ -83,23 +101,76 @@ def _all_fields(record: Any) -> list[Any]:
     return [_plain(getattr(record, name)) for name in _field_names(kind)]
 
 
-def _named(cls: Any, value: Any) -> Any:
-    if not isinstance(value, list):
-        raise WireError("a record is a list of fields")
-    names = _field_names(cls)
-    if not _required(cls) <= len(value) <= len(names):
-        raise WireError(f"{len(value)} fields instead of {len(names)}")
-    return {name: _nest(cls, name, item) for name, item in zip(names, value, strict=False)}
+class _Source:
+    """Packed values, read one by one."""
+
+    def __init__(self, data: Buffer):
+        self._data, self._size = data, len(data)
+        self._unpacker = msgpack.Unpacker(
+            raw=False, strict_map_key=False, read_size=max(1, self._size), max_buffer_size=max(1, self._size),
+            max_str_len=self._size, max_bin_len=self._size, max_array_len=0, max_map_len=0, max_ext_len=0,
+        )
+        self._unpacker.feed(data)
+        self.scalar: Callable[[], Any] = self._unpacker.unpack
+        """Read a value that is no list, map or extension."""
+        self.place: Callable[[], int] = self._unpacker.tell
+        """Return the number of bytes that are read."""
+
+    def array(self) -> int:
+        """Read the length of a list; each of its items takes a byte at least."""
+        length: int = self._unpacker.read_array_header()
+        if length > self._size - self.place():
+            raise WireError("a list that ends early")
+        return length
+
+    def is_none(self) -> bool:
+        """Return whether None is next."""
+        return self.place() < self._size and self._data[self.place()] == NONE
+
+    def is_read(self) -> bool:
+        """Return whether nothing is left."""
+        return self.place() == self._size
+
+    def skip(self, values: int) -> None:
+        """Read values of any kind without keeping them."""
+        for _ in range(values):
+            self._unpacker.skip()
 
 
-def _nest(cls: Any, name: str, item: Any) -> Any:
-    """Name the fields of nested records, which arrive as lists, for the type check."""
-    kind, inner = _nested(cls).get(name, ("", None))
-    if item is None or inner is None:
-        return item
-    if kind == "one":
-        return _named(inner, item)
-    return [_named(inner, entry) for entry in item]
+def _reader(hint: Any, longest: int | None = None) -> _Reader:
+    """Return what reads a value of this type: nested records as mappings by field, for the type check."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _reader(options[0], next((bound.max_length for bound in options[1:] if isinstance(bound, MaxLen)), None))
+    if origin in (typing.Union, UnionType):
+        inner = _reader(next(option for option in options if option is not NoneType))
+        return lambda source: source.scalar() if source.is_none() else inner(source)
+    if is_dataclass(hint):
+        return lambda source: _read_fields(hint, source, source.array())
+    if origin is tuple:
+        readers = tuple(_reader(option) for option in options if option is not Ellipsis)
+        return partial(_read_list, readers, longest if Ellipsis in options else len(readers))
+    return lambda source: source.scalar()
+
+
+def _read_list(readers: Sequence[_Reader], longest: int | None, source: _Source) -> list[Any]:
+    length = source.array()
+    if longest is not None and length > longest:
+        raise WireError(f"a list of {length}, at most {longest} are allowed")
+    return [read(source) for read in islice(cycle(readers), length)]
+
+
+def _read_fields(cls: Any, source: _Source, given: int) -> dict[str, Any]:
+    readers = _field_readers(cls)
+    if not _required(cls) <= given <= len(readers):
+        raise WireError(f"{given} fields instead of {len(readers)}")
+    return {name: read(source) for name, read in islice(readers.items(), given)}
+
+
+@cache
+def _field_readers(cls: Any) -> dict[str, _Reader]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: _reader(hints[name]) for name in _field_names(cls)}
 
 
 @cache
@@ -117,19 +188,6 @@ def _required(cls: Any) -> int:
 def _trailing_defaults(cls: Any) -> tuple[Any, ...]:
     """Return the packed defaults, from the last field to the first that has one."""
     return tuple(_plain(field.default) for field in reversed(fields(cls)) if field.default is not MISSING)
-
-
-@cache
-def _nested(cls: Any) -> dict[str, tuple[str, Any]]:
-    """Return the fields that hold a record ("one") or a tuple of records ("many")."""
-    found: dict[str, tuple[str, Any]] = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        options = [hint, *typing.get_args(hint)]
-        record = next((option for option in options if is_dataclass(option)), None)
-        if record is not None:
-            many = typing.get_origin(hint) is tuple
-            found[name] = ("many" if many else "one", record)
-    return found
 
 
 @cache

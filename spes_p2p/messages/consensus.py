@@ -151,6 +151,11 @@ class Commit:
         """Return the hex sha256 of the commit's bytes."""
         return record_id(self)
 
+    @cached_property
+    def participants(self) -> frozenset[str]:
+        """Return all peers that this commit names."""
+        return frozenset((*self.members, *self.helpers, *self.electorate))
+
 
 @dataclass(frozen=True)
 class Vote:

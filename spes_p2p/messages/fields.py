@@ -51,7 +51,7 @@ Signature = Annotated[bytes, MaxLen(2**11)]
 """RSA of at most 4096 bits: length (2 bytes), public key (550) and signature (512)."""
 Word = Annotated[str, MaxLen(LONGEST_WORD), Predicate(str.isprintable)]
 """Short text from another peer, without control characters that could corrupt a terminal."""
-Address = Annotated[str, MaxLen(2**9)]
+Address = Annotated[str, MaxLen(2**9), Predicate(str.isprintable)]
 """A multiaddr; one through a relay names two peers."""
 Text = Annotated[str, MaxLen(2**10)]
 

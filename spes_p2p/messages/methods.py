@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from spes_p2p.messages.content import ContentKind
-from spes_p2p.messages.framing import MAX_FRAME_BYTES
+from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind
+from spes_p2p.messages.refusals import LONGEST_REFUSAL
 
 PROTOCOL_VERSION = 10
 """Raised with every change of a message that an older peer must understand."""
@@ -24,7 +26,13 @@ SMALL = 2**12
 LISTS = 2**21
 """Bytes of a record with MAX_INTERVALS sample intervals (28 bytes each) or MAX_ARCHIVED rounds."""
 WHOLE = MAX_FRAME_BYTES
-"""Bytes of a proposal, a commit or certified commits, which grow with members and parts; a part of an update."""
+"""Bytes of a proposal, a commit, certified commits or a manifest, which grow with members and parts."""
+ORDER = 2**19
+"""Bytes of a control record with MAX_CHANGES changes of the schedule."""
+WORK = 2**18
+"""Bytes of an announcement: MAX_EXPERTS token counts (37 KB), archived rounds, and some thousand sample intervals."""
+PART = 2**20 + 2**12
+"""Bytes of an encoded part with its index and tokens."""
 CHUNK = 2**18
 """Bytes of a chunk of a piece, or of a speed measurement."""
 
@@ -40,13 +48,27 @@ class Method:
     answer: str
     """Sent back."""
     request_bytes: int = SMALL
-    """The longest message that the asked peer accepts."""
+    """The longest request that the asked peer accepts."""
     answer_bytes: int = SMALL
-    """The longest message that the asking peer accepts."""
+    """The longest answer that the asking peer accepts."""
+    further: Mapping[int, int] = field(default_factory=dict)
+    """Longest bodies of further frames from the asking peer, by kind; of others, SMALL."""
+    answers: Mapping[int, int] = field(default_factory=dict)
+    """The same for frames to the asking peer."""
+    is_paced: bool = True
+    """Whether the bounds of strangers on pace and frames apply (`net/shares.py`)."""
+
+    def longest(self, kind: int, to_asker: bool) -> int:
+        """Return the bytes that the body of a frame may have. A longer one is refused before it is read."""
+        if kind == Kind.MESSAGE:
+            return self.answer_bytes if to_asker else self.request_bytes
+        if kind == Kind.REFUSAL:
+            return LONGEST_REFUSAL
+        return (self.answers if to_asker else self.further).get(kind, SMALL)
 
 
 def _pieces(kind: ContentKind, asked_by: str, what: str) -> Method:
-    return Method(kind, asked_by, "PiecesRequest", f"CONTENT with {what}", answer_bytes=CHUNK)
+    return Method(kind, asked_by, "PiecesRequest", f"CONTENT with {what}", answers={Kind.CONTENT: CHUNK})
 
 
 METHODS = {
@@ -57,21 +79,22 @@ METHODS = {
         Method(HISTORY, "anybody", "HistoryRequest", "HistoryPage", answer_bytes=LISTS),
         Method(COMMITS, "members", "CommitsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
         Method(PING, "members", "Ping", "Pong"),
-        Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=LISTS),
+        Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=WORK),
         Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),
         Method(ROUND, "members, at the coordinator",
                "Signed with an Announcement, later REPORT with a Report (its Signed holds a Staged)",
                "PLAN with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
-               "PASSED with a Passed in place of proposal or commit", request_bytes=WHOLE, answer_bytes=WHOLE),
-        Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=LISTS, answer_bytes=LISTS),
+               "PASSED with a Passed in place of proposal or commit", request_bytes=WORK, further={Kind.REPORT: WHOLE},
+               answers={Kind.PLAN: WHOLE, Kind.DECIDED: WHOLE, Kind.REVISION: LISTS}),
+        Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=ORDER, answer_bytes=LISTS),
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
         Method(ACCEPT, "the coordinator, at electors", "Accept (its evidence is an Evidence)", "Vote", request_bytes=WHOLE),
         Method(DECIDE, "the coordinator, at members", "Decide", "empty", request_bytes=WHOLE),
         Method(PUSH, "contributors, at reducers", "PushHeader, then PART with an encoded update each, END", "empty",
-               request_bytes=WHOLE),
+               further={Kind.PART: PART}),
         Method(PULL, "members", "PullRequest",
                "PART with a result each; after those of lane 0 MANIFEST with a Manifest",
-               request_bytes=WHOLE, answer_bytes=WHOLE),
+               answers={Kind.PART: PART, Kind.MANIFEST: WHOLE}),
         Method(SNAPSHOT, "joiners", "SnapshotRequest", "SnapshotInfo"),
         _pieces("file", "anybody", "a tokenizer or manifest, by its sha256"),
         _pieces("base_hashes", "joiners", "the BLAKE3 of each piece of a base, 32 bytes each, by commit"),
@@ -84,6 +107,10 @@ METHODS = {
         _pieces("record", "members", "a proposal or commit as the coordinator sends it, by its sha256"),
         Method(CLOCK, "`doctor`", "empty", "Clock"),
         Method(DIAL_BACK, "`doctor`", "DialBackRequest", "DialBack", answer_bytes=LISTS),
-        Method(SPEED, "`doctor`", "SpeedRequest", "CONTENT one way, END, then Moved", request_bytes=CHUNK, answer_bytes=CHUNK),
+        Method(SPEED, "`doctor`", "SpeedRequest", "CONTENT one way, END, then Moved", further={Kind.CONTENT: CHUNK},
+               answers={Kind.CONTENT: CHUNK}, is_paced=False),
     )
 }
+
+UNBOUNDED = Method("", "", "", "", request_bytes=WHOLE, answer_bytes=WHOLE, further={Kind.CONTENT: WHOLE})
+"""Of a method that is not in the table."""

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 AHEAD_BYTES = 2**14
 """Maximum bytes buffered ahead of a read; beyond it, the other end is slowed down."""
+FIRST_BYTES, GROWTH = 2**16, 8
+"""A read allocates this much at first, then this many times what has come: nobody takes memory by promising bytes."""
 UNSENT_BYTES = 2**18
 """Writers wait while more bytes than this are unsent."""
 
@@ -30,7 +32,8 @@ class ByteStream(asyncio.BufferedProtocol):
         self._taken = self._received = 0
         self._wanted: memoryview | None = None
         """Buffer of `read_exactly`, kept with the received bytes if a call is cancelled."""
-        self._filled = 0
+        self._filled = self._size = 0
+        """Bytes of that read that have come, and that it asks for."""
         self._is_paused = False
         self._has_ended = False
         self._failure: Exception | None = None
@@ -44,7 +47,7 @@ class ByteStream(asyncio.BufferedProtocol):
         After a call that was cancelled the next one must ask for as many, and gets what had come by then too.
         """
         if self._wanted is None:
-            self._wanted, self._filled = memoryview(bytearray(size)), 0
+            self._wanted, self._filled, self._size = memoryview(bytearray(min(size, FIRST_BYTES))), 0, size
             self._take_ahead()
         while self._filled < size:
             await self._hear_more()
@@ -55,9 +58,11 @@ class ByteStream(asyncio.BufferedProtocol):
     readexactly = read_exactly
     """Alias for hivemind's reader of control messages."""
 
-    async def swallow(self) -> None:
-        """Read and discard everything until the other end finishes. Raises OSError."""
-        while not self._has_ended:
+    async def swallow(self, at_most: int) -> None:
+        """Read and discard everything until the other end finishes or has sent `at_most` bytes. Raises OSError."""
+        dropped = 0
+        while not self._has_ended and dropped < at_most:
+            dropped += self._received
             self._taken = self._received = 0
             try:
                 await self._hear_more()
@@ -101,16 +106,20 @@ class ByteStream(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the buffer for the next bytes."""
-        if self._wanted is not None and self._filled < len(self._wanted):
+        if self._wanted is not None and self._filled < self._size:
             return self._wanted[self._filled :]
         return self._ahead[self._received :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Account for bytes received into the buffer."""
         self.on_bytes()
-        if self._wanted is not None and self._filled < len(self._wanted):
+        if self._wanted is not None and self._filled < self._size:
             self._filled += nbytes
-            if self._filled < len(self._wanted):
+            if self._filled == len(self._wanted) < self._size:
+                grown = memoryview(bytearray(min(self._size, GROWTH * self._filled)))
+                grown[: self._filled] = self._wanted
+                self._wanted = grown
+            if self._filled < self._size:
                 return
         else:
             self._received += nbytes

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.framing import HEADER, MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.interfaces import Admit, admit_all
 
 LINGER_S = 5.0
 """Time for which a finished channel discards incoming data; closing at once would reset its own last frames."""
@@ -23,15 +24,16 @@ class StreamChannel:
         self._header: tuple[int, int] | None = None  # kept while its content is not read, since receive may be cancelled
         self._is_read_out = False
         self._failure: Exception | None = None
+        self._admit: Admit = admit_all
 
     @property
     def remote(self) -> str:
         """Authenticated id of the other end."""
         return self._remote
 
-    def watch(self, heard: Callable[[], None]) -> None:
-        """Call `heard` whenever bytes arrive."""
-        self._stream.on_bytes = heard
+    def watch(self, heard: Callable[[], None], admit: Admit) -> None:
+        """Call `heard` whenever bytes come, and `admit` before the body of a frame is read."""
+        self._stream.on_bytes, self._admit = heard, admit
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one frame; wait while the stream is full. Raises PeerUnreachable."""
@@ -54,6 +56,7 @@ class StreamChannel:
             kind, size = self._header
             if size > (0 if kind == Kind.FINISHED else MAX_FRAME_BYTES):
                 raise ValueError(f"a frame of {size} bytes")
+            await self._admit(kind, size)
             content = await self._stream.read_exactly(size)
             self._header = None
         except (OSError, EOFError):
@@ -86,7 +89,7 @@ class StreamChannel:
     async def _linger(self) -> None:
         """Discard incoming data, then close: closing with unread bytes would reset the stream, with its last sent frames."""
         try:
-            await asyncio.wait_for(self._stream.swallow(), LINGER_S)
+            await asyncio.wait_for(self._stream.swallow(MAX_FRAME_BYTES), LINGER_S)
         except (OSError, asyncio.TimeoutError):
             pass
         finally:

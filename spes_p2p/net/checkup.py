@@ -18,6 +18,7 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import CLOCK, DIAL_BACK, PROTOCOL_VERSION, SPEED
 from spes_p2p.messages.presence import Clock, DialBack, DialBackRequest, Moved, SpeedRequest
 from spes_p2p.messages.refusals import Code
+from spes_p2p.net.limits import Allowance
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 
 CLOCK_SAMPLES = 5
@@ -26,6 +27,8 @@ DIAL_TIMEOUT_S = 4.0
 GREETING = b"/multistream/"
 """The first bytes that a libp2p peer sends on a connection."""
 SPEED_SECONDS = 3.0
+SPEED_SHARE, SPEED_BURST, SPEED_LIMIT_S = 0.1, 8.0, 20.0
+"""Share of the time that measurements for others take, how many may follow each other, and the longest that one may take."""
 SPEED_BYTES = 2**27
 SPEED_CHUNK_BYTES = 2**18
 
@@ -47,6 +50,7 @@ class Checkup:
         self._wall_time = wall_time
         self._seen_at = seen_at
         self._measuring = asyncio.Lock()
+        self._measurements = Allowance(SPEED_SHARE / SPEED_SECONDS, SPEED_BURST)
 
     async def serve(self, endpoint: RpcEndpoint) -> None:
         """Answer from now on."""
@@ -70,8 +74,12 @@ class Checkup:
         await stream.send(pack(DialBack(seen_at[:MAX_PORTS], reached)))
 
     async def _on_speed(self, stream: Stream) -> None:
-        if self._measuring.locked():
-            raise Refused(Code.BUSY, "another peer measures its link just now")
+        if self._measuring.locked() or not self._measurements.take():
+            raise Refused(Code.BUSY, "another peer measures its link just now, or several did")
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._measure(stream), SPEED_LIMIT_S)
+
+    async def _measure(self, stream: Stream) -> None:
         async with self._measuring:
             if unpack(SpeedRequest, await stream.message()).up:
                 await stream.send(pack(await _receive(stream)))

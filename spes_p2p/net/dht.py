@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import struct
 from collections.abc import Coroutine, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht import DHTNode
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import get_dht_time
-from hivemind.dht.validation import DHTRecord
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from spes_p2p.errors import PeerUnreachable, UserError
-from spes_p2p.net.identity import RSAIdentity, peer_id_of_public_key
+from spes_p2p.net.dht_guard import (
+    MAX_SIGNED_RECORD_BYTES,
+    DHTGuard,
+    OwnedRecords,
+    keep_own_records_only,
+    node_id_of,
+    owner_of_subkey,
+)
+from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES
 from spes_p2p.net.p2pd import Daemon, nobody_answers
 
 T = TypeVar("T")
 
 REGISTRY_TIMEOUT_S = 15.0
-MAX_SIGNED_RECORD_BYTES = 2 * MAX_RECORD_BYTES
 
 _EXPIRY = struct.Struct(">d")
-_SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
 _EXPIRY_STEP_S = 0.001
 
 
@@ -42,15 +40,17 @@ class DHTRegistry:
     The DHT keeps the value with the latest expiry, so a record carries its own expiry, and the DHT's grows with every write.
     """
 
-    def __init__(self, node: DHTNode, identity: RSAIdentity):
+    def __init__(self, node: DHTNode, records: OwnedRecords):
         self.node = node
-        self.subkey = OwnedRecords(identity).local_public_key
+        self.subkey = records.local_public_key
+        self._records = records
         self._last_expiry: dict[str, float] = {}
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store under (key, this peer's id). Raises ValueError if it is too large, PeerUnreachable if no peer stored it."""
         if len(value) > MAX_RECORD_BYTES:
             raise ValueError(f"a record of {len(value)} bytes under {key}; at most {MAX_RECORD_BYTES} are allowed")
+        self._records.admit(key)
         if await self._store(key, value, ttl_s):
             return
         await self._learn_last_expiry(key)
@@ -59,9 +59,10 @@ class DHTRegistry:
 
     async def get(self, key: str) -> dict[str, bytes]:
         """All living values under key, by the peer that wrote them. Raises PeerUnreachable after REGISTRY_TIMEOUT_S."""
+        self._records.admit(key)
         found, now = {}, get_dht_time()
         for subkey, entry in (await self._entries(key)).items():
-            owner = _owner_of_subkey(subkey)
+            owner = owner_of_subkey(subkey)
             content = entry.value
             if owner is None or not isinstance(content, bytes) or not _EXPIRY.size <= len(content) <= MAX_SIGNED_RECORD_BYTES:
                 continue
@@ -87,32 +88,17 @@ class DHTRegistry:
         return found.value if found is not None and isinstance(found.value, dict) else {}
 
 
-class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
-    """Takes only records whose subkey names an RSA key that signed them; hivemind's own validator takes unsigned ones too."""
-
-    def __init__(self, identity: RSAIdentity):
-        super().__init__(_hivemind_key(identity.private_key))
-
-    def validate(self, record: DHTRecord) -> bool:
-        """Is it small, owned and signed by its owner?"""
-        if record.subkey is None or self.PUBLIC_KEY_FORMAT[:7] not in record.subkey:
-            return False
-        if len(record.value) > MAX_SIGNED_RECORD_BYTES:
-            return False
-        try:
-            return bool(super().validate(record))
-        except (ValueError, UnsupportedAlgorithm):
-            return False
-
-
 async def join_dht(
     daemon: Daemon, identity: RSAIdentity, initial_peers: Sequence[str], timeout_s: float, *, client_mode: bool = False
-) -> DHTNode:
+) -> tuple[DHTNode, DHTRegistry]:
     """A node of the DHT that the initial peers are in; `client_mode`: it only asks. Raises UserError."""
+    records = OwnedRecords(identity)
+    daemon.guard = guard = DHTGuard(records, daemon.connections)
     joining = DHTNode.create(
         p2p=daemon,
+        node_id=node_id_of(identity.peer_id),
         initial_peers=list(initial_peers) or None,
-        record_validator=OwnedRecords(identity),
+        record_validator=records,
         cache_locally=False,
         cache_on_store=False,
         cache_nearest=0,
@@ -120,7 +106,9 @@ async def join_dht(
         client_mode=client_mode,
     )
     try:
-        return await asyncio.wait_for(joining, timeout_s)
+        guard.node = node = await asyncio.wait_for(joining, timeout_s)
+        keep_own_records_only(node)
+        return node, DHTRegistry(node, records)
     except (RuntimeError, P2PDaemonError, asyncio.TimeoutError):
         if initial_peers:
             raise nobody_answers(initial_peers) from None
@@ -143,26 +131,3 @@ async def _answer(call: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wait_for(call, REGISTRY_TIMEOUT_S)
     except asyncio.TimeoutError:
         raise PeerUnreachable(f"the DHT did not answer for {REGISTRY_TIMEOUT_S:g} s") from None
-
-
-@lru_cache(maxsize=4096)
-def _owner_of_subkey(subkey: object) -> str | None:
-    """The peer id of the key that a subkey consists of; None when it is anything else."""
-    match = _SUBKEY.fullmatch(subkey) if isinstance(subkey, bytes) else None
-    if match is None:
-        return None
-    try:
-        key = serialization.load_ssh_public_key(match[1])
-    except (ValueError, UnsupportedAlgorithm):
-        return None
-    return peer_id_of_public_key(key) if isinstance(key, rsa.RSAPublicKey) else None
-
-
-def _hivemind_key(key: rsa.RSAPrivateKey) -> RSAPrivateKey:
-    """The same key in hivemind's wrapper, which by itself would generate a new one."""
-    der = key.private_bytes(
-        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
-    )
-    wrapped = RSAPrivateKey.__new__(RSAPrivateKey)
-    wrapped.__setstate__({"_private_key": der})
-    return wrapped

@@ -9,6 +9,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+MEMORY_LIMIT = "256MiB"
+"""Above this the daemon's runtime collects garbage continually: it may otherwise double what floods of streams take."""
 
 
 def die_with(parent: int) -> None:
@@ -23,6 +25,7 @@ def main(parent: int, command: list[str]) -> None:
     """Replaces this process."""
     die_with(parent)
     os.setsid()
+    os.environ.setdefault("GOMEMLIMIT", MEMORY_LIMIT)
     os.execv(command[0], command)
 
 

@@ -24,6 +24,15 @@ MAX_RECORD_BYTES = 1024
 """The largest value that may be put into the registry."""
 
 
+Admit = Callable[[int, int], Awaitable[None]]
+"""Called with the kind of a frame and the size that its header claims. Its body is read when this returns; what it raises,
+`receive` raises."""
+
+
+async def admit_all(kind: int, size: int) -> None:
+    """Admit every frame."""
+
+
 class Channel(Protocol):
     """A bidirectional stream of frames with one peer, authenticated and encrypted by the transport."""
 
@@ -31,8 +40,8 @@ class Channel(Protocol):
     def remote(self) -> str:
         """The peer at the other end, as the transport authenticated it."""
 
-    def watch(self, heard: Callable[[], None]) -> None:
-        """Call `heard` whenever bytes arrive from the other end, even part of a frame."""
+    def watch(self, heard: Callable[[], None], admit: Admit) -> None:
+        """Call `heard` whenever bytes arrive from the other end, even part of a frame, and `admit` before each body is read."""
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one frame, these bytes one after the other; waits while the other end is slow. They must not change any more.

@@ -50,10 +50,18 @@ FIND_EVERY_S = 5.0
 class Libp2p:
     """A running peer daemon with transport, registry and identity."""
 
-    def __init__(self, daemon: Daemon, node: DHTNode, identity: RSAIdentity, lock: IO[bytes], addresses: tuple[str, ...]):
+    def __init__(
+        self,
+        daemon: Daemon,
+        node: DHTNode,
+        registry: DHTRegistry,
+        identity: RSAIdentity,
+        lock: IO[bytes],
+        addresses: tuple[str, ...],
+    ):
         self.identity = identity
         self.transport = Libp2pTransport(daemon, addresses)
-        self.registry = DHTRegistry(node, identity)
+        self.registry = registry
         self._daemon, self._node, self._lock = daemon, node, lock
         self._keeping = asyncio.get_running_loop().create_task(self.transport.keep_addresses())
 
@@ -149,8 +157,8 @@ async def start_libp2p(
         raise
     try:
         cannot_serve = is_public and reachability == "private"
-        node = await join_dht(daemon, identity, initial_peers, start_timeout_s, client_mode=cannot_serve)
-        return Libp2p(daemon, node, identity, lock, await visible_addresses(daemon))
+        node, registry = await join_dht(daemon, identity, initial_peers, start_timeout_s, client_mode=cannot_serve)
+        return Libp2p(daemon, node, registry, identity, lock, await visible_addresses(daemon))
     except BaseException:
         await daemon.close()
         lock.close()

@@ -7,6 +7,7 @@ that much lower, and a limit holds for what the line carries.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 
 LINE_OVERHEAD = 1.035
@@ -17,17 +18,49 @@ BURST_S = 0.1
 class Pacer:
     """A token bucket: lets bytes pass at a rate, in the order in which they came."""
 
-    def __init__(self, bits_per_s: float):
-        """`bits_per_s`: on the line."""
+    def __init__(self, bits_per_s: float, burst_s: float = BURST_S):
+        """`bits_per_s`: on the line. `burst_s`: unused time that may be caught up on."""
         self.bytes_per_s = bits_per_s / 8 / LINE_OVERHEAD
-        self._free_at = 0.0
+        self._burst_s = burst_s
+        self._free_at = -math.inf
 
     async def let_pass(self, size: int) -> None:
         """Return when the line has carried these bytes and those before them."""
         now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now - BURST_S) + size / self.bytes_per_s
+        self._free_at = max(self._free_at, now - self._burst_s) + size / self.bytes_per_s
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
+
+    def is_idle(self) -> bool:
+        """Return whether nothing has passed for so long that it makes no difference."""
+        return self._free_at <= asyncio.get_running_loop().time() - self._burst_s
+
+
+class Allowance:
+    """A token bucket that says no instead of waiting."""
+
+    def __init__(self, per_s: float, burst: float):
+        self._per_s, self._burst = per_s, burst
+        self._left = burst
+        self._filled_at = -math.inf
+
+    def take(self, amount: float = 1.0) -> bool:
+        """Take this much if it is there."""
+        self._fill()
+        if self._left < amount:
+            return False
+        self._left -= amount
+        return True
+
+    def is_full(self) -> bool:
+        """Return whether nothing was taken for long enough to be forgotten."""
+        self._fill()
+        return self._left >= self._burst
+
+    def _fill(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._left = min(self._burst, self._left + self._per_s * (now - self._filled_at))
+        self._filled_at = now
 
 
 @dataclass(frozen=True)

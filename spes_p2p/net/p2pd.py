@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
@@ -26,6 +26,7 @@ from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net import die_with_parent
 from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.net.dht_guard import MAX_REQUEST_BYTES, DHTGuard
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class Daemon(P2P):  # type: ignore[misc]
         self._stream_server: asyncio.AbstractServer | None = None
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: set[asyncio.Task[None]] = set()
+        self.guard: DHTGuard | None = None
+        """Decides about requests to the DHT node; None: there is no node."""
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
@@ -57,6 +60,26 @@ class Daemon(P2P):  # type: ignore[misc]
         if "trustedRelays" in kwargs:
             kwargs["relayDiscovery"] = False  # otherwise the daemon searches for other relays and does not try these
         return wrapper + list(P2P._make_process_args(*args, **kwargs))
+
+    async def _add_protobuf_unary_handler(
+        self, handle_name: str, handler: Callable[..., Awaitable[Any]], input_protobuf_type: Any, balanced: bool = False
+    ) -> None:
+        """As hivemind's, for the DHT. A request is parsed if it is small, and handled if the guard passes it."""
+
+        async def answer(request: bytes, remote: PeerID) -> bytes:
+            guard, sender = self.guard, str(remote)
+            if guard is None or len(request) > MAX_REQUEST_BYTES or guard.is_too_fast(sender):
+                raise ValueError("refused")
+            parsed = input_protobuf_type.FromString(request)
+            await guard.check(sender, parsed)
+            reply: bytes = (await handler(parsed, P2PContext(handle_name, self.peer_id, remote))).SerializeToString()
+            return reply
+
+        await self._client.add_unary_handler(handle_name, answer, balanced=balanced)
+
+    async def connections(self) -> dict[str, list[str]]:
+        """Return the multiaddrs of the open connections, by peer."""
+        return {str(info.peer_id): [str(address) for address in info.addrs] for info in await self.list_peers()}
 
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Dial a peer at these multiaddrs; without any, look it up in the DHT. Raises PeerUnreachable."""

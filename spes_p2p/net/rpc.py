@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack
-from spes_p2p.messages.framing import IGNORABLE, MAX_FRAME_BYTES, Kind, Message
-from spes_p2p.messages.methods import METHODS
+from spes_p2p.messages.framing import IGNORABLE, Kind, Message
+from spes_p2p.messages.methods import METHODS, UNBOUNDED, Method
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.detector import CLOCK_ERROR_S, SilenceDetector
 from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.limits import UNLIMITED, Line
+from spes_p2p.net.pipe import pipe
+from spes_p2p.net.shares import FRAME_COST, STRANGER_FRAME_BYTES, STREAM_COST, Shares
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import Throughput
 
@@ -35,6 +37,8 @@ STALLED_SILENCES = 2.0
 REQUEST_SILENCES = 12.0
 """A served stream without a request is dropped after this many times the longest silence: a request can queue behind the
 parts of other streams on a thin line."""
+STRANGER_SILENCES = 1.0
+"""The same for strangers, from which no parts are on their way here."""
 QUEUED_FRAMES = 8
 """Received frames that may wait to be read; beyond this the sender is slowed down."""
 
@@ -54,16 +58,20 @@ class Stream:
         channel: Channel,
         detector: SilenceDetector,
         count: Count,
-        line: Line = UNLIMITED,
-        longest: int = MAX_FRAME_BYTES,
+        line: Line,
+        method: Method,
+        shares: Shares,
+        is_answer: bool,
     ):
-        """`longest`: limit on a message, in bytes; longer ones are refused."""
+        """`is_answer`: this end opened the stream, so what arrives answers it."""
         self.remote = channel.remote
         self._channel = channel
         self._detector = detector
         self._count = count
         self._line = line
-        self._longest = longest
+        self._method, self._shares, self._is_answer = method, shares, is_answer
+        self._held = 0
+        """Bytes that arrive or wait to be read."""
         self._incoming: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
         self._news = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,13 +81,14 @@ class Stream:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         self._loop = asyncio.get_running_loop()
         self._heard_at, self._reading = self._loop.time(), True
-        channel.watch(self._hear)
+        channel.watch(self._hear, self._admit)
         self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
         self._request_due: asyncio.TimerHandle | None = None
 
     def expect_request(self) -> None:
         """Break the stream unless a first message arrives in time. Ignorable frames of unknown kinds do not count."""
-        limit_s = REQUEST_SILENCES * self._detector.ceiling_s
+        patience = REQUEST_SILENCES if self._shares.is_known(self.remote) else STRANGER_SILENCES
+        limit_s = patience * self._detector.ceiling_s
         error = PeerUnreachable(f"{self.remote[-6:]} opened a stream and sent no request for {limit_s:g} s")
         self._request_due = self._loop.call_later(limit_s, self._break, error)
 
@@ -126,6 +135,8 @@ class Stream:
             await self._news.wait()
         received = self._incoming.get_nowait()
         self._ended = received is None
+        if received is not None:
+            self._release(len(received.body))
         return received
 
     async def message(self, kind: Kind = Kind.MESSAGE) -> bytes:
@@ -193,6 +204,7 @@ class Stream:
             self._request_due.cancel()
         self._channel.abort()
         self._break(PeerUnreachable("the stream is closed"))
+        self._release(self._held)
 
     async def _send(self, *pieces: bytes | memoryview, kind: int) -> None:
         async with self._sending:
@@ -218,11 +230,8 @@ class Stream:
                 if message.kind == Kind.REFUSAL:
                     raise Refused.read(message.body)
                 if message.kind == Kind.HEARTBEAT or message.kind >= IGNORABLE:
+                    self._release(len(message.body))
                     continue
-                if (refused := self._objection(message)) is not None:
-                    with contextlib.suppress(PeerUnreachable, asyncio.TimeoutError):
-                        await asyncio.wait_for(self.refuse(refused), self._detector.ceiling_s)
-                    raise refused
                 self._count(0, len(message.body), self._loop.time())
                 await self._put(message)
         except (PeerUnreachable, Refused) as error:
@@ -230,13 +239,36 @@ class Stream:
         except WireError as error:
             self._break(PeerUnreachable(f"{self.remote[-6:]} does not keep to the protocol: {error}"))
 
-    def _objection(self, message: Message) -> Refused | None:
+    async def _admit(self, kind: int, size: int) -> None:
+        """Refuse a frame that is not taken here, before its body is read; wait while the other end takes too much of this one.
+
+        The other end does not count as silent meanwhile. Raises Refused.
+        """
+        if (refused := self._objection(kind, size)) is not None:
+            with contextlib.suppress(PeerUnreachable, asyncio.TimeoutError):
+                await asyncio.wait_for(self.refuse(refused), self._detector.ceiling_s)
+            raise refused
+        self._reading = False
+        if not self._is_answer and self._method.is_paced:
+            await self._shares.pace(self.remote, size + FRAME_COST)
+        await self._shares.hold(self.remote, size)
+        self._held += size
+        self._reading, self._heard_at = True, self._loop.time()
+
+    def _objection(self, kind: int, size: int) -> Refused | None:
         """Why a frame cannot be taken, whatever it is about."""
-        if message.kind not in TAKEN_KINDS:
-            return Refused(Code.UNKNOWN_KIND, f"a frame of kind {message.kind}")
-        if len(message.body) > self._longest:
-            return Refused(Code.TOO_LARGE, f"{len(message.body)} bytes where at most {self._longest} are taken")
+        if kind < IGNORABLE and kind not in TAKEN_KINDS:
+            return Refused(Code.UNKNOWN_KIND, f"a frame of kind {kind}")
+        longest = self._method.longest(kind, self._is_answer)
+        if not self._is_answer and self._method.is_paced and not self._shares.is_known(self.remote):
+            longest = min(longest, STRANGER_FRAME_BYTES)
+        if size > longest:
+            return Refused(Code.TOO_LARGE, f"{size} bytes where at most {longest} are taken")
         return None
+
+    def _release(self, size: int) -> None:
+        self._held -= size
+        self._shares.release(self.remote, size)
 
     async def _put(self, message: Message | None) -> None:
         """Queue a message for `receive`. The other end does not count as silent while this end does not read."""
@@ -285,6 +317,7 @@ class RpcEndpoint:
         self._line = line
         self.upload = Throughput(line.up.bytes_per_s if line.up is not None else None)
         self.detector = SilenceDetector(silence_s)
+        self.shares = Shares()
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.admit: Callable[[str, str], None] = lambda peer, method: None
@@ -335,8 +368,7 @@ class RpcEndpoint:
             channel = self._call_myself(method)
         else:
             channel = await self._open(peer, method)
-        longest = METHODS[method].answer_bytes if method in METHODS else MAX_FRAME_BYTES
-        stream = Stream(channel, self.detector, self._counter(method, peer), self._line_to(peer), longest)
+        stream = self._stream(channel, method, is_answer=True)
         try:
             yield stream
         finally:
@@ -363,11 +395,14 @@ class RpcEndpoint:
             task.cancel()
 
     async def _answer(self, method: str, channel: Channel) -> None:
-        remote, longest = channel.remote, METHODS[method].request_bytes if method in METHODS else MAX_FRAME_BYTES
-        stream = Stream(channel, self.detector, self._counter(method, remote), self._line_to(remote), longest)
+        if not self.shares.enter(channel.remote):
+            channel.abort()
+            return
+        stream = self._stream(channel, method, is_answer=False)
         stream.expect_request()
         try:
-            self.admit(remote, method)
+            await self.shares.pace(channel.remote, STREAM_COST)
+            self.admit(channel.remote, method)
             await self._handlers[method](stream)
             await stream.finish()
             await asyncio.wait_for(_until_finished(stream), self.silence_s)
@@ -385,6 +420,14 @@ class RpcEndpoint:
             logger.exception("%s from %s failed", method, channel.remote[-6:])
         finally:
             await stream.close()
+            self.shares.leave(channel.remote)
+
+    def _stream(self, channel: Channel, method: str, is_answer: bool) -> Stream:
+        remote = channel.remote
+        return Stream(
+            channel, self.detector, self._counter(method, remote), self._line_to(remote), METHODS.get(method, UNBOUNDED),
+            self.shares, is_answer,
+        )
 
     async def _open(self, peer: str, method: str) -> Channel:
         try:
@@ -396,7 +439,7 @@ class RpcEndpoint:
     def _call_myself(self, method: str) -> Channel:
         if method not in self._handlers:
             raise Refused(Code.UNKNOWN_METHOD, f"no such method: {method}")
-        near, far = _pipe(self.peer_id)
+        near, far = pipe(self.peer_id)
         task = asyncio.create_task(self._answer(method, far))
         self._own.add(task)
         task.add_done_callback(self._own.discard)
@@ -436,59 +479,3 @@ async def _until_finished(stream: Stream) -> None:
     """Let the other end read everything before the channel is dropped."""
     while await stream.receive_any() is not None:
         pass
-
-
-class _PipeEnd:
-    """One end of a channel inside one process."""
-
-    def __init__(self, remote: str, outgoing: asyncio.Queue[Message | None], incoming: asyncio.Queue[Message | None]):
-        self.remote = remote
-        self._outgoing, self._incoming = outgoing, incoming
-        self._heard: Callable[[], None] = lambda: None
-        self._peer: _PipeEnd | None = None
-        self._aborted = asyncio.Event()
-
-    def watch(self, heard: Callable[[], None]) -> None:
-        self._heard = heard
-
-    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
-        if self._aborted.is_set():
-            raise PeerUnreachable("closed")
-        put = asyncio.ensure_future(self._outgoing.put(Message(b"".join(pieces), kind)))
-        await self._or_aborted(put)
-
-    async def receive(self) -> Message | None:
-        if self._incoming.empty() and self._aborted.is_set():
-            raise PeerUnreachable("closed")
-        frame = await self._or_aborted(asyncio.ensure_future(self._incoming.get()))
-        self._heard()
-        return frame
-
-    async def finish(self) -> None:
-        if not self._aborted.is_set():
-            await self._or_aborted(asyncio.ensure_future(self._outgoing.put(None)))
-
-    def abort(self) -> None:
-        self._aborted.set()
-        if self._peer is not None:
-            self._peer._aborted.set()
-
-    async def _or_aborted(self, task: asyncio.Future[T]) -> T:
-        stop = asyncio.ensure_future(self._aborted.wait())
-        either: set[asyncio.Future[Any]] = {task, stop}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise PeerUnreachable("closed")
-            return task.result()
-        finally:
-            task.cancel()
-            stop.cancel()
-
-
-def _pipe(peer: str) -> tuple[_PipeEnd, _PipeEnd]:
-    there: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
-    back: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
-    near, far = _PipeEnd(peer, there, back), _PipeEnd(peer, back, there)
-    near._peer, far._peer = far, near
-    return near, far

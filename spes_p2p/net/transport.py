@@ -59,8 +59,7 @@ class Libp2pTransport:
 
     async def seen_at(self, peer: str) -> tuple[str, ...]:
         """Return the multiaddrs of the open connections with a peer, as seen from here."""
-        connected = await self.daemon.list_peers()
-        return tuple(str(address) for info in connected if str(info.peer_id) == peer for address in info.addrs)
+        return tuple((await self.daemon.connections()).get(peer, ()))
 
     async def serve(self, method: str, handler: Handler) -> None:
         """Call `handler` for each incoming stream. Its failure ends that channel only."""

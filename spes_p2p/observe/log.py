@@ -8,7 +8,7 @@ import sys
 from datetime import datetime, timezone
 from typing import Any
 
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UserError, printable
 from spes_p2p.observe.json_values import to_json
 
 EVENT = "spes_event"
@@ -28,7 +28,8 @@ class LineFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line without a traceback."""
+        """Return the line without a traceback, and without control characters from elsewhere."""
+        record.message = printable(record.message)
         if record.levelno != logging.INFO:
             record.message = f"{_level(record)}: {record.message}"
         return super().formatMessage(record)

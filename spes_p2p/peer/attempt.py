@@ -19,6 +19,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Ping, Proposal, Report, Revision
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.announcing import Announcer
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.exchange import Exchange
@@ -151,9 +152,9 @@ class RoundMember:
             if trains:
                 seconds["announce"] = clock() - started
             if reply.kind == Kind.PLAN:
-                plan = await self._plan(unpack(Proposal, reply.body), stream.remote)
+                plan = await self._plan(await unpack_beside(Proposal, reply.body), stream.remote)
                 reply = await self._exchange(stream, plan, seconds)
-            decided = unpack(CertifiedCommit, reply.body)
+            decided = await unpack_beside(CertifiedCommit, reply.body)
         self._node.decisions.learn(decided)
 
     def _set_state(self, state: str) -> None:

@@ -24,6 +24,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal, Report
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.collecting import StagedReports
 from spes_p2p.peer.gathering import PING_EVERY_S, AttemptFailed, Gathering, RoundContext
 from spes_p2p.peer.node import Node
@@ -125,7 +126,7 @@ class Coordination:
                 either: set[asyncio.Future[Any]] = {report, self._decided}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if report.done():
-                    reports.take(index, unpack(Report, report.result()))
+                    reports.take(index, await unpack_beside(Report, report.result()))
                     report = None
         finally:
             reports.end(stream)
@@ -167,6 +168,7 @@ class Coordination:
             self._reports = StagedReports(
                 self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
             )
+            self._node.invited = frozenset(member.peer for member in plan.members)
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results

@@ -17,7 +17,7 @@ from spes_p2p.messages.rounds import Announcement, Ping, Pong
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.coordinator import Coordination
-from spes_p2p.peer.gathering import RoundContext
+from spes_p2p.peer.gathering import LateArrivals, RoundContext
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
@@ -28,8 +28,7 @@ class CoordinatorService:
     """Opens an attempt at the next round when it is this peer's turn, and lets members into it."""
 
     def __init__(self, node: Node, replica: Replica, phases: PhaseRunner, reporter: EventReporter):
-        self.too_late: set[str] = set()
-        """Peers that came too late for a round that this peer coordinated, and were in none since."""
+        self.too_late = LateArrivals(node.endpoint.silence_s)
         self._node, self._replica, self._phases, self._reporter = node, replica, phases, reporter
         self._attempt: Coordination | None = None
         self._running: asyncio.Task[None]
@@ -80,7 +79,7 @@ class CoordinatorService:
             self.too_late.add(stream.remote)
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
         if announcement.round > log.round + 1:
-            self._node.spawn(self._node.decisions.learn_from_all([stream.remote]))
+            self._node.check_claim(stream.remote, announcement.round - 1)
             raise Refused(Code.COORDINATOR_BEHIND, "the coordinator is behind; try again", round=log.round)
         order = self._node.coordinators()
         rank = announcement.attempt % len(order)

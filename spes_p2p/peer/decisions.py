@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import TypeVar
 
 from spes_p2p.consensus.control import number_of, owner_of
@@ -29,6 +30,8 @@ from spes_p2p.messages.methods import ACCEPT, COMMITS, CONTROL, DECIDE, PREPARE,
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.durable import open_participant, perform
 from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.archive import archived_rounds
@@ -36,6 +39,8 @@ from spes_p2p.rounds.archive import archived_rounds
 T = TypeVar("T")
 
 COMMITS_PER_MESSAGE = 200
+ASKED_AT_ONCE = 16
+"""Bounds the peers that are asked for certificates at a time; one honest answer is enough."""
 
 
 class Decisions:
@@ -90,14 +95,17 @@ class Decisions:
     async def learn_from(self, peer: str, after: int | None = None) -> None:
         """Fetch the peer's certificates after this round (default: the last one here), or all of them where the logs fork.
 
+        Each page continues the last one with commits that are known or proven, so a peer that lies gives one page at most.
         Raises PeerUnreachable, Refused, WireError.
         """
         after = self.log.round if after is None else after
         while True:
             reply = await self._endpoint.ask(peer, COMMITS, pack(CommitsRequest(after)), self._endpoint.silence_s)
-            found = unpack(Decide, reply).decided
+            found = (await unpack_beside(Decide, reply)).decided
             if not found:
                 return
+            if any(decided.commit.round != after + 1 + place for place, decided in enumerate(found)):
+                raise WireError("a page of other commits than were asked for")
             try:
                 for decided in found:
                     self.learn(decided)
@@ -109,13 +117,24 @@ class Decisions:
             after = found[-1].commit.round
 
     async def learn_from_all(self, peers: Iterable[str]) -> None:
-        """Fetch missing certificates from these peers; those that do not answer are skipped."""
+        """Fetch missing certificates from the first ASKED_AT_ONCE of these peers.
+
+        Those that do not answer are skipped. Ends when nothing new was learned for `silence_s`: a peer that gives commits one
+        by one holds up nobody.
+        """
 
         async def learn_from(peer: str) -> None:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 await self.learn_from(peer)
 
-        await asyncio.gather(*map(learn_from, peers))
+        asked = [asyncio.ensure_future(learn_from(peer)) for peer in islice(peers, ASKED_AT_ONCE)]
+        known = None
+        try:
+            while any(not each.done() for each in asked) and known != self.log.last.id:
+                known = self.log.last.id
+                await asyncio.wait(asked, timeout=self._endpoint.silence_s)
+        finally:
+            await end_tasks(asked)
 
     async def ask_for_reform(self) -> None:
         """Ask the campaign's owner for a new term, where rounds find no majority or no base. The owner may decline."""
@@ -157,22 +176,22 @@ class Decisions:
         await stream.send(pack(self._perform(self._acceptor.prepare(stream.remote, request))))
 
     async def _on_accept(self, stream: Stream) -> None:
-        request = unpack(Accept, await stream.message())
         if stream.remote not in self.log.last.electorate:
             raise Refused(Code.NOT_ALLOWED, "the ballot's coordinator is not an elector of this round")
+        request = await unpack_beside(Accept, await stream.message())
         await self.validity.require(request.commit, request.evidence, stream.remote)
         request = replace(request, evidence=self.validity.evidence_of(request.commit))
         attachments = self.validity.attachments(request.commit)
         await stream.send(pack(self._perform(self._acceptor.accept(stream.remote, request, attachments))))
 
     async def _on_decide(self, stream: Stream) -> None:
-        for decided in unpack(Decide, await stream.message()).decided:
+        for decided in (await unpack_beside(Decide, await stream.message())).decided:
             self.learn(decided)
         await stream.send(b"")
 
     async def _on_control(self, stream: Stream) -> None:
         """Take the record that the request brings, if any, and answer with the newest one."""
-        self.take_control(unpack(ControlRequest, await stream.message()).brought)
+        self.take_control((await unpack_beside(ControlRequest, await stream.message())).brought)
         commit, archived = self.log.last, tuple(archived_rounds(self._world.store))
         await stream.send(pack(Known(self.controls.newest, number_of(commit.control), commit.round, commit.step, archived)))
 

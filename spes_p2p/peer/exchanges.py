@@ -53,6 +53,7 @@ class Exchanges:
 
         The update that an earlier attempt sent stays as it is: that attempt may turn out to be the decided one.
         """
+        self._node.invited = frozenset(member.peer for member in plan.members)
         results, ledger, world = self._results.begin(plan), self._work.ledger, self._node.world
         update = ledger.copy_update() if self.by_plan else ledger.update
         timeout_s = self._node.campaign.config.sync.exchange_timeout_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,10 +20,43 @@ from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 logger = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
+COURTESY_SHARE, MAX_LATE = 0.05, 64
+"""Share of the time that rounds may wait for late arrivals; bounds the peers that are waited for."""
 
 
 class AttemptFailed(Exception):
     """This attempt will not come to a decision; nothing was applied."""
+
+
+class LateArrivals:
+    """Peers that came too late for a round and were in none since. Kept by the coordinator from round to round.
+
+    The next round waits for them, so that the short phases of a few keep nobody out. Anybody can come too late every time:
+    the waiting comes out of a budget that fills with time.
+    """
+
+    def __init__(self, silence_s: float):
+        """`silence_s`: the most that is waited at once."""
+        self.peers: set[str] = set()
+        self._silence_s = self._budget_s = silence_s
+        self._filled_at = -math.inf
+        """Loop time."""
+
+    def add(self, peer: str) -> None:
+        """Wait for this peer in the next round."""
+        if len(self.peers) < MAX_LATE:
+            self.peers.add(peer)
+
+    def patience_s(self, coordinators: int) -> float:
+        """Return how long a round may wait now. `coordinators`: those that take turns, each with a budget of its own."""
+        now = asyncio.get_running_loop().time()
+        filled_s = COURTESY_SHARE / coordinators * (now - self._filled_at)
+        self._budget_s, self._filled_at = min(self._silence_s, self._budget_s + filled_s), now
+        return self._budget_s
+
+    def spend(self, waited_s: float) -> None:
+        """Note that a round waited."""
+        self._budget_s -= waited_s
 
 
 @dataclass(frozen=True)
@@ -36,8 +70,7 @@ class RoundContext:
     """Loop time."""
     assigned_steps: Mapping[str, int]
     """Steps of this phase by peer."""
-    too_late: set[str]
-    """Peers that came too late for a round and were in none since. Kept by the coordinator from round to round."""
+    too_late: LateArrivals
 
     def gone(self) -> Mapping[str, Signed]:
         """Return the statements of the peers that have left this round."""
@@ -68,7 +101,7 @@ class Gathering:
     def join(self, stream: Stream, announcement: Announcement, signed: Signed) -> None:
         """Take a member's announcement."""
         peer = stream.remote
-        self._context.too_late.discard(peer)
+        self._context.too_late.peers.discard(peer)
         self.announced[peer], self.signed[peer] = announcement, signed
         done_at = asyncio.get_running_loop().time() - announcement.waited_s
         self._done_at.setdefault(peer, max(done_at, self._context.phase_began))
@@ -89,11 +122,11 @@ class Gathering:
     async def wait(self) -> None:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
-        A peer that came too late for the last round is waited for, up to `silence_s`: otherwise the short phases of a few could
-        keep it out forever. A phase without assignments, the first of a campaign or a term, goes on for `join_grace_s`
-        after its quorum. Raises AttemptFailed when the round is decided elsewhere.
+        A peer that came too late for the last round is waited for, within the budget of `LateArrivals`. A phase without
+        assignments, the first of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when
+        the round is decided elsewhere.
         """
-        context, all_there_at = self._context, None
+        context, all_there_at, courtesy_s = self._context, None, 0.0
         sync = context.node.rules.config.sync
         while True:
             context.require_open()
@@ -102,14 +135,16 @@ class Gathering:
             trainers = {peer for peer in self.alive if self.announced[peer].trains}
             expected = self._expected()
             missing = expected.keys() - self.announced.keys()
-            coming = context.too_late - self.announced.keys() - self._dead - context.gone().keys()
+            coming = context.too_late.peers - self.announced.keys() - self._dead - context.gone().keys()
             quorum_at = self._quorum_of(trainers, expected)
             self._quorum_at = quorum_at if self._quorum_at is None else self._quorum_at
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
             if trainers and expected and not missing:
-                all_there_at = now if all_there_at is None else all_there_at
-                if not coming or now - all_there_at >= sync.silence_s:
-                    context.too_late.difference_update(coming)
+                if all_there_at is None:
+                    all_there_at, courtesy_s = now, context.too_late.patience_s(len(context.commit.electorate))
+                if not coming or now - all_there_at >= courtesy_s:
+                    context.too_late.peers.difference_update(coming)
+                    context.too_late.spend(now - all_there_at)
                     return
             if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
                 return
@@ -118,9 +153,10 @@ class Gathering:
                 return
             if missing or coming:
                 await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in sorted(missing | coming)))
-                context.too_late.difference_update(self._dead)
+                context.too_late.peers.difference_update(self._dead)
+            waits_s = PING_EVERY_S if all_there_at is None else min(PING_EVERY_S, max(0.0, all_there_at + courtesy_s - now))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), PING_EVERY_S)
+                await asyncio.wait_for(self.changed.wait(), waits_s)
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
         """Return the straggler delay of each member with an assignment; unknown, thus empty, after a failed attempt."""
@@ -156,7 +192,7 @@ class Gathering:
         return patience_s(self._context.node.straggler_delay, self._quorum_at - self._context.phase_began)
 
     async def _ping(self, peer: str, stop: bool) -> None:
-        """Find out whether a peer is there. Raises AttemptFailed when it is ahead: this round is over then."""
+        """Find out whether a peer is there. One that claims later rounds is not waited for: it proves them, or it lies."""
         commit = self._context.commit
         answer = await self._context.node.endpoint.is_there(peer, PING, pack(Ping(commit.round if stop else -1)))
         try:
@@ -167,4 +203,5 @@ class Gathering:
             logger.info("%s does not answer before round %d", peer[-6:], commit.round + 1)
             self._dead.add(peer)
         elif pong.round > commit.round:
-            raise AttemptFailed(f"{peer[-6:]} knows of later rounds")
+            self._context.node.check_claim(peer, pong.round)
+            self._dead.add(peer)

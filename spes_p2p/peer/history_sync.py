@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.methods import HISTORY
 from spes_p2p.messages.presence import HistoryPage, HistoryRequest
 from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.history import History
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.node import Node
@@ -19,6 +22,10 @@ from spes_p2p.peer.node import Node
 RECORDS_A_MESSAGE = 256
 CONTRIBUTIONS_A_MESSAGE = 2**14
 """About 70 bytes each: keeps a page near 1 MB, well below the frame limit, whatever the size of the swarm."""
+LEAST_RECORDS = CONTRIBUTIONS_A_MESSAGE // MAX_MEMBERS
+"""Records that fit in a page whatever the size of the swarm."""
+MAX_PAGES = 2**12
+"""Bounds the pages from one peer, whatever round it claims to know."""
 ASK_EVERY_S = 1.0
 LOOK_BACK = 2
 """Ask again for this many rounds before the first missing one: their held-out loss arrived later."""
@@ -39,18 +46,23 @@ def serving(rounds: Rounds, wall_time: Callable[[], float]) -> Callable[[Stream]
     return on_history
 
 
-async def pages(endpoint: RpcEndpoint, peer: str, after: int) -> AsyncIterator[HistoryPage]:
-    """Yield a peer's records of the rounds after this one, page by page; ends early when it does not answer."""
+async def pages(endpoint: RpcEndpoint, peer: str, after: int, newest: int) -> AsyncIterator[HistoryPage]:
+    """Yield a peer's records of the rounds after this one up to `newest`, page by page; ends early when it does not answer.
+
+    A full page has at least LEAST_RECORDS records, so a peer that gives them one by one is left soon.
+    """
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
-        while True:
+        for _ in range(min(MAX_PAGES, (newest - after) // LEAST_RECORDS + 2)):
             request = pack(HistoryRequest(after, RECORDS_A_MESSAGE))
-            page = unpack(HistoryPage, await endpoint.ask(peer, HISTORY, request, endpoint.silence_s))
-            if len(page.records) > RECORDS_A_MESSAGE or any(record.round <= after for record in page.records):
+            page = await unpack_beside(HistoryPage, await endpoint.ask(peer, HISTORY, request, endpoint.silence_s))
+            numbers = [after, *(record.round for record in page.records)]
+            if len(page.records) > RECORDS_A_MESSAGE or any(a >= b for a, b in pairwise(numbers)):
                 raise WireError("a page of other records than were asked for")
-            if not page.records:
+            known = tuple(record for record in page.records if record.round <= newest)
+            if not known:
                 return
-            yield page
-            after = page.records[-1].round
+            yield replace(page, records=known)
+            after = known[-1].round
 
 
 async def fill_history(node: Node, history: History) -> None:
@@ -73,7 +85,7 @@ async def fill_history(node: Node, history: History) -> None:
 async def _ask_others(node: Node, history: History, wanted: list[int]) -> None:
     """Page through the other peers' records until no wanted round is missing."""
     for peer in (*node.others("trainer"), *node.others("helper")):
-        async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK)):
+        async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK), node.log.round):
             history.add(page.records)
             if not history.rounds.missing(wanted):
                 return

@@ -39,6 +39,8 @@ from spes_p2p.rounds.stragglers import KEPT_ARRIVALS
 logger = logging.getLogger(__name__)
 
 CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
+CLAIMS_AT_ONCE, DOUBT_S = 4, 30.0
+"""Bounds the peers that are asked at a time to prove what they claim to know; how long one that proves nothing is ignored."""
 MAX_CONTACT_ADDRESSES = 4
 """Keeps a contact below the DHT's limit for a value."""
 
@@ -78,12 +80,23 @@ class Node:
         """The commit whose base this peer evaluated last, and that base's held-out loss, in nats per token."""
         self._blobs = blobs
         self._observer = observer
+        self.invited: frozenset[str] = frozenset()
+        """Members of the newest plan here, which may become participants."""
+        self.endpoint.shares.is_known = self._is_known
         self._tasks: set[asyncio.Task[None]] = set()
+        self._proving: set[str] = set()
+        """Peers that are being asked to prove a claim."""
+        self._doubted_until: dict[str, float] = {}
+        """Loop time until which each peer's claims are ignored, since it did not prove the last one."""
 
     @property
     def peer_id(self) -> str:
         """This peer's id."""
         return self.endpoint.peer_id
+
+    def _is_known(self, peer: str) -> bool:
+        """Return whether a peer takes part in the rounds; all others are strangers."""
+        return peer in self.log.last.participants or peer in self.invited or peer == self.peer_id
 
     @property
     def base_loss(self) -> float | None:
@@ -113,9 +126,14 @@ class Node:
         return task
 
     def others(self, role: str | None = None) -> list[str]:
-        """Return the other peers in the registry, those with the newest commit first."""
+        """Return the other peers in the registry: first those of the last commit, last those with an unproven claim.
+
+        Between them, those that claim the newest commit come first.
+        """
         found = [p for p, contact in self.contacts.items() if p != self.peer_id and role in (None, contact.role)]
-        return sorted(found, key=lambda peer: (-self.contacts[peer].round, peer))
+        known, now = self.log.last.participants, asyncio.get_running_loop().time()
+        doubted = {peer for peer, until in self._doubted_until.items() if until > now}
+        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round, peer))
 
     def coordinators(self) -> tuple[str, ...]:
         """Return the next round's coordinators by rank."""
@@ -164,33 +182,35 @@ class Node:
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
         self._observer(PeersSeen(trainers, helpers, living, self.log.last.electorate))
-        await self._look_for_commits()
-        await self._look_for_control()
-
-    async def _look_for_commits(self) -> None:
-        """Learn from peers that are ahead, and from one whose commit for a known round differs: of two branches the higher
-        term wins.
-
-        A peer that is ahead may take this one for dead, and the other way round: then neither would ask the other again.
-        """
-        contacts = self.contacts  # another refresh may replace them meanwhile
         for peer in self.others():
-            if contacts[peer].round > self.log.round:
-                await self.decisions.learn_from_all([peer])
-        for peer, contact in contacts.items():
-            known = 0 <= contact.round <= self.log.round
-            if known and peer != self.peer_id and contact.commit != self.log.commit_at(contact.round).id:
-                with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                    await self.decisions.learn_from(peer, after=-1)
-                return
+            contact = self.contacts[peer]
+            self.check_claim(peer, contact.round, contact.commit, contact.control)
 
-    async def _look_for_control(self) -> None:
-        """Fetch a newer control record, so that any coordinator has it."""
-        newer = [peer for peer, contact in self.contacts.items() if contact.control > self.controls.number]
-        for peer in sorted(newer, key=lambda peer: -self.contacts[peer].control):
+    def check_claim(self, peer: str, round_number: int, commit: str = "", control: int = 0) -> None:
+        """Ask a peer that claims a later round, another commit for a known one, or a newer control record, for its proof.
+
+        This happens in the background, so nothing waits for a claim. A peer that proves nothing is not believed again for a
+        while. Of two proven branches the higher term wins.
+        """
+        forks = 0 <= round_number <= self.log.round and commit not in ("", self.log.commit_at(round_number).id)
+        claims = forks or round_number > self.log.round or control > self.controls.number
+        is_doubted = self._doubted_until.get(peer, 0.0) > asyncio.get_running_loop().time()
+        if claims and not is_doubted and peer not in self._proving and len(self._proving) < CLAIMS_AT_ONCE:
+            self._proving.add(peer)
+            self.spawn(self._prove(peer, -1 if forks else None, control > self.controls.number))
+
+    async def _prove(self, peer: str, after: int | None, has_order: bool) -> None:
+        before, clock = (self.log.last.id, self.controls.number), asyncio.get_running_loop().time
+        try:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                if await self.decisions.take_control_from(peer):
-                    return
+                if has_order:
+                    await self.decisions.take_control_from(peer)
+                await self.decisions.learn_from(peer, after)
+            self._doubted_until = {each: until for each, until in self._doubted_until.items() if until > clock()}
+            if (self.log.last.id, self.controls.number) == before:
+                self._doubted_until[peer] = clock() + DOUBT_S
+        finally:
+            self._proving.discard(peer)
 
     async def _keep_refreshing(self) -> None:
         while True:

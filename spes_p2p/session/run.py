@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_run_dir
-from spes_p2p.config.addresses import peer_of
+from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import NobodyAnswers
 from spes_p2p.model.build import layout_of
@@ -154,7 +154,7 @@ async def _join(
         with observing(files, settings, net.identity.peer_id, "trainer", extension.observers) as observers:
             world = extension.around(world_of(net, store, settings))
             node = await make_node(net, world, files, genesis, "trainer", observers.all, invitation)
-            library = await serve_text(node, shelf)
+            library = await serve_text(node, shelf, settings.private_urls or all(map(is_loopback, addresses)))
             text, held_out = make_readers(files, shelf, library)
 
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:

@@ -16,6 +16,7 @@ from spes_p2p.data.manifest import HASHES, Manifest
 from spes_p2p.data.pieces import pieces_of_samples
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.shelf import TokenShelf
+from spes_p2p.data.url_donor import UrlDonor
 from spes_p2p.errors import UserError
 from spes_p2p.peer.node import Node
 
@@ -54,10 +55,11 @@ def text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
     return shelf
 
 
-async def serve_text(node: Node, shelf: TokenShelf) -> TokenLibrary:
-    """Serve the shelf's pieces; return the library that fetches missing ones."""
+async def serve_text(node: Node, shelf: TokenShelf, private_urls: bool = False) -> TokenLibrary:
+    """Serve the shelf's pieces; return the library that fetches missing ones, with `private_urls` also from a local network."""
     library = TokenLibrary(
-        shelf, node.fetcher, lambda: (node.others("trainer"), node.others("helper")), node.world.run_blocking, node.world.rng
+        shelf, node.fetcher, lambda: (node.others("trainer"), node.others("helper")), node.world.run_blocking, node.world.rng,
+        UrlDonor(allows_private=private_urls),
     )
     await library.serve(node.content)
     return library

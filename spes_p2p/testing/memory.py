@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.refusals import Code
-from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Handler, Identity, World
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Admit, Handler, Identity, World, admit_all
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
@@ -360,6 +360,7 @@ class MemoryChannel:
         self._out, self._in = out, into
         self._sent = 0
         self._heard: Callable[[], None] = lambda: None
+        self._admit: Admit = admit_all
         self._aborted = False
         unit.channels[self] = None
 
@@ -368,9 +369,9 @@ class MemoryChannel:
         """Peer at the other end."""
         return self._in.source
 
-    def watch(self, heard: Callable[[], None]) -> None:
+    def watch(self, heard: Callable[[], None], admit: Admit) -> None:
         """See Channel."""
-        self._heard = heard
+        self._heard, self._admit = heard, admit
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """See Channel. Waits for the uplink, and while UNREAD_FRAMES frames are unread."""
@@ -393,6 +394,8 @@ class MemoryChannel:
         self._heard()
         if frame is None:
             self._forget_when_done()
+        else:
+            await self._admit(frame.kind, len(frame.body))
         return frame
 
     async def finish(self) -> None:

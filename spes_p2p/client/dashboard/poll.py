@@ -11,6 +11,7 @@ from typing import Any
 
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
+from spes_p2p.config.addresses import is_peer_address, peer_of
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
@@ -148,9 +149,14 @@ def _publish(statuses: Sequence[PeerStatus], swarm: SwarmConnection, history: Sw
 
 
 async def _join_line(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
-    """Return the join command with a helper's announced address, or with the given address if there is no helper."""
-    helpers = [contact for contact in (await swarm.contacts()).values() if contact.role == "helper" and contact.addresses]
-    return f"spes-p2p join {helpers[0].addresses[0] if helpers else addresses[0]}"
+    """Return the join command with the announced address of one of the owner's helpers, or with the given address.
+
+    People copy it into a shell: nothing but a peer's address is in it, and the address is of that peer.
+    """
+    contacts, helpers = await swarm.contacts(), swarm.genesis.helpers
+    announced = [(peer, address) for peer in helpers if peer in contacts for address in contacts[peer].addresses]
+    found = [address for peer, address in announced if is_peer_address(address) and peer_of(address) == peer]
+    return f"spes-p2p join {found[0] if found else addresses[0]}"
 
 
 async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
@@ -163,14 +169,14 @@ async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], 
 
 async def _learn_past(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
     for status in sorted(statuses, key=lambda status: -status.uptime_s):
-        async for page in swarm.history(status.peer_id, -1):
+        async for page in swarm.history(status.peer_id, -1, status.round):
             history.add(page, time.time())
         if not history.rounds.missing([0]):
             return
 
 
 async def _learn_newest(swarm: SwarmConnection, status: PeerStatus, history: SwarmHistory) -> None:
-    page = await anext(swarm.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
+    page = await anext(swarm.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1), status.round), None)
     if page is None:
         return
     history.asked_at[status.peer_id] = status.round

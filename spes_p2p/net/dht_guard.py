@@ -1,0 +1,212 @@
+"""What this peer's DHT node takes from other peers.
+
+hivemind's node stores whatever is signed: any key, until any year, for anybody, and it keeps every node id that it is told.
+Here a peer stores its own record only, under a key that this peer uses itself, for MAX_TTL_S at most; its node id follows from
+its peer id. So an attacker needs one connected identity for each record, and MAX_RECORDS and RECORDS_A_PREFIX bound those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from hivemind.dht import DHTNode
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID, get_dht_time
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+from spes_p2p.net.identity import RSAIdentity, peer_id_of_public_key
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES
+from spes_p2p.net.limits import Allowance
+
+MAX_SIGNED_RECORD_BYTES = 2 * MAX_RECORD_BYTES
+MAX_REQUEST_BYTES = 2**13
+"""Fits a record with its key, or a question for a few keys."""
+MAX_KEYS = 4
+"""Keys of one request. This program asks for one at a time."""
+MAX_TTL_S = 60.0
+"""Three times the life of a contact."""
+MAX_RECORDS = 2**11
+"""Records under one key: twice the members of a round."""
+RECORDS_A_PREFIX = 64
+"""Of them, from one network (an IPv4 /24 or IPv6 /48), where the connection shows it. Loopback is exempt."""
+REQUESTS_PER_S, REQUESTS_BURST = 10.0, 100.0
+"""Requests of one peer. A peer stores and looks up its campaign's contacts every few seconds."""
+CHECKS_PER_S, CHECKS_BURST = 400.0, 4096.0
+"""New signatures that are checked, at 0.2 ms each, whoever sends them."""
+KEPT_CHECKS = 2**12
+ADDRESSES_EVERY_S = 2.0
+
+_SUBKEY = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]+)\]")
+
+
+class OwnedRecords(RSASignatureValidator):  # type: ignore[misc]
+    """Takes only small records of admitted keys whose subkey names an RSA key that signed them, and that expire soon."""
+
+    def __init__(self, identity: RSAIdentity):
+        super().__init__(_hivemind_key(identity.private_key))
+        self._admitted: set[bytes] = set()
+        self._checked: OrderedDict[tuple[bytes, bytes, bytes, float], bool] = OrderedDict()
+        self._checks = Allowance(CHECKS_PER_S, CHECKS_BURST)
+
+    def admit(self, key: str) -> bytes:
+        """Take records under this key from now on; return its id in the DHT."""
+        encoded: bytes = DHTID.generate(source=key).to_bytes()
+        self._admitted.add(encoded)
+        return encoded
+
+    def may_store(self, key: bytes, expires_at: float) -> bool:
+        """Return whether a record of this key may be stored until then."""
+        return key in self._admitted and expires_at <= get_dht_time() + MAX_TTL_S + MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Is it admitted, small, signed by its owner, and will it expire? Twice the tolerance of `may_store`, for clocks."""
+        if record.subkey is None or self.PUBLIC_KEY_FORMAT[:7] not in record.subkey or record.key not in self._admitted:
+            return False
+        if len(record.value) > MAX_SIGNED_RECORD_BYTES or len(record.subkey) > MAX_SIGNED_RECORD_BYTES:
+            return False
+        if not record.expiration_time <= get_dht_time() + MAX_TTL_S + 3 * MAX_DHT_TIME_DISCREPANCY_SECONDS:
+            return False
+        known = (record.key, record.subkey, record.value, record.expiration_time)
+        if known not in self._checked:
+            if not self._checks.take():
+                return False
+            self._checked[known] = self._is_signed(record)
+            while len(self._checked) > KEPT_CHECKS:
+                self._checked.popitem(last=False)
+        return self._checked[known]
+
+    def _is_signed(self, record: DHTRecord) -> bool:
+        try:
+            return bool(super().validate(record))
+        except (ValueError, UnsupportedAlgorithm):
+            return False
+
+
+class DHTGuard:
+    """Decides about every request to this peer's DHT node before the node sees it."""
+
+    def __init__(self, records: OwnedRecords, addresses: Callable[[], Awaitable[dict[str, list[str]]]]):
+        """`addresses()`: the multiaddrs of the open connections, by peer."""
+        self._records, self._addresses = records, addresses
+        self._requests: dict[str, Allowance] = {}
+        self._prefixes: dict[str, str] = {}
+        self._looked_at = float("-inf")
+        self.node: DHTNode | None = None
+
+    async def check(self, sender: str, request: Any) -> None:
+        """Raises ValueError for a request that this program would not send."""
+        if request.HasField("peer") and request.peer.node_id not in (b"", node_id_of(sender).to_bytes()):
+            raise ValueError("a node id that is not of this peer")
+        if isinstance(request, dht_pb2.FindRequest) and len(request.keys) > MAX_KEYS:
+            raise ValueError("too many keys")
+        if isinstance(request, dht_pb2.StoreRequest):
+            rows = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
+            if len({len(row) for row in rows}) != 1 or len(request.keys) > MAX_KEYS or any(request.in_cache):
+                raise ValueError("a malformed request to store")
+            for key, subkey, expires_at in zip(request.keys, request.subkeys, request.expiration_time, strict=True):
+                await self._check_record(sender, key, subkey, expires_at)
+
+    def is_too_fast(self, sender: str) -> bool:
+        """Count a request; return whether the peer sends too many."""
+        if len(self._requests) > 2 * MAX_RECORDS:
+            self._requests = {peer: left for peer, left in self._requests.items() if not left.is_full()}
+        return not self._requests.setdefault(sender, Allowance(REQUESTS_PER_S, REQUESTS_BURST)).take()
+
+    async def _check_record(self, sender: str, key: bytes, packed_subkey: bytes, expires_at: float) -> None:
+        subkey = MSGPackSerializer.loads(packed_subkey) if packed_subkey else None
+        if owner_of_subkey(subkey) != sender:
+            raise ValueError("a record of another peer")
+        if not self._records.may_store(key, expires_at):
+            raise ValueError("a record that is not kept here: its key is not used here, or it lives too long")
+        stored = self.node.protocol.storage.get(DHTID.from_bytes(key)) if self.node is not None else None
+        living = stored.value if stored is not None and isinstance(stored.value, DictionaryDHTValue) else {}
+        if subkey not in living:
+            await self._check_room(sender, [owner_of_subkey(each) for each in dict(living.items())])
+
+    async def _check_room(self, sender: str, owners: Iterable[str | None]) -> None:
+        owners = list(owners)
+        if len(owners) >= MAX_RECORDS:
+            raise ValueError("too many records")
+        now = asyncio.get_running_loop().time()
+        if sender not in self._prefixes and now >= self._looked_at + ADDRESSES_EVERY_S:
+            self._looked_at = now
+            self._prefixes = {peer: _prefix(seen) for peer, seen in (await self._addresses()).items()}
+        prefix = self._prefixes.get(sender, "")
+        if prefix and Counter(self._prefixes.get(owner or "", "") for owner in owners)[prefix] >= RECORDS_A_PREFIX:
+            raise ValueError("too many records from one network")
+
+
+def node_id_of(peer: str) -> DHTID:
+    """Return the id of this peer's node in the DHT, which it cannot choose."""
+    return DHTID.generate(source=peer)
+
+
+def keep_own_records_only(node: DHTNode) -> None:
+    """Stop the node from handing records over to nodes that it meets: each peer stores its own everywhere.
+
+    Without this, every request from an unknown node goes through all records.
+    """
+    protocol = node.protocol
+
+    async def update_routing_table(node_id: DHTID | None, peer_id: Any, responded: bool = True) -> None:
+        node_id = node_id if node_id is not None else protocol.routing_table.get(peer_id=peer_id)
+        if node_id is None:
+            return
+        if responded:
+            doubtful = protocol.routing_table.add_or_update_node(node_id, peer_id)
+            if doubtful is not None:
+                asyncio.get_running_loop().create_task(protocol.call_ping(doubtful[1]))
+        elif node_id in protocol.routing_table:
+            del protocol.routing_table[node_id]
+
+    protocol.update_routing_table = update_routing_table
+
+
+@lru_cache(maxsize=4096)
+def owner_of_subkey(subkey: object) -> str | None:
+    """The peer id of the key that a subkey consists of; None when it is anything else."""
+    match = _SUBKEY.fullmatch(subkey) if isinstance(subkey, bytes) else None
+    if match is None:
+        return None
+    try:
+        key = serialization.load_ssh_public_key(match[1])
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    return peer_id_of_public_key(key) if isinstance(key, rsa.RSAPublicKey) else None
+
+
+def _prefix(addresses: Iterable[str]) -> str:
+    """Return the network from which a peer is connected; "" when it is this machine's or unknown."""
+    for address in addresses:
+        parts = address.split("/")
+        try:
+            host = ipaddress.ip_address(parts[2]) if "p2p-circuit" not in parts else None
+        except (IndexError, ValueError):
+            continue
+        if host is not None and not host.is_loopback:
+            return str(ipaddress.ip_network((host, 24 if host.version == 4 else 48), strict=False))
+    return ""
+
+
+def _hivemind_key(key: rsa.RSAPrivateKey) -> RSAPrivateKey:
+    """The same key in hivemind's wrapper, which by itself would generate a new one."""
+    der = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    wrapped = RSAPrivateKey.__new__(RSAPrivateKey)
+    wrapped.__setstate__({"_private_key": der})
+    return wrapped

@@ -1,0 +1,98 @@
+"""What each other peer takes of this one: open streams, bytes that wait to be read, and for strangers also pace.
+
+A stranger is a peer that neither the last commit nor an open plan names. Anybody can be as many strangers as they like, so what
+strangers take together is bounded too, below what slows a round. A frame is charged before its body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from spes_p2p.net.limits import Pacer
+
+STREAMS_A_PEER, STREAMS_A_STRANGER, STREAMS_OF_STRANGERS = 256, 16, 128
+"""Streams that one peer, one stranger, and all strangers may have open here. A member opens some dozens in an exchange."""
+HELD_A_PEER, HELD_A_STRANGER, HELD_BY_STRANGERS = 2**25, 2**22, 2**26
+"""Bytes of frames that arrive or wait to be read; beyond this the sender waits."""
+STRANGER_FRAME_BYTES = 2**16
+"""The longest frame that a stranger may send here, whatever its method allows: the announcement of a joiner fits."""
+STRANGER_BITS, STRANGERS_BITS, STRANGERS_BURST_S = 8 * 2**14, 8 * 2**15, 4.0
+"""What one stranger, and all of them, may send a second, in bits. Records of 32 KiB take some 50 ms to read, a twentieth of a
+processor. A joiner sends little: it asks for 4 MiB of a base with 100 bytes."""
+FRAME_COST, STREAM_COST = 2**7, 2**10
+"""Bytes that a frame and a stream count for in addition: as much time as handling them takes."""
+
+
+class Shares:
+    """The accounts of one endpoint."""
+
+    def __init__(self) -> None:
+        self.is_known: Callable[[str], bool] = lambda peer: True
+        """Whether a peer takes part in the rounds; all others are strangers."""
+        self._streams: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+        self._strangers: set[str] = set()
+        """Peers with open streams or held bytes that were strangers when they came."""
+        self._freed = asyncio.Event()
+        self._pace: dict[str, Pacer] = {}
+        self._pace_of_all = Pacer(STRANGERS_BITS, STRANGERS_BURST_S)
+
+    def enter(self, peer: str) -> bool:
+        """Count a stream that this peer opened; False when it has too many."""
+        if self.is_known(peer):
+            limit = STREAMS_A_PEER
+        else:
+            others = sum(self._streams[each] for each in self._strangers if each != peer)
+            limit = min(STREAMS_A_STRANGER, STREAMS_OF_STRANGERS - others)
+        if self._streams[peer] >= limit:
+            return False
+        self._streams[peer] += 1
+        self._see(peer)
+        return True
+
+    def leave(self, peer: str) -> None:
+        """Note that a stream of this peer has ended."""
+        self._streams[peer] -= 1
+        self._forget_if_gone(peer)
+
+    async def hold(self, peer: str, size: int) -> None:
+        """Wait until this many more bytes may be held for a peer."""
+        while size and self._held[peer] and self._is_full(peer, size):
+            self._freed.clear()
+            await self._freed.wait()
+        if size:
+            self._held[peer] += size
+            self._see(peer)
+
+    def release(self, peer: str, size: int) -> None:
+        """Note that these bytes were read, or dropped."""
+        if size:
+            self._held[peer] -= size
+            self._freed.set()
+            self._forget_if_gone(peer)
+
+    async def pace(self, peer: str, cost: int) -> None:
+        """Wait until a stranger may send this much more; a member never waits."""
+        if self.is_known(peer):
+            return
+        if len(self._pace) >= 2 * STREAMS_OF_STRANGERS:
+            self._pace = {each: pacer for each, pacer in self._pace.items() if not pacer.is_idle()}
+        await self._pace.setdefault(peer, Pacer(STRANGER_BITS, STRANGERS_BURST_S)).let_pass(cost)
+        await self._pace_of_all.let_pass(cost)
+
+    def _is_full(self, peer: str, size: int) -> bool:
+        if self.is_known(peer):
+            return self._held[peer] + size > HELD_A_PEER
+        held = sum(self._held[each] for each in self._strangers)
+        return self._held[peer] + size > HELD_A_STRANGER or held + size > HELD_BY_STRANGERS
+
+    def _see(self, peer: str) -> None:
+        if not self.is_known(peer):
+            self._strangers.add(peer)
+
+    def _forget_if_gone(self, peer: str) -> None:
+        if self._streams[peer] <= 0 and self._held[peer] <= 0:
+            del self._streams[peer], self._held[peer]
+            self._strangers.discard(peer)

@@ -1,0 +1,166 @@
+"""What a stranger claims about rounds is believed once a certificate proves it, and costs the rounds next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spes_p2p.consensus.signed import sign
+from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import CommitsRequest, Decide
+from spes_p2p.messages.methods import COMMITS, CONTROL, HISTORY, PING, PROTOCOL_VERSION, ROUND
+from spes_p2p.messages.presence import Contact, HistoryPage, HistoryRequest, RoundRecord
+from spes_p2p.messages.rounds import Announcement, Pong
+from spes_p2p.net.contacts import registry_key
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.peer.history_sync import MAX_PAGES, pages
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+FAR = 2**40
+Attack = Callable[["Stranger"], Coroutine[Any, Any, None]]
+
+
+class Stranger:
+    """A peer of no campaign beside a swarm, and what it serves."""
+
+    def __init__(self, swarm: VirtualSwarm):
+        self.swarm, self.network = swarm, swarm.network
+        self.board = RpcEndpoint(self.network.transport("X"), 5.0)
+        self.registry = self.network.registry("X")
+
+    async def put(self, round_number: int, commit: str = "f" * 64, control: int = 0) -> None:
+        """Claim this in the registry."""
+        contact = Contact(self.swarm.campaign.hash, PROTOCOL_VERSION, "trainer", round_number, commit, ("/x",), control)
+        await self.registry.put(registry_key(self.swarm.campaign.hash), pack(contact), 10**6)
+
+    async def pong(self, stream: Stream) -> None:
+        """Answer every ping from a far round."""
+        await stream.message()
+        await stream.send(pack(Pong(FAR, -1, True)))
+
+
+async def claims_a_far_round(stranger: Stranger) -> None:
+    """In the registry, and keeps those waiting that ask for the proof."""
+    for method in (COMMITS, CONTROL):
+        await stranger.board.serve(method, lambda stream: asyncio.sleep(10**6))
+    await stranger.put(FAR, control=10**6)
+
+
+async def claims_another_branch(stranger: Stranger) -> None:
+    """In the registry: another commit for a round that everybody knows."""
+    await stranger.board.serve(COMMITS, lambda stream: asyncio.sleep(10**6))
+    await stranger.put(1)
+
+
+async def answers_pings_from_a_far_round(stranger: Stranger) -> None:
+    """Comes too late for every round, so that coordinators ask whether it is there."""
+    await stranger.board.serve(PING, stranger.pong)
+    await comes_too_late(stranger)
+
+
+async def answers_pings_and_never_comes(stranger: Stranger) -> None:
+    """Comes too late for every round, and answers that it is on its way."""
+
+    async def pong(stream: Stream) -> None:
+        await stream.message()
+        await stream.send(pack(Pong(0, -1, True)))
+
+    await stranger.board.serve(PING, pong)
+    await comes_too_late(stranger)
+
+
+async def comes_too_late(stranger: Stranger) -> None:
+    """Announce for a decided round at every elector, again and again."""
+    announced = unpack(Announcement, stranger.swarm.peers["A"].announcer.announcement(0).record)
+    signed = sign(replace(announced, round=0), SimulatedIdentity("X"))
+    while True:
+        for elector in stranger.swarm.nodes["W"].log.last.electorate:
+            with pytest.raises(Refused):
+                await stranger.board.ask(elector, ROUND, pack(signed), 5.0)
+        await asyncio.sleep(0.5)
+
+
+async def nothing(stranger: Stranger) -> None:
+    """The clean run."""
+
+
+@functools.cache
+def seconds_of(attack: Attack, rounds: int = 40) -> float:
+    """Seconds that the swarm needs for these rounds while the stranger does this."""
+
+    async def main() -> float:
+        swarm = VirtualSwarm(campaign(total_steps=10**6))
+        swarm.start_all()
+        await swarm.until_round(2)
+        began = asyncio.get_running_loop().time()
+        hostile = swarm.network.run_peer("X", attack(Stranger(swarm)))
+        first = swarm.round_of("A")
+        await swarm.until(lambda: swarm.round_of("A") >= first + rounds, 10**5)
+        hostile.cancel()
+        return asyncio.get_running_loop().time() - began
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [claims_a_far_round, claims_another_branch, answers_pings_from_a_far_round, answers_pings_and_never_comes],
+)
+def test_a_claim_slows_rounds_by_at_most_a_tenth(attack: Attack) -> None:
+    """And once, by a silence for each of the four coordinators."""
+    assert seconds_of(attack) <= 1.1 * seconds_of(nothing) + 4 * 5.0
+
+
+def test_known_commits_given_again_and_again_end_the_paging() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=10**6))
+        swarm.start_all()
+        await swarm.until_round(4)
+        asked = []
+
+        async def again(stream: Stream) -> None:
+            asked.append(unpack(CommitsRequest, await stream.message()).after)
+            await stream.send(pack(Decide(swarm.nodes["W"].log.since(0)[:2])))
+
+        board = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        await board.serve(COMMITS, again)
+        with pytest.raises(WireError, match="other commits"):
+            await asyncio.wait_for(swarm.nodes["A"].decisions.learn_from("X", 0), 60.0)
+        assert asked == [0, 2]
+
+    run_virtual(main())
+
+
+def test_who_gives_records_one_by_one_is_left_and_far_rounds_are_not_taken() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        asked = []
+
+        async def one(stream: Stream) -> None:
+            after = unpack(HistoryRequest, await stream.message()).after
+            asked.append(after)
+            records = tuple(record(after + more) for more in (1, FAR))
+            await stream.send(pack(HistoryPage(0.0, records)))
+
+        await RpcEndpoint(network.transport("X"), 5.0).serve(HISTORY, one)
+        board = RpcEndpoint(network.transport("A"), 5.0)
+        heard = [each.round async for page in pages(board, "X", -1, 100) for each in page.records]
+        assert heard == list(range(len(heard)))
+        assert len(heard) < 10
+        asked.clear()
+        claimed = [page async for page in pages(board, "X", -1, 2**30)]
+        assert len(claimed) == len(asked) == MAX_PAGES
+
+    run_virtual(main())
+
+
+def record(number: int) -> RoundRecord:
+    return RoundRecord(number, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 1, "", 0, "X", 0.0, (), 0, 0, 0)

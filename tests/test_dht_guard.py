@@ -1,0 +1,164 @@
+"""The registry takes a peer's own record only, under a key in use, for a short time, and not too many from one network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+import uvloop
+from hivemind.dht.routing import DHTID, get_dht_time
+from hivemind.dht.storage import DHTLocalStorage
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+
+from spes_p2p.net import dht_guard
+from spes_p2p.net.dht_guard import MAX_REQUEST_BYTES, MAX_TTL_S, REQUESTS_BURST, DHTGuard, OwnedRecords, node_id_of
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.libp2p import Libp2p, start_libp2p
+
+T = TypeVar("T")
+
+
+class Node:
+    """A guard with a storage, and identities that ask it to store."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.me = RSAIdentity(folder / "me")
+        self.records = OwnedRecords(self.me)
+        self.connected: dict[str, list[str]] = {}
+        self.guard = DHTGuard(self.records, self._addresses)
+        self.storage = DHTLocalStorage()
+        self.guard.node = SimpleNamespace(protocol=SimpleNamespace(storage=self.storage))
+        self.key = self.records.admit("peers")
+
+    async def _addresses(self) -> dict[str, list[str]]:
+        return self.connected
+
+    def identity(self, name: str, address: str) -> RSAIdentity:
+        """A peer that is connected from this address."""
+        identity = RSAIdentity(self._folder / name)
+        self.connected[identity.peer_id] = [address]
+        return identity
+
+    async def store(
+        self, identity: RSAIdentity, *, owner: RSAIdentity | None = None, key: bytes = b"", ttl_s: float = 20.0
+    ) -> None:
+        """Raises ValueError when the guard refuses."""
+        subkey = OwnedRecords(owner or identity).local_public_key
+        request = dht_pb2.StoreRequest(
+            keys=[key or self.key], subkeys=[MSGPackSerializer.dumps(subkey)], values=[b"x"],
+            expiration_time=[get_dht_time() + ttl_s], in_cache=[False],
+        )
+        await self.guard.check(identity.peer_id, request)
+        self.storage.store_subkey(DHTID.from_bytes(key or self.key), subkey, b"x", get_dht_time() + ttl_s)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    return uvloop.run(asyncio.wait_for(main, 120))
+
+
+def test_a_peer_stores_its_own_record_and_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path)
+        a, b = node.identity("a", "/ip4/127.0.0.1/tcp/1"), node.identity("b", "/ip4/127.0.0.1/tcp/2")
+        await node.store(a)
+        for wrong in ({"owner": b}, {"key": DHTID.generate(source="other").to_bytes()}, {"ttl_s": MAX_TTL_S + 10}):
+            with pytest.raises(ValueError, match="record"):
+                await node.store(a, **wrong)
+
+    run(main())
+
+
+def test_records_of_one_network_are_capped_and_those_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_guard, "RECORDS_A_PREFIX", 2)
+    monkeypatch.setattr(dht_guard, "MAX_RECORDS", 4)
+    monkeypatch.setattr(dht_guard, "ADDRESSES_EVERY_S", 0.0)
+
+    async def main() -> None:
+        node = Node(tmp_path)
+        near = [node.identity(f"near{i}", f"/ip4/198.51.100.{i}/tcp/1") for i in range(3)]
+        far = [node.identity(f"far{i}", f"/ip4/203.0.{i}.1/tcp/1") for i in range(3)]
+        for identity in near[:2]:
+            await node.store(identity)
+        with pytest.raises(ValueError, match="one network"):
+            await node.store(near[2])
+        await node.store(near[0])
+        for identity in far[:2]:
+            await node.store(identity)
+        with pytest.raises(ValueError, match="too many records"):
+            await node.store(far[2])
+
+    run(main())
+
+
+def test_a_record_that_is_found_must_expire_soon_and_be_of_an_admitted_key(tmp_path: Path) -> None:
+    async def main() -> None:
+        node, now = Node(tmp_path), get_dht_time()
+        subkey = MSGPackSerializer.dumps(node.records.local_public_key)
+
+        def record(key: bytes, ttl_s: float) -> DHTRecord:
+            bare = DHTRecord(key, subkey, b"x", now + ttl_s)
+            return DHTRecord(key, subkey, node.records.sign_value(bare), now + ttl_s)
+
+        assert node.records.validate(record(node.key, 20))
+        assert not node.records.validate(record(node.key, 10**9))
+        assert not node.records.validate(record(DHTID.generate(source="other").to_bytes(), 20))
+
+    run(main())
+
+
+def test_requests_of_one_peer_have_a_rate_and_node_ids_are_not_chosen(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path)
+        a = node.identity("a", "/ip4/127.0.0.1/tcp/1").peer_id
+        passed = sum(not node.guard.is_too_fast(a) for _ in range(10_000))
+        assert passed < REQUESTS_BURST + 50
+        assert not node.guard.is_too_fast("another")
+        own = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=node_id_of(a).to_bytes()))
+        await node.guard.check(a, own)
+        with pytest.raises(ValueError, match="node id"):
+            await node.guard.check(a, dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=DHTID.generate().to_bytes())))
+
+    run(main())
+
+
+@pytest.mark.network
+def test_a_node_refuses_over_the_wire_and_keeps_nothing(tmp_path: Path) -> None:
+    """A hundred records each of other keys, other owners and a century, and requests that are too long."""
+
+    async def main() -> None:
+        host = await start_libp2p(tmp_path / "host", ["/ip4/127.0.0.1/tcp/0"])
+        guest = await start_libp2p(tmp_path / "guest", ["/ip4/127.0.0.1/tcp/0"], initial_peers=host.transport.addresses)
+        try:
+            await host.registry.put("peers", b"host", 60)
+            await guest.registry.put("peers", b"guest", 60)
+            await flood(guest, host)
+            storage = host.registry.node.protocol.storage
+            assert len(storage) == 1
+            assert set(await host.registry.get("peers")) == {host.identity.peer_id, guest.identity.peer_id}
+        finally:
+            await guest.close()
+            await host.close()
+
+    run(main())
+
+
+async def flood(guest: Libp2p, host: Libp2p) -> None:
+    """Ask to store what nobody should keep."""
+    protocol, peer = guest.registry.node.protocol, PeerID.from_base58(host.identity.peer_id)
+    century, owned = get_dht_time() + 3e9, guest.registry.subkey
+    others = [DHTID.generate(source=f"{i}") for i in range(3)]
+    peers = DHTID.generate(source="peers")
+    foreign = OwnedRecords(host.identity).local_public_key
+    for keys, subkey, size, expires_at in (
+        (others, owned, 100, get_dht_time() + 20), ([peers], foreign, 100, get_dht_time() + 20), ([peers], owned, 100, century),
+        ([peers], owned, MAX_REQUEST_BYTES, get_dht_time() + 20),
+    ):
+        await protocol.call_store(peer, keys, [bytes(size)] * len(keys), expires_at, [subkey] * len(keys))

@@ -1,0 +1,288 @@
+"""What a stranger sends takes bounded memory, streams and time of a peer, and members do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tracemalloc
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages import consensus, content, presence, refusals, rounds
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.framing import HEADER, IGNORABLE, MAX_FRAME_BYTES, Kind
+from spes_p2p.messages.methods import METHODS, PING, ROUND
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Ping
+from spes_p2p.net.byte_stream import FIRST_BYTES, ByteStream
+from spes_p2p.net.channels import StreamChannel
+from spes_p2p.net.interfaces import Channel
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.net.shares import (
+    FRAME_COST,
+    HELD_A_PEER,
+    STRANGER_FRAME_BYTES,
+    STREAMS_A_STRANGER,
+    STREAMS_OF_STRANGERS,
+    Shares,
+)
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+
+SILENCE_S = 5.0
+
+
+class Host:
+    """A peer B that knows nobody, or everybody, and what its handler of PING took."""
+
+    def __init__(self, knows: bool = False):
+        self.network = MemoryNetwork()
+        self.endpoint = RpcEndpoint(self.network.transport("B"), SILENCE_S)
+        self.endpoint.shares.is_known = lambda peer: knows or peer.startswith("member")
+        self.open = self.frames = 0
+
+    async def serve(self) -> None:
+        """Take frames without end."""
+
+        async def take(stream: Stream) -> None:
+            self.open += 1
+            try:
+                while await stream.receive_any() is not None:
+                    self.frames += 1
+            finally:
+                self.open -= 1
+
+        await self.endpoint.serve(PING, take)
+
+    async def channel(self, peer: str) -> Channel:
+        """Open a channel to B."""
+        return await self.network.transport(peer).open("B", PING)
+
+
+def test_streams_of_strangers_are_capped_each_and_in_all() -> None:
+    async def main() -> None:
+        host = Host()
+        await host.serve()
+        kept = [await host.channel("X") for _ in range(1000)]
+        await asyncio.sleep(0.1)
+        assert host.open <= STREAMS_A_STRANGER
+        kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_A_STRANGER)]
+        await asyncio.sleep(0.1)
+        assert len(host.endpoint.shares._streams) <= STREAMS_OF_STRANGERS
+        assert sum(host.endpoint.shares._streams.values()) == STREAMS_OF_STRANGERS
+        members = [await host.channel("member") for _ in range(100)]
+        for channel in members:
+            await channel.send(b"here")
+        await asyncio.sleep(0.1)
+        assert host.frames == 100
+        await asyncio.sleep(2 * SILENCE_S)
+        assert host.endpoint.shares._streams.keys() <= {"member"}, "streams without a request have ended"
+
+    run_virtual(main())
+
+
+def test_frames_of_a_stranger_are_read_at_a_pace_and_those_of_a_member_at_once() -> None:
+    async def taken(peer: str, body: bytes) -> int:
+        host = Host()
+        await host.serve()
+        channel = await host.channel(peer)
+
+        async def flood() -> None:
+            with contextlib.suppress(PeerUnreachable):
+                for _ in range(10_000):
+                    await channel.send(body)
+
+        flooding = asyncio.ensure_future(flood())
+        await asyncio.sleep(20.0)
+        flooding.cancel()
+        return host.frames
+
+    assert run_virtual(taken("member", b"x")) == 10_000
+    burst_and_20_s = 24 * 2**14 / (FRAME_COST + 1)
+    assert 0.5 * burst_and_20_s < run_virtual(taken("X", b"x")) < 1.1 * burst_and_20_s
+
+
+def test_all_strangers_together_have_a_pace() -> None:
+    async def main() -> None:
+        host = Host()
+        await host.serve()
+        floods = []
+        for i in range(30):
+            channel = await host.channel(f"X{i}")
+
+            async def flood(channel: Channel = channel) -> None:
+                with contextlib.suppress(PeerUnreachable):
+                    while True:
+                        await channel.send(bytes(1000))
+
+            floods.append(asyncio.ensure_future(flood()))
+        await asyncio.sleep(20.0)
+        assert host.frames * (1000 + FRAME_COST) < 1.2 * 24 * 2**15
+        for each in floods:
+            each.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("peer", ["X", "member"])
+def test_a_frame_is_refused_by_its_header(peer: str) -> None:
+    """A stranger's also where the method takes more from members."""
+
+    async def main() -> Code:
+        host = Host()
+        await host.endpoint.serve(ROUND, lambda stream: stream.message())  # type: ignore[arg-type, return-value]
+        channel = await host.network.transport(peer).open("B", ROUND)
+        longest = METHODS[ROUND].request_bytes if peer == "member" else STRANGER_FRAME_BYTES
+        await channel.send(bytes(longest + 1))
+        while (answer := await channel.receive()) is not None and answer.kind != Kind.REFUSAL:
+            pass
+        assert answer is not None
+        return Refused.read(answer.body).code
+
+    assert run_virtual(main()) is Code.TOO_LARGE
+
+
+def test_a_promise_of_bytes_takes_no_memory() -> None:
+    async def main() -> None:
+        loop, pair = asyncio.get_running_loop(), socket.socketpair()
+        here, there = [(await loop.create_unix_connection(ByteStream, sock=end))[1] for end in pair]
+        tracemalloc.start()
+        receiving = asyncio.ensure_future(StreamChannel("X", there).receive())
+        here.write(HEADER.pack(Kind.MESSAGE, MAX_FRAME_BYTES), b"x")
+        await asyncio.sleep(0.1)
+        assert tracemalloc.get_traced_memory()[1] < 4 * FIRST_BYTES
+        here.write(bytes(MAX_FRAME_BYTES - 1))
+        message = await asyncio.wait_for(receiving, 10)
+        tracemalloc.stop()
+        assert message is not None
+        assert bytes(message.body) == b"x" + bytes(MAX_FRAME_BYTES - 1)
+        here.close()
+        there.close()
+
+    asyncio.run(main())
+
+
+def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end() -> None:
+    async def main() -> None:
+        shares = Shares()
+        await shares.hold("A", HELD_A_PEER)
+        waiting = asyncio.ensure_future(shares.hold("A", 1))
+        other = asyncio.ensure_future(shares.hold("B", HELD_A_PEER))
+        await asyncio.sleep(1)
+        assert other.done()
+        assert not waiting.done()
+        shares.release("A", HELD_A_PEER)
+        await asyncio.wait_for(waiting, 1)
+
+    run_virtual(main())
+
+
+def test_a_swarm_s_members_are_no_strangers_to_each_other() -> None:
+    from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign())
+        swarm.start_all()
+        await swarm.until_round(1)
+        for node in swarm.nodes.values():
+            assert {peer for peer in "WABCX" if node.endpoint.shares.is_known(peer)} == set("WABC")
+        swarm.start("D")
+        await swarm.until(lambda: "D" in swarm.nodes["A"].log.last.members)
+        assert swarm.nodes["A"].endpoint.shares.is_known("D")
+
+    run_virtual(main())
+
+
+# Any bytes --------------------------------------------------------------------------------------------------------------
+
+RECORDS = (
+    consensus.Accept, consensus.Decide, consensus.Commit, consensus.ControlRequest, consensus.Leave, rounds.Announcement,
+    content.CampaignRecord, content.PiecesRequest, presence.Contact, presence.HistoryPage, refusals.Refusal,
+)
+HEADS = st.sampled_from([
+    b"\x9f", b"\xdc\xff\xff", b"\xdd\x7f\xff\xff\xff", b"\xde\xff\xff", b"\xdf\x00\xff\xff\xff", b"\xc6\x7f\xff\xff\xff",
+    b"\xdb\x7f\xff\xff\xff", b"\xc9\x7f\xff\xff\xff\x01", b"\x91", b"\x90", b"\x80", b"\xc0",
+])
+BYTES = st.lists(HEADS | st.binary(max_size=8), max_size=60).map(b"".join)
+FRAMES = st.lists(st.tuples(st.integers(0, 255), st.integers(0, 2**32 - 1), st.binary(max_size=30)), max_size=5)
+PER_BYTE, BASE_BYTES = 400, 2**20
+"""Memory that reading takes: for each byte, a record of three numbers takes most; and whatever the libraries hold."""
+
+
+@pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
+@settings(deadline=None)
+@given(start=st.integers(0, 200), garbage=BYTES, repeats=st.integers(1, 200))
+def test_reading_any_bytes_raises_nothing_untyped_and_takes_memory_by_their_number(
+    cls: type[object], start: int, garbage: bytes, repeats: int
+) -> None:
+    data = b"\x9f" * start + garbage * repeats
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(WireError):
+            unpack(cls, data)
+        assert tracemalloc.get_traced_memory()[1] <= BASE_BYTES + PER_BYTE * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_lists_within_lists_that_promise_much_take_no_memory() -> None:
+    """Each level would allocate the list that it promises; `test_wire.py` has the same for exceptions."""
+    data = pack(Ping(1)) + (b"\xdd\x00\x7f\xff\xff" * 900).ljust(MAX_FRAME_BYTES - 2, b"\0")
+    for cls in (Ping, rounds.Announcement, consensus.Commit):
+        tracemalloc.start()
+        with pytest.raises(WireError):
+            unpack(cls, data[2:])
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 3 * len(data)
+
+
+def test_more_items_than_a_field_may_have_are_refused_before_they_are_read() -> None:
+    announcement = [*["c" * 64, 10, 1, 0, 0.0, "d" * 64, "e" * 64, 0, [], 0, 0.0, 0.0, 0.0, None], [[0, 1, 2]] * 2**20]
+    data = msgpack.packb(announcement)
+    tracemalloc.start()
+    with pytest.raises(WireError, match="at most 65536"):
+        unpack(rounds.Announcement, data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * len(data)
+
+
+@settings(deadline=None)
+@given(FRAMES, st.binary(max_size=12))
+def test_any_headers_end_a_stream_with_a_refusal_or_a_break(frames: list[tuple[int, int, bytes]], tail: bytes) -> None:
+    """Kinds, lengths and bodies that do not fit together, over a real socket."""
+
+    async def main() -> None:
+        loop, pair = asyncio.get_running_loop(), socket.socketpair()
+        here, there = [(await loop.create_unix_connection(ByteStream, sock=end))[1] for end in pair]
+        endpoint = RpcEndpoint(MemoryNetwork().transport("B"), 0.05)
+        endpoint.shares.is_known = lambda peer: False
+        ended = asyncio.ensure_future(endpoint._answer(PING, StreamChannel("X", there)))
+        endpoint._handlers[PING] = lambda stream: stream.message()  # type: ignore[assignment, return-value]
+        for kind, size, body in frames:
+            here.write(HEADER.pack(kind, size), body)
+        here.write(tail)
+        await asyncio.wait_for(ended, 10)
+        assert sum(endpoint.shares._held.values()) == sum(endpoint.shares._streams.values()) == 0
+        here.abort()
+        there.abort()
+
+    asyncio.run(main())
+
+
+def test_ignorable_frames_are_limited_too() -> None:
+    async def main() -> None:
+        host = Host(knows=True)
+        await host.serve()
+        channel = await host.channel("A")
+        await channel.send(bytes(METHODS[PING].longest(IGNORABLE, to_asker=False) + 1), kind=IGNORABLE)
+        while (answer := await channel.receive()) is not None and answer.kind != Kind.REFUSAL:
+            pass
+        assert answer is not None
+
+    run_virtual(main())
