@@ -89,6 +89,8 @@ class RoundMember:
             raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
         if refused.code is Code.NOT_ADMITTED:
             await self._node.refresh_contacts()  # fetches the owner's newest record: only that proves a ban
+            if self._node.why_not_admitted(self._node.controls.newest):
+                await self.return_work()
             self._node.require_admitted(self._node.controls.newest)
         if refused.code is Code.BEHIND:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
