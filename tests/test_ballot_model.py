@@ -209,10 +209,10 @@ TWO_LEAVE = Bounds((1, 1), numbers=1, farewells=2)
 REFORMS = Bounds((0, 1), numbers=1, rounds=2, reforms=2)
 
 BROKEN: dict[str, tuple[Broken, Bounds]] = {
-    "promises are forgotten by a restart": (method(Acceptor, "prepare", in_memory_only(prepare)), Bounds((2, 0), numbers=1)),
+    "promises are forgotten by a restart": (method(Acceptor, "prepare", in_memory_only(prepare)), Bounds((2, 1), numbers=1)),
     "votes are forgotten by a restart": (method(Acceptor, "accept", in_memory_only(accept)), ONE),
     "a vote is given below the promise": (method(Acceptor, "accept", accept_below_promise), ONE),
-    "one ballot is promised twice": (method(Acceptor, "prepare", promise_twice), Bounds((2, 0), numbers=1)),
+    "one ballot is promised twice": (method(Acceptor, "prepare", promise_twice), Bounds((2, 1), numbers=1)),
     "a promise does not tell what was accepted": (method(Acceptor, "prepare", forget_accepted), ONE),
     "an elector votes with any incarnation": (method(Acceptor, "_require_elector", lambda self: None), LOSS),
     "a farewell is said after a promise": (method(Acceptor, "leave", leave_after_promise), TWO_LEAVE),
@@ -235,6 +235,7 @@ BROKEN: dict[str, tuple[Broken, Bounds]] = {
 
 
 SLOW = {
+    "promises are forgotten by a restart", "one ballot is promised twice",
     "an elector votes with any incarnation", "a farewell is said after a promise", "a farewell does not bind",
     "a farewell is forgotten by a restart", "a farewell counts in later rounds", "a promise of another ballot counts",
     "an outbid proposer keeps its promises",
@@ -246,6 +247,50 @@ def test_the_search_finds_what_goes_wrong_without_a_rule(broken: str, monkeypatc
     break_rule, bounds = BROKEN[broken]
     break_rule(monkeypatch)
     assert search(bounds).violation is not None
+
+
+# Liars --------------------------------------------------------------------------------------------------------------------
+
+ONE_LIAR = Bounds((1, 1), numbers=1, liars=1, one_commit=False)
+
+
+def test_one_liar_of_three_has_no_invalid_commit_certified() -> None:
+    found = search(ONE_LIAR)
+    assert found.violation is None, found.trace
+    assert found.reached >= BOTH
+    assert found.states >= 2_000
+
+
+def test_two_liars_of_three_may_have_an_invalid_commit_certified() -> None:
+    """The limit that docs/safety.md names: a majority."""
+    found = search(dataclasses.replace(ONE_LIAR, liars=2))
+    assert found.violation is not None
+    assert "does not follow" in found.violation
+
+
+def test_without_the_validity_rule_one_liar_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Acceptor, "accept", believing(Acceptor.accept))
+    found = search(ONE_LIAR)
+    assert found.violation is not None
+    assert "does not follow" in found.violation
+
+
+def test_one_liar_may_have_two_valid_commits_certified() -> None:
+    """The limit that docs/safety.md names. It takes Byzantine agreement to lift it."""
+    found = search(dataclasses.replace(ONE_LIAR, one_commit=True))
+    assert found.violation is not None
+    assert "two are certified" in found.violation
+    assert any(step.startswith("B proposes") for step in found.trace)
+
+
+def believing(handle: Callable[..., Output[Any]]) -> Callable[..., Output[Any]]:
+    """Vote for whatever a coordinator proposes."""
+
+    def accept_any(self: Acceptor, *request: Any) -> Output[Any]:
+        self._is_valid = lambda commit: True
+        return handle(self, *request)
+
+    return accept_any
 
 
 def test_an_owner_that_loses_its_disk_may_open_a_term_twice() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import spes_p2p.consensus
 from spes_p2p.consensus.acceptor import BALLOT_STEP
-from spes_p2p.consensus.certificate import proves, vote_message
+from spes_p2p.consensus.certificate import equivocators, proves, vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.electorate import MAX_ELECTORS, choose_electorate, quorum
 from spes_p2p.consensus.output import LOG, VOTES
@@ -197,6 +197,50 @@ def test_nothing_changes_before_a_write_is_applied() -> None:
     voter.part.learn(decide(commit_after(parent), "AB"))
     assert (voter.acceptor.votes, voter.log.round) == (before, -1)
     assert voter.acceptor.farewell() is None
+
+
+def test_an_elector_votes_for_one_commit_in_a_ballot() -> None:
+    """So two votes of one elector in one ballot prove that it lies."""
+    voter, parent = Elector("A"), genesis()
+    request = Accept(Ballot(1, "B"), commit_after(parent))
+    assert voter.accept(request) == voter.restarted().accept(request)
+    with pytest.raises(Refused, match="another commit in a ballot"):
+        voter.restarted().accept(Accept(request.ballot, commit_after(parent, tokens=1)))
+
+
+def test_who_signed_two_commits_in_one_ballot_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    voter, ballot = Elector("W"), Ballot(1, "A")
+    one, other = (decide(commit_after(genesis(), tokens=n), voters, ballot) for n, voters in ((1, "AB"), (2, "BC")))
+    voter.learn(one)
+    with pytest.raises(Refused, match="decided otherwise"):
+        voter.learn(other)
+    assert "signed two commits in one ballot: B" in caplog.text
+    later = dataclasses.replace(other, ballot=Ballot(2, "A"))
+    assert equivocators(one, other, SimulatedIdentity("me")) == ("B",)
+    assert equivocators(one, later, SimulatedIdentity("me")) == ()
+
+
+def test_an_invalid_commit_gets_no_vote_and_binds_no_proposer() -> None:
+    elector = Elector("A")
+    elector.acceptor._is_valid = lambda commit: commit.tokens == 0
+    with pytest.raises(Refused, match="does not follow from its evidence"):
+        elector.accept(Accept(Ballot(1, "B"), commit_after(genesis(), tokens=1)))
+    elector.accept(Accept(Ballot(1, "B"), commit_after(genesis()), b"evidence"))
+    assert elector.prepare(Prepare(0, genesis().id, Ballot(2, "B"))).evidence == b"evidence"
+
+    def promise(ballot: Ballot | None, commit: Commit | None) -> Promise:
+        return Promise(-1, True, Ballot(1, "A"), ballot, commit)
+
+    honest, own = promise(None, None), commit_after(genesis())
+    for lie in (promise(Ballot(0, "C"), commit_after(genesis(), tokens=1)), promise(Ballot(7, "C"), own),
+                promise(None, own), promise(Ballot(0, "C"), None)):  # fmt: skip
+        proposer = Proposer(elector.log, SimulatedIdentity("A"), lambda commit: commit.tokens == 0)
+        sends = {send.to: send.request for send in proposer.prepare(())}
+        proposer.receive("C", sends["C"], lie)
+        proposer.receive("A", sends["A"], honest)
+        assert proposer.phase is Phase.PREPARING
+        proposer.receive("B", sends["B"], honest)
+        assert (proposer.phase, proposer.bound) == (Phase.PROMISED, None)
 
 
 def test_an_elector_refuses_to_accept_below_its_promise_or_on_another_parent() -> None:

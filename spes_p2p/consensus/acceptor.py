@@ -152,6 +152,8 @@ class Acceptor:
         _check_ballot(request.ballot, commit, votes)
         if votes.promised is not None and request.ballot < votes.promised:
             raise Refused(Code.OUTBID, f"promised ballot {votes.promised.number}")
+        if votes.accepted_ballot == request.ballot and votes.accepted != proposed:
+            raise Refused(Code.NOT_ALLOWED, "another commit in a ballot that carries one")
         if proposed.plan and not self._is_valid(proposed):
             raise Refused(Code.NOT_PROVEN, "a commit that does not follow from its evidence")
         signature = self._identity.sign(vote_message(request.ballot, proposed.id))

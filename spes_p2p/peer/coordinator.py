@@ -198,8 +198,7 @@ class Coordination:
             self.commit.round + 1, self.commit.id, ballot, announcements, returned, absent, donors,
             self._members.arrivals(members), control,
         )
-        plan: Plan = await node.world.run_blocking(node.decisions.validity.derive, proposal)
-        return plan
+        return await node.decisions.validity.derive_aside(proposal)
 
     async def _choose_donors(self) -> Donors | None:
         """Return the merge donors; None, which leaves this merge out, when this peer does not hold the last base."""

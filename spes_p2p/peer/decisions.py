@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -37,6 +38,8 @@ from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.archive import archived_rounds
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 COMMITS_PER_MESSAGE = 200
 ASKED_AT_ONCE = 16
@@ -179,7 +182,11 @@ class Decisions:
         if stream.remote not in self.log.last.electorate:
             raise Refused(Code.NOT_ALLOWED, "the ballot's coordinator is not an elector of this round")
         request = await unpack_beside(Accept, await stream.message())
-        await self.validity.require(request.commit, request.evidence, stream.remote)
+        try:
+            await self.validity.require(request.commit, request.evidence, stream.remote)
+        except Refused as refused:
+            logger.warning("round %d: no vote for what %s proposes: %s", self.log.round + 1, stream.remote, refused)
+            raise
         request = replace(request, evidence=self.validity.evidence_of(request.commit))
         attachments = self.validity.attachments(request.commit)
         await stream.send(pack(self._perform(self._acceptor.accept(stream.remote, request, attachments))))

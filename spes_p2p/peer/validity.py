@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from spes_p2p.consensus.acceptor import VoteState
 from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.output import Identity
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -54,20 +55,21 @@ class Validity:
         self.kept = KeptResults(world, self.derive, layout, codecs)
         self._world, self._endpoint, self._fetcher, self._log, self._rules = world, endpoint, fetcher, log, rules
         self._layout, self._codecs, self._base = layout, codecs, base
-        self._valid: dict[str, tuple[Commit, bytes]] = {}
-        """Commits after the log's last one that were derived here, with their evidence, by id."""
+        self._valid: dict[str, tuple[Commit, bytes, tuple[bytes, ...]]] = {}
+        """Commits after the log's last one that were derived here, by id: with evidence, and what that names by hash."""
 
     def derive(self, proposal: Proposal) -> Plan:
         """Return the plan of a round of this log. Raises Refused where none follows from the proposal."""
-        if not 0 <= proposal.round <= self._log.round + 1:
-            raise Refused(Code.NOT_PROVEN, f"a proposal for round {proposal.round}, which does not follow this log")
-        last = proposal.round - 1
-        return derive_plan(proposal, self._log.recent(last), self._rules, self._world.identity, self._log.rounds_served(last))
+        return derive_plan(*self._inputs(proposal))
+
+    async def derive_aside(self, proposal: Proposal) -> Plan:
+        """As `derive`, in a worker thread."""
+        plan: Plan = await self._world.run_blocking(derive_plan, *self._inputs(proposal))
+        return plan
 
     async def derive_on_base(self, proposal: Proposal) -> Plan:
-        """As `derive`; a peer that holds the base which the round starts from also checks its digest and the donors."""
-        plan: Plan = await self._world.run_blocking(self.derive, proposal)
-        base = self._base()
+        """As `derive_aside`; a peer that holds the base which the round starts from also checks its digest and the donors."""
+        plan, base = await self.derive_aside(proposal), self._base()
         if base is None or base.commit != proposal.parent:
             return plan
         if plan.base_digest != base.digest:
@@ -77,6 +79,13 @@ class Validity:
         ):
             raise Refused(Code.NOT_PROVEN, "a proposal with donors that are not the most similar experts")
         return plan
+
+    def _inputs(self, proposal: Proposal) -> tuple[Proposal, Sequence[Commit], Rules, Identity, Mapping[str, int]]:
+        """Return what `derive_plan` needs. Raises Refused for a round far ahead."""
+        last = proposal.round - 1
+        if not -1 <= last <= self._log.round:
+            raise Refused(Code.NOT_PROVEN, f"a proposal for round {proposal.round}, which does not follow this log")
+        return proposal, self._log.recent(last), self._rules, self._world.identity, self._log.rounds_served(last)
 
     # Commits -----------------------------------------------------------------------------------------------------------
 
@@ -92,7 +101,7 @@ class Validity:
 
     def attachments(self, commit: Commit) -> tuple[bytes, ...]:
         """Return what the commit's evidence names by hash."""
-        return self.kept.evidence[commit.plan] if commit.plan else ()
+        return self._valid[commit.id][2] if commit.plan else ()
 
     def recall(self, votes: VoteState) -> None:
         """Take up the evidence that is durable with this peer's own vote."""
@@ -136,7 +145,9 @@ class Validity:
                           f"signed by {', '.join(vote.elector for vote in decided.votes)}")
 
     def _derive_commit(self, parent: Commit, plan: Plan, commit: Commit, evidence: bytes, pieces: Sequence[bytes]) -> Commit:
-        results = Results.empty(plan, self._layout, self._codecs, lost=commit.lost)
+        known = self.kept.by_plan.get(plan.id)  # has the part table, which takes a second at 9B
+        table = known if known is not None else Results.empty(plan, self._layout, self._codecs)
+        results = table.emptied(commit.lost)
         for piece in filter(None, pieces[1:]):
             results.add_manifest(unpack(Manifest, piece))
         return derive_commit(parent, results, unpack(Evidence, evidence).reports, self._world.identity)
@@ -152,9 +163,8 @@ class Validity:
 
     def _hold(self, commit: Commit, evidence: bytes, pieces: tuple[bytes, ...]) -> None:
         known = {each: value for each, value in self._valid.items() if value[0].parent == commit.parent}
-        self._valid = {**known, commit.id: (commit, evidence)}
-        plans = {each.plan for each, _ in self._valid.values()}
-        self.kept.evidence = {plan: own for plan, own in self.kept.evidence.items() if plan in plans} | {commit.plan: pieces}
+        self._valid = {**known, commit.id: (commit, evidence, pieces)}
+        self.kept.evidence = {each.plan: own for each, _, own in self._valid.values()}
 
 
 async def absent_of(endpoint: RpcEndpoint, electors: Sequence[str]) -> tuple[str, ...]:

@@ -249,7 +249,7 @@ def _held_bits(results: Results) -> bytes:
 
 def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
     """Return empty results of the same plan with those manifests that reducers reported themselves."""
-    collected = results.emptied()
+    collected = results.emptied(results.lost)
     for (_, reducer), manifest in results.manifests.items():
         if reducer in staged and manifest.root in staged[reducer].manifests:
             collected.add_manifest(manifest)

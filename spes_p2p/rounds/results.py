@@ -173,27 +173,24 @@ class Results:
             and self.digest_of(part) not in (None, ABSENT)
         ]
 
-    def emptied(self) -> Results:
-        """Return empty results of the same plan and revisions."""
-        return self._revised(self.lost)
+    def emptied(self, lost: tuple[tuple[int, ...], ...]) -> Results:
+        """Return empty results of the same plan under these revisions. Raises WireError when they are invalid."""
+        first_parts = sorted((part for own in self._tables[0].values() for part in own), key=lambda part: part.index)
+        other = Results(self.plan, tuple(first_parts))
+        for newly_lost in lost:
+            other.revise(newly_lost)
+        return other
 
     def with_revisions(self, lost: tuple[tuple[int, ...], ...]) -> Results:
         """Return results of the same plan under these revisions, with the manifests and results that remain valid."""
         if lost == self.lost:
             return self
-        other = self._revised(lost)
+        other = self.emptied(lost)
         for (revision, _), manifest in self.manifests.items():
             if lost[:revision] == self.lost[:revision] and revision <= len(lost):
                 other.add_manifest(manifest)
         other.encoded, other.digests, other.file = dict(self.encoded), dict(self.digests), self.file
         other.discard_unverified()
-        return other
-
-    def _revised(self, lost: tuple[tuple[int, ...], ...]) -> Results:
-        first_parts = sorted((part for own in self._tables[0].values() for part in own), key=lambda part: part.index)
-        other = Results(self.plan, tuple(first_parts))
-        for newly_lost in lost:
-            other.revise(newly_lost)
         return other
 
 
