@@ -50,6 +50,8 @@ class Kind(IntEnum):
     """Empty: the coordinator asks for a report with all roots."""
     REPORT = 13
     """A Report: the results that the member holds."""
+    STALLED = 14
+    """A Stalled: the member complains about a reducer."""
 
 
 class Message(NamedTuple):

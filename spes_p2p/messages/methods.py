@@ -82,7 +82,8 @@ METHODS = {
         Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=WORK),
         Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),
         Method(ROUND, "members, at the coordinator",
-               "Signed with an Announcement, later REPORT with a Report (its Signed holds a Staged)",
+               "Signed with an Announcement, later REPORT with a Report (its Signed holds a Staged), or "
+               "STALLED with a Stalled",
                "PLAN with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
                "PASSED with a Passed in place of proposal or commit", request_bytes=WORK, further={Kind.REPORT: WHOLE},
                answers={Kind.PLAN: WHOLE, Kind.DECIDED: WHOLE, Kind.REVISION: LISTS}),

@@ -181,6 +181,15 @@ class Revision:
 
 
 @dataclass(frozen=True)
+class Stalled(Extensible):
+    """A member's complaint: nothing moves between it and a reducer that lives, while it waits for nothing else."""
+
+    plan: Digest
+    revision: RevisionNumber
+    reducer: MemberIndex
+
+
+@dataclass(frozen=True)
 class Pong(Extensible):
     """Answer to a ping, from the peer's main loop."""
 

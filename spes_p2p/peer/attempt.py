@@ -16,7 +16,7 @@ from spes_p2p.messages.consensus import CertifiedCommit
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.methods import PING, ROUND
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Ping, Proposal, Report, Revision
+from spes_p2p.messages.rounds import Ping, Proposal, Report, Revision, Stalled
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.unpacking import unpack_beside
@@ -180,6 +180,11 @@ class RoundMember:
         if self._node.campaign.config.sync.overlap:
             self._coordinators.phase_begins_during(plan.round)
         exchange = await self._node.world.run_blocking(self._replica.open_exchange, plan)
+
+        async def complain(reducer: int) -> None:
+            await stream.send(pack(Stalled(plan.id, exchange.results.revision, reducer)), kind=Kind.STALLED)
+
+        exchange.tell_stalled = complain
         work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run())
         answer = asyncio.ensure_future(stream.any_message())
         try:

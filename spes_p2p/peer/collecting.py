@@ -13,8 +13,9 @@ from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Report, Revision, Staged
+from spes_p2p.messages.rounds import Report, Revision, Staged, Stalled
 from spes_p2p.net.rpc import Stream
+from spes_p2p.peer.exchange import STALLED_SILENCES
 from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
 from spes_p2p.rounds.results import Results
@@ -34,6 +35,9 @@ class StagedReports:
         self._signed: dict[int, Signed] = {}
         self._asked: set[int] = set()
         """Members that were asked for their reports in full."""
+        self._complaints: dict[int, dict[int, float]] = {}
+        """By reducer: who complains about it in this revision, and the loop time since when."""
+        self._stalled = context.stalled
         self._known: dict[Stream, int] = {}
         """The revision that each member with a plan knows."""
 
@@ -67,6 +71,12 @@ class StagedReports:
         """Return the reports as evidence, by member."""
         return tuple(self._signed[index] for index in sorted(self.staged))
 
+    def complain(self, index: int, stalled: Stalled) -> None:
+        """Take a member's complaint about a reducer."""
+        if (stalled.plan, stalled.revision) == (self.results.plan.id, self.results.revision):
+            self._complaints.setdefault(stalled.reducer, {}).setdefault(index, asyncio.get_running_loop().time())
+            self._members.changed.set()
+
     async def wait(self) -> None:
         """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile."""
         loop = asyncio.get_running_loop()
@@ -77,8 +87,12 @@ class StagedReports:
         alive, changed = self._members.alive, self._members.changed
         while (now := loop.time()) < deadline:
             changed.clear()
+            stalled = self._stalled_reducers(now)
+            for reducer in stalled:
+                self._drop(reducer)
             waiting = [peer for i, peer in enumerate(names) if i not in self.staged and peer in alive]
             lost = lost_reducers(self.results, self.staged, {i for i, peer in enumerate(names) if peer in alive}, not waiting)
+            lost = tuple(sorted({*lost, *stalled}))
             if lost:
                 self._revise(lost)
                 half_at = None
@@ -88,12 +102,39 @@ class StagedReports:
                 if not unclear:
                     return
                 await self._ask_in_full([names[i] for i in unclear])
+                half_at = now  # they get the same time once more
             elif half_at is None and 2 * len(self.staged) >= len(names):
                 half_at = now
             elif half_at is not None and now - half_at > self._patience(half_at - started):
                 self._give_up(waiting)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), min(PING_EVERY_S, deadline - now))
+
+    def _stalled_reducers(self, now: float) -> list[int]:
+        """Return the reducers about which half of the members complain, and all that contribute to their parts, or for long.
+
+        A reducer that waits for a slow contributor is not complained about by that one.
+        """
+        names, alive = [member.peer for member in self.results.plan.members], self._members.alive
+        stalled = []
+        for reducer, since in self._complaints.items():
+            living = {i for i, peer in enumerate(names) if peer in alive and i != reducer}
+            concerned = {i for part in self.results.parts if part.reducer == reducer for i in part.contributors} & living
+            patience_s = 0.0 if concerned <= since.keys() else STALLED_SILENCES * self._sync.silence_s
+            by = [i for i in since.keys() & living if now - since[i] >= patience_s]
+            if names[reducer] in alive and by and 2 * len(by) >= len(living):
+                stalled.append(reducer)
+        return stalled
+
+    def _drop(self, reducer: int) -> None:
+        """Take a stalled reducer for lost, for the rest of this round too: its parts go to others, and the commit names it."""
+        peer = self.results.plan.members[reducer].peer
+        logger.warning("round %d: %s lives and does not go on; others take its parts", self._round, peer[-6:])
+        self._stalled.add(peer)
+        self.staged.pop(reducer, None)
+        self._complaints.pop(reducer)
+        stream = self._members.alive.pop(peer)
+        stream.break_off(Refused(Code.CLOSED, "members wait for you in vain"))
 
     async def _send_revisions(self) -> None:
         record = pack(Revision(self.results.plan.id, self.results.lost))

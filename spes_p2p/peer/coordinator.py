@@ -21,7 +21,7 @@ from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.methods import ACCEPT, DECIDE, PREPARE
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Announcement, Proposal, Report
+from spes_p2p.messages.rounds import Announcement, Proposal, Report, Stalled
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.unpacking import unpack_beside
@@ -118,15 +118,21 @@ class Coordination:
         if index is None:
             raise Refused(Code.CLOSED, "the plan of this attempt was being made")
         await self._send_record(stream, Kind.PLAN, pack(plan.proposal), [member.peer for member in plan.members])
-        report: asyncio.Future[bytes] | None = None
+        report: asyncio.Future[Message] | None = None
         try:
             await reports.begin(stream)
             while not self._decided.done():
-                report = report or asyncio.ensure_future(stream.message(Kind.REPORT))
+                report = report or asyncio.ensure_future(stream.any_message())
                 either: set[asyncio.Future[Any]] = {report, self._decided}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if report.done():
-                    reports.take(index, await unpack_beside(Report, report.result()))
+                    message = report.result()
+                    if message.kind == Kind.STALLED:
+                        reports.complain(index, unpack(Stalled, message.body))
+                    elif message.kind == Kind.REPORT:
+                        reports.take(index, await unpack_beside(Report, message.body))
+                    else:
+                        raise WireError(f"a frame of kind {message.kind} where a report belongs")
                     report = None
         finally:
             reports.end(stream)

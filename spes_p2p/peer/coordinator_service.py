@@ -39,6 +39,8 @@ class CoordinatorService:
         """With overlap: the round in flight during the phase, and the loop time at which the phase began."""
         self._failed_round = -1
         self._leaves = False
+        self._stalled: tuple[int, set[str]] = -1, set()
+        """A round, and the reducers that stalled in attempts at it."""
 
     async def serve(self) -> None:
         """Answer requests from now on."""
@@ -88,6 +90,8 @@ class CoordinatorService:
         if self._leaves and not self._is_open():
             raise Refused(Code.LEAVING, "the coordinator leaves")
         self._node.departures.see(stream.remote)
+        if stream.remote in self._stalled_in(log.round + 1):
+            raise Refused(Code.CLOSED, "this round goes on without you: members waited for you in vain")
         await self._require_failed(order[:rank])
         if announcement.commit != log.last.id:
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
@@ -122,6 +126,11 @@ class CoordinatorService:
             if answer is not None and not _has_failed(answer, self._node.log.round + 1):
                 raise Refused(Code.ALIVE, f"{peer[-6:]} is there to coordinate this round", peer=peer)
 
+    def _stalled_in(self, round_number: int) -> set[str]:
+        if self._stalled[0] != round_number:
+            self._stalled = round_number, set()
+        return self._stalled[1]
+
     def _is_open(self) -> bool:
         """Return whether an attempt at the next round is open here."""
         attempt = self._attempt
@@ -133,7 +142,8 @@ class CoordinatorService:
             return self._attempt
         node, (during, began) = self._node, self._phase_during
         phase_began = began if during == node.log.round else node.decisions.learned_at
-        context = RoundContext(node, node.log.last, phase_began, self._assigned_steps(), self.too_late)
+        stalled = self._stalled_in(node.log.round + 1)
+        context = RoundContext(node, node.log.last, phase_began, self._assigned_steps(), self.too_late, stalled)
         self._attempt = attempt = Coordination(context, self._replica)
         self._opened.set()
         self._opened = asyncio.Event()

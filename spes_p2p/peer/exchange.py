@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
+from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.framing import Kind
@@ -49,6 +51,10 @@ WINDOW_BYTES, IN_FLIGHT_S = 2**18, 1.5
 """Bounds the time that the data in flight of all streams takes on the slower link: everything else queues behind it."""
 INDEX_BYTES, WEIGHT_BYTES = 8, 8
 """A part's index and an update's tokens, little-endian; sized to keep the values behind them aligned."""
+SLOWEST_BYTES_PER_S: float = SLOWEST_LINE_BITS / 8
+"""A member that moves less is taken to stall, whatever its heartbeats say."""
+STALLED_SILENCES = 2.0
+"""A member complains about a reducer after this many times `silence_s`: a reducer leaves out silent contributors after one."""
 YIELD_EVERY = 8
 """Yield to other tasks after encoding this many parts."""
 
@@ -113,11 +119,30 @@ class Exchange:
         self._unsent = set(range(len(self._names))) - {me}
         """Members to which updates are still being sent."""
         self._someone_left = asyncio.Event()
+        self.tell_stalled: Callable[[int], Awaitable[None]] = _tell_nobody
+        """Called with a reducer that lives and does not go on."""
+        self._talks: dict[int, list[asyncio.Task[None]]] = {}
+        """What this member pushes to and pulls from each reducer."""
+        self._part_bytes = max((part.encoded_bytes for part in results.parts), default=0)
+        self._due_at: float | None = None
+        """Loop time until which something must move between this member and a reducer."""
+        self._push_due_at: dict[int, float] = {}
+        """The same for the updates of each contributor to this reducer."""
 
     def with_revision(self, revision: int) -> Exchange:
         """Return an exchange of the same updates over the parts that this revision of the part table moved."""
         shared = self._endpoint, self.results, self._pending, self._residuals, self._timeout_s, self._behind
-        return Exchange(*shared, revision, self._scratch, self._clips)
+        later = Exchange(*shared, revision, self._scratch, self._clips)
+        later.tell_stalled = self.tell_stalled
+        return later
+
+    def give_up(self, lost: Collection[int]) -> None:
+        """Wait no longer for members whose parts have moved to backups."""
+        for member in lost:
+            for task in self._talks.get(member, ()):
+                task.cancel()
+        self._lost |= set(lost)
+        self._someone_left.set()
 
     async def run(self) -> None:
         """Push, reduce and pull. A member that is lost costs its parts, nothing else.
@@ -125,16 +150,17 @@ class Exchange:
         Once this has ended or was cancelled, requests for parts that are not reduced, and pushes, are refused.
         """
         others = [i for i in range(len(self._names)) if i != self.me]
-        tasks = [asyncio.create_task(self._reduce())]
-        tasks += [asyncio.create_task(self._push_to(i)) for i in others]
-        tasks += [asyncio.create_task(each) for i in others for each in self._pulls_from(i)]
+        self._talks = {i: [asyncio.create_task(each) for each in (self._push_to(i), *self._pulls_from(i))] for i in others}
+        tasks = [asyncio.create_task(self._reduce()), *chain(*self._talks.values())]
+        self._moved(0)
+        watching = asyncio.create_task(self._watch_reducers())
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s)
         finally:
             self._is_over = True
             for awaited in (self._next_closed, self._manifest_ready, *self._pushed.values()):
                 awaited.set()
-            await end_tasks(tasks)
+            await end_tasks([*tasks, watching])
         self.results.discard_unverified(self.revision)
 
     # Serving -----------------------------------------------------------------------------------------------------------
@@ -147,6 +173,7 @@ class Exchange:
         self._pushing.add(sender)
         try:
             while (message := await stream.receive_view(Kind.PART)) is not None:
+                self._push_due_at[sender] = self._extended(self._push_due_at.get(sender), self._push_patience_s(), len(message))
                 self._take(sender, message)
             await stream.send()
         finally:
@@ -220,6 +247,8 @@ class Exchange:
             waited_s = asyncio.get_running_loop().time() - started
             silent = {i for i, peer in enumerate(self._names) if waited_s >= self._endpoint.detector.bound(peer)}
             self._lost |= silent - self._pushing - {self.me}
+            now, begun = asyncio.get_running_loop().time(), started + self._push_patience_s()
+            self._lost |= {i for i in self._pushing if now >= self._push_due_at.get(i, begun)}
             if waited_s >= PUSH_SHARE * self._timeout_s:
                 self._lost |= set(range(len(self._names))) - {self.me}
             await self._close_complete()
@@ -313,6 +342,38 @@ class Exchange:
         self.sent[part.index] = (part, update)
         return codes
 
+    # Progress ----------------------------------------------------------------------------------------------------------
+
+    def _moved(self, size: int) -> None:
+        """Note that these bytes went to a reducer or came from one."""
+        self._due_at = self._extended(self._due_at, self._patience_s(), size)
+
+    def _extended(self, due_at: float | None, patience_s: float, size: int) -> float:
+        """Return the new deadline after `size` bytes: they buy the time that the slowest line needs for them, up to a limit."""
+        limit = asyncio.get_running_loop().time() + patience_s
+        return limit if due_at is None else min(limit, due_at + size / SLOWEST_BYTES_PER_S * max(1, len(self._names) - 1))
+
+    def _patience_s(self) -> float:
+        """Return for how long nothing may move: the slowest line carries a part of each open stream meanwhile."""
+        open_streams = sum(not task.done() for tasks in self._talks.values() for task in tasks)
+        return STALLED_SILENCES * self._endpoint.silence_s + open_streams * self._part_bytes / SLOWEST_BYTES_PER_S
+
+    def _push_patience_s(self) -> float:
+        """Return for how long nothing may come from a contributor, which sends to other reducers, too."""
+        return self._endpoint.silence_s + (len(self._names) - 1) * self._part_bytes / SLOWEST_BYTES_PER_S
+
+    async def _watch_reducers(self) -> None:
+        """Complain about each reducer that is not done when nothing moves any more."""
+        told = set[int]()
+        while not self._is_over:
+            await asyncio.sleep(self._endpoint.silence_s / 4)
+            if self._due_at is not None and asyncio.get_running_loop().time() >= self._due_at:
+                stalled = {i for i, tasks in self._talks.items() if any(not task.done() for task in tasks)} - told
+                told |= stalled
+                for reducer in sorted(stalled):
+                    logger.info("nothing moves between %s and this peer", self._names[reducer][-6:])
+                    await self.tell_stalled(reducer)
+
     # Calling -----------------------------------------------------------------------------------------------------------
 
     def _push_s(self) -> float:
@@ -343,6 +404,7 @@ class Exchange:
             if not pulls(part, self.me):
                 self._put(part, codes)
             await stream.send(_numbered(part.index), tokens, codes, kind=Kind.PART)
+            self._moved(part.encoded_bytes)
         await stream.send(kind=Kind.END)
 
     def _has_sent(self, reducer: int) -> None:
@@ -373,7 +435,9 @@ class Exchange:
             async with self._endpoint.stream(self._names[reducer], PULL) as stream:
                 await stream.send(pack(PullRequest(self.plan.id, self.revision, lane, lanes)))
                 for _ in range(len(wanted)):
-                    _store_part(self.results, await stream.message_view(Kind.PART), wanted)
+                    message = await stream.message_view(Kind.PART)
+                    self._moved(len(message))
+                    _store_part(self.results, message, wanted)
                 if lane == 0:
                     self._take_manifest(reducer, await stream.message(Kind.MANIFEST))
         except (PeerUnreachable, Refused, WireError) as error:
@@ -402,6 +466,10 @@ def _store_part(results: Results, message: memoryview, wanted: dict[int, Part]) 
             raise WireError(f"part {index} has values that are not finite")
         if results.parts[index].revision == part.revision:
             results.put(index, body)
+
+
+async def _tell_nobody(reducer: int) -> None:
+    """Where there is no coordinator to complain to."""
 
 
 def _numbered(index: int) -> bytes:

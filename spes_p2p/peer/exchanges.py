@@ -76,6 +76,8 @@ class Exchanges:
             raise WireError("a revision of another plan")
         more = []
         for newly_lost in revision.lost[len(known) :]:
+            for earlier in self.of(first.results):
+                earlier.give_up(newly_lost)
             first.results.revise(newly_lost)
             exchange = first.with_revision(first.results.revision)
             self.by_plan[plan.id, exchange.revision] = exchange

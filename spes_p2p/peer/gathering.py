@@ -71,6 +71,8 @@ class RoundContext:
     assigned_steps: Mapping[str, int]
     """Steps of this phase by peer."""
     too_late: LateArrivals
+    stalled: set[str]
+    """Members that stalled as reducers in an attempt at this round: later attempts go on without them."""
 
     def gone(self) -> Mapping[str, Signed]:
         """Return the statements of the peers that have left this round."""
@@ -137,7 +139,8 @@ class Gathering:
             missing = expected.keys() - self.announced.keys()
             coming = context.too_late.peers - self.announced.keys() - self._dead - context.gone().keys()
             quorum_at = self._quorum_of(trainers, expected)
-            self._quorum_at = quorum_at if self._quorum_at is None else self._quorum_at
+            if quorum_at is not None:
+                self._quorum_at = quorum_at if self._quorum_at is None else min(self._quorum_at, quorum_at)
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
             if trainers and expected and not missing:
                 if all_there_at is None:
@@ -175,14 +178,19 @@ class Gathering:
     def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
         """Loop time at which half of the phase's work was done or, without assignments, enough trainers were there to begin.
 
-        None before that.
+        None before that. Phases are planned to take all trainers as long, so half of them are a quorum after twice their time:
+        a member with most of the work that never announces it holds up nobody for longer.
         """
         enough = self._context.node.rules.config.sync.min_peers if self._context.commit.round < 0 else 1
         needed, there = (sum(expected.values()) / 2 if expected else enough), 0
+        done_at = sorted(self._done_at[peer] for peer in trainers if peer in expected)
+        halved = done_at[(len(expected) - 1) // 2] if 2 * len(done_at) >= max(1, len(expected)) else None
         for peer in sorted(trainers, key=lambda peer: self._done_at[peer]):
             there += expected.get(peer, 0) if expected else 1
             if there >= needed:
                 return self._done_at[peer]
+        if expected and halved is not None:
+            return 2 * halved - self._context.phase_began
         return None
 
     def _patience(self) -> float:

@@ -22,6 +22,9 @@ from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 BANDWIDTH_RATIO = 4.0
 """Bounds a member's bandwidth in a plan, as a multiple of the median member's. Only the member itself measures it, and an
 exaggeration makes it reduce more than its share."""
+LOST_ROUNDS, LOST_SHARE = 3, 2.0**-10
+"""A member that was lost as a reducer, or stalled, counts with this share of its bandwidth for this many rounds: it reduces
+nothing unless nobody else can, and keeps its vote."""
 LOSS_RATIO = 2.0
 """Bounds a member's loss in the plan's mean, as a multiple of the median member's."""
 
@@ -75,7 +78,7 @@ def clamped(
     """Return the announcements with tokens, samples, bandwidths and losses within their bounds. `recent`: see `outstanding`."""
     found = {peer: _with_outstanding(each, outstanding(recent, peer, config.sync.overlap), config)
              for peer, each in announcements.items()}
-    helpers = recent[0].helpers
+    helpers, lost = recent[0].helpers, lately_lost(recent)
     rates = [each.bandwidth for each in found.values() if each.bandwidth > 0]
     fastest = BANDWIDTH_RATIO * statistics.median_low(rates) if rates else 0.0
     losses = [each.loss for each in found.values() if each.tokens]
@@ -83,11 +86,16 @@ def clamped(
     return {
         peer: replace(
             each,
-            bandwidth=each.bandwidth if peer in helpers else min(each.bandwidth, fastest),
+            bandwidth=min(each.bandwidth, each.bandwidth if peer in helpers else fastest) * (LOST_SHARE if peer in lost else 1),
             loss=min(each.loss, highest),
         )
         for peer, each in found.items()
     }
+
+
+def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:
+    """Return the members that one of the last LOST_ROUNDS commits names as lost."""
+    return frozenset(commit.members[i] for commit in recent[:LOST_ROUNDS] for newly_lost in commit.lost for i in newly_lost)
 
 
 def held_out_loss(announcements: Mapping[str, Announcement], helpers: Sequence[str]) -> float | None:
