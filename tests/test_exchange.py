@@ -114,7 +114,7 @@ def test_an_update_weighs_the_tokens_behind_it_and_one_without_any_is_not_in_the
     async def main() -> None:
         plan = make_plan_of([member("A", 100, SHARED_ONLY), member("B", 300, SHARED_ONLY)])
         updates = random_updates(plan)
-        played = await Round.open(plan, updates, behind={"A": lambda part: behind.get(part.index, 100)})
+        played = await Round.open(plan, updates, behind={"A": lambda part: behind.get(part.index, 100)}, clips=True)
         await played.run()
         results = played.exchanges["B"].results
         for part in results.parts:

@@ -368,7 +368,7 @@ def _somebody_weighs_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Exchange, part: Any) -> bool:
         if has_update(self, part) and self._names[self.me] == "peer-1":
-            self._behind = lambda part: 2 * self.plan.members[self.me].tokens
+            self._behind = lambda part: self.plan.members[self.me].tokens // 2  # a greater weight is clamped
         return has_update(self, part)
 
     monkeypatch.setattr(Exchange, "_has_update", broken)

@@ -8,11 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
+import torch
 
 from spes_p2p.storage.tensor_file import DTYPES, Source, read_tensors, tensor_chunks, tensor_header, whole
 
 ARRAYS = {
-    **{f"of {name}": np.arange(6).astype(dtype).reshape(2, 3) for name, dtype in DTYPES.items()},
+    **{f"of {name}": np.arange(6).astype(dtype).reshape(2, 3) for name, dtype in DTYPES.items() if name != "BF16"},
     "scalar": np.array(3, np.float32), "empty": np.zeros((0, 4), np.int64), "transposed": np.arange(6.0).reshape(2, 3).T,
 }
 METADATA = {"commit": "abc", "owned": "1,2"}
@@ -34,6 +36,15 @@ def assert_same(found: dict[str, np.ndarray]) -> None:
 
 def test_the_library_reads_what_is_written() -> None:
     assert_same(safetensors.numpy.load(CONTENT))
+
+
+def test_bits_of_bfloat16_are_written_and_read_as_the_library_does() -> None:
+    """numpy has no bfloat16, so the library's numpy side does not read it."""
+    tensor = torch.tensor([1.0, -2.5, 3e38], dtype=torch.bfloat16)
+    bits = tensor.view(torch.uint16).numpy()
+    written = b"".join(tensor_chunks({"x": whole(bits)}, {}))
+    assert torch.equal(safetensors.torch.load(written)["x"], tensor)
+    np.testing.assert_array_equal(read_tensors(safetensors.torch.save({"x": tensor}))[0]["x"], bits)
 
 
 def test_what_the_library_wrote_is_read() -> None:

@@ -181,8 +181,8 @@ class RoundMember:
             self._coordinators.phase_begins_during(plan.round)
         exchange = await self._node.world.run_blocking(self._replica.open_exchange, plan)
 
-        async def complain(reducer: int) -> None:
-            await stream.send(pack(Stalled(plan.id, exchange.results.revision, reducer)), kind=Kind.STALLED)
+        async def complain(reducer: int, revision: int) -> None:
+            await stream.send(pack(Stalled(plan.id, revision, reducer)), kind=Kind.STALLED)
 
         exchange.tell_stalled = complain
         work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run())

@@ -119,9 +119,9 @@ class Exchange:
         self._unsent = set(range(len(self._names))) - {me}
         """Members to which updates are still being sent."""
         self._someone_left = asyncio.Event()
-        self.tell_stalled: Callable[[int], Awaitable[None]] = _tell_nobody
-        """Called with a reducer that lives and does not go on."""
-        self._talks: dict[int, list[asyncio.Task[None]]] = {}
+        self.tell_stalled: Callable[[int, int], Awaitable[None]] = _tell_nobody
+        """Called with a reducer that lives and does not go on, and the revision."""
+        self._transfers: dict[int, list[asyncio.Task[None]]] = {}
         """What this member pushes to and pulls from each reducer."""
         self._part_bytes = max((part.encoded_bytes for part in results.parts), default=0)
         self._due_at: float | None = None
@@ -139,7 +139,7 @@ class Exchange:
     def give_up(self, lost: Collection[int]) -> None:
         """Wait no longer for members whose parts have moved to backups."""
         for member in lost:
-            for task in self._talks.get(member, ()):
+            for task in self._transfers.get(member, ()):
                 task.cancel()
         self._lost |= set(lost)
         self._someone_left.set()
@@ -150,8 +150,8 @@ class Exchange:
         Once this has ended or was cancelled, requests for parts that are not reduced, and pushes, are refused.
         """
         others = [i for i in range(len(self._names)) if i != self.me]
-        self._talks = {i: [asyncio.create_task(each) for each in (self._push_to(i), *self._pulls_from(i))] for i in others}
-        tasks = [asyncio.create_task(self._reduce()), *chain(*self._talks.values())]
+        self._transfers = {i: [asyncio.create_task(each) for each in (self._push_to(i), *self._pulls_from(i))] for i in others}
+        tasks = [asyncio.create_task(self._reduce()), *chain(*self._transfers.values())]
         self._moved(0)
         watching = asyncio.create_task(self._watch_reducers())
         try:
@@ -161,6 +161,7 @@ class Exchange:
             for awaited in (self._next_closed, self._manifest_ready, *self._pushed.values()):
                 awaited.set()
             await end_tasks([*tasks, watching])
+            self._transfers.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
         self.results.discard_unverified(self.revision)
 
     # Serving -----------------------------------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ class Exchange:
 
     def _patience_s(self) -> float:
         """Return for how long nothing may move: the slowest line carries a part of each open stream meanwhile."""
-        open_streams = sum(not task.done() for tasks in self._talks.values() for task in tasks)
+        open_streams = sum(not task.done() for tasks in self._transfers.values() for task in tasks)
         return STALLED_SILENCES * self._endpoint.silence_s + open_streams * self._part_bytes / SLOWEST_BYTES_PER_S
 
     def _push_patience_s(self) -> float:
@@ -368,11 +369,11 @@ class Exchange:
         while not self._is_over:
             await asyncio.sleep(self._endpoint.silence_s / 4)
             if self._due_at is not None and asyncio.get_running_loop().time() >= self._due_at:
-                stalled = {i for i, tasks in self._talks.items() if any(not task.done() for task in tasks)} - told
+                stalled = {i for i, tasks in self._transfers.items() if any(not task.done() for task in tasks)} - told
                 told |= stalled
                 for reducer in sorted(stalled):
                     logger.info("nothing moves between %s and this peer", self._names[reducer][-6:])
-                    await self.tell_stalled(reducer)
+                    await self.tell_stalled(reducer, self.results.revision)
 
     # Calling -----------------------------------------------------------------------------------------------------------
 
@@ -468,7 +469,7 @@ def _store_part(results: Results, message: memoryview, wanted: dict[int, Part]) 
             results.put(index, body)
 
 
-async def _tell_nobody(reducer: int) -> None:
+async def _tell_nobody(reducer: int, revision: int) -> None:
     """Where there is no coordinator to complain to."""
 
 

@@ -124,12 +124,12 @@ class Gathering:
     async def wait(self) -> None:
         """Wait until every living trainer with an assignment has announced; tell stragglers to stop, then go on without them.
 
-        A peer that came too late for the last round is waited for, within the budget of `LateArrivals`. A phase without
-        assignments, the first of a campaign or a term, goes on for `join_grace_s` after its quorum. Raises AttemptFailed when
-        the round is decided elsewhere.
+        A peer that came too late for the last round is waited for: a helper for `silence_s`, others within the budget of
+        `LateArrivals`. A phase without assignments, the first of a campaign or a term, goes on for `join_grace_s` after its
+        quorum. Raises AttemptFailed when the round is decided elsewhere.
         """
-        context, all_there_at, courtesy_s = self._context, None, 0.0
-        sync = context.node.rules.config.sync
+        context, all_there_at, budget_s, limit_s = self._context, None, 0.0, 0.0
+        sync, helpers, waited_for = context.node.rules.config.sync, set(context.commit.helpers), set[str]()
         while True:
             context.require_open()
             self.changed.clear()
@@ -144,10 +144,13 @@ class Gathering:
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
             if trainers and expected and not missing:
                 if all_there_at is None:
-                    all_there_at, courtesy_s = now, context.too_late.patience_s(len(context.commit.electorate))
-                if not coming or now - all_there_at >= courtesy_s:
+                    all_there_at, budget_s = now, context.too_late.patience_s(len(context.commit.electorate))
+                waited_for |= coming
+                limit_s = sync.silence_s if coming & helpers else budget_s
+                if not coming or now - all_there_at >= limit_s:
                     context.too_late.peers.difference_update(coming)
-                    context.too_late.spend(now - all_there_at)
+                    if waited_for - helpers:
+                        context.too_late.spend(now - all_there_at)
                     return
             if not expected and waited_s >= sync.join_grace_s and quorum_at is not None:
                 return
@@ -157,7 +160,7 @@ class Gathering:
             if missing or coming:
                 await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in sorted(missing | coming)))
                 context.too_late.peers.difference_update(self._dead)
-            waits_s = PING_EVERY_S if all_there_at is None else min(PING_EVERY_S, max(0.0, all_there_at + courtesy_s - now))
+            waits_s = PING_EVERY_S if all_there_at is None else min(PING_EVERY_S, max(0.0, all_there_at + limit_s - now))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), waits_s)
 
