@@ -110,6 +110,7 @@ def seconds_of(attack: Attack, rounds: int = 40) -> float:
     return run_virtual(main())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "attack",
     [claims_a_far_round, claims_another_branch, answers_pings_from_a_far_round, answers_pings_and_never_comes],
