@@ -336,14 +336,15 @@ def invite(
     expires: Annotated[str, typer.Option(help="How long it holds: 90m, 12h, 30d.")] = "30d",
 ) -> None:
     """Invite a peer to your campaign: print the text for its `--invite`."""
+    from spes_p2p.campaign.invitations import parse_guest
     from spes_p2p.config.quantities import parse_seconds
 
-    seconds = parse_seconds(expires, "--expires")
+    guest = parse_guest(peer, roles, parse_seconds(expires, "--expires"))
     _log("warning", False)
     with _waiting("looking for the campaign"):
-        from spes_p2p.client.invite import make_invitation, parse_guest
+        from spes_p2p.client.invite import make_invitation
 
-        text = _run(make_invitation(target, key, parse_guest(peer, roles, seconds)))
+        text = _run(make_invitation(target, key, guest))
     print(text)
 
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.campaign.invitations import from_text, keep, kept, read_option, to_text
-from spes_p2p.client.invite import parse_guest
+from spes_p2p.campaign.invitations import from_text, keep, kept, parse_guest, read_option, to_text
 from spes_p2p.consensus.admission import check_admission, signed_invitation
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.signed import read_signed, sign

@@ -383,8 +383,8 @@ def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
 
 
 NEEDS_LIBRARIES = re.compile(
-    r"nobody|dashboard (host|port)|metrics host elsewhere|control key|run-dir|little memory|plan peers|"
-    r"evaluate no model|export (no|over)|simulate "
+    r"nobody|dashboard (host|port)|metrics host elsewhere|control key|invite (to nothing|malformed)|run-dir|little memory|"
+    r"plan peers|evaluate no model|export (no|over)|simulate "
 )
 """Cases that are found out by asking the network, torch or hivemind."""
 

@@ -5,16 +5,50 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
+from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.errors import UserError
-from spes_p2p.messages.admission import Invitation
+from spes_p2p.messages.admission import Invitation, Role
 from spes_p2p.messages.codec import WireError, pack, unpack
 
 PREFIX = "spes-invitation-"
 FILE = "invitation"
 LONGEST = 2**13
 """Characters; an invitation with a key of 4096 bits has some 1700."""
+ROLES: tuple[Role, ...] = get_args(Role)
+LONGEST_S = 10 * 365 * 86400
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Whom an invitation is for."""
+
+    peer: str
+    """Empty: whoever holds the invitation."""
+    roles: tuple[Role, ...]
+    seconds: int
+    """How long the invitation holds."""
+
+
+def parse_guest(peer: str | None, roles: str, seconds: int) -> Guest:
+    """Check what the owner typed. Raises UserError."""
+    named = tuple(role.strip() for role in roles.split(","))
+    for role in named:
+        if role not in ROLES:
+            raise UserError(f"--roles {roles}: unknown role {role!r}; give some of {', '.join(ROLES)}")
+    known = tuple(role for role in ROLES if role in named)
+    if "elector" in known and "trainer" not in known:
+        raise UserError(f"--roles {roles}: an elector is a trainer that votes; give --roles trainer,elector")
+    if peer is not None and not is_peer_id(peer):
+        raise UserError(f"--peer {peer}: not the whole id of a peer; spes-p2p identity prints it on the peer's machine")
+    if peer is None and known != ("trainer",):
+        raise UserError(f"--roles {roles}: whoever finds this invitation could vote; name the peer with --peer")
+    if seconds > LONGEST_S:
+        raise UserError(f"--expires: at most {LONGEST_S // 86400}d")
+    return Guest(peer or "", known, seconds)
 
 
 def to_text(invitation: Invitation) -> str:

@@ -107,7 +107,8 @@ def start_trainers(
 
 async def _invitation(bootstrap: Path) -> tuple[str, str]:
     """Return the option with which the trainers join a campaign by invitation."""
-    from spes_p2p.client.invite import LONGEST_S, Guest, make_invitation
+    from spes_p2p.campaign.invitations import LONGEST_S, Guest
+    from spes_p2p.client.invite import make_invitation
 
     text = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest("", ("trainer",), LONGEST_S))
     return "--invite", text
