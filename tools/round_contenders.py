@@ -161,17 +161,19 @@ async def live(
     from spes_p2p.peer.durable import voter_incarnation
     from spes_p2p.peer.life import Peer
     from spes_p2p.peer.node import Node
+    from spes_p2p.rounds.outer import first_base
     from spes_p2p.rounds.plan import Rules
     from spes_p2p.storage.store import DirectoryStore
     from spes_p2p.testing.latency import delayed
 
     folder, campaign, layout = Path(spec["folder"]), our_campaign(spec), our_layout(spec["elements"])
     net = await start_libp2p(folder / "identity.key", [f"/ip4/{spec['address']}/tcp/0"], (), spec.get("addresses", ()))
-    store, base0 = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
+    store, weights = DirectoryStore(folder), np.random.default_rng(0).standard_normal(layout.size, np.float32)
+    base0 = first_base(weights, layout, campaign.config.outer)
     genesis = unpack(Commit, bytes.fromhex(spec["genesis"])) if "genesis" in spec else (
         make_genesis(campaign, net.identity.peer_id, base0, voter_incarnation(store, random.Random())))
     save_base_0(store, genesis, base0)
-    del base0
+    del weights, base0
     transport = delayed(net.transport, spec["latency_s"])
     world = World(transport, net.registry, net.identity, store, time.time, random.Random(), asyncio.to_thread)
     helps = spec["kind"] == "bootstrap"
