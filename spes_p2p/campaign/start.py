@@ -23,6 +23,7 @@ from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_
 
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 
+
 @dataclass(frozen=True)
 class Start:
     """A checkpoint that a campaign can begin with, and the model section that follows from it."""

@@ -156,8 +156,7 @@ class Validity:
         """Raise Refused when an elector that the proposal calls absent is there: a coordinator may not unseat the others."""
         if self._endpoint.peer_id in proposal.absent:
             raise Refused(Code.NOT_PROVEN, "this elector is there and keeps its seat")
-        answers = await absent_of(self._endpoint, proposal.absent)
-        there = set(proposal.absent).difference(answers)
+        there = set(proposal.absent).difference(await absent_of(self._endpoint, proposal.absent))
         if there:
             raise Refused(Code.NOT_PROVEN, f"{min(there)[-6:]} is there and keeps its seat")
 
