@@ -348,6 +348,13 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "simulate points": (lambda p: ["simulate", "--virtual", "--points", "noon"], ("--points", "'noon'", "announce")),
     "simulate rate": (lambda p: ["simulate", "--virtual", "--fault-rate", "2"], ("--fault-rate", "at most 1")),
     "simulate seeds": (lambda p: ["simulate", "--virtual", "--seeds", "0"], ("--seeds 0",)),
+    "simulate half attack": (
+        lambda p: ["simulate", "--virtual", "--peers", "6", "--attackers", "3"], ("--attackers", "less than half of the 6")),
+    "simulate attacks": (
+        lambda p: ["simulate", "--virtual", "--attackers", "1", "--attacks", "magic"], ("--attacks", "'magic'", "'scale'")),
+    "simulate no attackers": (lambda p: ["simulate", "--virtual", "--attacks", "all"], ("--attacks", "needs attackers")),
+    "simulate attackers log": (
+        lambda p: ["simulate", "--virtual", "--attackers", "1", "--event-log", p.output], ("--event-log", "holds one run")),
     "simulate many logs": (
         lambda p: ["simulate", "--virtual", "--seeds", "2", "--event-log", p.output], ("--event-log", "--seeds 1")),
     "simulate processes no config": (

@@ -17,7 +17,7 @@ from spes_p2p.config.section import Section
 from spes_p2p.config.types import Count, Positive, PositiveNumber, Text
 from spes_p2p.config.yaml_file import read_yaml_mapping
 from spes_p2p.errors import UserError
-from spes_p2p.research.attacks import AttackKind
+from spes_p2p.testing.attacks.kinds import AttackKind
 
 Overrides = dict[str, dict[str, Any]]
 

@@ -38,7 +38,6 @@ from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node
 from spes_p2p.research import probe
-from spes_p2p.research.attacks import attacking
 from spes_p2p.research.series import RoundSeries
 from spes_p2p.research.spec import Run
 from spes_p2p.research.text import Text
@@ -46,6 +45,7 @@ from spes_p2p.research.upcycle import split_experts
 from spes_p2p.rounds.outer import first_base
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.storage.tensor_file import Source
+from spes_p2p.testing.attacks.kinds import ATTACKS
 from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.options import TrainingOptions
@@ -316,10 +316,12 @@ async def _live(
     network.run_peer(BOOTSTRAP, helper.run())
     lives = []
     for number, reader in enumerate(readers):
-        kind = _trainer_of(run, number)
-        name, make_trainer = f"peer-{number}", partial(_trainer, kind, run, config, watch, reader)
+        name, make_trainer = f"peer-{number}", partial(_trainer, run, config, watch, reader)
         observer = partial(watch.observe, name)
-        node = Node(in_memory_world(network, name), campaign, genesis, rules, "trainer", {}, observer)
+        world = in_memory_world(network, name)
+        if run.arm.attack is not None and number >= run.members - run.arm.attackers:
+            world = ATTACKS[run.arm.attack].around(world)
+        node = Node(world, campaign, genesis, rules, "trainer", {}, observer)
         peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
         watch.peers[name] = peer
         lives.append(network.run_peer(name, peer.run()))
@@ -327,18 +329,11 @@ async def _live(
     helper.leave()
 
 
-def _trainer_of(run: Run, number: int) -> type[WatchedTrainer]:
-    """Return the class of a peer's trainer: the last peers attack, in an arm with an attack."""
-    attack, honest = run.arm.attack, run.members - run.arm.attackers
-    return WatchedTrainer if attack is None or number < honest else attacking(WatchedTrainer, attack)
-
-
 def _trainer(
-    kind: type[WatchedTrainer], run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State,
-    owned: tuple[int, ...],
+    run: Run, config: CampaignConfig, watch: Watch, reader: Reader, base: State, owned: tuple[int, ...]
 ) -> Trainer:
     options = TrainingOptions(stored="fp32")
-    trainer = kind(config, base, owned, reader, device=run.experiment.device, options=options)
+    trainer = WatchedTrainer(config, base, owned, reader, device=run.experiment.device, options=options)
     trainer.watch = watch
     return trainer
 

@@ -699,6 +699,12 @@ class _Unit:
 _UNIT: contextvars.ContextVar[_Unit | None] = contextvars.ContextVar("unit", default=None)
 
 
+def running_peer() -> str | None:
+    """Return the peer whose task or callback is running; None outside of peers."""
+    unit = _UNIT.get()
+    return None if unit is None else unit.peer
+
+
 def _create_task_of_unit(
     loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
 ) -> asyncio.Task[T]:

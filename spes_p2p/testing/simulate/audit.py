@@ -90,6 +90,8 @@ class Audit:
     """Return whether a majority of the electors is gone now; unknown for real processes."""
     overlap: bool = False
     """Whether the work of a phase is announced for the round after the one that it ends with."""
+    liars: frozenset[str] = frozenset()
+    """Peers that attack: what they report does not count, nor do they have to hold any rule."""
     newest: RoundCommitted | None = None
     """The last commit of the furthest peer."""
     newest_at_s: float = 0.0
@@ -110,9 +112,13 @@ class Audit:
     _branched: bool = False
     """Whether a peer passed a reform, which may have given up a branch with more tokens."""
     _excess: int = 0
+    _claimed: dict[int, int] = field(default_factory=dict)
+    """By round: tokens of liars that it includes."""
 
     def observed(self, now_s: float, peer: str, event: Event) -> None:
         """Record a peer's event."""
+        if peer in self.liars:
+            return
         if self._gone and self.lacks_majority():
             for gone in self._gone.values():
                 gone.lacked_majority = True
@@ -137,6 +143,8 @@ class Audit:
 
     def decided(self, now_s: float, peer: str, parent: str, term: int, commit: str, is_reform: bool) -> None:
         """Record that a peer's log has a certificate of this commit."""
+        if peer in self.liars:
+            return
         is_news = (parent, term) not in self._decided
         known = self._decided.setdefault((parent, term), commit)
         self.measured.reforms += is_news and is_reform
@@ -146,6 +154,8 @@ class Audit:
 
     def has_base(self, now_s: float, peer: str, commit: str, round_number: int, digest: str) -> None:
         """Record the digest of a peer's base after this commit."""
+        if peer in self.liars:
+            return
         digests = self._digests.setdefault(commit, set())
         if peer in self._suspect:
             if digest in digests:
@@ -200,6 +210,7 @@ class Audit:
         return found
 
     def _committed(self, now_s: float, event: RoundCommitted) -> None:
+        self._claimed[event.round] = sum(tokens for peer, tokens, _ in event.contributions if peer in self.liars)
         key = (event.round, event.base_digest)
         if key in self._commits:
             return
@@ -236,7 +247,7 @@ class Audit:
                 gone.orphaned = set()
 
     def _check_tokens(self, now_s: float, event: RoundCommitted) -> None:
-        trained = self.measured.tokens_trained
+        trained = self.measured.tokens_trained + sum(self._claimed.values())
         excess, self._excess = self._excess, max(self._excess, event.total_tokens - trained)
         if self._excess > excess:
             included = f"round {event.round} includes {event.total_tokens} tokens"

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import UserError
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
 from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario
-from spes_p2p.testing.simulate.virtual import run_seeds
+from spes_p2p.testing.simulate.virtual import run_seeds, runs_of
 
 Progress = contextlib.AbstractContextManager[Callable[[int, int], None]]
 
@@ -33,6 +34,8 @@ def simulate_virtual(
     if event_log is not None and len(seeds) > 1:
         raise UserError(f"--event-log {event_log}: holds one run; give --seeds 1 with it")
     scenario = load_scenario(path, options)
+    if event_log is not None and scenario.attackers:
+        raise UserError(f"--event-log {event_log}: holds one run; attackers take two or more of a seed, so leave them out")
     if event_log is not None:
         _write(event_log, ())  # refuse a path that cannot be written before the run, not after it
     started, results = time.monotonic(), list[RunReport]()
@@ -40,12 +43,13 @@ def simulate_virtual(
 
         def on_done(result: RunReport) -> None:
             results.append(result)
-            update(len(results), len(seeds))
+            update(len(results), len(seeds) * len(runs_of(scenario)))
 
         found = run_seeds(scenario, seeds, jobs or os.cpu_count() or 1, on_done)
     if event_log is not None:
         _write(event_log, found[0].log)
-    made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, _replay("--virtual", path, options))
+    replay = partial(_replay, "--virtual", path, options)
+    made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, replay)
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
     made["control_bytes_max"] = max(each.control_bytes for each in found)
     made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None
@@ -75,22 +79,24 @@ def simulate_processes(
             run, losses = run_processes(scenario, kinds, campaign, run_dir, seed, update)
     finally:
         signal.signal(signal.SIGTERM, ended)
-    replay = _replay("--processes", path, options)
+    replay = partial(_replay, "--processes", path, options)
     made = summary("processes", len(scenario.peer_names), [run], time.monotonic() - started, replay)
     made["val_losses"] = losses
     (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
     return made, lines(made)
 
 
-def _replay(form: str, path: Path | None, options: Mapping[str, Any]) -> str:
-    """Return the command that runs one seed again, without the seed."""
+def _replay(form: str, path: Path | None, options: Mapping[str, Any], run: RunReport) -> str:
+    """Return the command that repeats a run."""
+    if run.attacked is not None and run.attacked.attack is not None:
+        options = {**options, "attacks": [run.attacked.attack]}
     words = ["spes-p2p", "simulate", form, *([str(path)] if path is not None else [])]
     for name, value in options.items():
         if value is not None:
             option = OPTIONS.get(name, name).replace("_", "-")
             shown = ",".join(value) if isinstance(value, list) else str(value)
             words += [f"--{option}"] if value is True else [f"--{option}", shown]
-    return shlex.join(words)
+    return shlex.join([*words, "--seed", str(run.seed)])
 
 
 def _write(path: Path, log: Sequence[str]) -> None:

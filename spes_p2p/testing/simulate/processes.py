@@ -54,6 +54,8 @@ ORDERS_FOLDER, FAULTS_FILE = "orders", "faults.txt"
 
 def check_scenario(scenario: Scenario) -> tuple[str, ...]:
     """Return the kinds of random faults that are possible here. Raises UserError for an impossible fault."""
+    if scenario.attackers:
+        raise UserError("--attackers: not possible with processes; use --virtual")
     blocked = why_unavailable()
     for fault in scenario.faults:
         if fault.kind == "corrupt" and fault.what == NOT_CORRUPTIBLE:

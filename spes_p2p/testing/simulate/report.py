@@ -5,11 +5,26 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from spes_p2p.testing.attacks.kinds import AttackKind
 from spes_p2p.testing.simulate.audit import Figures, Violation
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """What an attack did in one run, or the same figures of the run without attack."""
+
+    attack: AttackKind | None
+    loss: float | None
+    """Held-out loss of the base of the scenario's last round, in nats a token; None when it was not reached."""
+    memory_bytes: int
+    """Growth of the resident memory during the run: of the simulating process with all peers, or of the honest peer whose
+    processes grew most."""
+    attackers_banned: int = 0
+    honest_banned: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,8 @@ class RunReport:
     """Maximum number of bytes that one peer sent in one round besides parts and pieces of a base (virtual form)."""
     log: tuple[str, ...] = field(default=(), repr=False)
     """The event log (virtual form)."""
+    attacked: Attacked | None = None
+    """None where the scenario has no attackers."""
 
     @property
     def log_sha256(self) -> str:
@@ -36,8 +53,10 @@ class RunReport:
         return hashlib.sha256("\n".join(self.log).encode()).hexdigest()
 
 
-def summary(form: str, peers: int, runs: Sequence[RunReport], seconds: float, replay: str) -> dict[str, Any]:
-    """Return the document of `--json`. `replay`: the command that runs one seed again, without the seed."""
+def summary(
+    form: str, peers: int, runs: Sequence[RunReport], seconds: float, replay: Callable[[RunReport], str]
+) -> dict[str, Any]:
+    """Return the document of `--json`. `replay`: the command that repeats a run."""
     figures: dict[str, Any] = {}
     for each in fields(Figures):
         values = [getattr(run.figures, each.name) for run in runs]
@@ -46,14 +65,14 @@ def summary(form: str, peers: int, runs: Sequence[RunReport], seconds: float, re
         else:
             figures[each.name] = sum(values)
     violations = [
-        {"seed": run.seed, **asdict(violation), "replay": f"{replay} --seed {run.seed}"}
+        {"seed": run.seed, **asdict(violation), "replay": replay(run)}
         for run in runs
         for violation in run.violations
     ]
     return {
         "form": form,
         "peers": peers,
-        "seeds": len(runs),
+        "seeds": len({run.seed for run in runs}),
         **figures,
         "invariant_violations": len(violations),
         "orphan_processes": sum(run.orphan_processes for run in runs),
@@ -62,6 +81,48 @@ def summary(form: str, peers: int, runs: Sequence[RunReport], seconds: float, re
         "seconds": round(seconds, 1),
         "rounds_per_s": round(figures["rounds_committed"] / seconds, 1) if seconds > 0 else 0.0,
         "violations": violations,
+        **(attack_figures(runs) if runs[0].attacked is not None else {}),
+    }
+
+
+def attack_figures(runs: Sequence[RunReport]) -> dict[str, Any]:
+    """Return what attacks did, by kind and over all kinds, each compared with the run of the same seed without attack."""
+    clean = {run.seed: run for run in runs if run.attacked is not None and run.attacked.attack is None}
+    by_kind: dict[str, list[RunReport]] = {}
+    for run in runs:
+        if run.attacked is not None and run.attacked.attack is not None:
+            by_kind.setdefault(run.attacked.attack, []).append(run)
+    attacks = {kind: _attack([(run, clean[run.seed]) for run in of_kind]) for kind, of_kind in by_kind.items()}
+    losses = [each["loss_over_clean"] for each in attacks.values()]
+    return {
+        "attacks": attacks,
+        "attackers_banned": sum(each["attackers_banned"] for each in attacks.values()),
+        "honest_banned": sum(each["honest_banned"] for each in attacks.values()),
+        "loss_over_clean": None if None in losses else max(losses),
+        "rounds_delayed_s_max": max(each["rounds_delayed_s_max"] for each in attacks.values()),
+        "memory_over_clean_max": max(each["memory_over_clean_max"] for each in attacks.values()),
+    }
+
+
+def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
+    """Return the figures of one kind. `pairs`: each attacked run, and that of the same seed without attack."""
+    ratios, delays, growths, banned, honest = list[float | None](), list[float](), list[int](), 0, 0
+    for run, before in pairs:
+        assert run.attacked is not None
+        assert before.attacked is not None
+        known = run.attacked.loss is not None and before.attacked.loss is not None
+        ratios.append(run.attacked.loss / before.attacked.loss if known else None)  # type: ignore[operator]
+        delays.append(max(run.figures.round_s, default=0.0) - max(before.figures.round_s, default=0.0))
+        growths.append(run.attacked.memory_bytes - before.attacked.memory_bytes)
+        banned += run.attacked.attackers_banned
+        honest += run.attacked.honest_banned
+    return {
+        "loss_over_clean": None if None in ratios else round(max(ratio for ratio in ratios if ratio is not None), 4),
+        "rounds_delayed_s_max": round(max(delays), 3),
+        "memory_over_clean_max": max(growths),
+        "attackers_banned": banned,
+        "honest_banned": honest,
+        "invariant_violations": sum(len(run.violations) for run, _ in pairs),
     }
 
 
@@ -81,6 +142,14 @@ def lines(found: dict[str, Any]) -> list[str]:
     ):
         if found[f"{name}_max"] is not None:
             shown.append(f"{found[f'{name}_median']:g} (worst {found[f'{name}_max']:g}) {unit}")
+    for kind, each in found.get("attacks", {}).items():
+        ratio = each["loss_over_clean"]
+        loss = "last round not reached" if ratio is None else f"loss {ratio:.3f} of the clean run's"
+        shown.append(
+            f"{kind}: {loss}, slowest round {each['rounds_delayed_s_max']:+.1f} s, "
+            f"memory {each['memory_over_clean_max'] / 2**20:+.0f} MiB, {each['attackers_banned']} attackers and "
+            f"{each['honest_banned']} others banned"
+        )
     shown.append(f"invariant violations: {found['invariant_violations']}")
     for each in found["violations"][:20]:
         shown.append(f"seed {each['seed']}, {each['time_s']:.1f} s: {each['rule']}: {each['detail']}")

@@ -19,6 +19,8 @@ from spes_p2p.config.section import Section
 from spes_p2p.config.types import Count, Fraction, NonNegative, Positive, PositiveNumber, Text, checked
 from spes_p2p.config.yaml_file import YamlFile, read_yaml_mapping
 from spes_p2p.errors import UserError
+from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
+from spes_p2p.testing.attacks.kinds import AttackKind
 from spes_p2p.testing.simulate.faults import KINDS, Corruption, Fault, Kind
 from spes_p2p.testing.simulate.points import AT_ONCE, known_point
 
@@ -28,7 +30,11 @@ OPTIONS = {"kinds": "faults"}
 DEFAULT_SECONDS = 10.0
 """Default duration of a scripted fault."""
 DEFAULT_FAULT_RATE = 0.5
-"""Default without a scenario file."""
+"""Default without a scenario file and without attackers."""
+DEFAULT_ATTACKED_ROUNDS = 20
+"""Default number of rounds with attackers: what the small model of these runs needs to learn its language."""
+LATE_JOINER = "late"
+"""With attackers, a new peer that joins after a third of the rounds: it believes nothing yet, and needs a base."""
 
 
 def _point(name: str) -> str:
@@ -116,6 +122,8 @@ class ScenarioSettings(Section):
     overlap: bool = Field(False, description="Overlap rounds with training (`sync.overlap`).")
     machines: dict[str, MachineSettings] = Field({}, description="Machines of single peers, by name.")
     faults: tuple[FaultSettings, ...] = Field((), description="Scripted faults.")
+    attackers: Count = Field(0, description="Number of the trainers that attack: the last ones.")
+    attacks: tuple[AttackKind, ...] = Field(ATTACK_KINDS, description="Kinds of attacks, one in each run.")
 
     @model_validator(mode="after")
     def _check(self) -> ScenarioSettings:
@@ -124,6 +132,10 @@ class ScenarioSettings(Section):
         for name in self.machines:
             if name not in known:
                 raise broken_rule(f"no such peer; there are {_shown(known)}", f"machines.{name}", "given")
+        if self.attackers and 2 * self.attackers >= self.peers:
+            raise broken_rule(f"must be less than half of the {self.peers} peers", "attackers", self.attackers)
+        if "attacks" in self.model_fields_set and not self.attackers:
+            raise broken_rule("needs attackers; name their number, too", "attacks", ",".join(self.attacks))
         _check_lives(self, known)
         return self
 
@@ -153,6 +165,17 @@ class Scenario:
     are_kinds_chosen: bool = False
     """Whether the user chose the kinds."""
     machines: Mapping[str, MachineSettings] = field(default_factory=dict)
+    attackers: int = 0
+    """How many of the peers attack, the last ones. With any, peers train a real model, also in the runs without attack."""
+    attacks: tuple[AttackKind, ...] = ()
+    """Kinds of attacks, one in each run."""
+    attack: AttackKind | None = None
+    """The kind of this run."""
+
+    @property
+    def liars(self) -> tuple[str, ...]:
+        """The peers that attack in this run."""
+        return self.peer_names[len(self.peer_names) - self.attackers :] if self.attack is not None else ()
 
     def machine(self, name: str) -> MachineSettings:
         """Return a peer's machine."""
@@ -168,7 +191,11 @@ def load_scenario(path: Path | None, options: Mapping[str, Any]) -> Scenario:
     """Return the scenario of a file, or of the defaults, overridden by the options that are not None. Raises UserError."""
     file = read_yaml_mapping(path, "scenario file") if path is not None else None
     given = {name: value for name, value in options.items() if value is not None}
-    values = {**(file.values if file is not None else {"fault_rate": DEFAULT_FAULT_RATE}), **given}
+    if given.get("attacks") == ["all"]:
+        given["attacks"] = list(ATTACK_KINDS)
+    attacked = {"fault_rate": 0.0, "rounds": DEFAULT_ATTACKED_ROUNDS}
+    default = attacked if options.get("attackers") else {"fault_rate": DEFAULT_FAULT_RATE}
+    values = {**(file.values if file is not None else default), **given}
     return _scenario(validated(ScenarioSettings, values, lambda location: _where(file, location, given)))
 
 
@@ -181,10 +208,11 @@ def _where(file: YamlFile | None, location: tuple[str | int, ...], options: Mapp
 
 
 def _scenario(settings: ScenarioSettings) -> Scenario:
+    late = (Fault("join", 1 + settings.rounds // 3, peers=(LATE_JOINER,)),) if settings.attackers else ()
     return Scenario(
         peer_names=peer_names(settings.peers),
         rounds=settings.rounds,
-        faults=tuple(_fault(fault) for fault in settings.faults),
+        faults=(*(_fault(fault) for fault in settings.faults), *late),
         fault_rate=settings.fault_rate,
         kinds=settings.kinds,
         points=settings.points,
@@ -195,6 +223,8 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         overlap=settings.overlap,
         are_kinds_chosen="kinds" in settings.model_fields_set,
         machines=settings.machines,
+        attackers=settings.attackers,
+        attacks=settings.attacks if settings.attackers else (),
     )
 
 

@@ -223,6 +223,7 @@ class VirtualSwarm:
                 self._make_trainer(base, owned) if self._make_trainer is not None
                 else RecordingTrainer(self.layout, base, owned, tokens_per_step, self.step_s(name), seed)
             )
+            trainer.seconds_per_step = self.step_s(name)
             trainer.changes, trainer.tokens = np.zeros(self.layout.size), 0
             trainer.samples_by_round = self.samples.setdefault(name, {})
             trainer.phases_by_round = self.phases.setdefault(name, {})

@@ -1,7 +1,7 @@
 """The fast form of the simulator: real peers in this process, in virtual time, with seeded faults.
 
-One seed is one run. Seed and scenario determine the swarm (speeds, capacities, codec) and the faults, so a seed gives the same
-event log every time, given the same PYTHONHASHSEED.
+One seed is one run, with attackers one run without attack and one for each kind. Seed and scenario determine the swarm (speeds,
+capacities, codec) and the faults, so a seed gives the same event log every time, given the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -11,24 +11,30 @@ import logging
 import multiprocessing
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress, WorkDropped
+from spes_p2p.peer.life import Peer
 from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.rounds.digest import state_digest
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.attacks.kinds import ATTACKS
+from spes_p2p.testing.memory import MemoryNetwork, run_virtual, running_peer
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
-from spes_p2p.testing.simulate.report import RunReport
+from spes_p2p.testing.simulate.report import Attacked, RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
@@ -39,6 +45,7 @@ STUCK_S = 400.0
 """A living trainer is stuck if it commits no round for this long without a fault."""
 QUIET_ROUNDS = 3
 """Rounds that every trainer must commit after all faults are lifted."""
+WARM_ROUNDS = 2
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
 UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 """Events that are not logged."""
@@ -59,14 +66,21 @@ def run_seeds(
 
     All workers have the same hash seed, so that a seed gives the same run on every call.
     """
+    runs = [(each, seed) for seed in seeds for each in runs_of(scenario)]
     with patch.dict(os.environ, PYTHONHASHSEED="0", OMP_NUM_THREADS="1"):
-        results = []
+        results = {}
         spawning = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(jobs, len(seeds)), spawning, die_with, (os.getpid(),)) as pool:
-            for future in as_completed([pool.submit(run_seed, scenario, seed) for seed in seeds]):
-                results.append(future.result())
-                on_done(results[-1])
-    return sorted(results, key=lambda result: result.seed)
+        with ProcessPoolExecutor(min(jobs, len(runs)), spawning, die_with, (os.getpid(),)) as pool:
+            futures = {pool.submit(run_seed, each, seed): place for place, (each, seed) in enumerate(runs)}
+            for future in as_completed(futures):
+                results[futures[future]] = future.result()
+                on_done(future.result())
+    return [results[place] for place in range(len(runs))]
+
+
+def runs_of(scenario: Scenario) -> tuple[Scenario, ...]:
+    """Return the runs of one seed: the scenario itself, then with each kind of attack."""
+    return (scenario, *(replace(scenario, attack=kind) for kind in scenario.attacks))
 
 
 class _Run:
@@ -76,7 +90,8 @@ class _Run:
         self._scenario = scenario
         self._seed = seed
         self._rng = random.Random(f"simulate/{seed}")
-        self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority, overlap=scenario.overlap)
+        self._liars = frozenset(scenario.liars)
+        self._audit = Audit(EXPERTS, lacks_majority=self._lacks_majority, overlap=scenario.overlap, liars=self._liars)
         self._codec = _codec(scenario, seed, self._rng)
         self._work = Work(LAYOUT, scenario.overlap, ROUNDING.get(self._codec, 0.0))
         self._log: list[str] = []
@@ -86,6 +101,10 @@ class _Run:
         self._most_control_bytes = 0
         self._pending_tokens = 0
         self._ended_s = 0.0
+        self._last_base: np.ndarray | None = None
+        """The base of the scenario's last round."""
+        self._memory_before = self._memory_bytes = 0
+        """Resident memory after the first rounds, which load libraries, and the most since."""
 
     async def main(self) -> None:
         """Start all peers, let the faults strike, lift them, and wait until all peers have continued."""
@@ -97,18 +116,32 @@ class _Run:
             if await self._until(lambda: self._slowest() >= goal):
                 self._check_end()
         self._ended_s = now()
-        self._pending_tokens = sum(peer.replica.ledger.pending.tokens for peer in self._swarm.peers.values())
+        self._pending_tokens = sum(peer.replica.ledger.pending.tokens for name, peer in self._honest())
 
     def result(self) -> RunReport:
         """Return the run's results."""
         return RunReport(
             self._seed, self._audit.figures(self._pending_tokens), tuple(self._audit.violations), dict(self._faults.struck),
             dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3), control_bytes=self._most_control_bytes,
-            log=tuple(self._log),
+            log=tuple(self._log), attacked=self._attacked() if self._scenario.attackers else None,
+        )
+
+    def _attacked(self) -> Attacked:
+        from spes_p2p.testing.simulate.language import held_out_loss
+
+        base, config = self._last_base, self._swarm.campaign.config
+        loss = None if base is None else held_out_loss(config, self._seed, base)
+        orders = [peer.node.log.last.control for _, peer in self._honest()]
+        banned = {peer for order in orders if order is not None for peer in order.banned}
+        return Attacked(
+            self._scenario.attack, loss, self._memory_bytes - self._memory_before,
+            attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),
         )
 
     def error(self, text: str, at_s: float | None = None) -> None:
-        """Record an unexpected exception, at `at_s` or now."""
+        """Record an unexpected exception, at `at_s` or now. Those of attackers do not count."""
+        if running_peer() in self._liars:
+            return
         self._audit.violated(now() if at_s is None else at_s, "error", text)
         self._note("", f"error: {text}")
 
@@ -117,8 +150,12 @@ class _Run:
         network = MemoryNetwork(self._seed, latency_s=scenario.latency_s, jitter=0.2)
         the_campaign = _campaign(scenario, self._codec, self._rng)
         self._swarm = VirtualSwarm(
-            the_campaign, self._seed, scenario.step_s, network, BOOTSTRAP, lambda name, recorder: partial(self.observe, name)
+            the_campaign, self._seed, scenario.step_s, network, BOOTSTRAP, lambda name, recorder: partial(self.observe, name),
+            **_real_training(the_campaign, self._seed) if scenario.attackers else {},
         )
+        for name in scenario.liars:
+            assert scenario.attack is not None
+            self._swarm.around[name] = ATTACKS[scenario.attack].around
         self._faults = Injector(self._swarm, scenario, self._rng, self._audit, self._start_trainer, self._note)
         network.tap = self._faults.on_frame
         self._make_store(BOOTSTRAP)
@@ -160,6 +197,10 @@ class _Run:
             self._work.forget(peer)
         if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
             self._check_work(peer, event)
+            if event.round == WARM_ROUNDS and not self._memory_before:
+                self._memory_before = self._memory_bytes = _resident_bytes()
+            if event.round == self._scenario.rounds and peer not in self._liars:
+                self._last_base = self._swarm.peers[peer].replica.base.values
         if isinstance(event, (RoundCommitted, BaseRestored)) and peer in self._swarm.peers:
             self._check_base(peer)
             self._count_control_bytes(peer)
@@ -188,6 +229,8 @@ class _Run:
         counts as its work even if the next base is right.
         """
         replica, trainer = self._swarm.peers[peer].replica, self._swarm.trainers.get(peer)
+        if self._scenario.attackers:  # the base moves by what is left after clipping, and by what liars sent
+            return
         if trainer is None or replica.base.round != event.round or self._audit.is_suspect(peer):
             self._work.forget(peer)
             return
@@ -208,19 +251,24 @@ class _Run:
         self._most_control_bytes = max(self._most_control_bytes, total - self._control_bytes.get(peer, 0))
         self._control_bytes[peer] = total
 
+    def _honest(self) -> Iterable[tuple[str, Peer]]:
+        """Return the trainers that do not attack, by name."""
+        return ((name, peer) for name, peer in self._swarm.peers.items() if name not in self._liars)
+
     def _slowest(self) -> int:
-        return min((self._swarm.round_of(name) for name in self._swarm.peers), default=-1)
+        return min((self._swarm.round_of(name) for name, _ in self._honest()), default=-1)
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition; return False if a peer fails or is stuck."""
         moved: dict[str, tuple[int, float]] = {}
         while not condition():
             await asyncio.sleep(1.0)
+            self._memory_bytes = max(self._memory_bytes, _resident_bytes())
             for name, task in self._swarm.tasks.items():
-                if task.done() and not task.cancelled() and task.exception() is not None:
+                if name not in self._liars and task.done() and not task.cancelled() and task.exception() is not None:
                     self.error(f"{name} ended: {task.exception()!r}")
                     return False
-            rounds = self._swarm.rounds()
+            rounds = {name: self._swarm.round_of(name) for name, _ in self._honest()}
             for name, number in rounds.items():
                 if name not in moved or moved[name][0] != number:
                     moved[name] = number, now()
@@ -231,8 +279,8 @@ class _Run:
 
     def _check_end(self) -> None:
         """Check that all peers have the same commits and bases at the end."""
-        common = min(peer.replica.base.round for peer in self._swarm.peers.values())
-        commits = {peer.node.log.commit_at(common).id for peer in self._swarm.peers.values()}
+        common = min(peer.replica.base.round for _, peer in self._honest())
+        commits = {peer.node.log.commit_at(common).id for _, peer in self._honest()}
         if len(commits) != 1:
             self._audit.violated(now(), "fork", f"round {common}: commits {sorted(each[:8] for each in commits)} at the end")
         for name in self._swarm.peers:
@@ -244,6 +292,19 @@ class _Run:
             self.error(f"{context.get('message')}: {error!r}", loop.time())
 
 
+def _real_training(the_campaign: Campaign, seed: int) -> dict[str, Any]:
+    """Return the swarm's arguments for real training of a small model."""
+    from spes_p2p.testing.simulate.language import first_weights, make_trainer  # importing torch takes seconds
+
+    layout, weights = first_weights(the_campaign.config)
+    return {"make_trainer": make_trainer(the_campaign.config, seed), "layout": layout, "weights": weights}
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process, in which all peers of the run live."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _codec(scenario: Scenario, seed: int, rng: random.Random) -> str:
     """Return the run's codec; every third seed has the default codec, which rounds most."""
     precise = rng.choice(("none", "fp16")) if scenario.vary else "fp16"
@@ -253,18 +314,21 @@ def _codec(scenario: Scenario, seed: int, rng: random.Random) -> str:
 def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
     """Return the campaign of one run; the seed decides what the scenario leaves open."""
     vary = scenario.vary
-    return campaign(
-        total_steps=SYNC_STEPS * 100_000,
-        codec=codec,
-        training={"sync_steps": SYNC_STEPS},
-        experts={"redundancy": rng.choice((1, 1, 2)) if vary else 1},
-        merge={"merge_interval": 2 * SYNC_STEPS if vary and rng.random() < 0.5 else None, "merge_decay_steps": 10**6},
-        sync={
+    settings: dict[str, dict[str, Any]] = {
+        "training": {"sync_steps": SYNC_STEPS},
+        "experts": {"redundancy": rng.choice((1, 1, 2)) if vary else 1},
+        "merge": {"merge_interval": 2 * SYNC_STEPS if vary and rng.random() < 0.5 else None, "merge_decay_steps": 10**6},
+        "sync": {
             "min_peers": max(1, len(scenario.peer_names) // 2), "silence_s": SILENCE_S, "reform_after_s": REFORM_AFTER_S,
             "exchange_timeout_s": 60.0, "overlap": scenario.overlap,
         },
-        evaluation={"every_rounds": 0},
-    )
+        "evaluation": {"every_rounds": 0},
+    }
+    if scenario.attackers:
+        from spes_p2p.testing.simulate.language import SETTINGS
+
+        settings = {name: {**settings.get(name, {}), **SETTINGS.get(name, {})} for name in (*settings, *SETTINGS)}
+    return campaign(total_steps=SYNC_STEPS * 100_000, codec=codec, **settings)
 
 
 class _LoggedErrors(logging.Handler):

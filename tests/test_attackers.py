@@ -1,0 +1,152 @@
+"""Attackers in the simulator: each lies as its kind says, nothing it says about itself counts, and its harm is measured."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spes_p2p.messages.samples import Interval
+from spes_p2p.observe.events import RoundCommitted
+from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
+from spes_p2p.testing.attacks.updates import TOKENS
+from spes_p2p.testing.memory import MemoryNetwork, in_memory_world
+from spes_p2p.testing.simulate.audit import Audit, Figures
+from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures
+from spes_p2p.testing.simulate.scenario import Scenario, peer_names
+from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT
+from spes_p2p.testing.simulate.virtual import run_seed
+from spes_p2p.testing.synthetic import SyntheticTrainer
+from spes_p2p.training.interface import Phase, PhaseReport
+
+OWNED, STEPS, STEP_TOKENS = (0, 2), 5, 32
+
+
+# What attackers send ----------------------------------------------------------------------------------------------------
+
+
+def trained(kind: AttackKind | None, phases: int = 1) -> tuple[SyntheticTrainer, np.ndarray, PhaseReport]:
+    """A peer's trainer after some phases with this attack, its weights before the last one, and that phase's report."""
+
+    async def main() -> tuple[SyntheticTrainer, np.ndarray, PhaseReport]:
+        world = in_memory_world(MemoryNetwork(), "X")
+        if kind is not None:
+            world = ATTACKS[kind].around(world)
+        trainer = SyntheticTrainer(LAYOUT, np.zeros(LAYOUT.size, np.float32), OWNED, STEP_TOKENS, 1.0, 0)
+        for number in range(phases):
+            phase = Phase(number, 0, STEPS, STEPS, (Interval(0, 0, 2 * STEPS),))
+            before = trainer.local
+            report = await world.run_blocking(trainer.train, phase, lambda: False, lambda *_: None)
+        return trainer, before, report
+
+    return asyncio.run(main())
+
+
+def moved(kind: AttackKind | None, expert: int | None = OWNED[0]) -> np.ndarray:
+    trainer, before, _ = trained(kind)
+    group = next(group for group in LAYOUT.groups if group.expert == expert)
+    return (trainer.local - before)[group.start : group.stop]
+
+
+def test_scaled_and_flipped_updates_are_multiples_of_the_honest_one() -> None:
+    np.testing.assert_allclose(moved("scale"), 1000 * moved(None), rtol=1e-4)
+    np.testing.assert_allclose(moved("flip"), -10 * moved(None), rtol=1e-4)
+
+
+def test_noise_is_only_in_experts_and_zero_is_nothing() -> None:
+    np.testing.assert_array_equal(moved("noise", None), moved(None, None))
+    assert np.std(moved("noise")) > 100 * np.std(moved(None))
+    for expert in (None, OWNED[0]):
+        np.testing.assert_allclose(moved("zero", expert), 0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["zero", "weight"])
+def test_a_false_weight_is_claimed_for_the_attackers_experts_only(kind: AttackKind) -> None:
+    _, _, report = trained(kind)
+    assert report.tokens == TOKENS
+    assert report.routed == tuple(TOKENS if expert in OWNED else 0 for expert in range(EXPERTS))
+
+
+@pytest.mark.parametrize("kind", ["free-ride", "copy"])
+def test_a_free_rider_claims_a_phase_and_trains_one_step(kind: AttackKind) -> None:
+    trainer, _, report = trained(kind)
+    assert (report.steps, report.tokens, report.untrained) == (STEPS, STEPS * STEP_TOKENS, ())
+    assert sum(map(len, trainer.trained_samples)) == 2
+
+
+def test_a_copy_is_what_the_weights_moved_since_the_last_phase() -> None:
+    trainer, before, _ = trained("copy", phases=3)
+    once, start, _ = trained("free-ride")
+    np.testing.assert_allclose(trainer.local - before, 0, atol=1e-9)  # nothing moved between these phases
+    assert np.any(once.local != start)
+
+
+# What counts ------------------------------------------------------------------------------------------------------------
+
+
+def committed(number: int, tokens: int, contributions: dict[str, int], digest: str = "d") -> RoundCommitted:
+    members = tuple(sorted(contributions))
+    return RoundCommitted(
+        number, 4 * number, 400, 0, tokens, 1.0, members, ((members[0],),) * EXPERTS, digest, 1, 0, 0, 0, {},
+        contributions=tuple((peer, each, 0) for peer, each in contributions.items()),
+    )
+
+
+@pytest.mark.parametrize(("liars", "rules"), [(frozenset("X"), []), (frozenset[str](), ["tokens", "digest", "fork"])])
+def test_what_an_attacker_reports_about_itself_is_no_violation(liars: frozenset[str], rules: list[str]) -> None:
+    audit = Audit(EXPERTS, liars=liars)
+    audit.observed(1.0, "A", committed(1, 1000, {"A": 0, "X": 1000}))
+    for peer, said in (("A", "d"), ("X", "e")):
+        audit.has_base(2.0, peer, "c", 1, said)
+        audit.decided(3.0, peer, "p", 0, said, is_reform=False)
+    assert [violation.rule for violation in audit.violations] == rules
+
+
+def test_an_honest_base_with_more_tokens_than_honest_peers_trained_and_attackers_claimed_is_a_violation() -> None:
+    audit = Audit(EXPERTS, liars=frozenset("X"))
+    audit.observed(1.0, "A", committed(1, 1500, {"A": 0, "X": 1000}))
+    assert [violation.rule for violation in audit.violations] == ["tokens"]
+
+
+def run(seed: int, attack: AttackKind | None, loss: float | None, round_s: float, banned: int = 0) -> RunReport:
+    attacked = Attacked(attack, loss, 1000 if attack else 400, banned, honest_banned=0)
+    return RunReport(seed, Figures(round_s=[round_s]), (), {}, {}, attacked=attacked)
+
+
+def test_each_attack_is_compared_with_the_clean_run_of_its_seed() -> None:
+    runs = [run(0, None, 2.0, 5.0), run(0, "scale", 3.0, 6.0, 1), run(1, None, 1.0, 9.0), run(1, "scale", 1.2, 9.5)]
+    found = attack_figures(runs)
+    assert found["attacks"]["scale"] == {
+        "loss_over_clean": 1.5, "rounds_delayed_s_max": 1.0, "memory_over_clean_max": 600, "attackers_banned": 1,
+        "honest_banned": 0, "invariant_violations": 0,
+    }
+    assert (found["loss_over_clean"], found["attackers_banned"], found["honest_banned"]) == (1.5, 1, 0)
+    unfinished = attack_figures([*runs, run(0, "zero", None, 6.0)])
+    assert unfinished["loss_over_clean"] is None, "a run that did not end is no success"
+
+
+# Whole swarms -------------------------------------------------------------------------------------------------------------
+
+
+def attacked(kind: AttackKind | None, **changes: Any) -> RunReport:
+    made = Scenario(peer_names(4), 3, vary=False, attackers=1, attacks=KINDS, attack=kind)
+    return run_seed(replace(made, **changes), 0)
+
+
+@pytest.mark.slow
+def test_a_seed_with_an_attacker_replays_exactly_and_differs_from_the_clean_one() -> None:
+    first = attacked("scale")
+    assert first.violations == ()
+    assert attacked("scale").log == first.log
+    assert attacked(None).log != first.log
+    assert first.attacked is not None
+    assert first.attacked.loss is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_attack_breaks_an_invariant(kind: AttackKind) -> None:
+    assert attacked(kind).violations == ()
