@@ -76,7 +76,7 @@ def test_the_download_has_the_offered_bits() -> None:
         assert [offer.donor for offer in offers] == ["A", "B"]
         assert offers[0].info.digest == state_digest(BASE)
         progress: list[tuple[int, int]] = []
-        state = await download(Fetcher(board), offers, None, lambda done, total: progress.append((done, total)))
+        state, _ = await download(Fetcher(board), offers, None, lambda done, total: progress.append((done, total)))
         assert state.tobytes() == BASE.tobytes()
         assert progress == [(1, 3), (2, 3), (3, 3)]
 
@@ -90,7 +90,7 @@ def test_only_pieces_that_differ_are_downloaded() -> None:
         mine[PIECE_ELEMENTS * 3 + 5] += 1
         offers = await collect_offers(board, ["A"], "h", SIZE)
         before = board.received["base"]
-        state = await download(Fetcher(board), offers, mine, ignore)
+        state, _ = await download(Fetcher(board), offers, mine, ignore)
         assert state.tobytes() == BASE.tobytes()
         assert board.received["base"] - before == 4 * PIECE_ELEMENTS + SIZE_BYTES
 
@@ -125,7 +125,7 @@ def test_a_joiner_that_was_restarted_fetches_only_what_it_has_not() -> None:
             await download(Fetcher(board), offers, None, die_after_two, PartialDownload(store), store.scratch)
         store, before = store.reopen(), board.received["base"]
         assert len(store.names("download-")) == 2
-        state = await download(Fetcher(board), offers, None, ignore, PartialDownload(store), store.scratch)
+        state, _ = await download(Fetcher(board), offers, None, ignore, PartialDownload(store), store.scratch)
         assert state.tobytes() == BASE.tobytes()
         missing = SIZE / PIECE_ELEMENTS - 2 * SLOT_PIECES
         assert board.received["base"] - before == missing * 4 * PIECE_ELEMENTS + math.ceil(missing) * SIZE_BYTES
@@ -147,7 +147,7 @@ def test_pieces_that_were_harmed_on_disk_are_fetched_again(harm: str) -> None:
         store.write("download-000000", [bytes(kept) if harm == "damaged" else bytes(kept[:-4])])
         if harm == "of a smaller model":
             store.write("download-000099", [bytes(4)])
-        state = await download(Fetcher(board), offers, None, ignore, PartialDownload(store))
+        state, _ = await download(Fetcher(board), offers, None, ignore, PartialDownload(store))
         assert state.tobytes() == BASE.tobytes()
 
     simulate(main)
@@ -248,7 +248,7 @@ def test_a_donor_serves_the_last_two_bases() -> None:
         me = RpcEndpoint(network.transport("me"), SILENCE_S)
         for commit in ("h1", "h2"):
             offers = await collect_offers(me, ["A"], commit, SIZE)
-            assert (await download(Fetcher(me), offers, None, ignore)).tobytes() == BASE.tobytes()
+            assert (await download(Fetcher(me), offers, None, ignore))[0].tobytes() == BASE.tobytes()
         assert await missing_piece(me, "h0", BASE) == [0]
 
     simulate(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from spes_p2p.rounds.outer import base_size, records_of
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.planned import Merge
 from spes_p2p.rounds.results import Results
+from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.memory_store import MemoryStore
 
 LAYOUT = Layout(
@@ -48,14 +51,17 @@ class Case:
         self.plan = replace(make_plan_of(MEMBERS), merge=merge)
         self.results = Results.empty(self.plan, LAYOUT, codecs("int8"), 20_000)
         self.encoded = {p.index: p.codec.encode(rng.standard_normal(p.size, np.float32)) for p in self.results.parts}
-        self.store, self.made = MemoryStore(), 0
+        self.store: Store = MemoryStore()
+        self.made, self.threads = 0, 1
 
     async def run_blocking(self, function: Callable[..., object], *arguments: object) -> object:
         await asyncio.sleep(0)
         return function(*arguments)
 
     def staging(self) -> NextBaseBuilder:
-        return NextBaseBuilder(self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking, self.clips)
+        return NextBaseBuilder(
+            self.store, self.base, LAYOUT, self.outer, self.results, self.run_blocking, self.clips, self.threads
+        )
 
     def commit(self, dropped: Iterable[int] = ()) -> Commit:
         for reducer in range(len(MEMBERS)):
@@ -110,6 +116,20 @@ def test_results_may_come_in_any_order_and_pauses(outer: OuterConfig, merge: Mer
                 await settle()
 
     check(Case(outer, merge), arrive)
+
+
+@pytest.mark.parametrize("merge", [None, MERGE], ids=["plain", "merge"])
+def test_a_base_is_the_same_when_many_threads_build_it(
+    merge: Merge | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "PIECES_AT_ONCE", 1)
+
+    async def arrive(case: Case) -> None:
+        case.put(*case.encoded)
+
+    case = Case(MOMENTUM, merge)
+    case.store, case.threads = DirectoryStore(tmp_path), 4
+    check(case, arrive)
 
 
 def test_without_bounds_the_records_stay() -> None:

@@ -531,7 +531,7 @@ def test_who_has_other_bits_than_most_repairs_them() -> None:
         replica = swarm.peers["B"].replica
         wrong = replica.base.values.copy()
         wrong[7] += 1.0
-        replica.store.install(dataclasses.replace(replica.base, values=wrong, digest=state_digest(wrong)))
+        await replica.store.install(dataclasses.replace(replica.base, values=wrong, digest=state_digest(wrong), pieces=b""))
         await swarm.until_finished()
         assert [event.round for event in swarm.recorders["B"].of(DigestMismatch)] == [2]
         swarm.assert_replicas_agree()

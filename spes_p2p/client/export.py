@@ -108,7 +108,7 @@ async def _newest_base(
         offers = await collect_offers(swarm.endpoint, peers, commit.id, size, digest=digest)
         if offers and commit.step > 0:
             scratch = partial(file_scratch, folder)
-            values = await download(Fetcher(swarm.endpoint), offers, None, on_progress, scratch=scratch)
+            values, _ = await download(Fetcher(swarm.endpoint), offers, None, on_progress, scratch=scratch)
             values.flags.writeable = False
             return commit.round, digest, values
     raise PeerUnreachable("no peer offers a trained base that a certificate names")

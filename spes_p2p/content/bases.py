@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from spes_p2p.messages.content import SnapshotInfo, SnapshotRequest
 from spes_p2p.messages.methods import SNAPSHOT
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, num_pieces, piece_digests, root_digest
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.scratch import Scratch, memory_scratch
 
@@ -39,8 +40,6 @@ PINNED_S = 60.0
 """A base stays pinned for this long after the last request for one of its pieces."""
 UPLOADS_AT_ONCE = 4
 """Bounds the peers that download a base from this peer at a time."""
-PIECES_PER_YIELD = 64
-"""Pieces hashed before control returns to the event loop."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ class Snapshots:
     @property
     def oldest_pinned_round(self) -> int | None:
         """The round of the oldest pinned base: the results after it are still needed. None without pinned bases."""
-        return min((self._bases[commit][0].round for commit in self._pinned()), default=None)
+        bases = self._bases
+        return min((bases[commit][0].round for commit in self._pinned(bases)), default=None)
 
     @property
     def infos(self) -> tuple[SnapshotInfo, ...]:
@@ -77,21 +77,24 @@ class Snapshots:
         await server.serve("base", self._piece, UPLOADS_AT_ONCE)
 
     def publish(self, commit: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
-        """Serve this base, which must not change any more; return its digest. `digests`: of its pieces, if known."""
+        """Serve this base, which must not change any more; return its digest. `digests`: of its pieces, if known.
+
+        In a worker thread where a base may no longer be served then: unmapping it takes long.
+        """
         digests = piece_digests(base) if digests is None else digests
         digest = root_digest(digests)
-        self._bases[commit] = (SnapshotInfo(commit, round_number, base.size, digest), base, digests)
-        kept = {*list(self._bases)[-KEPT_SNAPSHOTS:], *self._pinned()[: MAX_SNAPSHOTS - KEPT_SNAPSHOTS]}
-        for old in set(self._bases) - kept:
-            del self._bases[old]
+        bases = {**self._bases, commit: (SnapshotInfo(commit, round_number, base.size, digest), base, digests)}
+        kept = {*list(bases)[-KEPT_SNAPSHOTS:], *self._pinned(bases)[: MAX_SNAPSHOTS - KEPT_SNAPSHOTS]}
+        self._bases = {each: served for each, served in bases.items() if each in kept}
+        for old in set(bases) - kept:
             self._used_at.pop(old, None)
         return digest
 
-    def _pinned(self) -> list[str]:
-        """Return the commits of pinned bases; bases that only a pin keeps come first, the last requested first."""
-        now, newest = self._clock(), list(self._bases)[-KEPT_SNAPSHOTS:]
-        used = [commit for commit, at in self._used_at.items() if now - at < PINNED_S and commit in self._bases]
-        return sorted(used, key=lambda commit: (commit in newest, -self._used_at[commit]))
+    def _pinned(self, bases: Collection[str]) -> list[str]:
+        """Return which of these commits' bases are pinned; those that only a pin keeps come first, the last requested first."""
+        now, newest, used_at = self._clock(), list(bases)[-KEPT_SNAPSHOTS:], dict(self._used_at)
+        used = [commit for commit, at in used_at.items() if now - at < PINNED_S and commit in bases]
+        return sorted(used, key=lambda commit: (commit in newest, -used_at[commit]))
 
     async def _on_snapshot(self, stream: Stream) -> None:
         await stream.send(pack(self._find(unpack(SnapshotRequest, await stream.message()).commit)[0]))
@@ -105,7 +108,8 @@ class Snapshots:
         start = index * PIECE_ELEMENTS
         if not 0 <= start < base.size:
             return None
-        return np.ascontiguousarray(base[start : start + PIECE_ELEMENTS], "<f4").data.cast("B")
+        # The disk may be slow to give it, and the event loop must not wait for a page.
+        return await asyncio.to_thread(base[start : start + PIECE_ELEMENTS].astype("<f4").tobytes)
 
     def _find(self, commit: str) -> tuple[SnapshotInfo, np.ndarray, bytes]:
         if not self._bases:
@@ -192,23 +196,23 @@ async def download(
     on_progress: Callable[[int, int], None],
     partial: PartialDownload | None = None,
     scratch: Scratch = memory_scratch,
-) -> np.ndarray:
-    """Download the offered base: float32 `[elements]`, every piece verified.
+    run_blocking: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+    threads: int = 1,
+) -> tuple[np.ndarray, bytes]:
+    """Download the offered base: float32 `[elements]`, every piece verified, and the digests of its pieces.
 
     `have`: a base whose correct pieces are reused. `on_progress(done, total)` counts slots. `partial` keeps pieces on disk
     until the caller clears it. `scratch` allocates the result. Raises PeerUnreachable when no donor is left.
     """
     info, donors = offers[0].info, [fetcher.peers(offer.donor for offer in offers)]
-    count = -(-info.elements // PIECE_ELEMENTS)
+    count = num_pieces(info.elements)
     listing = single("base_hashes", info.commit, from_hex(info.digest), 32 * count)
     digests = bytes(await fetcher.fetch_single(listing, donors))
     if len(digests) != 32 * count:
         raise PeerUnreachable("the offered base has a wrong number of pieces")
-    state = scratch("download", info.elements)
-    if have is not None:
-        np.copyto(state, have)
-    resumed = partial is not None and partial.copy_into(state)
-    missing = list(range(count)) if have is None and not resumed else await _wrong_pieces(state, digests)
+    state: np.ndarray
+    missing: list[int]
+    state, missing = await run_blocking(_begin, info.elements, digests, have, partial, scratch, threads)
     left = Counter(index // SLOT_PIECES for index in missing)
     total, arrived = len(left), set[int]()
 
@@ -225,22 +229,26 @@ async def download(
         if not left[slot]:
             del left[slot]
             if partial is not None:
-                partial.save(slot, state)
+                await run_blocking(partial.save, slot, state)
             on_progress(total - len(left), total)
 
     if await fetcher.fetch(listed("base", info.commit, digests, 4 * PIECE_ELEMENTS), missing, donors, keep):
         raise PeerUnreachable("no donor is left and the base is incomplete")
-    return state
+    return state, digests
 
 
-async def _wrong_pieces(state: np.ndarray, digests: bytes) -> list[int]:
-    wrong = []
-    for index in range(len(digests) // 32):
-        if piece_digest(_piece(state, index)) != digests[32 * index : 32 * index + 32]:
-            wrong.append(index)
-        if index % PIECES_PER_YIELD == 0:
-            await asyncio.sleep(0)
-    return wrong
+def _begin(
+    elements: int, digests: bytes, have: np.ndarray | None, partial: PartialDownload | None, scratch: Scratch, threads: int
+) -> tuple[np.ndarray, list[int]]:
+    """Return the array of a download with what is here already, and the pieces that are missing or wrong."""
+    state = scratch("download", elements)
+    if have is not None:
+        np.copyto(state, have)
+    resumed = partial is not None and partial.copy_into(state)
+    if have is None and not resumed:
+        return state, list(range(len(digests) // 32))
+    found = piece_digests(state, threads)
+    return state, [n for n in range(len(digests) // 32) if found[32 * n : 32 * n + 32] != digests[32 * n : 32 * n + 32]]
 
 
 def _slot(state: np.ndarray, slot: int) -> np.ndarray:

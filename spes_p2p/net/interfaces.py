@@ -124,6 +124,8 @@ class World:
     """`await run_blocking(f, *args)`: a worker thread in the real world, inline (with modelled seconds) in the simulator."""
     line: Line = UNLIMITED
     """This peer's rate limits."""
+    threads: int = 1
+    """Threads in which work on the whole state is divided; the results do not depend on it."""
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL
     """The protocol versions that this peer speaks: both of these and all between."""

@@ -39,6 +39,7 @@ from spes_p2p.net.p2pd import Daemon, relayed_by, start_daemon
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.transport import OPEN_TIMEOUT_S, Libp2pTransport, visible_addresses
 from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.threads import threads_here
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Libp2p:
             rng=random.Random(),
             run_blocking=asyncio.to_thread,
             line=line,
+            threads=threads_here(),
         )
 
     async def wait_daemon_exit(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.net.interfaces import World
-from spes_p2p.rounds.base import Base, StagedBase, in_memory, load_base, pieces_of, stage_base
+from spes_p2p.rounds.base import BASE, Base, StagedBase, in_memory, load_base, pieces_of, stage_base
 from spes_p2p.rounds.planned import DerivePlan
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.training.checkpoint import Checkpoint, write_checkpoint
@@ -34,20 +34,27 @@ class BaseStore:
         assert self.current is not None
         return self.current
 
-    def load(self, where: str, derive: DerivePlan) -> bool:
+    async def load(self, where: str, derive: DerivePlan) -> bool:
         """Load the base of this run-dir; False when there is none. Raises UserError when it is damaged."""
-        base = load_base(self._world.store, self._elements, where, derive=derive)
+        world = self._world
+        base: Base | None = await world.run_blocking(
+            load_base, world.store, self._elements, where, BASE, derive, world.threads
+        )
         if base is None:
             return False
-        self.install(base)
+        await self.install(base)
         if self._in_memory:
-            self.current = in_memory(base)
+            self.current = await world.run_blocking(in_memory, base)
         return True
 
-    def install(self, base: Base) -> None:
+    async def install(self, base: Base) -> None:
         """Use this base from now on, and serve it."""
-        self.snapshots.publish(base.commit, base.round, base.values)
+        await self._world.run_blocking(self.serve, base)
         self.current = base
+
+    def serve(self, base: Base) -> None:
+        """Serve this base. In a worker thread."""
+        self.snapshots.publish(base.commit, base.round, base.values, base.pieces or None)
 
     def replace(self, base: Base) -> None:
         """Use this base, which is served already."""
@@ -62,9 +69,11 @@ class BaseStore:
         await self.durable()
         run, store, base = self._world.run_blocking, self._world.store, self.base
         if draft is None:
-            staged: StagedBase = await run(stage_base, store, base.commit, base.round, base.plan, pieces_of(base.values))
+            staged: StagedBase = await run(
+                stage_base, store, base.commit, base.round, base.plan, pieces_of(base.values), BASE, self._world.threads
+            )
             self.current, draft = staged.base, staged.draft
-            self.snapshots.publish(base.commit, base.round, staged.base.values, staged.digests)
+            await run(self.serve, staged.base)
         if self._in_memory:
             self.current = await run(in_memory, self.base)
         checkpoint = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.consensus import Commit
@@ -35,14 +34,6 @@ class Exchanges:
         """The next base by the last plan."""
         self._news = asyncio.Event()
 
-    @property
-    def _outer(self) -> OuterConfig:
-        return self._node.campaign.config.outer
-
-    @property
-    def _clips(self) -> bool:
-        return self._node.campaign.config.sync.bound_influence
-
     async def serve(self) -> None:
         """Answer the other members from now on."""
         await self._node.endpoint.serve(PUSH, self._on_push)
@@ -54,20 +45,25 @@ class Exchanges:
         The update that an earlier attempt sent stays as it is: that attempt may turn out to be the decided one.
         """
         self._node.invited = frozenset(member.peer for member in plan.members)
-        results, ledger, world = self._results.begin(plan), self._work.ledger, self._node.world
+        results, ledger, sync = self._results.begin(plan), self._work.ledger, self._node.campaign.config.sync
         update = ledger.copy_update() if self.by_plan else ledger.update
-        timeout_s = self._node.campaign.config.sync.exchange_timeout_s
         exchange = self.by_plan[plan.id, 0] = Exchange(
-            self._node.endpoint, results, update, self._work.residuals.by_start, timeout_s, ledger.tokens_behind,
-            scratch=self._scratch, clips=self._clips,
+            self._node.endpoint, results, update, self._work.residuals.by_start, sync.exchange_timeout_s,
+            ledger.tokens_behind, scratch=self._scratch, clips=sync.bound_influence,
         )
         if self._staging is not None:
             self._staging.drop()
-        self._staging = NextBaseBuilder(
-            world.store, base.values, self._layout, self._outer, results, world.run_blocking, self._clips
-        )
+        self._staging = self.builder(base, results)
         self._news.set()
         return exchange
+
+    def builder(self, base: Base, results: Results) -> NextBaseBuilder:
+        """Return a builder of the next base by the plan of these results, which may still arrive."""
+        config, world = self._node.campaign.config, self._node.world
+        return NextBaseBuilder(
+            world.store, base.values, self._layout, config.outer, results, world.run_blocking, config.sync.bound_influence,
+            world.threads,
+        )
 
     def revise(self, plan: Plan, revision: Revision) -> list[Exchange]:
         """Open exchanges over the parts of lost reducers. Raises WireError when the revision does not follow the plan."""

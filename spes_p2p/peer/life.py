@@ -9,8 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.errors import UserError, version_advice
 from spes_p2p.messages.methods import STATUS
@@ -26,19 +24,13 @@ from spes_p2p.peer.leaving import LeaveRequest, serve_last_results, serve_until_
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.reforming import ReformService
-from spes_p2p.peer.replica import Replica
+from spes_p2p.peer.replica import MakeTrainer, Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.selftest import check_arithmetic
-from spes_p2p.training.checkpoint import load_checkpoint
-from spes_p2p.training.interface import Trainer
 
 logger = logging.getLogger(__name__)
-
-MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
-"""Builds the trainer on a base (flat float32) with these owned experts."""
-
 
 class Peer:
     """One peer. `run` returns after `leave`; a trainer's also when the campaign is complete."""
@@ -140,7 +132,7 @@ class Peer:
         return ""
 
     async def _get_base(self) -> None:
-        restored = self.replica.restore(self._where)
+        restored = await self.replica.restore(self._where)
         if not restored:
             self._reporter.set_state("downloading")
             await self._leave.unless_made(self.replica.join(self._reporter.downloading))
@@ -149,7 +141,7 @@ class Peer:
         if self._leave.is_made:
             return
         if self._make_trainer is not None:
-            await self._begin_training(self._make_trainer, restored)
+            await self.replica.begin_training(self._make_trainer, restored)
         base = self.replica.base
         if self.node.log.has(base.commit, base.round):  # otherwise its branch was given up: another base follows
             self._reporter.restored("disk" if restored else "download")
@@ -157,18 +149,6 @@ class Peer:
         if restored:
             await self.node.departures.come_back()
         await self._advance({})
-
-    async def _begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
-        base = self.replica.base
-        assignment = base.assignment(self.node.peer_id)
-        owned = assignment.owned if assignment is not None else ()
-        trainer = self.replica.trainer = await self.node.world.run_blocking(make_trainer, base.values, owned)
-        if restored:
-            store, ledger = self.node.world.store, self.replica.ledger
-            found = load_checkpoint(store, trainer, ledger, self.layout, base.commit, base.round)
-            if found is not None:
-                self.replica.store.checkpoint = found
-                self.replica.announce()
 
     async def _sync(self) -> None:
         """Bring the next round to a decision and apply it; again until there is another base."""
@@ -211,7 +191,8 @@ class Peer:
             self._reporter.committed(each, seconds)
         if not applied or applied[-1].decided.commit.id != self.replica.base.commit:
             self._reporter.restored(self._source_of_base())
-        await self.node.world.run_blocking(self._archive.file, self.node.world.store, self.replica.base, self._wanted_round())
+        world = self.node.world
+        await world.run_blocking(self._archive.file, world.store, self.replica.base, self._wanted_round(), world.threads)
         await self._evaluation.evaluate_if_due()
         await self.node.refresh_contacts()
 

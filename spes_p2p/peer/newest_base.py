@@ -63,9 +63,12 @@ class NewestBase:
         `have`: a base that shares some of its pieces. `resumable`: keep what arrives on disk until `clear`.
         """
         info, kept = offers[0].info, self._kept if resumable else None
-        values = await download(self._node.fetcher, offers, have, on_progress, kept, self._node.world.store.scratch)
+        world = self._node.world
+        values, digests = await download(
+            self._node.fetcher, offers, have, on_progress, kept, world.store.scratch, world.run_blocking, world.threads
+        )
         values.flags.writeable = False
-        return Base(info.commit, info.round, values, info.digest, None)
+        return Base(info.commit, info.round, values, info.digest, None, digests)
 
     def clear(self) -> None:
         """Delete the kept pieces, once the downloaded base is durable."""

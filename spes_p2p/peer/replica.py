@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.consensus import CertifiedCommit, Commit
@@ -26,20 +28,21 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.accounting import Ledger
-from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.archive import load_archived
-from spes_p2p.rounds.base import Base, StagedBase, stage_base
+from spes_p2p.rounds.base import Base, StagedBase
 from spes_p2p.rounds.codecs import group_codecs
-from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.scratch import memory_scratch
-from spes_p2p.training.checkpoint import Checkpoint
+from spes_p2p.training.checkpoint import Checkpoint, load_checkpoint
 from spes_p2p.training.interface import Trainer
 
 logger = logging.getLogger(__name__)
+
+MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
+"""Builds the trainer on a base (flat float32) with these owned experts."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +118,11 @@ class Replica:
 
     # Getting a base ----------------------------------------------------------------------------------------------------
 
-    def restore(self, where: str) -> bool:
+    async def restore(self, where: str) -> bool:
         """Load base and staged results from this run-dir; False when there is no base. Raises UserError when it is damaged."""
-        if not self.store.load(where, self.validity.derive):
+        if not await self.store.load(where, self.validity.derive):
             return False
-        self.results.load()
+        await self.node.world.run_blocking(self.results.load)
         self.work.codes_lost = True
         return True
 
@@ -147,12 +150,30 @@ class Replica:
             offers = await self.newest.offers_of_newest()
             if offers:
                 with contextlib.suppress(PeerUnreachable):
-                    self.store.install(await self.newest.download(offers, None, on_progress))
+                    await self.store.install(await self.newest.download(offers, None, on_progress))
                     await self._save()
                     await self.durable()
                     self.newest.clear()
                     return
             await self.newest.wait_for_donors()
+
+    async def begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
+        """Make the trainer on the base; `restored`: continue from the checkpoint in this run-dir."""
+        run, base = self.node.world.run_blocking, self.base
+        assignment = base.assignment(self.node.peer_id)
+        owned = assignment.owned if assignment is not None else ()
+        self.trainer = await run(make_trainer, base.values, owned)
+        if restored:
+            self.store.checkpoint = await run(self._load_checkpoint, base)
+
+    def _load_checkpoint(self, base: Base) -> str | None:
+        """Continue from the checkpoint of this base; return its name, or None when there is none."""
+        trainer = self.trainer
+        assert trainer is not None
+        found = load_checkpoint(self.node.world.store, trainer, self.ledger, self.layout, base.commit, base.round)
+        if found is not None:
+            self.announce()
+        return found
 
     # The current round -------------------------------------------------------------------------------------------------
 
@@ -235,28 +256,30 @@ class Replica:
                 return  # `advance` says so
             if results is not None:
                 self._prepared = staged = await self._stage_base(commit, results)
-                self.store.snapshots.publish(commit.id, commit.round, staged.base.values, staged.digests)
+                await self.node.world.run_blocking(self.store.serve, staged.base)
 
     async def _apply(self, commit: Commit, results: Results) -> tuple[tuple[str, float], ...]:
         """Apply a decided round to the base; return the groups whose step was scaled down. Every member gets the same bits."""
         staged, self._prepared = self._prepared, None
         if staged is None or staged.base.commit != commit.id:
             staged = await self._stage_base(commit, results)
-        old, new = self.base, staged.base
-        committed = {part.index for part in results.committed(commit)}
-        self.store.snapshots.publish(commit.id, commit.round, new.values, staged.digests)
-        exchanges, dropped = self.exchanges.of(results), 0
-        if self.trainer is not None:
-            dropped = await self.node.world.run_blocking(self.work.settle, old, new, results, committed, exchanges)
+        new, run = staged.base, self.node.world.run_blocking
+        dropped = await run(self._settle, new, results, {part.index for part in results.committed(commit)})
         self.work.codes_lost = False
-        self.work.residuals.settle(exchanges, results, committed)
         self.store.replace(new)
         self._report_dropped(dropped, "left out of more than two rounds")
-        del old
         await self._save(staged.draft)
-        self.results.forget(new.round, self.store.snapshots.oldest_pinned_round)
+        await run(self.results.forget, new.round, self.store.snapshots.oldest_pinned_round)
         self.exchanges.forget(new.round)
         return staged.bounded
+
+    def _settle(self, new: Base, results: Results, committed: set[int]) -> int:
+        """Serve the next base, and account for what it includes of this peer's work; return the tokens that are dropped."""
+        self.store.serve(new)
+        exchanges = self.exchanges.of(results)
+        dropped = self.work.settle(self.base, new, results, committed, exchanges) if self.trainer is not None else 0
+        self.work.residuals.settle(exchanges, results, committed)
+        return dropped
 
     async def _complete_results(self, commit: Commit) -> Results | None:
         """Return the commit's results with every committed part; None when no reachable peer has one of them."""
@@ -267,21 +290,13 @@ class Replica:
         ahead = await self.exchanges.finish_staging(commit, results, self.base)
         if ahead is not None:
             return ahead
-        staged: StagedBase = await self.node.world.run_blocking(self._compute_base, commit, results)
-        return staged
-
-    def _compute_base(self, commit: Commit, results: Results) -> StagedBase:
-        plan, old, committed = results.plan, self.base.values, results.committed(commit)
-        clips = self.node.campaign.config.sync.bound_influence
-        bounds = bounds_of(old, self.layout, commit, results) if clips else None
-        pieces = next_base_pieces(old, self.layout, committed, results.encoded, plan.merge, self.outer, bounds)
-        staged = stage_base(self.node.world.store, commit.id, commit.round, plan, pieces)
-        return staged if bounds is None else replace(staged, bounded=bounds.bounded)
+        builder = self.exchanges.builder(self.base, results)
+        return await builder.finish(commit, results)
 
     async def _pass_reform(self, commit: Commit) -> None:
         """Apply a reform: the base's values stay, as does pending work; assignments are void."""
         base, run = replace(self.base, commit=commit.id, round=commit.round, plan=None), self.node.world.run_blocking
-        await run(self.store.snapshots.publish, base.commit, base.round, base.values)
+        await run(self.store.serve, base)
         if self.trainer is not None:
             await run(self.work.take_assignment, base)
         self.store.replace(base)
@@ -317,14 +332,16 @@ class Replica:
         if kept is None:
             await self._jump_to_newest(forked=False)
         else:
-            await self._jump(Base(commit.id, commit.round, kept.values, kept.digest, None), False)
+            await self._jump(replace(kept, commit=commit.id, round=commit.round, plan=None), False)
 
     async def _archived(self, commit: Commit) -> Base | None:
         """Return the base that this commit goes back to, if it is archived here undamaged."""
         assert commit.control is not None
         world, wanted = self.node.world, commit.control.rollback
         try:
-            kept: Base | None = await world.run_blocking(load_archived, world.store, wanted, self._size, "archive")
+            kept: Base | None = await world.run_blocking(
+                load_archived, world.store, wanted, self._size, "archive", world.threads
+            )
         except UserError as error:
             logger.warning("%s", error)
             return None
@@ -354,12 +371,10 @@ class Replica:
         old, log = self.base, self.node.log
         known = min(new.round, log.round)  # a branch may be given up during a download
         rolled_back = any(map(is_rollback, map(log.commit_at, range(old.round + 1, known + 1))))
-        self.store.install(new)
+        await self.store.install(new)
         self._prepared = None
-        if self.trainer is None:
-            self.work.rebase(old, new, keep_pending, rolled_back)
-        else:
-            dropped = await self.node.world.run_blocking(self.work.rebase, old, new, keep_pending, rolled_back)
+        dropped = await self.node.world.run_blocking(self.work.rebase, old, new, keep_pending, rolled_back)
+        if self.trainer is not None:
             self._report_dropped(dropped, "the campaign was rolled back" if rolled_back else "the base was downloaded again")
         del old
         await self._save()

@@ -6,6 +6,7 @@ The next base is computed in pieces, so it is never in memory as a whole.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Merge
 
 DECODED_PARTS = 16
-"""Bounds the cache of decoded parts. A merge reads several places of the state at a time."""
+"""Bounds the cache of decoded parts, for each thread. A merge reads several places of the state at a time."""
 PLAIN = OuterConfig()
 
 
@@ -41,11 +42,15 @@ class NextBase:
         merge: Merge | None,
         outer: OuterConfig = PLAIN,
         bounds: StepBounds | None = None,
+        threads: int = 1,
     ):
-        """`committed`: parts, ascending; `encoded`: their encoded mean updates, by part index."""
+        """`committed`: parts, ascending; `encoded`: their encoded mean updates, by part index.
+
+        `threads`: of those that call `piece` at the same time.
+        """
         self._size, self._bounds = base.size, bounds
         self._records_start = base.size - len(layout.groups)
-        self._stepped = _OuterStep(base, layout, committed, encoded, outer, {} if bounds is None else bounds.factors)
+        self._stepped = _OuterStep(base, layout, committed, encoded, outer, {} if bounds is None else bounds.factors, threads)
         self._rows = merged_rows(layout, merge.donors) if merge is not None else ()
         self._alpha = merge.alpha if merge is not None else 0.0
 
@@ -112,12 +117,14 @@ class _OuterStep:
         encoded: Mapping[int, bytes | memoryview],
         outer: OuterConfig,
         factors: Mapping[str, np.float32],
+        threads: int,
     ):
         self._base, self._encoded, self._outer, self._factors = base, encoded, outer, factors
         self._targets = _targets(layout, committed, outer)
         self._stops = [target.stop for target in self._targets]
         self._decoded: OrderedDict[int, tuple[bytes | memoryview, np.ndarray]] = OrderedDict()
         """By part index: what was decoded, and its values."""
+        self._most_decoded, self._lock = DECODED_PARTS * threads, threading.Lock()
 
     def values(self, start: int, stop: int) -> np.ndarray:
         """Return float32 `[stop - start]`, a new array."""
@@ -156,9 +163,11 @@ class _OuterStep:
         """Return a part's update, from the cache unless its result was replaced since."""
         encoded, known = self._encoded[part.index], self._decoded.get(part.index)
         if known is None or known[0] is not encoded:
-            known = self._decoded[part.index] = encoded, part.codec.decode(encoded, part.size)
-            if len(self._decoded) > DECODED_PARTS:
-                self._decoded.popitem(last=False)
+            known = encoded, part.codec.decode(encoded, part.size)
+            with self._lock:
+                self._decoded[part.index] = known
+                if len(self._decoded) > self._most_decoded:
+                    self._decoded.popitem(last=False)
         return known[1]
 
 

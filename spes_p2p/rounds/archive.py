@@ -19,7 +19,7 @@ class Archive:
     keep: int
     """Bounds the archived bases. Each takes as much disk as the base."""
 
-    def file(self, store: Store, base: Base, wanted: int = -1) -> bool:
+    def file(self, store: Store, base: Base, wanted: int = -1, threads: int = 1) -> bool:
         """Archive this base if it is due, and delete the oldest; return whether it was due. Raises UserError (disk full).
 
         `wanted`: the round of a base that is not deleted, because a rollback needs it.
@@ -28,7 +28,7 @@ class Archive:
             return False
         for old in [kept for kept in archived_rounds(store) if kept != wanted][: -self.keep + 1 or None]:
             store.delete(_name(old))
-        save_base(store, base, _name(base.round))
+        save_base(store, base, _name(base.round), threads)
         return True
 
 
@@ -40,9 +40,9 @@ def archived_rounds(store: Store) -> list[int]:
     return sorted(int(name.removeprefix(ARCHIVED)) for name in store.names(ARCHIVED))
 
 
-def load_archived(store: Store, round_number: int, elements: int, where: str) -> Base | None:
+def load_archived(store: Store, round_number: int, elements: int, where: str, threads: int = 1) -> Base | None:
     """Return the archived base of a round, or None. Raises UserError when it is damaged."""
-    return load_base(store, elements, where, _name(round_number))
+    return load_base(store, elements, where, _name(round_number), threads=threads)
 
 
 def _name(round_number: int) -> str:

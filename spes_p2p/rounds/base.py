@@ -15,11 +15,11 @@ import numpy as np
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.rounds import Proposal
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, root_digest
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
 from spes_p2p.rounds.planned import Assignment, DerivePlan, Plan
 from spes_p2p.storage.interfaces import Draft, Store
-from spes_p2p.storage.mapped import released
 from spes_p2p.storage.store import frame_record, read_frame
+from spes_p2p.storage.threads import in_threads
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ class Base:
     digest: str
     plan: Plan | None
     """The plan of that round; None for base 0 and for a downloaded base."""
+    pieces: bytes = b""
+    """Digest of each piece (digest.py), concatenated, where they are known."""
 
     def assignment(self, peer: str) -> Assignment | None:
         """Return the peer's assignment in the phase after this base, if any."""
@@ -50,8 +52,6 @@ class StagedBase:
     """A base that is written and usable, but not yet durable."""
 
     base: Base
-    digests: bytes
-    """Digest of each piece (digest.py), concatenated."""
     draft: Draft
     bounded: tuple[tuple[str, float], ...] = ()
     """By name, the groups whose step was scaled down, and the factor."""
@@ -67,17 +67,23 @@ class _Header:
 
 
 def stage_base(
-    store: Store, commit: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray], name: str = BASE
+    store: Store, commit: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray], name: str = BASE,
+    threads: int = 1,
 ) -> StagedBase:
     """Write a base to a draft. `pieces`: float32 `[PIECE_ELEMENTS]`, the last one shorter.
 
     The stored base stays until the draft is published.
     """
     draft, elements = store.draft(name), 0
+
+    def write(numbered: tuple[int, np.ndarray]) -> tuple[bytes, int]:
+        number, piece = numbered
+        return write_piece(draft, number, piece), piece.size
+
     digests: list[bytes] = []
-    for piece in pieces:
-        digests.append(write_piece(draft, len(digests), piece))
-        elements += piece.size
+    for digest, size in in_threads(write, enumerate(pieces), threads):
+        digests.append(digest)
+        elements += size
     return close_base(draft, commit, round_number, plan, elements, b"".join(digests))
 
 
@@ -95,7 +101,7 @@ def close_base(
     header = frame_record(pack(_Header(commit, round_number, elements, digest, plan.proposal if plan else None)))
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
     values = np.frombuffer(draft.view(), "<f4", elements)
-    return StagedBase(Base(commit, round_number, values, digest, plan), digests, draft)
+    return StagedBase(Base(commit, round_number, values, digest, plan, digests), draft)
 
 
 def in_memory(base: Base) -> Base:
@@ -110,13 +116,13 @@ def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:
     return (values[a : a + PIECE_ELEMENTS] for a in range(0, values.size, PIECE_ELEMENTS))
 
 
-def save_base(store: Store, base: Base, name: str = BASE) -> None:
+def save_base(store: Store, base: Base, name: str = BASE, threads: int = 1) -> None:
     """Replace the stored base durably."""
-    stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name).draft.publish()
+    stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name, threads).draft.publish()
 
 
 def load_base(
-    store: Store, elements: int, where: str, name: str = BASE, derive: DerivePlan | None = None
+    store: Store, elements: int, where: str, name: str = BASE, derive: DerivePlan | None = None, threads: int = 1
 ) -> Base | None:
     """Return the stored base after checking its digest, or None. Raises UserError when it is damaged.
 
@@ -141,7 +147,8 @@ def load_base(
         raise UserError(
             f"{where}/{name}: holds {header.elements} values, this campaign's model has {elements}; use another run-dir"
         )
-    if root_digest(b"".join(map(piece_digest, released(pieces_of(values))))) != header.digest:
+    digests = piece_digests(values, threads)
+    if root_digest(digests) != header.digest:
         raise damaged
     plan = None
     if derive is not None and header.proposal is not None:
@@ -149,4 +156,4 @@ def load_base(
             plan = derive(header.proposal)
         except Refused as refused:
             logger.warning("%s/%s: without the assignments of round %d: %s", where, name, header.round, refused)
-    return Base(header.commit, header.round, values, header.digest, plan)
+    return Base(header.commit, header.round, values, header.digest, plan, digests)

@@ -29,6 +29,7 @@ from spes_p2p.rounds.outer import records_of
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.results import Results
+from spes_p2p.storage.threads import in_threads
 
 WEIGHT_RATIO = 4.0
 """Bounds a contributor's weight, in medians. Assigned steps differ from the median peer's by at most as much."""
@@ -200,14 +201,18 @@ def bound_steps(
 
 
 def bounds_of(
-    base: np.ndarray, layout: Layout, commit: Commit, results: Results, known: Mapping[int, float] | None = None
+    base: np.ndarray, layout: Layout, commit: Commit, results: Results, known: Mapping[int, float] | None = None,
+    threads: int = 1,
 ) -> StepBounds:
     """Return the bounds of a decided round, from its base and its complete results. `known`: square sums taken before."""
+
+    def square_sum_of(part: Part) -> float:
+        return square_sum(part.codec.decode(results.encoded[part.index], part.size))
+
     committed = results.committed(commit)
     square_sums = dict(known or {})
-    for part in committed:
-        if part.index not in square_sums:
-            square_sums[part.index] = square_sum(part.codec.decode(results.encoded[part.index], part.size))
+    missing = [part for part in committed if part.index not in square_sums]
+    square_sums.update(zip((part.index for part in missing), in_threads(square_sum_of, missing, threads), strict=True))
     return bound_steps(layout, results.plan.members, committed, square_sums, records_of(base, layout))
 
 

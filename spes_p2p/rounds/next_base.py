@@ -8,7 +8,7 @@ changes, and those with records, depend on other places of the state and are bui
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,12 +21,14 @@ from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import BASE, StagedBase, close_base, write_piece
+from spes_p2p.rounds.digest import PIECES_AT_ONCE
 from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.threads import in_threads, spans
 
-PIECES_PER_CALL = 16
-"""Pieces that a worker thread builds in one call, so that it is not occupied for long."""
+PIECES_PER_CALL = 4 * PIECES_AT_ONCE
+"""Pieces that each thread builds in one call, so that it is not occupied for long."""
 
 
 class NextBaseBuilder:
@@ -34,13 +36,13 @@ class NextBaseBuilder:
 
     def __init__(
         self, store: Store, base: np.ndarray, layout: Layout, outer: OuterConfig, results: Results,
-        run_blocking: Callable[..., Awaitable[Any]], clips: bool = False,
+        run_blocking: Callable[..., Awaitable[Any]], clips: bool = False, threads: int = 1,
     ):
         """`base`: the plan's base. `results`: of the plan, still arriving. `clips`: `sync.bound_influence`."""
-        self.base, self.plan, self._clips = base, results.plan, clips
+        self.base, self.plan, self._clips, self._threads = base, results.plan, clips, threads
         self._layout, self._outer, self._run = layout, outer, run_blocking
         self._results = results
-        self._new = NextBase(base, layout, results.parts, results.encoded, None, outer)
+        self._new = NextBase(base, layout, results.parts, results.encoded, None, outer, threads=threads)
         self._parts = self._new.parts_by_piece()
         self._num_missing = [len(parts) for parts in self._parts]
         self._pieces: dict[int, list[int]] = {}
@@ -88,10 +90,17 @@ class NextBaseBuilder:
         """Build all complete pieces. `finish` writes again, so it reports a full disk."""
         with suppress(UserError):
             while self._complete:
-                batch, self._complete = self._complete[:PIECES_PER_CALL], self._complete[PIECES_PER_CALL:]
-                await self._run(self._build, batch)
+                count = PIECES_PER_CALL * self._threads
+                batch, self._complete = self._complete[:count], self._complete[count:]
+                await self._run(self._in_threads, self._build, batch)
 
-    def _build(self, batch: list[int]) -> None:
+    def _in_threads(self, work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> None:
+        """Do the work on these pieces, in runs of PIECES_AT_ONCE."""
+        runs = (numbers[run.start : run.stop] for run in spans(len(numbers), PIECES_AT_ONCE))
+        for _ in in_threads(work, runs, self._threads):
+            pass
+
+    def _build(self, batch: Sequence[int]) -> None:
         """Build pieces in a worker thread. A piece whose results change meanwhile is rebuilt by `finish`."""
         digests, encoded = self._results.digests, self._results.encoded
         for number in batch:
@@ -111,13 +120,21 @@ class NextBaseBuilder:
         committed = results.committed(commit)
         right = {part.index: results.digest_of(part) for part in committed}
         known = {index: total for (index, digest), total in self._square_sums.items() if right.get(index) == digest}
-        bounds = bounds_of(self.base, self._layout, commit, results, known) if self._clips else None
+        bounds = bounds_of(self.base, self._layout, commit, results, known, self._threads) if self._clips else None
         bounded = {part.index for part in committed if bounds is not None and part.group.name in bounds.factors}
-        new = NextBase(self.base, self._layout, committed, results.encoded, self.plan.merge, self._outer, bounds)
-        for number, parts in enumerate(self._parts):
-            built_from = self._built_from.get(number)
-            if built_from is None or any(built_from[i] != right.get(i) or i in bounded for i in parts):
+        new = NextBase(self.base, self._layout, committed, results.encoded, self.plan.merge, self._outer, bounds, self._threads)
+
+        def rebuild(numbers: Sequence[int]) -> None:
+            for number in numbers:
                 self._write(number, new.piece(number))
+
+        def is_right(number: int) -> bool:
+            built_from = self._built_from.get(number)
+            return built_from is not None and all(
+                built_from[i] == right.get(i) and i not in bounded for i in self._parts[number]
+            )
+
+        self._in_threads(rebuild, [number for number in range(len(self._parts)) if not is_right(number)])
         digests = b"".join(self._digests[number] for number in range(len(self._parts)))
         staged = close_base(self._draft, commit.id, commit.round, self.plan, self.base.size, digests)
         return staged if bounds is None else replace(staged, bounded=bounds.bounded)

@@ -84,7 +84,7 @@ async def _live_as_bootstrap(
     on_address: Callable[[str], None],
     extension: Extension,
 ) -> None:
-    store = DirectoryStore(settings.run_dir)
+    store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     if others:
         genesis = await fetch_genesis(first_contact(net), others, files, settings.run_dir)
     else:
@@ -150,7 +150,7 @@ async def _join(
         if not dialable:
             logger.warning("%s", describe(dialable))
 
-        store = DirectoryStore(settings.run_dir)
+        store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
         with observing(files, settings, net.identity.peer_id, "trainer", extension.observers) as observers:
             world = extension.around(world_of(net, store, settings))
             node = await make_node(net, world, files, genesis, "trainer", observers.all, invitation)

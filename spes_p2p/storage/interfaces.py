@@ -12,7 +12,7 @@ class Draft(Protocol):
     """A blob being written, in any order. It replaces the old blob when published, and leaves no trace otherwise."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes at an offset. Raises UserError (disk full)."""
+        """Write bytes at an offset, in any thread. Raises UserError (disk full)."""
 
     def read(self, offset: int, length: int) -> bytes:
         """Return what was written there."""

@@ -211,7 +211,7 @@ class FileDraft:
         self._target, self._temporary = target, temporary
         self._replacing = replacing
         self._is_published = False
-        self._size = 0
+        self._size, self._size_lock = 0, threading.Lock()
         self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
         _lock(self._descriptor)
         self._end = weakref.finalize(self, _discard, self._descriptor, temporary)
@@ -219,7 +219,8 @@ class FileDraft:
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write bytes at an offset. Raises UserError (disk full)."""
         view = memoryview(data).cast("B")
-        self._size = max(self._size, offset + len(view))
+        with self._size_lock:
+            self._size = max(self._size, offset + len(view))
         with _user_error_at(self._target):
             while view:
                 written = os.pwrite(self._descriptor, view, offset)

@@ -1,0 +1,49 @@
+"""Work on the pieces of something large, in several threads.
+
+numpy, BLAKE3 and reads and writes leave the interpreter to other threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_THREADS = 8
+"""Bounds the threads of one piece of work, since each has its own buffers; memory and disk are busy with fewer."""
+
+
+def threads_here() -> int:
+    """Return the threads that this process may use: its cores, or fewer where OMP_NUM_THREADS, which torch obeys, says so."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, MAX_THREADS, int(wanted) if wanted.isdecimal() else cores))
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """Yield `map(work, items)`, in order, computed by this many threads and a few items ahead. The caller's thread for 1."""
+    if threads <= 1:
+        yield from map(work, items)
+        return
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="pieces") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def spans(count: int, size: int) -> Iterator[range]:
+    """Yield `range(count)` in runs of `size`, the last one shorter."""
+    return (range(start, min(start + size, count)) for start in range(0, count, size))

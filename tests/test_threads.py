@@ -1,0 +1,142 @@
+"""What touches the whole state runs in worker threads, in pieces, and its bits do not depend on the number of threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spes_p2p.content import bases
+from spes_p2p.net.interfaces import World
+from spes_p2p.peer import base_store, own_work, replica
+from spes_p2p.rounds import base as base_file
+from spes_p2p.rounds import digest, next_base
+from spes_p2p.rounds.base import load_base, pieces_of, stage_base
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_AT_ONCE, piece_digest, piece_digests, root_digest
+from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.storage.threads import in_threads, spans, threads_here
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+
+THREADS = (1, 2, 5)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_results_come_in_order_whatever_thread_is_first(threads: int) -> None:
+    first_may_end = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 0 and threads > 1:
+            assert first_may_end.wait(10)
+        first_may_end.set()
+        return item * item
+
+    assert list(in_threads(work, iter(range(100)), threads)) == [item * item for item in range(100)]
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_an_error_in_a_thread_ends_the_work(threads: int) -> None:
+    begun = itertools.count()
+
+    def work(item: int) -> None:
+        next(begun)
+        if item == 3:
+            raise ValueError(item)
+
+    with pytest.raises(ValueError, match="3"):
+        list(in_threads(work, iter(range(10**6)), threads))
+    assert next(begun) < 100
+
+
+def test_spans_cover_a_range_once() -> None:
+    assert list(itertools.chain(*spans(23, 5))) == list(range(23))
+    assert list(spans(0, 5)) == []
+
+
+def test_the_threads_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_here() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads_here() >= 1
+
+
+def test_digests_and_file_of_a_base_are_the_same_with_any_number_of_threads(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal(2 * PIECES_AT_ONCE * PIECE_ELEMENTS + 77, np.float32)
+    right = b"".join(map(piece_digest, pieces_of(values)))
+    files = set[bytes]()
+    for threads in THREADS:
+        assert piece_digests(values, threads) == right
+        store = DirectoryStore(tmp_path / str(threads))
+        staged = stage_base(store, "c" * 64, 1, None, pieces_of(values), threads=threads)
+        assert (staged.base.pieces, staged.base.digest) == (right, root_digest(right))
+        staged.draft.publish()
+        files.add(bytes(store.read("base") or b""))
+        loaded = load_base(store, values.size, "here", threads=threads)
+        assert loaded is not None
+        assert loaded.pieces == right
+    assert len(files) == 1
+
+
+class Watched:
+    """Lets peers' worker threads, which run inline in virtual time, be told from the event loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls: dict[str, int] = {}
+        self._depth = 0
+        self._patch = monkeypatch
+
+    def around(self, world: World) -> World:
+        async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+            def inside(*args: Any) -> Any:
+                self._depth += 1
+                try:
+                    return function(*args)
+                finally:
+                    self._depth -= 1
+
+            return await world.run_blocking(inside, *args)
+
+        return dataclasses.replace(world, run_blocking=run_blocking)
+
+    def watch(self, module: Any, name: str) -> None:
+        """Fail when this function of a module is called on the event loop."""
+        function = getattr(module, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            assert self._depth, f"{name} on the event loop"
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return function(*args, **options)
+
+        self._patch.setattr(module, name, watched)
+
+
+def test_no_peer_touches_the_whole_state_on_its_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(80))
+        for name in "WABCD":
+            swarm.around[name] = watched.around
+        functions = (
+            (digest, "piece_digest"), (base_file, "piece_digest"), (next_base, "write_piece"), (bases, "piece_digests"),
+            (base_store, "load_base"), (base_store, "stage_base"), (base_store, "write_checkpoint"), (bases, "_begin"),
+            (own_work, "take_checkpoint"), (replica, "load_checkpoint"),
+        )
+        swarm.start_all()
+        for module, name in functions:
+            watched.watch(module, name)
+        await swarm.until_round(2)
+        swarm.restart("B")
+        swarm.start("D")
+        await swarm.until_round(4)
+        swarm.lose_disk("C")
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert watched.calls.keys() >= {name for _, name in functions} - {"piece_digests"}
+
+    simulate(main)
