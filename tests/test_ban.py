@@ -56,6 +56,7 @@ async def finish(swarm: VirtualSwarm) -> None:
     assert all(peer.finished for peer in swarm.peers.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("victim", ["coordinator", "follower"])
 def test_a_banned_peer_loses_seat_and_experts_in_the_round_that_applies_the_record(victim: str, overlap: bool) -> None:
@@ -148,7 +149,7 @@ def test_a_newcomer_that_is_banned_already_ends_with_the_reason() -> None:
 
 def test_a_lifted_ban_lets_the_peer_back_in() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=600))
+        swarm = VirtualSwarm(campaign(total_steps=450))
         swarm.start_all()
         await swarm.until_round(1)
         number, life = await ban(swarm, "C")

@@ -517,7 +517,7 @@ def test_another_schedule_holds_for_all_from_its_round_on_for_joiners_and_after_
     ('{"learning_rate":-1}', [10, 20, 30, 40, 50, 60]),
     ("[[", [10, 20, 30, 40, 50, 60]),
 ])  # fmt: skip
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_out_by_all(fields: str, steps: list[int]) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=60))

@@ -103,6 +103,7 @@ def test_how_many_experts_a_peer_trains(mode: str, owners: int, experts: int) ->
     assert only_run(mode=mode, owners=owners).experts_per_peer == experts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["spes", "diloco"])
 def test_a_run_gives_the_same_result_again(mode: str) -> None:
     run = only_run(mode=mode, peers=2)

@@ -33,6 +33,7 @@ def base_of(swarm: VirtualSwarm, name: str) -> np.ndarray:
     return (swarm.helper if name == "W" else swarm.peers[name]).replica.base.values
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("codec", "overlap"), [("int4", False), ("fp16", True)])
 def test_all_replicas_agree_through_restarts_replays_and_joins_under_attack(codec: str, overlap: bool) -> None:
     async def main() -> None:

@@ -8,6 +8,7 @@ from spes_p2p.consensus.electorate import incarnations_of
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", ["B", "W"])
 def test_the_next_commit_lists_the_new_disk_and_its_elector_votes_again(lost: str) -> None:
     async def main() -> None:

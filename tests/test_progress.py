@@ -33,6 +33,7 @@ async def swarm_at_round_2(names: str = "ABCD") -> VirtualSwarm:
     return swarm
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("push", [hang, swallow])
 def test_a_silent_reducer_costs_some_silences_and_is_named(push: object) -> None:
     async def main() -> None:

@@ -10,6 +10,7 @@ from spes_p2p.testing.memory import run_virtual
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("killed", ["AB", "ABC"])
 def test_a_swarm_goes_on_when_most_of_it_dies_at_once(killed: str) -> None:
     async def main() -> None:

@@ -44,7 +44,7 @@ def until_reached(swarm: VirtualSwarm, name: str, point: tuple[str, str], act: C
 
 
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))
@@ -172,7 +172,7 @@ async def starts_again(swarm: VirtualSwarm, run_dir: Path) -> str | None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", [*HARMS, "deleted", "an older one"])
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 def test_a_harmed_file_of_a_run_dir_is_recovered_or_refused_with_the_reason(tmp_path: Path, name: str, harm: str) -> None:
     run_dir, earlier = tmp_path / "run", tmp_path / "earlier"
 

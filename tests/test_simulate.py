@@ -376,7 +376,7 @@ def _somebody_weighs_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("harm", [_work_counts_twice, _reducers_leave_somebody_out, _somebody_weighs_otherwise])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_work_that_counts_twice_or_not_at_all_is_found_though_all_have_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, harm: Callable[[pytest.MonkeyPatch], None], overlap: bool
 ) -> None:

@@ -45,6 +45,7 @@ def test_peers_agree_bit_for_bit_after_every_round() -> None:
     simulate(main)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("evaluation_s", [pytest.param(0.01, marks=pytest.mark.slow), 1.0, 8.0])
 def test_every_peer_hears_what_the_last_base_is_worth(overlap: bool, evaluation_s: float) -> None:
@@ -69,6 +70,7 @@ def test_every_peer_hears_what_the_last_base_is_worth(overlap: bool, evaluation_
     simulate(main)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_base_in_memory_has_the_bits_of_one_on_disk_and_others_are_served_from_the_file(overlap: bool) -> None:
     async def main() -> None:
@@ -243,6 +245,7 @@ def test_who_lost_the_coordinator_first_is_in_the_round_of_the_next() -> None:
     assert simulate(main).kind in (Kind.PLAN, Kind.PASSED)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("voters", [1, 2])
 def test_a_commit_that_was_accepted_before_its_coordinator_died_is_the_one_decided(voters: int) -> None:
     """With a majority of votes it was decided; with one, the next coordinator, which sees that vote, must propose it too."""
@@ -479,7 +482,7 @@ def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> No
 
 
 @pytest.mark.parametrize("delay_s", [0.1, 3.0, 10.0, 10.2, 10.3, 10.4, 10.6, 10.8])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_who_leaves_politely_loses_no_sample_and_its_experts_find_owners_at_once(delay_s: float) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=150))

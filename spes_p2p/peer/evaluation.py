@@ -1,8 +1,12 @@
-"""Evaluation of the base on held-out text: the trainers take turns; the next announcement carries the loss."""
+"""Evaluation of the base on held-out text; the next announcement carries the loss.
+
+The trainers take turns. In an open campaign all trainers that the owner vouched for evaluate, as long as there are any.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 
 from spes_p2p.consensus.control import is_stopped
 from spes_p2p.peer.node import Node
@@ -28,7 +32,7 @@ class Evaluation:
     async def evaluate_if_due(self) -> None:
         """Evaluate a new base when it is this peer's turn."""
         base, is_last = self._replica.base, has_last_base(self._node, self._replica)
-        if self._evaluator() != self._node.peer_id or (base.round % self._every_rounds and not is_last):
+        if self._node.peer_id not in self._evaluators() or (base.round % self._every_rounds and not is_last):
             return
         self._reporter.set_state("evaluating")
         loss = float(await self._node.world.run_blocking(self._replica.validation_loss))
@@ -38,15 +42,22 @@ class Evaluation:
 
     def learn_last_loss(self) -> bool:
         """Take the loss of the last base from its evaluator's contact; return whether it is known or will never be."""
-        base, evaluator = self._replica.base, self._evaluator()
-        contact = self._node.contacts.get(evaluator or "")
-        loss = contact.validation_loss if contact is not None and contact.commit == base.commit else None
-        if loss is not None and math.isfinite(loss) and self._reporter.evaluated_round != base.round:
-            self._reporter.evaluated(base.round, loss)
-        return evaluator is None or self._reporter.evaluated_round == base.round
+        base, evaluators = self._replica.base, self._evaluators()
+        contacts = [self._node.contacts[peer] for peer in evaluators if peer in self._node.contacts]
+        losses = [each.validation_loss for each in contacts if each.commit == base.commit and each.validation_loss is not None]
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if finite and self._reporter.evaluated_round != base.round:
+            self._reporter.evaluated(base.round, statistics.median_low(finite))
+        return not evaluators or self._reporter.evaluated_round == base.round
 
-    def _evaluator(self) -> str | None:
-        """Return the trainer whose turn it is to evaluate this base."""
+    def _evaluators(self) -> tuple[str, ...]:
+        """Return the trainers that evaluate this base."""
         base, every = self._replica.base, self._every_rounds
         trainers = trainers_of(base.plan) if base.plan is not None else ()
-        return trainers[(base.round // every) % len(trainers)] if every and trainers else None
+        if base.plan is None or not every or not trainers:
+            return ()
+        if self._node.campaign.config.admission == "open":
+            vouched = tuple(each.peer for each in base.plan.members if each.trains and each.standing == "vouched")
+            if vouched:
+                return vouched
+        return (trainers[(base.round // every) % len(trainers)],)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.errors import UserError, version_advice
@@ -20,6 +20,7 @@ from spes_p2p.peer.announcing import Announcer, Capacity
 from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
+from spes_p2p.peer.guard import Guard
 from spes_p2p.peer.leaving import LeaveRequest, serve_last_results, serve_until_asked_to_leave
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
@@ -28,6 +29,7 @@ from spes_p2p.peer.replica import MakeTrainer, Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.rounds.selftest import check_arithmetic
 
 logger = logging.getLogger(__name__)
@@ -46,8 +48,12 @@ class Peer:
         where: str,
         archive: Archive = NO_ARCHIVE,
         base_in_memory: bool = False,
+        held_out: Iterable[HeldOut] = (),
     ):
-        """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets."""
+        """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets.
+
+        `held_out`: evaluations of earlier bases, from the journal.
+        """
         self.node = node
         self.layout = layout
         self.replica = Replica(node, layout, observer, base_in_memory)
@@ -61,6 +67,7 @@ class Peer:
         self._samples = AssignedSamples()
         self._reporter = EventReporter(node, self.replica, observer)
         self._evaluation = Evaluation(node, self.replica, self._reporter)
+        self._guard = Guard(node, held_out)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
         self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases)
         self.coordinators = CoordinatorService(node, self.replica, self.phases, self._reporter)
@@ -189,6 +196,7 @@ class Peer:
         for each in applied:
             self.node.straggler_delay.extend(each.plan.proposal.straggler_delay)
             self._reporter.committed(each, seconds)
+            self._guard.saw(each.plan)
         if not applied or applied[-1].decided.commit.id != self.replica.base.commit:
             self._reporter.restored(self._source_of_base())
         world = self.node.world

@@ -123,7 +123,7 @@ def make_plan(
         members=members,
         tokens=tokens,
         loss=_mean_loss(announcements),
-        validation_loss=held_out_loss(announcements, commit.helpers),
+        validation_loss=held_out_loss(announcements, {each.peer for each in members if each.standing == "vouched"}),
         step=step,
         merge=Merge(alpha, proposal.donors) if proposal.donors is not None and alpha > 0 else None,
         assignments=assignments,

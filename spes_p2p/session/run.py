@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from spes_p2p.observe.events import Observer
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
+from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.genesis import fetch_genesis, load_or_make_genesis
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
@@ -96,9 +98,11 @@ async def _live_as_bootstrap(
         world = extension.around(world_of(net, store, settings))
         node = await make_node(net, world, files, genesis, "helper", observers.all, invitation)
         await serve_text(node, await asyncio.to_thread(text_to_serve, files, settings.run_dir))
+        records = observers.history.rounds.records
         helper = Peer(
             node, layout_of(files.campaign.config.model), None, NOTHING_TO_TRAIN, observers.all, observers.status,
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
+            held_out=[HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)],
         )
         leave_on_signals(helper.leave)
         async with remembering(node, observers.history):
