@@ -61,6 +61,7 @@ FromAddresses = Annotated[
 ]
 Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable.")]
 Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that other peers dial, for use behind NAT; repeatable.")]
+Memory = Annotated[str | None, typer.Option(help="Memory budget of the device: 12GiB. Default: all free.")]
 MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
 MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
@@ -189,15 +190,15 @@ def join(
     run_dir: RunDir = Path("runs/peer"),
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     experts: Annotated[str | None, typer.Option(help="Maximum number of experts to train: auto or a number.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory budget for --experts auto: 12GiB. Default: all free.")] = None,
+    memory: Memory = None,
     stored: Annotated[str | None, typer.Option(help="Format of the experts of other peers: auto, fp32, bf16 or int8.")] = None,
-    stored_on: Annotated[str | None, typer.Option(help="Memory that holds the experts of other peers: device or host.")] = None,
+    stored_on: Annotated[str | None, typer.Option(help="Memory for the experts of other peers: auto, device or host.")] = None,
     backend: Annotated[str | None, typer.Option(help="Expert kernels: auto, grouped_mm, eager or megablocks.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw, or adamw8bit (needs torchao).")] = None,
-    activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Recompute activations: less memory, more time.")
-    ] = False,
-    micro_batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="auto, adamw, or adamw8bit (needs torchao).")] = None,
+    activation_checkpointing: Annotated[bool | None, typer.Option(
+        "--activation-checkpointing/--no-activation-checkpointing",
+        help="Recompute activations: less memory, more time. Default: if experts need it.")] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass. Default: as many as fit.")] = None,
     base: Annotated[str | None, typer.Option(help="Where to keep the base: disk, or ram (4 bytes per value).")] = None,
     data_dir: Annotated[
         list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")
@@ -220,15 +221,14 @@ def join(
 ) -> None:
     """Join a campaign and train. Needs only the address of a peer. Ctrl-C leaves cleanly."""
     from spes_p2p.config.campaign import make_peer_config
-    from spes_p2p.config.quantities import parse_bytes
 
     settings = make_peer_config(
         run_dir=run_dir, device=device, experts=_number_or_word(experts),
-        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
+        memory_bytes=_bytes(memory, "--memory"),
         stored=stored, stored_on=stored_on, backend=backend,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         base=base, data_dir=data_dir,
-        token_cache_bytes=None if token_cache is None else parse_bytes(token_cache, "--token-cache"),
+        token_cache_bytes=_bytes(token_cache, "--token-cache"),
         private_urls=private_urls or None,
         listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
@@ -403,6 +403,7 @@ def doctor(
     addresses: Addresses,
     run_dir: RunDir = Path("runs/peer"),
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    memory: Memory = None,
     listen: Listen = None,
     announce: Announce = None,
     as_json: AsJson = False,
@@ -410,7 +411,9 @@ def doctor(
     """Check whether this machine can train in a campaign, and what to fix. Exits with code 1 if a check fails."""
     from spes_p2p.config.campaign import make_peer_config
 
-    settings = make_peer_config(run_dir=run_dir, device=device, listen=listen, announce=announce)
+    settings = make_peer_config(
+        run_dir=run_dir, device=device, memory_bytes=_bytes(memory, "--memory"), listen=listen, announce=announce
+    )
     _log("error", False)
     with _waiting("checking this machine and its connection to the swarm"):
         from spes_p2p.client.doctor import examine, report, worst
@@ -458,7 +461,8 @@ def plan(
     memory_bytes, line = parse_bytes(memory, "--memory"), parse_bits_per_second(bandwidth, "--bandwidth")
     campaign = load_campaign_config(config)
     from spes_p2p.campaign.plan_table import plan_json, render_plan
-    from spes_p2p.campaign.planner import Device, plan_peer
+    from spes_p2p.campaign.planner import plan_peer
+    from spes_p2p.campaign.room import Device
 
     made = plan_peer(campaign, Device("cuda", memory_bytes), line, peers, "--memory")
     if as_json:
@@ -641,6 +645,12 @@ def _check_invitation(given: str | None) -> None:
 
 def _number_or_word(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+def _bytes(text: str | None, option: str) -> int | None:
+    from spes_p2p.config.quantities import parse_bytes
+
+    return None if text is None else parse_bytes(text, option)
 
 
 def _rate(text: str | None, option: str) -> float | None:

@@ -93,11 +93,22 @@ def test_the_loss_in_chunks_and_its_gradients_are_those_of_the_whole_logits(toke
     hidden, head, targets = head_and_tokens(tokens)
     cross_entropy, z = whole_logits(hidden, head, targets, z_weight)
     expected = torch.autograd.grad(0.25 * (cross_entropy + z), (hidden, head))
-    found = head_loss(hidden, head, targets, z_weight)
+    found = head_loss(hidden, head, targets, z_weight, share=0.25)
     torch.testing.assert_close((found.cross_entropy, z_weight * found.z_loss), (cross_entropy.detach(), z.detach()))
-    torch.testing.assert_close(found.total, cross_entropy + z)
-    actual = torch.autograd.grad(0.25 * found.total, (hidden, head))
+    torch.testing.assert_close(found.total, 0.25 * (cross_entropy + z))
+    actual = (*torch.autograd.grad(found.total, hidden), head.grad)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_the_heads_gradient_adds_up_over_micro_batches_in_the_array_that_is_there() -> None:
+    hidden, head, targets = head_and_tokens(64)
+    (expected,) = torch.autograd.grad(whole_logits(hidden, head, targets, 0.1)[0], head)
+    head_loss(hidden[:16], head, targets[:16], share=0.25).total.backward()
+    assert head.grad is not None
+    place = head.grad.data_ptr()
+    head_loss(hidden[16:], head, targets[16:], share=0.75).total.backward()
+    assert head.grad.data_ptr() == place
+    torch.testing.assert_close(head.grad, expected, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -105,7 +116,9 @@ def test_the_loss_in_chunks_computes_in_the_autocast_dtype_and_adds_up_in_float3
     hidden, head, targets = (t.detach().to(device).requires_grad_(t.requires_grad) for t in head_and_tokens(4 * LOSS_CHUNK))
     expected = torch.autograd.grad(torch.stack(whole_logits(hidden, head, targets, 0.1)).sum(), (hidden, head))
     with torch.autocast(device, torch.bfloat16):
-        actual = torch.autograd.grad(head_loss(hidden, head, targets, 0.1).total, (hidden, head))
+        (of_hidden,) = torch.autograd.grad(head_loss(hidden, head, targets, 0.1).total, hidden)
+    assert head.grad is not None
+    actual = (of_hidden, head.grad)
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.dtype == torch.float32
         assert 1e-4 < (mine - theirs).norm() / theirs.norm() < 1e-2

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p.campaign.planner import Choice, DiskBytes, bootstrap_disk_bytes, disk_bytes
+from spes_p2p.campaign.planner import DiskBytes, bootstrap_disk_bytes, disk_bytes
+from spes_p2p.campaign.room import Choice
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.output import VOTES
 from spes_p2p.content.bases import PINNED_S

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from spes_p2p.campaign.free_memory import measured
-from spes_p2p.campaign.planner import Device, most_experts, plan_options
+from spes_p2p.campaign.room import Device, find_room
 from spes_p2p.config.campaign import CampaignConfig, load_campaign_config, parse_campaign_config
 from spes_p2p.config.quantities import parse_bytes
 from spes_p2p.errors import UserError
@@ -352,10 +352,7 @@ def bench_capped_step(config: CampaignConfig, cap: int, rounds: int, device: tor
     On CUDA, the peer cannot allocate more than the cap, and the report compares the allocator's peak with the prediction.
     """
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-    options = plan_options(config, kind)
-    if importlib.util.find_spec("torchao") is None:
-        options = replace(options, optimizer=("adamw",))
-    choice = most_experts(config, Device(kind, cap), options, "--cap")
+    choice = find_room(config, Device(kind, cap, has_adamw8bit=importlib.util.find_spec("torchao") is not None), "--cap")
     micro_batch = choice.setup.micro_batch
     training = config.training.model_copy(update={"batch_size": 2 * micro_batch, "instance_filter": False})
     config = config.model_copy(update={"training": training})

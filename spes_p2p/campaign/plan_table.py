@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from spes_p2p.campaign.planner import Choice, PeerPlan
+from spes_p2p.campaign.planner import PeerPlan
+from spes_p2p.campaign.room import Choice
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import Setup
@@ -44,6 +45,7 @@ def render_plan(plan: PeerPlan) -> Table:
     whole, shared, expert = map(_parameters, (plan.parameters, plan.shared_parameters, plan.expert_parameters))
     table.add_row("parameters", f"{whole} ({shared} shared, {plan.num_experts} experts of {expert})")
     table.add_row("fits", describe_setup(plan.choice.setup, plan.num_experts))
+    table.add_row("speed", str(plan.costs))
     table.add_row("join with", join_flags(plan.choice.setup))
     table.add_row("device memory", _device(plan.choice, plan.target.reserved))
     with_base = human_bytes(plan.host_with_base.total)

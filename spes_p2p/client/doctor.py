@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ import psutil
 import torch
 
 from spes_p2p.campaign.files import CampaignFiles, fetch_campaign
-from spes_p2p.campaign.free_memory import choose_device, measured
-from spes_p2p.campaign.plan_table import describe_setup, join_flags
-from spes_p2p.campaign.planner import Choice, disk_bytes, host_bytes, join_options, most_experts, round_traffic
+from spes_p2p.campaign.host_memory import host_bytes
+from spes_p2p.campaign.plan_table import join_flags
+from spes_p2p.campaign.planner import disk_bytes, round_traffic
+from spes_p2p.campaign.room import Choice, nearest
+from spes_p2p.campaign.speed import costs_of
 from spes_p2p.client.doctor_checks import (
     Check,
     judge_bandwidth,
@@ -46,6 +47,7 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.transport import Libp2pTransport
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.units import human_bytes
+from spes_p2p.session.resources import choose_resources
 
 START_TIMEOUT_S = 30.0
 SILENCE_S = 10.0
@@ -171,21 +173,22 @@ async def _capacity(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaign
     """Check what this machine would train, and whether memory, disk and bandwidth suffice for it."""
     config = files.campaign.config
     try:
-        device = choose_device(settings.device)
-        free = replace(measured(device), base_in_memory=settings.base == "ram")
-        choice = most_experts(config, free, join_options(config, free.kind), f"free memory ({device})")
+        resources = choose_resources(settings, config)
     except UserError as error:
         return [Check("device", "failure", str(error), "run spes-p2p plan for the memory that training needs")]
-    setup = describe_setup(choice.setup, config.model.moe_num_experts)
-    found = f"{device} with {human_bytes(free.memory)} free trains {setup}"
-    values = {"device": device, "free_bytes": free.memory, "experts": choice.setup.owned, "join_with": join_flags(choice.setup)}
+    device, choice = resources.device, resources.choice
+    found = f"{device.kind} with {human_bytes(device.memory)} free trains {resources.description}"
+    values = {
+        "device": device.kind, "free_bytes": device.memory, "experts": choice.setup.owned,
+        "join_with": join_flags(choice.setup), "slowdown_estimated": costs_of(config, choice.setup).total,
+    }
     checks = [Check("device", "pass", found, values=values)]
     if choice.setup.owned == 0:
-        advice = "it trains only the shared weights; free memory, or run spes-p2p plan for options that need less"
+        advice = f"it trains only the shared weights; to train an expert: {nearest(config, device, {}, 1)}"
         checks = [Check("device", "warning", found, advice, values)]
-    if free.kind != "cpu":
+    if device.kind != "cpu":
         available = psutil.virtual_memory().available
-        needed = host_bytes(config, choice, free.base_in_memory).total
+        needed = host_bytes(config, choice.setup, device.base_in_memory).total
         checks.append(judge_space("host memory", needed, available, "close other programs"))
     share = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
     disk = shutil.disk_usage(_existing(settings.run_dir)).free

@@ -280,17 +280,18 @@ class PeerConfig(Section):
     memory_bytes: Positive | None = Field(
         None, description="Memory budget of the device for experts = auto (--memory 12GiB). Default: all free memory.")
     stored: Literal["auto", "fp32", "bf16", "int8"] = Field(
-        "auto", description="Format of the experts of other peers; auto: fp32 on a CPU, bf16 on CUDA, or what fits.")
-    stored_on: Literal["device", "host"] = Field(
-        "device", description="Memory that holds the experts of other peers. host copies each layer twice per step.")
+        "auto", description="Format of the experts of other peers; auto, here and below: what allows most experts, at the "
+        "least estimated cost in speed (docs/memory.md).")
+    stored_on: Literal["auto", "device", "host"] = Field(
+        "auto", description="Memory that holds the experts of other peers. host copies each layer twice per forward pass.")
     backend: Literal["auto", "grouped_mm", "eager", "megablocks"] = Field(
         "auto", description="Expert kernels; auto: grouped_mm if the sizes allow it, otherwise eager.")
-    optimizer: Literal["adamw", "adamw8bit"] = Field(
-        "adamw", description="Moments in float32, or in 8 bits (needs torchao).")
-    activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, about a third more time.")
+    optimizer: Literal["auto", "adamw", "adamw8bit"] = Field(
+        "auto", description="Moments in float32, or in 8 bits (needs torchao).")
+    activation_checkpointing: bool | None = Field(
+        None, description="Recompute activations in the backward pass: less memory, about a third more time. Default: as auto.")
     micro_batch_size: Positive | None = Field(
-        None, description="Samples per forward pass on this machine. Default: the campaign's.")
+        None, description="Samples per forward pass on this machine. Default: as auto, at most the campaign's.")
     base: Literal["disk", "ram"] = Field(
         "disk", description="Where to keep the base and the data of a round: in memory-mapped files, or in memory, 4 bytes per "
                             "value (--base ram), where other programs cannot evict them.")

@@ -23,17 +23,26 @@ def training_flops_per_token(model: ModelSection, sequence_length: int, owned: S
     low-rank terms, which are all trained; q is the width of all query heads.
     """
     layout, shape = layout_of(model), shape_of(model)
-    looked_up = next(t.spec.size for t in layout.tensors if "embed_tokens" in t.spec.name)
-    matrices = sum(
-        t.spec.size for t in layout.tensors if t.spec.expert is None and len(t.spec.shape) > 1 and not t.spec.is_low_rank
-    )
-    shared = matrices - (0 if shape.is_tied else looked_up)
+    shared = _shared_products(model) + shape.vocab_size * shape.hidden_size
     routed = shape.top_k * layout.expert(0).size
     attention = 6 * shape.num_hidden_layers * sequence_length * shape.query_size
     hidden, inner = shape.hidden_size, shape.intermediate_size
     terms = model.moe_low_rank * (6 * (2 * inner + hidden) + 4 * (hidden + inner))  # B is trained, A is not
     low_rank = shape.num_hidden_layers * shape.top_k * terms
     return 6 * shared + (4 + 2 * len(owned) / shape.num_experts) * routed + low_rank + attention
+
+
+def layers_forward_flops_per_token(model: ModelSection, sequence_length: int) -> float:
+    """Return what activation checkpointing computes again: 2 N + 2 L S q, with N without the output head."""
+    shape = shape_of(model)
+    weights = _shared_products(model) + shape.top_k * layout_of(model).expert(0).size
+    return 2 * weights + 2 * shape.num_hidden_layers * sequence_length * shape.query_size
+
+
+def _shared_products(model: ModelSection) -> int:
+    """Weights of the layers' matrices that every token visits, without embedding, head and low-rank terms."""
+    specs = (placed.spec for placed in layout_of(model).tensors)
+    return sum(s.size for s in specs if s.expert is None and s.layer is not None and len(s.shape) > 1 and not s.is_low_rank)
 
 
 def peak_flops(device_name: str) -> float | None:

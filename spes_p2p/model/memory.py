@@ -11,14 +11,15 @@ other matrices, such as a shared expert's; V: vocabulary; w = 4 bytes, 2 in bf16
 
 the norms' inputs and outputs, attention's operands and result, then the experts' input, output, gated halves, the owned ones'
 product, the narrow inputs of the low-rank terms of rank r, the router's probabilities and the indices. The last norm saves 8 H,
-and the loss, which computes its gradients in the forward pass (training/head_loss.py), 4 H per token and 4 V H once; in bf16
-the cast copies of all matrices except the experts and the head are also saved. With checkpointing, a layer saves its input,
-4 H, and one layer at a time is complete.
+and the loss, which computes its gradients in the forward pass (training/head_loss.py), 4 H per token; in bf16 a layer also
+saves cast copies of its matrices except the experts. With checkpointing, a layer saves its input, 4 H, and one layer at a time
+is complete.
 
-Working memory is temporary: in the loss, logits of LOSS_CHUNK tokens (in bf16 in both widths) and a cast copy of the head; in a
-layer, decoded experts, their gradient, twice that of their low-rank terms, and gradients of its activations; at the end of the
-backward pass the gradient of the embedding, added to the head's if the two are tied; in AdamW's step, a square root of the
-largest parameter group; in Muon's, bf16 copies of one matrix at a time.
+Working memory is temporary: in the loss, the last hidden states twice, logits of LOSS_CHUNK tokens (in bf16 in both widths) and
+a cast copy of the head; in a layer, decoded experts, their gradient, twice that of their low-rank terms, and gradients of its
+activations; at the end of the backward pass the gradient of the embedding; in AdamW's step with 8-bit moments, which it
+decodes, or with corrected ones (`second_moment_peers`), two float32 copies of the largest tensor; in Muon's, bf16 copies of one
+matrix.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Setup:
     """Activation checkpointing."""
     muon: bool = False
     """Whether the campaign trains matrices of attention and experts with Muon."""
+    corrected: bool = False
+    """Whether the campaign corrects AdamW's second moments (`training.second_moment_peers`)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
     shared, expert = shared_elements(layout), layout.expert(0).size
     trained = shared + setup.owned * expert
     activations, working = _Pass(model, sequence_length, setup).highest()
-    optimizer_working = 4 * max(shared, expert)
+    has_copies = setup.optimizer == "adamw8bit" or setup.corrected
+    optimizer_working = 8 * max(placed.spec.size for placed in layout.tensors) if has_copies else 0
     layers = shape_of(model).num_hidden_layers
     layers_there = min(SLOTS, layers) if setup.stored_on == "host" else layers
     return DeviceBytes(
@@ -166,21 +170,20 @@ class _Pass:
         self._shape, self._setup = shape_of(model), setup
         self._tokens = setup.micro_batch * sequence_length
         self._width = 2 if setup.bf16 else 4
-        self._cast_copies = 2 * _multiplied_elements(layout_of(model)) if setup.bf16 else 0
+        self._cast_copies = 2 * _multiplied_elements(layout_of(model)) // self._shape.num_hidden_layers if setup.bf16 else 0
 
     def saved(self) -> int:
         """Bytes saved at the end of the forward pass."""
-        return self.layers_saved() + self.head_saved() + self._cast_copies
+        return self.layers_saved() + self.head_saved()
 
     def highest(self) -> tuple[int, int]:
         """Return (activations, working) bytes at the largest of three peaks: loss, backward pass of the last layer, of the
         embedding."""
         layer = self.layer_saved() if self._setup.checkpointing else 0
-        tied = self._head() if self._shape.is_tied else 0
         peaks = (
             (self.saved(), self._loss_working()),
-            (self.layers_saved() + self._cast_copies + layer, self._layer_working() + tied),
-            (self._cast_copies, self._head() + tied),
+            (self.layers_saved() + layer, self._layer_working()),
+            (0, self._vocabulary()),
         )
         return max(peaks, key=sum)
 
@@ -190,7 +193,7 @@ class _Pass:
         return self._shape.num_hidden_layers * layer
 
     def layer_saved(self) -> int:
-        """Bytes saved by one layer without checkpointing."""
+        """Bytes saved by one layer without checkpointing, with the cast copies of its matrices."""
         m, w = self._shape, self._width
         hidden, heads = m.hidden_size, m.query_size + m.key_size
         norms = heads if m.has_query_norm else 0
@@ -204,26 +207,29 @@ class _Pass:
         narrow = 2 * m.low_rank
         experts = w * m.top_k * (hidden + kept_input + (3 + share) * m.intermediate_size + narrow)
         router = 12 * m.num_experts + 36 * m.top_k + 4 * m.num_heads
-        return round(self._tokens * (attention + experts + router))
+        return round(self._tokens * (attention + experts + router)) + self._cast_copies
 
     def head_saved(self) -> int:
-        """Bytes saved by the last norm, and the gradients that the loss computed."""
-        return self._tokens * 12 * self._shape.hidden_size + self._head()
+        """Bytes saved by the last norm, and the gradient of the hidden states that the loss computed."""
+        return self._tokens * 12 * self._shape.hidden_size
 
-    def _head(self) -> int:
-        """Bytes of the head, of its gradient, or of the embedding's gradient."""
+    def _vocabulary(self) -> int:
+        """Bytes of the head, or of the embedding's gradient."""
         return 4 * self._shape.vocab_size * self._shape.hidden_size
 
     def _loss_working(self) -> int:
-        """Logits of a chunk, reused for their gradient; in bf16 also a bf16 copy of them and of the head, and row blocks."""
+        """Hidden states and a copy of them; logits of a chunk, reused for their gradient; in bf16 also a bf16 copy of those and
+        of the head, and row blocks."""
         logits = min(LOSS_CHUNK, self._tokens) * self._shape.vocab_size
+        hidden = 8 * self._shape.hidden_size * self._tokens
         if not self._setup.bf16:
-            return 4 * logits
+            return hidden + 4 * logits
         pieces = min(PRODUCT_ROWS, self._shape.vocab_size) * self._shape.hidden_size
-        return 6 * logits + self._head() // 2 + 6 * pieces
+        return hidden + 6 * logits + self._vocabulary() // 2 + 6 * pieces
 
     def _layer_working(self) -> int:
-        """Decoded foreign experts, or gradients of the owned ones (in bf16, then float32), and rows of the experts' inputs."""
+        """Decoded foreign experts, or gradients of the owned ones (in bf16, then float32); gradients of the experts' rows and
+        of the layer's output."""
         m, w, setup = self._shape, self._width, self._setup
         matrix = w * 2 * m.intermediate_size * m.hidden_size
         # A CPU decodes one at a time (model/backends.py).
@@ -231,7 +237,8 @@ class _Pass:
         decoded = 0 if STORED_BYTES[setup.stored] == w else foreign
         rows = w * m.top_k * self._tokens * (m.intermediate_size + m.hidden_size)
         terms = 4 * m.num_experts * m.low_rank * max(2 * m.intermediate_size, m.hidden_size)
-        return matrix * max(decoded, (3 if setup.bf16 else 1) * setup.owned) + rows + 2 * terms
+        of_output = 4 * m.hidden_size * self._tokens
+        return matrix * max(decoded, (3 if setup.bf16 else 1) * setup.owned) + rows + of_output + 2 * terms
 
 
 @lru_cache(maxsize=8)

@@ -1,15 +1,17 @@
-"""How a trainer uses its machine: device, number of experts, storage options."""
+"""How a trainer uses its machine: device, number of experts, and the options with which they fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spes_p2p.campaign.free_memory import choose_device, measured
 from spes_p2p.campaign.plan_table import describe_setup
-from spes_p2p.campaign.planner import Device, join_options, most_experts
+from spes_p2p.campaign.room import Choice, Device, find_room, needed_bytes, smallest
+from spes_p2p.campaign.speed import costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.errors import UserError
-from spes_p2p.model.stored import StoredFormat
+from spes_p2p.observe.units import human_bytes
 from spes_p2p.training.options import TrainingOptions, check_options
 
 
@@ -17,56 +19,67 @@ from spes_p2p.training.options import TrainingOptions, check_options
 class Resources:
     """Device, number of experts and training options of a trainer."""
 
-    device: str
-    experts: int
-    """Maximum number of experts to train."""
+    device: Device
+    """With its free memory."""
+    choice: Choice
     options: TrainingOptions
     description: str
-    """Shown to the user."""
+    """What was chosen, and what it costs in speed; shown to the user."""
+
+    @property
+    def experts(self) -> int:
+        """Maximum number of experts to train."""
+        return self.choice.setup.owned
 
 
 def choose_resources(settings: PeerConfig, config: CampaignConfig) -> Resources:
-    """Return the requested number of experts, or as many as fit in free memory, with matching options.
+    """Return `resources_on` this machine. Raises UserError also for options or a device that it lacks."""
+    resources = resources_on(measured(choose_device(settings.device)), settings, config)
+    check_options(config.model, resources.options, resources.device.kind)
+    return resources
 
-    Raises UserError for more experts than the model has, for options or a device that this machine lacks, or if the shared
-    weights do not fit.
+
+def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -> Resources:
+    """Return what a peer with this device trains: as many experts as fit, or as requested, with the options that were given.
+
+    Raises UserError for more experts than the model has, or, with `experts: auto`, if the shared weights do not fit. A
+    requested number that does not seem to fit is described as such and tried.
     """
-    device, wanted, experts = choose_device(settings.device), settings.experts, config.model.moe_num_experts
-    fitting: StoredFormat | None = None
+    device = replace(device.at_most(settings.memory_bytes), base_in_memory=settings.base == "ram")
+    wanted, experts, asked = settings.experts, config.model.moe_num_experts, _asked(settings)
+    name = "--memory" if device.memory == settings.memory_bytes else f"free memory ({device.kind})"
+    doubt = ""
     if wanted == "auto":
-        chosen, fitting, description = as_many_as_fit(settings, config, measured(device))
+        choice = find_room(config, device, name, asked)
     elif wanted > experts:
         raise UserError(f"--experts {wanted}: the campaign's model has {experts} experts; give at most that, or auto")
     else:
-        chosen, description = wanted, f"{wanted} of {experts} experts, as requested"
+        try:
+            choice = find_room(config, device, name, asked, wanted)
+        except UserError:
+            choice = smallest(config, device, wanted, asked)
+            needed, free = needed_bytes(config, device, choice), device.memory
+            doubt = f"; this may not fit: it takes {human_bytes(needed)} of {human_bytes(free)}"
+    setup = choice.setup
     options = TrainingOptions(
-        stored=fitting if settings.stored == "auto" else settings.stored,
-        stored_on=settings.stored_on,
+        stored=setup.stored,
+        stored_on=setup.stored_on,
         backend=settings.backend,
-        optimizer=settings.optimizer,
-        activation_checkpointing=settings.activation_checkpointing,
-        micro_batch_size=settings.micro_batch_size,
+        optimizer=setup.optimizer,
+        activation_checkpointing=setup.checkpointing,
+        micro_batch_size=setup.micro_batch,
     )
-    check_options(config.model, options, device)
-    return Resources(device, chosen, options, description)
+    description = f"{describe_setup(setup, experts)}; {costs_of(config, setup)}{doubt}"
+    return Resources(device, choice, options, description)
 
 
-def as_many_as_fit(settings: PeerConfig, config: CampaignConfig, device: Device) -> tuple[int, StoredFormat | None, str]:
-    """Return the maximum number of experts that fit on a device, the storage format of the others, and a description.
-
-    Raises UserError if the shared weights do not fit.
-    """
-    free = replace(device.at_most(settings.memory_bytes), base_in_memory=settings.base == "ram")
-    possible = replace(
-        join_options(config, free.kind),
-        optimizer=(settings.optimizer,),
-        stored_on=(settings.stored_on,),
-        checkpointing=(settings.activation_checkpointing,),
-    )
-    if settings.stored != "auto":
-        possible = replace(possible, stored=(settings.stored,))
-    if settings.micro_batch_size is not None:
-        possible = replace(possible, micro_batch=(settings.micro_batch_size,))
-    named = "--memory" if free.memory == settings.memory_bytes else f"free memory ({device.kind})"
-    setup = most_experts(config, free, possible, named).setup
-    return setup.owned, setup.stored, describe_setup(setup, config.model.moe_num_experts)
+def _asked(settings: PeerConfig) -> dict[str, Any]:
+    """Return the values of `Setup` that the user chose."""
+    given = {
+        "stored": settings.stored,
+        "stored_on": settings.stored_on,
+        "optimizer": settings.optimizer,
+        "checkpointing": "auto" if settings.activation_checkpointing is None else settings.activation_checkpointing,
+        "micro_batch": settings.micro_batch_size or "auto",
+    }
+    return {name: value for name, value in given.items() if value != "auto"}

@@ -162,7 +162,7 @@ async def _join(
             text, held_out = make_readers(files, shelf, library)
 
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
-                return TorchTrainer(config, base, owned, text, held_out, resources.device, resources.options)
+                return TorchTrainer(config, base, owned, text, held_out, resources.device.kind, resources.options)
 
             reachability = Reachability(node.endpoint, net.transport, node.others, node.world.rng, dialable)
             capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)

@@ -40,7 +40,8 @@ class AdamW:
     """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float):
-        self.torch_optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
+        # Fused, since the other implementations have temporary memory of the size of a parameter group.
+        self.torch_optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
     def step(self, rates: list[float]) -> None:
         """Apply the gradients with one learning rate per parameter group."""
@@ -61,7 +62,7 @@ class AdamW:
         """Restore `state_of`; return False and change nothing if the arrays do not match this parameter."""
         if "step" not in arrays:
             return False
-        state: dict[str, Tensor] = {"step": torch.tensor(float(arrays["step"]))}
+        state: dict[str, Tensor] = {"step": self._step_count(parameter, float(arrays["step"]))}
         for key in MOMENTS:
             moment = self._moment(parameter, key, arrays)
             if moment is None:
@@ -78,6 +79,9 @@ class AdamW:
                 state = self.torch_optimizer.state.get(parameter)
                 if state and parameter.grad is not None:
                     state["exp_avg_sq"].add_(_excess(parameter.grad, state, group["betas"]), alpha=-unexplained)
+
+    def _step_count(self, parameter: nn.Parameter, steps: float) -> Tensor:
+        return torch.tensor(steps, device=parameter.device)
 
     def _rate(self, rate: float) -> float | Tensor:
         return rate
@@ -111,6 +115,9 @@ class AdamW8bit(AdamW):
 
     def _expect_larger_batches(self) -> None:
         """Not supported by 8-bit moments: with `second_moment_peers: auto` they stay those of this peer's batch."""
+
+    def _step_count(self, parameter: nn.Parameter, steps: float) -> Tensor:
+        return torch.tensor(steps)
 
     def _rate(self, rate: float) -> float | Tensor:
         return torch.tensor(rate)

@@ -1,8 +1,9 @@
 """Fused output head and cross-entropy, which never materializes the logits of all tokens.
 
 With a large vocabulary, logits take more memory than the layers. Here they exist for LOSS_CHUNK tokens at a time: the forward
-pass turns each chunk's logits into its share of the gradients, so nothing is recomputed, and autograd saves only gradients of
-the size of the hidden states and the head.
+pass turns each chunk's logits into its share of the gradients, so nothing is recomputed. The gradient of the hidden states is
+saved for the backward pass; that of the head is added to `head.grad` at once, since a second array of its size would be what
+decides whether a large vocabulary fits on a small card.
 """
 
 from __future__ import annotations
@@ -21,54 +22,65 @@ class HeadLoss:
     """Scalars, float32."""
 
     total: Tensor
-    """cross_entropy + z_weight * z_loss; the only field with a gradient."""
+    """share * (cross_entropy + z_weight * z_loss); the only field with a gradient."""
     cross_entropy: Tensor
     z_loss: Tensor
 
 
-def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float = 0.0) -> HeadLoss:
+def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float = 0.0, share: float = 1.0) -> HeadLoss:
     """Return mean losses of the logits `hidden @ head.T`: hidden `[T, H]`, head `[V, H]`, target ids `[T]`.
 
     Cross-entropy in nats; z-loss is logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). Products use the autocast dtype, all
-    else float32. Supports a single backward pass.
+    else float32. `share` is the part of a step's samples that these are. With gradients enabled, this call adds the gradient of
+    `total` to `head.grad`, so `total` must be part of the step's loss with factor 1. Supports a single backward pass.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    results = _HeadLoss.apply(hidden, head, targets, z_weight, dtype, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    results = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head.detach(), targets, z_weight, share, dtype, _gradient_of(head) if torch.is_grad_enabled() else None
+    )
     return HeadLoss(*results)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float, dtype: torch.dtype, with_gradients: bool
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float, share: float, dtype: torch.dtype,
+        of_head: Tensor | None,
     ) -> tuple[Tensor, ...]:
         matrix, count = head.to(dtype), len(hidden)
         sums = torch.zeros(2, device=hidden.device)
-        gradients = (torch.empty_like(hidden), torch.zeros_like(head)) if with_gradients else ()
+        of_hidden = torch.empty_like(hidden if of_head is not None else hidden[:0])
         for start in range(0, count, LOSS_CHUNK):
             chunk = slice(start, start + LOSS_CHUNK)
             rows, ids = hidden[chunk].to(dtype), targets[chunk, None]
             chunk_sums, exponentials, scale = _chunk_losses((rows @ matrix.t()).float(), ids, z_weight)
             sums += chunk_sums
-            if gradients:
-                of_logits = _gradient(exponentials, scale / count, ids, count).to(dtype)
-                gradients[0][chunk] = of_logits @ matrix
-                _add_product(gradients[1], of_logits.t(), rows)
+            if of_head is not None:
+                of_logits = _gradient(exponentials, scale, ids, share / count).to(dtype)
+                of_hidden[chunk] = of_logits @ matrix
+                _add_product(of_head, of_logits.t(), rows)
                 del of_logits
             # Free these logits before the next chunk's are allocated.
             del exponentials
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(of_hidden)
         cross_entropy, z_loss = (sums / count).unbind()
-        total = cross_entropy + z_weight * z_loss if z_weight else cross_entropy.clone()
+        total = share * (cross_entropy + z_weight * z_loss if z_weight else cross_entropy)
         ctx.mark_non_differentiable(cross_entropy, z_loss)
         return total, cross_entropy, z_loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_head = ctx.saved_tensors
-        return of_hidden.mul_(grad), of_head.mul_(grad), None, None, None, None
+        (of_hidden,) = ctx.saved_tensors
+        return of_hidden.mul_(grad), None, None, None, None, None, None
+
+
+def _gradient_of(head: Tensor) -> Tensor:
+    """Return `head.grad`, zeros if there was none."""
+    if head.grad is None:
+        head.grad = torch.zeros_like(head)
+    return head.grad
 
 
 def _chunk_losses(logits: Tensor, ids: Tensor, z_weight: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,9 +93,9 @@ def _chunk_losses(logits: Tensor, ids: Tensor, z_weight: float) -> tuple[Tensor,
     return sums, exponentials, (1 + 2 * z_weight * log_norm) / norm
 
 
-def _gradient(exponentials: Tensor, scale: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Return d(mean loss) / d(logits) `[T, V]`, in place: (softmax (1 + 2 z_weight log_norm) - one_hot(ids)) / count."""
-    return exponentials.mul_(scale).scatter_add_(1, ids, scale.new_full((), -1 / count).expand(ids.shape))
+def _gradient(exponentials: Tensor, scale: Tensor, ids: Tensor, weight: float) -> Tensor:
+    """Return d(weight * summed losses) / d(logits) `[T, V]`, in place: weight (softmax (1 + 2 z_weight log_norm) - one_hot)."""
+    return exponentials.mul_(scale * weight).scatter_add_(1, ids, scale.new_full((), -weight).expand(ids.shape))
 
 
 def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:

@@ -16,32 +16,38 @@ from spes_p2p.training.head_loss import HeadLoss, head_loss
 
 @dataclass(frozen=True)
 class Losses:
-    """Scalars of one forward pass, on the model's device; `total` carries the gradient."""
+    """Scalars of one forward pass, on the model's device."""
 
     total: Tensor
+    """share * (cross_entropy + auxiliary), with the gradient. Call its `backward` as it is: see `head_loss`."""
     cross_entropy: Tensor
     auxiliary: Tensor
-    """Weighted sum of the other losses: total - cross_entropy."""
+    """Weighted sum of the other losses."""
 
 
 def forward_losses(
-    model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig
+    model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig, share: float = 1.0
 ) -> Losses:
-    """Return the losses of samples `[B, S]`. `blocks`: the model's experts blocks in order; the pass sets their `routed`."""
+    """Return the losses of samples `[B, S]`, which are the part `share` of a step's samples.
+
+    `blocks`: the model's experts blocks in order; the pass sets their `routed`. Adds to the gradient of the output head.
+    """
     # The outer model would also compute transformers' own auxiliary loss.
     outputs = model.base_model(input_ids=input_ids, use_cache=False, output_router_logits=True)
-    head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight)
+    head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight, share)
     routed = [block.routed for block in blocks if block.routed is not None]
     auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, routed)
     auxiliary = auxiliary + config.moe_zloss_weight * router_z_loss(outputs.router_logits)
     weighted_z_loss = config.lm_head_zloss_weight * head.z_loss if config.lm_head_zloss_weight > 0 else 0.0
-    return Losses(head.total + auxiliary, head.cross_entropy, auxiliary.detach() + weighted_z_loss)
+    return Losses(head.total + share * auxiliary, head.cross_entropy, auxiliary.detach() + weighted_z_loss)
 
 
-def next_token_loss(model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, z_weight: float = 0.0) -> HeadLoss:
+def next_token_loss(
+    model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, z_weight: float = 0.0, share: float = 1.0
+) -> HeadLoss:
     """Return the losses of all tokens but the first: ids `[B, S]`, hidden states `[B, S, H]` before the bias-free head."""
     matrix: Tensor = model.get_output_embeddings().weight
-    return head_loss(hidden[:, :-1].flatten(0, 1), matrix, input_ids[:, 1:].flatten(), z_weight)
+    return head_loss(hidden[:, :-1].flatten(0, 1), matrix, input_ids[:, 1:].flatten(), z_weight, share)
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], routed: Sequence[Tensor]) -> Tensor:

@@ -210,9 +210,10 @@ class TorchTrainer:
     def _step(self, samples: Samples, rate: float, totals: _Totals) -> None:
         step = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         for chunk in self._micro_batches(samples):
+            share = len(chunk) / len(samples)
             with self._autocast():
-                losses = forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training)
-            (losses.total * (len(chunk) / len(samples))).backward()  # type: ignore[no-untyped-call]
+                losses = forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training, share)
+            losses.total.backward()  # type: ignore[no-untyped-call]
             step.add_pass(chunk.numel(), losses.cross_entropy, losses.auxiliary, self._blocks.values())
         if len(samples) == 0:
             return
@@ -251,7 +252,9 @@ class TorchTrainer:
             yield chunk.to(self._device, non_blocking=True)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._device.type == "cuda")
+        # Each matrix is used once in a pass, so a cache would only keep the copies that checkpointing drops.
+        is_cuda = self._device.type == "cuda"
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_cuda, cache_enabled=False)
 
     def _trained_views(self, group: Group, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (range within `[start, stop)`, flat view of the local weights) for elements `[start, stop)` of a group."""

@@ -1,0 +1,69 @@
+"""Main memory that a peer needs, without the program itself (about 1 GB with torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.memory import Setup, shared_elements, stored_bytes
+from spes_p2p.rounds.outer import base_size
+
+PIECES_BYTES = 2**28
+"""Upper bound of a round's buffers in memory, for any model size; 40 MB were measured (docs/communication.md)."""
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Main memory, without memory-mapped files.
+
+    Bases, results and the arrays of a round (`storage/scratch.py`) are mapped files, which free memory caches but which need
+    none. With `join --base ram`, the base and the arrays of a round are in memory.
+    """
+
+    base: int
+    """The base, if in memory."""
+    update: int
+    """The announced update, decoded, if in memory; with `sync.overlap` also the work set aside during an evaluation."""
+    sums: int
+    """Sums that this peer reduces, and their residuals, if in memory."""
+    pieces: int
+    """Buffers for parts and pieces in a round."""
+    stored: int
+    """Foreign experts stored on the host."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return self.base + self.update + self.sums + self.pieces + self.stored
+
+
+def host_bytes(config: CampaignConfig, setup: Setup, base_in_memory: bool = False) -> HostBytes:
+    """Return the main memory of a trainer with this setup."""
+    base = 4 * base_size(layout_of(config.model), config.outer)
+    return HostBytes(
+        base=base * base_in_memory,
+        update=pending_bytes(config, setup.owned) * base_in_memory,
+        sums=2 * sums_bytes(config) * base_in_memory,
+        pieces=min(PIECES_BYTES, base),
+        stored=stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
+    )
+
+
+def pending_bytes(config: CampaignConfig, owned: int) -> int:
+    """Return the bytes of the announced update, and of later work if an evaluation can set it aside."""
+    layout = layout_of(config.model)
+    evaluates = config.sync.overlap and config.evaluation.every_rounds > 0 and config.data.validation_manifest is not None
+    return 4 * (shared_elements(layout) + owned * layout.expert(0).size) * (2 if evaluates else 1)
+
+
+def sums_bytes(config: CampaignConfig) -> int:
+    """Return the bytes of the sums that one of several identical trainers reduces."""
+    return all_sums_bytes(config) // max(2, config.sync.min_peers)
+
+
+def all_sums_bytes(config: CampaignConfig) -> int:
+    """Return the bytes of the sums of all groups that several peers train; a bootstrap peer may reduce nearly all of them."""
+    layout = layout_of(config.model)
+    several = layout.size if config.experts.redundancy > 1 else shared_elements(layout)
+    return 4 * several

@@ -1,0 +1,204 @@
+"""Find the setup in which a peer trains as many experts as its device has room for, at the least cost in speed.
+
+One search for `plan`, `join` and `doctor`. It returns most experts, up to a limit; among setups with that many, the one with
+the least estimated time of a step (`campaign/speed.py`), times ROUNDING_PRICE for what rounds. Estimates within 1 % count as
+equal: then what moves least comes first. Memory is computed by `model/memory.py`; nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from spes_p2p.campaign.host_memory import host_bytes
+from spes_p2p.campaign.speed import step_seconds
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.memory import DeviceBytes, DeviceKind, Setup, device_bytes, shared_elements
+from spes_p2p.observe.units import counted, human_bytes, human_count
+
+RESERVED_BYTES = 2**29
+RESERVED_SHARE = 0.05
+"""Device memory left free: for the driver, the libraries' workspaces, and fragmentation."""
+DISPLAY_BYTES = 2**29
+"""Device memory left free for windows that open later, on a card that also drives a display."""
+HOST_RESERVED_BYTES = 2**30
+"""Main memory left free beside foreign experts that are stored there."""
+EQUAL_SHARE = 0.01
+ROUNDING_PRICE = {"adamw8bit": 1.15, "int8": 1.05}
+"""How much faster a step must be for 8-bit moments, or for int8 in place of bfloat16. A judgement: their effect on the loss of
+a whole campaign is not measured."""
+
+Asked = Mapping[str, Any]
+"""Values of `Setup` that the user chose, by field."""
+
+OPTION_FLAGS = {
+    "stored_on": "--stored-on", "checkpointing": "--[no-]activation-checkpointing", "optimizer": "--optimizer",
+    "stored": "--stored", "micro_batch": "--micro-batch-size",
+}
+"""Option of `join` for each value of `Setup` that a user can choose."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, its free memory, and what of the machine around it decides about setups."""
+
+    kind: DeviceKind
+    memory: int
+    base_in_memory: bool = False
+    """Whether the peer holds the base in main memory (`join --base ram`)."""
+    host_memory: int | None = None
+    """Free main memory beside a GPU; None: unknown, and not a limit."""
+    drives_display: bool = False
+    has_adamw8bit: bool = True
+    """Whether torchao is installed."""
+
+    def at_most(self, memory: int | None) -> Device:
+        """Return the device with at most this much memory."""
+        return self if memory is None else replace(self, memory=min(self.memory, memory))
+
+    @property
+    def reserved(self) -> int:
+        """Bytes to leave free."""
+        if self.kind == "cpu":
+            return round(0.1 * self.memory)
+        return RESERVED_BYTES + round(RESERVED_SHARE * self.memory) + DISPLAY_BYTES * self.drives_display
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setup and its device memory."""
+
+    setup: Setup
+    device: DeviceBytes
+
+
+def find_room(
+    config: CampaignConfig, device: Device, memory_name: str, asked: Asked | None = None, owned: int | None = None
+) -> Choice:
+    """Return the best setup that fits, of those with the values in `asked`; with `owned`, of those with that many experts.
+
+    `memory_name`: name of the device's memory in errors. Raises UserError, naming what would fit, if none does.
+    """
+    asked = asked or {}
+    limit = config.experts.experts_per_peer or config.model.moe_num_experts
+    for number in range(limit, -1, -1) if owned is None else (owned,):
+        fitting = [choice for choice in choices(config, device, number, asked) if fits(config, device, choice)]
+        if fitting:
+            return _fastest(config, fitting)
+    raise UserError(_refusal(config, device, memory_name, asked, owned or 0))
+
+
+def smallest(config: CampaignConfig, device: Device, owned: int, asked: Asked) -> Choice:
+    """Return the setup with `owned` experts that takes the least device memory, whether or not it fits."""
+    return min(choices(config, device, owned, asked), key=lambda choice: needed_bytes(config, device, choice))
+
+
+def choices(config: CampaignConfig, device: Device, owned: int, asked: Asked) -> Iterator[Choice]:
+    """Yield all setups with `owned` experts, those that round and move least first.
+
+    Computation in bf16 would round float32 copies of foreign experts at each use, so a GPU does not store them. A CPU does not
+    step 8-bit moments: without a compiler that takes several times the largest tensor in temporary memory.
+    """
+    training, on_gpu = config.training, device.kind == "cuda"
+    largest = training.micro_batch_size or training.batch_size
+    can_step_8bit = on_gpu and device.has_adamw8bit and training.second_moment_peers in (1, "auto")
+    options: dict[str, tuple[Any, ...]] = {
+        "optimizer": ("adamw", "adamw8bit") if can_step_8bit else ("adamw",),
+        "stored": ("bf16", "int8") if on_gpu else ("fp32", "bf16", "int8"),
+        "stored_on": ("device", "host") if on_gpu else ("device",),
+        "checkpointing": (False, True),
+        "micro_batch": tuple(size for size in range(largest, 0, -1) if training.batch_size % size == 0),
+    }
+    options.update({name: (value,) for name, value in asked.items()})
+    for values in product(*options.values()):
+        chosen: dict[str, Any] = dict(zip(options, values, strict=True))
+        corrected = training.second_moment_peers != 1 and chosen["optimizer"] == "adamw"
+        setup = Setup(
+            owned=owned, device=device.kind, bf16=on_gpu, muon=training.optimizer == "muon", corrected=corrected, **chosen
+        )
+        yield Choice(setup, device_bytes(config.model, training.sequence_length, setup))
+
+
+def fits(config: CampaignConfig, device: Device, choice: Choice) -> bool:
+    """Return whether the device has room, and the main memory for experts that are stored there."""
+    if choice.setup.stored_on == "host" and device.kind == "cuda" and device.host_memory is not None:
+        host = host_bytes(config, choice.setup, device.base_in_memory).total
+        if host + HOST_RESERVED_BYTES > device.host_memory:
+            return False
+    return needed_bytes(config, device, choice) <= device.memory
+
+
+def needed_bytes(config: CampaignConfig, device: Device, choice: Choice) -> int:
+    """Return the free memory that the device needs; a CPU also needs the host bytes."""
+    host = host_bytes(config, choice.setup, device.base_in_memory).total if device.kind == "cpu" else 0
+    return choice.device.total + host + device.reserved
+
+
+def _fastest(config: CampaignConfig, fitting: list[Choice]) -> Choice:
+    seconds = [step_seconds(config, choice.setup) * _price(choice.setup) for choice in fitting]
+    fast_enough = (1 + EQUAL_SHARE) * min(seconds)
+    return next(choice for choice, time in zip(fitting, seconds, strict=True) if time <= fast_enough)
+
+
+def _price(setup: Setup) -> float:
+    return ROUNDING_PRICE.get(setup.optimizer, 1.0) * ROUNDING_PRICE.get(setup.stored, 1.0)
+
+
+def _refusal(config: CampaignConfig, device: Device, memory_name: str, asked: Asked, owned: int) -> str:
+    layout, least = layout_of(config.model), smallest(config, device, owned, asked)
+    sizes, setup = least.device, least.setup
+    parts = {
+        f"{human_count(shared_elements(layout))} parameters with gradients and moments":
+            sizes.weights + sizes.gradients + sizes.moments,
+        f"foreign experts in {setup.stored}": sizes.stored,
+        f"a pass of micro-batch {setup.micro_batch}": sizes.activations + sizes.working,
+        "host data": host_bytes(config, setup, device.base_in_memory).total if device.kind == "cpu" else 0,
+        "kept free": device.reserved,
+    }
+    listed = ", ".join(f"{what} {human_bytes(size)}" for what, size in parts.items() if size)
+    needed = human_bytes(needed_bytes(config, device, least))
+    what = "even the shared weights" if owned == 0 else counted(owned, "expert")
+    return (f"{memory_name} = {human_bytes(device.memory)}: too small for {what} of {config.name}, which take {needed} "
+            f"({listed}); nearest that fits: {nearest(config, device, asked, owned)}")
+
+
+def nearest(config: CampaignConfig, device: Device, asked: Asked, owned: int) -> str:
+    """Return the smallest change after which `owned` experts fit: an option left out, torchao, main memory, a larger device."""
+    changes: list[tuple[str, Device, Asked]] = [
+        (f"the same device without {OPTION_FLAGS[name]}", device, {key: value for key, value in asked.items() if key != name})
+        for name in asked
+    ]
+    if len(asked) > 1:
+        changes.append(("the same device with none of these options", device, {}))
+    if not device.has_adamw8bit:
+        changes.append(("the same device with torchao (pip install torchao)", replace(device, has_adamw8bit=True), asked))
+    if device.host_memory is not None:
+        changes.append(("the same device with more free main memory", replace(device, host_memory=None), asked))
+    for words, changed, kept in changes:
+        number = _most(config, changed, kept)
+        if number >= owned:
+            return f"{words} ({counted(number, 'expert')})"
+    anything = replace(device, has_adamw8bit=True, host_memory=None)
+    larger = f"a {device.kind} device with {human_bytes(_least_memory(config, anything, owned))} free"
+    if owned > 0:
+        return larger
+    return f"{larger}; with {human_bytes(_least_memory(config, anything, 1))} it trains an expert"
+
+
+def _most(config: CampaignConfig, device: Device, asked: Asked) -> int:
+    """Return how many experts fit; -1 if not even the shared weights do."""
+    for number in range(config.experts.experts_per_peer or config.model.moe_num_experts, -1, -1):
+        if any(fits(config, device, choice) for choice in choices(config, device, number, asked)):
+            return number
+    return -1
+
+
+def _least_memory(config: CampaignConfig, device: Device, owned: int) -> int:
+    """Return the smallest free memory for this many experts; the reserve is a share of the memory that is looked for."""
+    empty = replace(device, memory=0)
+    fixed = needed_bytes(config, empty, smallest(config, empty, owned, {}))
+    return round(fixed / (1 - (RESERVED_SHARE if device.kind == "cuda" else 0.1)))

@@ -1,0 +1,239 @@
+"""The search of `join`, `doctor` and `plan`: what fits on which card, what is refused, and that what is chosen trains."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_shapes import tiny_campaign, tiny_model, tiny_training
+
+from spes_p2p.campaign.free_memory import has_active_display
+from spes_p2p.campaign.host_memory import host_bytes
+from spes_p2p.campaign.planner import plan_peer
+from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, needed_bytes
+from spes_p2p.campaign.speed import costs_of, step_seconds
+from spes_p2p.config.campaign import Campaign, CampaignConfig, PeerConfig, load_campaign_config, make_peer_config
+from spes_p2p.errors import UserError
+from spes_p2p.messages.samples import Interval
+from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.model.memory import Setup
+from spes_p2p.session.resources import resources_on
+from spes_p2p.testing.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
+from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.trainer import TorchTrainer
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+CARDS = [("1b", 8), ("7b", 16), ("9b", 24)]
+
+
+def recipe(name: str) -> CampaignConfig:
+    return load_campaign_config(ROOT / "configs" / f"{name}.yaml")
+
+
+def card(gib: float, **properties: Any) -> Device:
+    return Device("cuda", round(gib * GIB), **properties)
+
+
+def settings(**options: Any) -> PeerConfig:
+    return make_peer_config(run_dir=Path("none"), **options)
+
+
+@pytest.mark.parametrize(("name", "gib"), CARDS)
+def test_every_recipe_owns_an_expert_on_the_card_it_is_meant_for(name: str, gib: int) -> None:
+    config, device = recipe(name), card(gib, host_memory=32 * GIB)
+    choice = find_room(config, device, "x")
+    assert choice.setup.owned >= 1
+    assert needed_bytes(config, device, choice) <= device.memory
+
+
+def test_join_and_plan_choose_the_same() -> None:
+    config, device = recipe("1b"), card(8)
+    assert resources_on(device, settings(), config).choice == plan_peer(config, device, 1e8, 4, "x").choice
+
+
+@pytest.mark.parametrize("gib", [10, 16])
+def test_of_the_setups_with_most_experts_that_round_alike_it_is_the_fastest(gib: int) -> None:
+    config, device = recipe("1b"), card(gib)
+    chosen = find_room(config, device, "x").setup
+    fitting = [c.setup for c in choices(config, device, chosen.owned, {}) if needed_bytes(config, device, c) <= device.memory]
+    alike = [setup for setup in fitting if (setup.optimizer, setup.stored) == (chosen.optimizer, chosen.stored)]
+    assert len(alike) > 1
+    assert step_seconds(config, chosen) <= 1.01 * min(step_seconds(config, setup) for setup in alike)
+
+
+def test_with_enough_memory_nothing_is_rounded_recomputed_or_moved() -> None:
+    config = recipe("1b")
+    chosen = find_room(config, card(80), "x").setup
+    assert chosen == Setup(16, "bf16", "adamw", 8)
+    assert str(costs_of(config, chosen)) == "nothing in it costs noticeable speed"
+    resources = resources_on(card(80), settings(), config)
+    assert resources.description == "16 of 16 experts, AdamW float32, micro-batch 8; nothing in it costs noticeable speed"
+
+
+def test_a_peer_is_told_what_each_means_costs() -> None:
+    costs = costs_of(recipe("7b"), Setup(5, "int8", "adamw8bit", 1, stored_on="host", checkpointing=True))
+    assert math.prod(1 + part for part in costs.parts.values()) == pytest.approx(1 + costs.total)
+    told = str(costs)
+    assert told.startswith("a step takes an estimated ")
+    for means in ("micro-batch 1", "checkpointing", "foreign experts in host memory"):
+        assert f"{means} " in told
+
+
+def test_without_torchao_no_setup_has_8_bit_moments_and_a_refusal_names_the_package() -> None:
+    config = recipe("1b")
+    assert find_room(config, card(8), "x").setup.optimizer == "adamw8bit"
+    assert find_room(config, card(10, has_adamw8bit=False), "x").setup.optimizer == "adamw"
+    with pytest.raises(UserError, match=r"nearest that fits: the same device with torchao \(pip install torchao\) \(. expert"):
+        find_room(config, card(5, has_adamw8bit=False), "free memory (cuda)")
+
+
+@pytest.mark.parametrize(("second_moment_peers", "optimizers"), [(1, 2), ("auto", 2), (4, 1)])
+def test_corrected_second_moments_have_no_8_bit_form(second_moment_peers: int | str, optimizers: int) -> None:
+    config = tiny_campaign(training=tiny_training(second_moment_peers=second_moment_peers))
+    assert len({choice.setup.optimizer for choice in choices(config, card(8), 1, {})}) == optimizers
+
+
+def test_a_display_keeps_its_margin() -> None:
+    config, plain, display = recipe("1b"), card(8), card(8, drives_display=True)
+    assert display.reserved - plain.reserved == DISPLAY_BYTES
+    assert 0 < find_room(config, display, "x").setup.owned < find_room(config, plain, "x").setup.owned
+
+
+def test_the_driver_says_which_card_has_a_display() -> None:
+    listing = "GPU-11aa, Enabled\nGPU-22bb, Disabled\n"
+    assert has_active_display(listing, "11aa")
+    assert not has_active_display(listing, "22bb")
+    assert not has_active_display("", "11aa")
+    assert not has_active_display("NVIDIA-SMI has failed, because of the driver\n", "11aa")
+
+
+def test_experts_are_stored_in_main_memory_only_if_that_is_free() -> None:
+    config = recipe("7b")
+    setup = find_room(config, card(16), "x").setup
+    assert setup.stored_on == "host"
+    enough = host_bytes(config, setup).total + HOST_RESERVED_BYTES
+    assert find_room(config, card(16, host_memory=enough), "x").setup == setup
+    assert find_room(config, card(24, host_memory=enough // 4), "x").setup.stored_on == "device"
+    with pytest.raises(UserError, match="nearest that fits: the same device with more free main memory \\(1 expert\\)"):
+        find_room(config, card(16, host_memory=enough // 4), "x")
+
+
+def test_what_the_user_chose_stays_chosen_and_a_refusal_names_it() -> None:
+    config = recipe("1b")
+    chosen = resources_on(card(12), settings(optimizer="adamw", stored="int8", micro_batch_size=2), config).choice.setup
+    assert (chosen.optimizer, chosen.stored, chosen.micro_batch) == ("adamw", "int8", 2)
+    assert not resources_on(card(24), settings(activation_checkpointing=False), config).choice.setup.checkpointing
+    with pytest.raises(UserError) as caught:
+        resources_on(card(8), settings(micro_batch_size=8, activation_checkpointing=False), config)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "nearest that fits: the same device without --[no-]activation-checkpointing (" in message
+
+
+@pytest.mark.parametrize("name", ["7b", "9b"])
+def test_a_card_that_is_too_small_is_told_which_would_do(name: str) -> None:
+    with pytest.raises(UserError, match=r"nearest that fits: a cuda device with .* GB free; with .* GB it trains") as caught:
+        find_room(recipe(name), card(8), "free memory (cuda)")
+    for number, words in enumerate(str(caught.value).split(" GB")[-3:-1]):
+        enough = round(float(words.rsplit(" ", 1)[-1]) * 1.01e9)
+        assert find_room(recipe(name), Device("cuda", enough), "x").setup.owned == number
+
+
+def test_a_requested_number_of_experts_gets_the_setup_in_which_it_fits_and_a_doubt_is_told() -> None:
+    config = recipe("1b")
+    few, many = (resources_on(card(12), settings(experts=number), config) for number in (2, 16))
+    assert (few.experts, many.experts) == (2, 16)
+    assert few.choice == find_room(config, card(12), "x", owned=2)
+    assert "this may not fit: it takes " in many.description
+    assert "may not fit" not in few.description
+
+
+def test_memory_bounds_what_is_counted_on() -> None:
+    config = recipe("1b")
+
+    def owned(memory_gib: int | None) -> int:
+        memory = None if memory_gib is None else memory_gib * GIB
+        return resources_on(card(24), settings(memory_bytes=memory), config).experts
+
+    assert 0 < owned(8) < owned(None) == owned(24) == owned(80)
+    with pytest.raises(UserError, match=r"^--memory = 2\.15 GB: too small"):
+        owned(2)
+
+
+class Text:
+    """Samples that count upwards from the position, modulo 40."""
+
+    num_samples = NUM_SAMPLES
+
+    def read(self, interval: Interval) -> np.ndarray:
+        return (np.arange(interval.start, interval.stop)[:, None] + np.arange(16)) % 40
+
+    def read_spread(self, count: int) -> np.ndarray:
+        return self.read(Interval(0, 0, count))
+
+
+def update(options: TrainingOptions) -> np.ndarray:
+    """What one step changes; with an epsilon this large, AdamW's update is proportional to the gradient."""
+    model = tiny_model()
+    config = tiny_campaign(model, tiny_training(eps=10.0, learning_rate=10.0, weight_decay=0.0, max_grad_norm=1e9,
+                                                moe_loss_weight=0.0))
+    base = initial_state(model)
+    trainer = TorchTrainer(config, base, (0, 3), Text(), options=options)
+    trainer.train(Phase(0, 0, 10, 1, (Interval(0, 0, 4),)), lambda: False, lambda steps, speed: None)
+    groups = [g for g in layout_of(model).groups if g.expert in (None, 0, 3)]
+    return np.concatenate([trainer.read(group) - base[group.start : group.stop] for group in groups])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("stored", "error"), [("fp32", 1e-5), ("bf16", 2e-2), ("int8", 5e-2)])
+def test_every_setup_of_the_search_takes_the_same_step(stored: Any, error: float, checkpointing: bool) -> None:
+    exact = update(TrainingOptions())
+    assert np.linalg.norm(exact) > 0
+    for stored_on in ("device", "host"):
+        for micro_batch in (4, 2, 1):
+            options = TrainingOptions(stored, stored_on, "auto", "adamw", checkpointing, micro_batch)
+            assert np.linalg.norm(update(options) - exact) / np.linalg.norm(exact) < error
+
+
+def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_bases() -> None:
+    the_campaign = campaign(10, training={"sync_steps": 5, "warmup_steps": 0})
+    config = the_campaign.config
+    setups = deque([
+        TrainingOptions(), TrainingOptions(stored="int8", stored_on="host", activation_checkpointing=True, micro_batch_size=1),
+        TrainingOptions(stored="bf16", micro_batch_size=2),
+    ])
+    used: list[TrainingOptions] = []
+
+    class Virtual(TorchTrainer):
+        def train(self, phase: Phase, *callbacks: Any) -> PhaseReport:
+            return replace(report := super().train(phase, *callbacks), seconds=float(report.steps))
+
+    def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
+        used.append(setups[0])
+        setups.rotate()
+        return Virtual(config, base, owned, Text(), Text(), options=used[-1])
+
+    async def main() -> None:
+        swarm = VirtualSwarm(the_campaign, layout=layout_of(config.model), make_trainer=make_trainer)
+        swarm.start_all()
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        assert max(swarm.recorders["A"].commits()) == config.total_rounds
+
+    simulate(main)
+    assert len(set(used)) == 3
+
+
+def test_a_setup_is_no_part_of_the_campaign() -> None:
+    assert not set(PeerConfig.model_fields) & set(Campaign.model_fields)
+    config = recipe("1b")
+    before = config.model_dump_json()
+    resources_on(card(24), settings(), config)
+    assert config.model_dump_json() == before
