@@ -24,6 +24,7 @@ from spes_p2p.rounds.parts import Part, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 LAYOUT = Layout(
     [TensorSpec("embed", (40, 8), "shared"), TensorSpec("gate", (4, 8), "router", 0)]
@@ -114,7 +115,7 @@ class Round:
             board = RpcEndpoint(network.transport(m.peer), SILENCE_S)
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
-            exchange = Exchange(board, opened.empty(), pending, own, timeout_s, weighs, clips=clips)
+            exchange = Exchange(board, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, clips=clips)
             opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
             await _serve(board, exchange)
         return opened

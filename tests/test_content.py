@@ -103,7 +103,7 @@ def parts_case(folder: Path) -> Case:
         own = results.reduced_by(reducer)
         masks = b"".join(to_mask(part.contributors, len(PLAN.members)) for part in own)
         digests = b"".join(results.digests[part.index] for part in own)
-        results.add_manifest(Manifest(PLAN.id, reducer, 0, digests, masks, bytes(len(masks))))
+        results.add_manifest(Manifest(PLAN.id, reducer, 0, digests, masks, bytes(len(masks)), bytes(len(digests))))
 
     def serve(board: RpcEndpoint, server: ContentServer) -> Any:
         kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), lambda proposal: PLAN, LAYOUT, CODEC)

@@ -76,12 +76,12 @@ class Reference:
             place = slice(part.start, part.stop)
             contributors, reducer = [members[i] for i in part.contributors], members[part.reducer]
             for name in contributors:
-                is_rounded = name != reducer or len(contributors) == 1
-                sent[name][place] = decoded(part, update[name][place]) if is_rounded else update[name][place]
+                sent[name][place] = decoded(part, update[name][place])
             mean = np.sum([sent[name][place] for name in contributors], axis=0) / len(contributors)
             if len(contributors) > 1:
-                exact = mean + self.carried.get((reducer, part.start), 0)
-                mean = decoded(part, exact)
+                residual, step = self.carried.get((reducer, part.start), np.zeros_like(mean)), part.codec.rounding(mean)
+                exact = mean + residual
+                mean = decoded(part, mean + np.clip(residual, -step, step))
                 self.carried = {key: values for key, values in self.carried.items() if key[1] != part.start}
                 self.carried[reducer, part.start] = exact - mean
             base[place] += mean

@@ -80,7 +80,7 @@ def test_results_of_a_revision_survive_the_disk() -> None:
         own = results.reduced_by(reducer, revision)
         digests = b"".join(results.digests[part.index] for part in own)
         masks = b"".join(to_mask(part.contributors, len(PLAN.members)) for part in own)
-        results.add_manifest(Manifest(PLAN.id, reducer, revision, digests, masks, bytes(len(masks))))
+        results.add_manifest(Manifest(PLAN.id, reducer, revision, digests, masks, bytes(len(masks)), bytes(len(digests))))
     save_results(store, results)
     restored = load_results(store, results_name(PLAN), lambda proposal: PLAN, LAYOUT, CODEC, PART_BYTES)
     assert restored is not None

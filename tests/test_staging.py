@@ -68,7 +68,8 @@ class Case:
             own = self.results.reduced_by(reducer)
             masks = b"".join(to_mask(part.contributors, len(MEMBERS)) for part in own)
             digests = b"".join(content_digest(self.encoded[part.index]) for part in own)
-            self.results.add_manifest(Manifest(self.plan.id, reducer, 0, digests, masks, bytes(len(masks))))
+            none, unknown = bytes(len(masks)), bytes(len(digests))
+            self.results.add_manifest(Manifest(self.plan.id, reducer, 0, digests, masks, none, unknown))
         return replace(commit_before(self.plan), round=1, plan=self.plan.id, roots=self.results.roots(), dropped=tuple(dropped))
 
     def expected(self, commit: Commit) -> np.ndarray:

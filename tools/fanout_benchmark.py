@@ -31,6 +31,7 @@ from spes_p2p.rounds.parts import Part, part_table, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 CODECS = group_codecs(CodecConfig.model_validate("int8"))
 SHARED, EXPERTS = 200_000, 1_800_000
@@ -114,7 +115,9 @@ async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...],
     for m in plan.members:
         pending = {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g)}
         endpoint = RpcEndpoint(network.transport(m.peer), PATIENCE_S)
-        exchanges[m.peer] = Exchange(endpoint, Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1)
+        exchanges[m.peer] = Exchange(
+            endpoint, SimulatedIdentity(m.peer), Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1
+        )
         await _serve(endpoint, exchanges[m.peer])
     started = asyncio.get_running_loop().time()
     await asyncio.gather(*(network.run_peer(peer, exchange.run()) for peer, exchange in exchanges.items()))

@@ -40,8 +40,10 @@ def check_admission(
 ) -> None:
     """Raise Refused unless this peer may take part, as a trainer or (not `trains`) as a helper.
 
-    `commit`: any of the campaign. `control`: the record in force. `now_s`: Unix time.
+    `commit`: the last one. `control`: the record in force. `now_s`: Unix time.
     """
+    if peer in commit.excluded:
+        raise Refused(Code.NOT_ADMITTED, "a result of this peer was proven wrong: its memory or its program is faulty")
     if is_banned(control, peer):
         raise Refused(Code.NOT_ADMITTED, "the owner of this campaign banned this peer")
     if rule == "friends" or peer in commit.helpers:

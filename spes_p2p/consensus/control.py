@@ -55,6 +55,11 @@ def is_banned(control: Control | None, peer: str) -> bool:
     return control is not None and peer in control.banned
 
 
+def takes_part(commit: Commit, peer: str) -> bool:
+    """Return whether neither the owner's order nor a proof excludes this peer after the commit."""
+    return peer not in commit.excluded and not is_banned(commit.control, peer)
+
+
 def required_protocol(control: Control | None, round_number: int) -> int:
     """The oldest protocol version that the owner admits to this round; 0 for any."""
     requires = None if control is None else control.requires

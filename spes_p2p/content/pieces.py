@@ -11,6 +11,8 @@
 | manifests | plan | one for each revision and reducer | sha256 | the commit |
 | parts | plan | the encoded result of each part | BLAKE3 | manifests |
 | record | sha256 of the record | the record | sha256 | the coordinator's message |
+| updates | plan | the encoded update of each part and contributor | BLAKE3 | the contributors' signed records |
+| proof | id of the proof | the proof | sha256 | the coordinator's proposal |
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from spes_p2p.messages.content import ContentKind
 from spes_p2p.rounds.digest import content_digest
 
 Body = bytes | memoryview
-_BLAKE3: Collection[ContentKind] = ("base_hashes", "base", "parts")
+_BLAKE3: Collection[ContentKind] = ("base_hashes", "base", "parts", "updates")
 
 
 @dataclass(frozen=True)

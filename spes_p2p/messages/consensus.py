@@ -145,6 +145,9 @@ class Commit:
     """Members whose updates of shared weights are in the new base, as indices into `members`."""
     workloads: Annotated[tuple[Workload, ...], MaxLen(MAX_MEMBERS)] = ()
     """By member: the next phase. With `heard` this bounds what it may announce."""
+    excluded: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
+    """Peers that take no part from this commit on, since a result of theirs was proven wrong in this round or an earlier one.
+    Sorted."""
 
     @cached_property
     def id(self) -> str:

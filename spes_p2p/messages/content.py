@@ -14,7 +14,10 @@ from spes_p2p.messages.fields import Count, Digest, PieceIndex, Round, Version, 
 PIECES_A_REQUEST = 16
 """Bounds what is lost when a donor fails."""
 
-ContentKind = Literal["file", "base_hashes", "base", "token_hashes", "tokens", "plan", "manifests", "parts", "record"]
+ContentKind = Literal[
+    "file", "base_hashes", "base", "token_hashes", "tokens", "plan", "manifests", "parts", "record",
+    "updates", "proof",
+]
 """Kinds of content in pieces (`content/pieces.py`); also the methods by which they are asked for."""
 
 

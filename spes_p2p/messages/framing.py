@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 HEADER = struct.Struct(">BI")
 MAX_FRAME_BYTES = 8 * 2**20
-"""The largest body: fits a part of an update (1 MiB of values), a page of certified commits, or a manifest of 2^18 parts.
+"""The largest body: fits a part of an update (1 MiB of values), a page of certified commits, or a manifest of 2^17 parts.
 A longer one breaks the stream before it is read into memory."""
 IGNORABLE = 128
 
@@ -52,6 +52,8 @@ class Kind(IntEnum):
     """A Report: the results that the member holds."""
     STALLED = 14
     """A Stalled: the member complains about a reducer."""
+    PUSHED = 15
+    """A Signed with a Pushed: the contributor's signature under the updates before it."""
 
 
 class Message(NamedTuple):

@@ -18,6 +18,7 @@ peer refuses one of a newer version."""
 ROUND, PREPARE, ACCEPT, DECIDE, COMMITS = "round", "prepare", "accept", "decide", "commits"
 PING, LEAVE, REFORM, CONTROL = "ping", "leave", "reform", "control"
 PUSH, PULL, CAMPAIGN, SNAPSHOT = "push", "pull", "campaign", "snapshot"
+INPUTS, ACCUSE = "inputs", "accuse"
 STATUS, HISTORY, CLOCK, DIAL_BACK, SPEED = "status", "history", "clock", "dial_back", "speed"
 
 
@@ -91,11 +92,14 @@ METHODS = {
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
         Method(ACCEPT, "the coordinator, at electors", "Accept (its evidence is an Evidence)", "Vote", request_bytes=WHOLE),
         Method(DECIDE, "the coordinator, at members", "Decide", "empty", request_bytes=WHOLE),
-        Method(PUSH, "contributors, at reducers", "PushHeader, then PART with an encoded update each, END", "empty",
-               further={Kind.PART: PART}),
+        Method(PUSH, "contributors, at reducers",
+               "PushHeader, then PART with an encoded update each, after at most 8 of them PUSHED with a Signed (it holds a "
+               "Pushed), END", "empty", further={Kind.PART: PART}),
         Method(PULL, "members", "PullRequest",
                "PART with a result each; after those of lane 0 MANIFEST with a Manifest",
                answers={Kind.PART: PART, Kind.MANIFEST: WHOLE}),
+        Method(INPUTS, "a member that checks a reducer", "InputsRequest", "Inputs", answer_bytes=WHOLE),
+        Method(ACCUSE, "members", "WrongSum", "empty", request_bytes=WHOLE),
         Method(SNAPSHOT, "joiners", "SnapshotRequest", "SnapshotInfo"),
         _pieces("file", "anybody", "a tokenizer or manifest, by its sha256"),
         _pieces("base_hashes", "joiners", "the BLAKE3 of each piece of a base, 32 bytes each, by commit"),
@@ -106,6 +110,8 @@ METHODS = {
         _pieces("manifests", "late members, electors", "Manifests of a plan, by revision * members + reducer"),
         _pieces("parts", "late members", "encoded results of a plan, by index of the part"),
         _pieces("record", "members", "a proposal or commit as the coordinator sends it, by its sha256"),
+        _pieces("updates", "members that check a reducer", "encoded updates of a plan, by part * 1024 + contributor"),
+        _pieces("proof", "members", "a WrongSum, by its id"),
         Method(CLOCK, "`doctor`", "empty", "Clock"),
         Method(DIAL_BACK, "`doctor`", "DialBackRequest", "DialBack", answer_bytes=LISTS),
         Method(SPEED, "`doctor`", "SpeedRequest", "CONTENT one way, END, then Moved", further={Kind.CONTENT: CHUNK},

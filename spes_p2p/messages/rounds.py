@@ -13,11 +13,13 @@ from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import Extensible, pack, record_id
 from spes_p2p.messages.consensus import Ballot, Control, Signed
 from spes_p2p.messages.fields import (
+    MAX_BANNED,
     MAX_INTERVALS,
     MAX_MEMBERS,
     MAX_PARTS,
     MAX_REVISIONS,
     MAX_ROOTS,
+    UPDATES_A_SIGNATURE,
     Archived,
     Count,
     Digest,
@@ -30,6 +32,7 @@ from spes_p2p.messages.fields import (
     Loss,
     Lost,
     MemberIndex,
+    PartIndex,
     PeerId,
     Rate,
     RevisionNumber,
@@ -86,6 +89,62 @@ class Announcement(Extensible):
 
 
 @dataclass(frozen=True)
+class Update:
+    """One contributor's encoded update of a part."""
+
+    part: PartIndex
+    tokens: Tokens
+    """Its weight in the mean, before bounds."""
+    digest: Root
+    """BLAKE3 of the encoded update."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a contributor pushes, which it signs: a reducer can neither invent an update nor its contributor deny one."""
+
+    plan: Digest
+    updates: Annotated[tuple[Update, ...], MaxLen(UPDATES_A_SIGNATURE)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The signed updates from which a reducer made one result."""
+
+    updates: Annotated[tuple[Signed, ...], MaxLen(MAX_MEMBERS)]
+    """For each contributor that the manifest names, in their order, a Pushed with its update; the reducer's own included."""
+
+
+@dataclass(frozen=True)
+class WrongSum:
+    """Proof that a committed result is not what the inputs give that its reducer named in its manifest.
+
+    Whoever has the plan and the manifests of the commit can check it: it needs the encoded updates, by their digests, and the
+    result.
+    """
+
+    round: Round
+    commit: Digest
+    """The commit that contains the result."""
+    part: PartIndex
+    inputs: Inputs
+
+    @cached_property
+    def id(self) -> str:
+        """Return the hex sha256 of the proof's bytes."""
+        return record_id(self)
+
+
+@dataclass(frozen=True)
+class Accused:
+    """A reducer that a proof excludes from this round on."""
+
+    peer: PeerId
+    proof: Digest
+    """Id of a WrongSum."""
+
+
+@dataclass(frozen=True)
 class Proposal:
     """What a coordinator proposes for a round: the inputs from which every peer derives the plan itself."""
 
@@ -106,6 +165,8 @@ class Proposal:
     until then. Later rounds derive their straggler timeout from it."""
     control: Control | None = None
     """The control record that this round applies."""
+    accused: Annotated[tuple[Accused, ...], MaxLen(MAX_BANNED)] = ()
+    """Reducers whose results were proven wrong, and that no commit excludes yet, sorted by peer id."""
 
     @cached_property
     def id(self) -> str:
@@ -127,6 +188,8 @@ class Manifest:
     """For each part, its contributors: one bit per member, ceil(members / 8) bytes."""
     clipped: Annotated[bytes, MaxLen(MAX_FRAME_BYTES)]
     """In the same form, the contributors whose update was clipped."""
+    inputs: Annotated[bytes, MaxLen(32 * MAX_PARTS)]
+    """For each part, the digest of what its mean was made from (`rounds/sums.py`); zeros for a part that is not a mean."""
 
     @property
     def root(self) -> bytes:
@@ -226,6 +289,14 @@ class PushHeader(Extensible):
 
     plan: Digest
     revision: RevisionNumber = 0
+
+
+@dataclass(frozen=True)
+class InputsRequest(Extensible):
+    """A member that checks a reducer asks for the inputs of one of its results."""
+
+    plan: Digest
+    part: PartIndex
 
 
 @dataclass(frozen=True)

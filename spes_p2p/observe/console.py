@@ -103,6 +103,10 @@ class RoundLog:
                 parts = [f"{count} parts of {peer[-6:]}'s update" for peer, count in event.parts]
                 steps = [f"the step of {name} to {factor:.2g} of its size" for name, factor in event.groups]
                 return f"{self._nth(event.round)}: clipped {', '.join(parts + steps)}"
+            case events.ResultsChecked() if event.wrong or event.unanswered:
+                wrong = [f"{peer[-6:]} served a wrong result and is excluded by proof" for peer in event.wrong]
+                silent = [f"{peer[-6:]} did not show what its result was made from" for peer in event.unanswered]
+                return f"{self._nth(event.round)}: {', '.join(wrong + silent)}"
             case events.DigestMismatch():
                 digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
                 return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"
@@ -180,5 +184,6 @@ _LEVELS: dict[type, int] = {
     events.RoundFailed: logging.WARNING,
     events.WorkDropped: logging.WARNING,
     events.UpdatesClipped: logging.WARNING,
+    events.ResultsChecked: logging.WARNING,
     events.DigestMismatch: logging.ERROR,
 }

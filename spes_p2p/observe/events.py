@@ -184,6 +184,19 @@ class UpdatesClipped(Event):
 
 
 @dataclass(frozen=True)
+class ResultsChecked(Event):
+    """This peer made some means of a committed round again, to check their reducers."""
+
+    round: int
+    results: int
+    """How many it drew."""
+    wrong: tuple[str, ...]
+    """Reducers whose result is not the mean of its inputs: proven, so the next commits exclude them."""
+    unanswered: tuple[str, ...]
+    """Reducers that did not show the inputs, after a restart for instance: nothing follows."""
+
+
+@dataclass(frozen=True)
 class DigestMismatch(Event):
     """This peer's base differs from the one the members agreed on; it is downloaded again."""
 

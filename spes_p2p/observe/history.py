@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 HISTORY_FILE = "history.jsonl"
 
 KEPT = (BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, events.Evaluated, events.RoundFailed,
-        events.WorkDropped, events.UpdatesClipped, events.DigestMismatch)
+        events.WorkDropped, events.UpdatesClipped, events.ResultsChecked, events.DigestMismatch)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*KEPT, RoundRecord)}
 
 

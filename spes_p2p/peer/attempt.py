@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from spes_p2p.consensus.control import is_banned, is_paused
+from spes_p2p.consensus.control import is_paused, takes_part
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -79,16 +79,16 @@ class RoundMember:
                 attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
             if attempt and attempt % len(order) == 0:
                 await self._rediscover(attempt // len(order))
-        applied = self._node.log.last.control
-        if is_banned(applied, self._node.peer_id):  # nobody serves the round's results to this peer
-            self._node.require_admitted(applied)
+        if not takes_part(self._node.log.last, self._node.peer_id):  # nobody serves the round's results to this peer
+            self._node.require_admitted(self._node.log.last.control)
 
     async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, refused: Refused) -> int:
         """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
         if refused.code in (Code.VERSION, Code.CAMPAIGN):
             raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
         if refused.code is Code.NOT_ADMITTED:
-            await self._node.refresh_contacts()  # fetches the owner's newest record: only that proves a ban
+            await self._node.refresh_contacts()  # fetches the owner's newest record: only that, or a commit, proves a ban
+            await self._node.decisions.learn_from_all(self._node.others())
             if self._node.why_not_admitted(self._node.controls.newest):
                 await self.return_work()
             self._node.require_admitted(self._node.controls.newest)

@@ -190,7 +190,12 @@ class Coordination:
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
         node, announced, left = self._node, self._members.announced, self._context.gone()
-        there = {peer: announced[peer] for peer in self._members.alive if peer not in left and not is_banned(control, peer)}
+        accused = node.decisions.validity.proofs.accused(self.commit)
+        excluded = {*self.commit.excluded, *(each.peer for each in accused)}
+        there = {
+            peer: announced[peer] for peer in self._members.alive
+            if peer not in left and peer not in excluded and not is_banned(control, peer)
+        }
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("no trainer is left")
         digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]
@@ -202,7 +207,7 @@ class Coordination:
         absent = await absent_of(node.endpoint, sorted(set(self.commit.electorate) - {*members, *left}))
         proposal = Proposal(
             self.commit.round + 1, self.commit.id, ballot, announcements, returned, absent, donors,
-            self._members.arrivals(members), control,
+            self._members.arrivals(members), control, accused,
         )
         return await node.decisions.validity.derive_aside(proposal)
 

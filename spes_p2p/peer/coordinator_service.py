@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spes_p2p.consensus.control import is_banned
+from spes_p2p.consensus.control import takes_part
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -161,7 +161,7 @@ class CoordinatorService:
         last, base = self._node.log.last, self._replica.base if self._replica.has_base else None
         if base is None or base.commit != last.id or base.plan is None:
             trainers = set(last.members) - set(last.helpers)
-            return {peer: 1 for peer in trainers if not is_banned(last.control, peer)}
+            return {peer: 1 for peer in trainers if takes_part(last, peer)}
         members, overlap = base.plan.members, self._node.campaign.config.sync.overlap
         steps = {members[a.member].peer: max(a.steps, overlap and members[a.member].trains) for a in base.plan.assignments}
         return {peer: each for peer, each in steps.items() if each}

@@ -1,8 +1,9 @@
 """One member's side of a round's exchange: push updates to reducers, reduce, pull all results.
 
-A contributor pushes its encoded update of each part to the part's reducer, with the number of tokens it was trained on. A
-reducer closes a part when every contributor has sent, is lost or is too late: it clips updates that stand out, averages by
-these weights, encodes the mean once, and serves it. Its manifest lists the digests, the contributors, and who was clipped. A
+A contributor pushes its encoded update of each part to the part's reducer, with the number of tokens it was trained on, and
+signs every few updates; a reducer uses what is signed. It closes a part when every contributor has sent, is lost or is too
+late: it clips updates that stand out, averages by these weights, encodes the mean once, and serves it. Its manifest lists the
+digests, the contributors, who was clipped, and a digest of the inputs, which it keeps for members that check the mean. A
 part's only contributor reduces it itself where its bandwidth allows; otherwise its codes are passed on unchanged and not sent
 back to it. Every member pulls every other part. Sender, part and size are checked against the plan before anything is decoded,
 and values that are not finite are refused.
@@ -22,18 +23,24 @@ from itertools import chain
 import numpy as np
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
+from spes_p2p.consensus.output import Identity
+from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Signed
+from spes_p2p.messages.fields import UPDATES_A_SIGNATURE
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Manifest, PullRequest, PushHeader
+from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
-from spes_p2p.rounds.influence import Contribution, clipped_mean
-from spes_p2p.rounds.parts import Part, mask_bytes, pulls, to_mask, weight
+from spes_p2p.peer.kept_inputs import Input, KeptInputs
+from spes_p2p.rounds.digest import content_digest
+from spes_p2p.rounds.parts import Part, mask_bytes, pulls, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.results import ABSENT, Results
+from spes_p2p.rounds.sums import carried, inputs_digest, make_mean
 from spes_p2p.storage.scratch import Scratch, memory_scratch, scratch_arrays
 
 logger = logging.getLogger(__name__)
@@ -65,6 +72,7 @@ class Exchange:
     def __init__(
         self,
         endpoint: RpcEndpoint,
+        identity: Identity,
         results: Results,
         pending: Mapping[str, np.ndarray],
         residuals: Mapping[int, np.ndarray],
@@ -90,7 +98,7 @@ class Exchange:
         if me is None:
             raise ValueError("not a member of this plan")
         self.me = me
-        self._endpoint = endpoint
+        self._endpoint, self._identity = endpoint, identity
         self._pending = pending
         self._residuals = residuals
         self._timeout_s = timeout_s
@@ -98,16 +106,21 @@ class Exchange:
         self._scratch = scratch
         self._names = [member.peer for member in self.plan.members]
         self._clips = clips
-        self._arrived: dict[int, dict[int, tuple[int, memoryview]]] = {}
-        """By part index and contributor: tokens and encoded update, until the part is closed."""
+        self._unsigned: dict[int, dict[int, Input]] = {}
+        """By contributor and part index: updates that wait for the contributor's signature."""
+        self._arrived: dict[int, dict[int, Input]] = {}
+        """By part index and contributor: signed updates, until the part is closed."""
         self._masks: dict[int, bytes] = {}
         self._clipped: dict[int, bytes] = {}
+        self._inputs: dict[int, bytes] = {}
         self._lost: set[int] = set()
         self._pushing: set[int] = set()
         self._mine = {part.index: part for part in self._reduced_by(me)}
         several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
         self._means = scratch_arrays(scratch, "means", {index: part.size for index, part in several.items()})
         """By part index: the mean; the new residual once the part is closed."""
+        self.inputs = KeptInputs(several, scratch)
+        """What this peer's means are made from."""
         self._closed: set[int] = set()
         self._order: list[int] = []
         """Indices of this peer's parts, in the order in which they were closed."""
@@ -131,7 +144,7 @@ class Exchange:
 
     def with_revision(self, revision: int) -> Exchange:
         """Return an exchange of the same updates over the parts that this revision of the part table moved."""
-        shared = self._endpoint, self.results, self._pending, self._residuals, self._timeout_s, self._behind
+        shared = self._endpoint, self._identity, self.results, self._pending, self._residuals, self._timeout_s, self._behind
         later = Exchange(*shared, revision, self._scratch, self._clips)
         later.tell_stalled = self.tell_stalled
         return later
@@ -173,11 +186,18 @@ class Exchange:
             raise Refused(Code.NOT_ALLOWED, "not a contributor of this plan")
         self._pushing.add(sender)
         try:
-            while (message := await stream.receive_view(Kind.PART)) is not None:
-                self._push_due_at[sender] = self._extended(self._push_due_at.get(sender), self._push_patience_s(), len(message))
-                self._take(sender, message)
+            while (message := await stream.any_message()).kind != Kind.END:
+                size = len(message.body)
+                self._push_due_at[sender] = self._extended(self._push_due_at.get(sender), self._push_patience_s(), size)
+                if message.kind == Kind.PART:
+                    self._take(sender, memoryview(message.body))
+                elif message.kind == Kind.PUSHED:
+                    self._take_signature(sender, unpack(Signed, message.body))
+                else:
+                    raise WireError(f"a frame of kind {message.kind} where an update belongs")
             await stream.send()
         finally:
+            self._unsigned.pop(sender, None)
             self._lost.add(sender)
             self._someone_left.set()
 
@@ -220,20 +240,37 @@ class Exchange:
             raise Refused(Code.NOT_ALLOWED, f"part {index} is not yours to push here")
         if len(self._closed) < len(self._mine):
             self._require_going_on()
-        arrived = self._arrived.setdefault(index, {})
-        if sender in arrived or index in self._closed:
-            return
+        unsigned = self._unsigned.setdefault(sender, {})
+        if len(unsigned) == UPDATES_A_SIGNATURE:
+            raise Refused(Code.MALFORMED, f"more than {UPDATES_A_SIGNATURE} updates without a signature")
         if len(body) != part.encoded_bytes:
             raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
             raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
         if not part.codec.is_finite(body, part.size):
             raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
-        arrived[sender] = self._bounded(part, sender, tokens), body
-        if self._complete(part):
-            self._close(part)
-            if len(self._closed) == len(self._mine):
-                self._someone_left.set()
+        if index in unsigned or index in self._closed or sender in self._arrived.get(index, {}):
+            body = memoryview(bytes(body))  # counts once: what came first stays as it is
+        elif index in self._means:
+            body = self.inputs.store(part, sender, body)
+        unsigned[index] = Input(Update(index, tokens, content_digest(body)), body)
+
+    def _take_signature(self, sender: int, signed: Signed) -> None:
+        """Use the updates that the contributor has signed now. Raises Refused unless it signed exactly those that it sent."""
+        unsigned, pushed = self._unsigned.pop(sender, {}), read_signed(Pushed, signed, self._identity)
+        if signed.peer != self._names[sender] or pushed.plan != self.plan.id:
+            raise Refused(Code.NOT_PROVEN, "a signature under updates of another peer or plan")
+        if pushed.updates != tuple(each.update for each in unsigned.values()):
+            raise Refused(Code.NOT_PROVEN, "a signature under other updates than those that came")
+        for index, each in unsigned.items():
+            arrived = self._arrived.setdefault(index, {})
+            if sender in arrived or index in self._closed:
+                continue
+            arrived[sender] = Input(each.update, each.body, signed)
+            if self._complete(self._mine[index]):
+                self._close(self._mine[index])
+        if len(self._closed) == len(self._mine):
+            self._someone_left.set()
 
     # Reducing ----------------------------------------------------------------------------------------------------------
 
@@ -270,7 +307,8 @@ class Exchange:
             digests = b"".join(self.results.digests.get(part.index, ABSENT) for part in own)
             masks = b"".join(self._masks.get(part.index, no_mask) for part in own)
             clipped = b"".join(self._clipped.get(part.index, no_mask) for part in own)
-            self.results.add_manifest(Manifest(self.plan.id, self.me, self.revision, digests, masks, clipped))
+            inputs = b"".join(self._inputs.get(part.index, ABSENT) for part in own)
+            self.results.add_manifest(Manifest(self.plan.id, self.me, self.revision, digests, masks, clipped, inputs))
         self._manifest_ready.set()
 
     def _complete(self, part: Part) -> bool:
@@ -284,7 +322,7 @@ class Exchange:
             if len(part.contributors) > 1:
                 codes: bytes | memoryview = self._encode_mean(part, arrived)
             else:
-                codes = self._encode_own(part) if self.me in contributors else arrived[part.contributors[0]][1]
+                codes = self._encode_own(part) if self.me in contributors else arrived[part.contributors[0]].body
             self._put(part, codes)
             self._masks[part.index] = to_mask(contributors, len(self._names))
         self._closed.add(part.index)
@@ -292,31 +330,30 @@ class Exchange:
         self._next_closed.set()
         self._next_closed = asyncio.Event()
 
-    def _bounded(self, part: Part, contributor: int, tokens: int) -> int:
-        """Return the weight of a push: its tokens, at most those in the plan."""
-        return min(tokens, weight(self.plan.members[contributor], part.group)) if self._clips else tokens
+    def _encode_mean(self, part: Part, arrived: dict[int, Input]) -> bytes:
+        """Encode the clipped, token-weighted mean of what arrived and this peer's own update, plus some of the part's residual.
 
-    def _encode_mean(self, part: Part, arrived: Mapping[int, tuple[int, memoryview]]) -> bytes:
-        """Encode the clipped, token-weighted mean of what arrived and this peer's own update, plus the part's residual.
-
-        The own update enters unrounded. Contributors are summed in the order of the members.
+        The own update is encoded like all others, so that a member that checks the mean needs nothing else.
         """
-        found = {i: Contribution(tokens, partial(part.codec.decode, body, part.size)) for i, (tokens, body) in arrived.items()}
         if self._has_update(part):
-            own = self._own(part)
-            found[self.me] = Contribution(self._bounded(part, self.me, self._behind(part)), lambda: own)
-            self.sent[part.index] = (part, own)
-        order = sorted(found)
+            codes = self._encode_own(part)
+            own = Update(part.index, self._behind(part), content_digest(codes))
+            arrived[self.me] = Input(own, self.inputs.store(part, self.me, codes))
+        self.inputs.of_part[part.index] = arrived
+        self._inputs[part.index] = inputs_digest({i: each.update for i, each in arrived.items()})
         mean = self._means[part.index]
-        clipped = clipped_mean([found[i] for i in order], mean, self._clips)
-        self._clipped[part.index] = to_mask({order[place] for place in clipped}, len(self._names))
+        updates = {i: (each.update.tokens, partial(part.codec.decode, each.body, part.size)) for i, each in arrived.items()}
+        clipped = make_mean(part, self.plan.members, updates, mean, self._clips)
+        self._clipped[part.index] = to_mask(clipped, len(self._names))
         residual = self._residuals.get(part.start)
-        if residual is not None and residual.size == mean.size:
-            mean = mean + residual
-        codes = part.codec.encode(mean)
+        if residual is None or residual.size != mean.size:
+            codes = part.codec.encode(mean)
+        else:
+            codes = part.codec.encode(mean + carried(part, mean, residual))
+            np.add(mean, residual, out=mean)
         if part.codec.is_lossy:
-            dropped = self.new_residuals[part.start] = self._means[part.index]
-            np.subtract(mean, part.codec.decode(codes, part.size), out=dropped)
+            np.subtract(mean, part.codec.decode(codes, part.size), out=mean)
+            self.new_residuals[part.start] = mean
         return codes
 
     def _reduced_by(self, reducer: int) -> list[Part]:
@@ -399,14 +436,24 @@ class Exchange:
 
     async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
         await stream.send(pack(PushHeader(self.plan.id, self.revision)))
+        unsigned: list[Update] = []
         for part in filter(self._has_update, parts):
-            tokens = self._behind(part).to_bytes(WEIGHT_BYTES, "little")
+            tokens = self._behind(part)
             codes = self._encode_own(part)
             if not pulls(part, self.me):
                 self._put(part, codes)
-            await stream.send(_numbered(part.index), tokens, codes, kind=Kind.PART)
+            await stream.send(_numbered(part.index), tokens.to_bytes(WEIGHT_BYTES, "little"), codes, kind=Kind.PART)
             self._moved(part.encoded_bytes)
+            unsigned.append(Update(part.index, tokens, content_digest(codes)))
+            if len(unsigned) == UPDATES_A_SIGNATURE:
+                await self._send_signature(stream, unsigned)
+                unsigned = []
+        if unsigned:
+            await self._send_signature(stream, unsigned)
         await stream.send(kind=Kind.END)
+
+    async def _send_signature(self, stream: Stream, updates: list[Update]) -> None:
+        await stream.send(pack(sign(Pushed(self.plan.id, tuple(updates)), self._identity)), kind=Kind.PUSHED)
 
     def _has_sent(self, reducer: int) -> None:
         """Note that this reducer has this peer's updates, or will not get them."""

@@ -13,6 +13,7 @@ from spes_p2p.messages.rounds import PullRequest, PushHeader, Revision
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
@@ -29,6 +30,8 @@ class Exchanges:
     def __init__(self, node: Node, layout: Layout, results: KeptResults, work: OwnWork, scratch: Scratch):
         self.by_plan: dict[tuple[str, int], Exchange] = {}
         """By plan id and revision."""
+        self._inputs: dict[str, tuple[int, list[KeptInputs]]] = {}
+        """By plan id: the round, and what this member's means were made from, by revision."""
         self._node, self._layout, self._results, self._work, self._scratch = node, layout, results, work, scratch
         self._staging: NextBaseBuilder | None = None
         """The next base by the last plan."""
@@ -48,9 +51,10 @@ class Exchanges:
         results, ledger, sync = self._results.begin(plan), self._work.ledger, self._node.campaign.config.sync
         update = ledger.copy_update() if self.by_plan else ledger.update
         exchange = self.by_plan[plan.id, 0] = Exchange(
-            self._node.endpoint, results, update, self._work.residuals.by_start, sync.exchange_timeout_s,
-            ledger.tokens_behind, scratch=self._scratch, clips=sync.bound_influence,
+            self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_start,
+            sync.exchange_timeout_s, ledger.tokens_behind, scratch=self._scratch, clips=sync.bound_influence,
         )
+        self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._staging is not None:
             self._staging.drop()
         self._staging = self.builder(base, results)
@@ -77,6 +81,7 @@ class Exchanges:
             first.results.revise(newly_lost)
             exchange = first.with_revision(first.results.revision)
             self.by_plan[plan.id, exchange.revision] = exchange
+            self._inputs[plan.id][1].append(exchange.inputs)
             more.append(exchange)
         self._news.set()
         return more
@@ -100,10 +105,22 @@ class Exchanges:
         ahead.drop()
         return None
 
-    def forget(self, base_round: int) -> None:
-        """Drop the exchanges of rounds that are in the base."""
+    def inputs_of(self, plan: str, part: int) -> dict[int, Input] | None:
+        """Return what this member's mean of a part was made from, by member; None where it made none."""
+        _, kept = self._inputs.get(plan, (0, []))
+        return next((each.of_part[part] for each in reversed(kept) if part in each.of_part), None)
+
+    def count_of_inputs(self, plan: str) -> int:
+        """Return the number of means that this member made in a plan."""
+        return sum(len(each.of_part) for each in self._inputs.get(plan, (0, []))[1])
+
+    def forget(self, base_round: int, decided: str) -> None:
+        """Drop the exchanges of rounds that are in the base, but for the inputs of the last one. `decided`: its plan."""
         for key in [key for key, exchange in self.by_plan.items() if exchange.plan.round <= base_round]:
             del self.by_plan[key]
+        self._inputs = {
+            plan: kept for plan, kept in self._inputs.items() if plan == decided or kept[0] > base_round
+        }
 
     async def _on_push(self, stream: Stream) -> None:
         header = unpack(PushHeader, await stream.message())

@@ -20,6 +20,7 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.net.interfaces import World
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.commit import misfit
+from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import DerivePlan, Plan
 from spes_p2p.rounds.result_file import ResultFile
 from spes_p2p.rounds.results import (
@@ -98,15 +99,39 @@ class KeptResults:
 
         None when a part cannot be had. Raises Refused for a commit that does not follow from its plan.
         """
+        peers = list(peers)
         donors = [fetcher.peers(peers)]
         with contextlib.suppress(PeerUnreachable, WireError):
-            results = await self._of(commit, fetcher, donors)
-            await self._fetch_manifests(commit, results, fetcher, donors)
+            results = await self.described(commit, fetcher, peers)
             results.discard_unverified()
             await self._fetch_parts(commit, results, fetcher, donors)
             if all(results.verified(part) for part in results.committed(commit)):
                 return results
         return None
+
+    async def described(self, commit: Commit, fetcher: Fetcher, peers: Iterable[str]) -> Results:
+        """Return the commit's results with its manifests, perhaps not all parts.
+
+        Raises PeerUnreachable, WireError, Refused.
+        """
+        donors = [fetcher.peers(peers)]
+        results = await self._of(commit, fetcher, donors)
+        await self._fetch_manifests(commit, results, fetcher, donors)
+        return results
+
+    async def result(self, results: Results, part: Part, fetcher: Fetcher, peers: Iterable[str]) -> Body:
+        """Return the encoded result of a part that the manifests name. Raises PeerUnreachable."""
+        if results.verified(part):
+            return results.encoded[part.index]
+        content = Content("parts", results.plan.id, lambda index: Piece(results.digest_of(part) or b"", part.encoded_bytes))
+        found: list[Body] = []
+
+        async def keep(index: int, body: Body) -> None:
+            found.append(body)
+
+        if await fetcher.fetch(content, [part.index], [fetcher.peers(peers)], keep):
+            raise PeerUnreachable(f"nobody has the result of part {part.index}")
+        return found[0]
 
     async def _of(self, commit: Commit, fetcher: Fetcher, donors: Tiers) -> Results:
         """Return what is kept of the commit's results; fetches the proposal if needed.

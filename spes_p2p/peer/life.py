@@ -18,6 +18,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, WorkDropped
 from spes_p2p.peer.announcing import Announcer, Capacity
 from spes_p2p.peer.attempt import RoundMember
+from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
 from spes_p2p.peer.guard import Guard
@@ -72,6 +73,7 @@ class Peer:
         self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases)
         self.coordinators = CoordinatorService(node, self.replica, self.phases, self._reporter)
         self.reforms = ReformService(node, self.replica.newest)
+        self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
         self._member = RoundMember(
             node, self.replica, self.announcer, self._samples, self.phases, self.coordinators, self._reporter, self._leave,
         )
@@ -115,6 +117,7 @@ class Peer:
         await self.replica.start()
         await self.coordinators.serve()
         await self.reforms.serve()
+        await self.checking.serve()
         await self.node.endpoint.serve(STATUS, self._on_status)
         await self.node.start()
 
@@ -196,6 +199,8 @@ class Peer:
         for each in applied:
             self.node.straggler_delay.extend(each.plan.proposal.straggler_delay)
             self._reporter.committed(each, seconds)
+            if each.decided.commit.id == self.node.log.last.id:
+                self.checking.begin(each.decided.commit, each.results)
             self._guard.saw(each.plan)
         if not applied or applied[-1].decided.commit.id != self.replica.base.commit:
             self._reporter.restored(self._source_of_base())

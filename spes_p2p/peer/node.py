@@ -12,7 +12,7 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, TrainingConfig
 from spes_p2p.consensus.admission import check_admission
-from spes_p2p.consensus.control import is_banned, required_protocol
+from spes_p2p.consensus.control import is_banned, required_protocol, takes_part
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.files import serve_files
@@ -23,7 +23,7 @@ from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.content import CampaignRecord, CampaignRequest
-from spes_p2p.messages.methods import CAMPAIGN, CONTROL
+from spes_p2p.messages.methods import CAMPAIGN, COMMITS, CONTROL
 from spes_p2p.messages.presence import Contact
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.contacts import find_contacts, registry_key
@@ -166,7 +166,7 @@ class Node:
     def check_admission(self, peer: str, trains: bool, invitation: Invitation | None, control: Control | None) -> None:
         """Raise Refused unless the peer may take part now. `control`: the record in force."""
         rule, identity, now_s = self.campaign.config.admission, self.world.identity, self.world.wall_time()
-        check_admission(rule, peer, trains, invitation, self.log.genesis, control, identity, now_s)
+        check_admission(rule, peer, trains, invitation, self.log.last, control, identity, now_s)
 
     async def refresh_contacts(self) -> None:
         """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by."""
@@ -178,7 +178,7 @@ class Node:
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
             found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
-            self.contacts = {peer: each for peer, each in found.items() if not is_banned(self.log.last.control, peer)}
+            self.contacts = {peer: each for peer, each in found.items() if takes_part(self.log.last, peer)}
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
         self._observer(PeersSeen(trainers, helpers, living, self.log.last.electorate))
@@ -221,9 +221,11 @@ class Node:
                 logger.exception("refreshing the contacts failed")
 
     def _admit(self, peer: str, method: str) -> None:
-        """Raise Refused for a banned peer, which can only fetch the record that says so."""
+        """Raise Refused for an excluded peer, which can only fetch what says so: the owner's record, or the commits."""
         if method != CONTROL and is_banned(self.log.last.control, peer):
             raise Refused(Code.NOT_ADMITTED, "the owner of this campaign banned this peer")
+        if method not in (CONTROL, COMMITS) and peer in self.log.last.excluded:
+            raise Refused(Code.NOT_ADMITTED, "a result of this peer was proven wrong")
 
     async def _on_campaign(self, stream: Stream) -> None:
         try:

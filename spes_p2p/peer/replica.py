@@ -73,7 +73,8 @@ class Replica:
         self.store = BaseStore(node.world, self._size, base_in_memory)
         self.work = OwnWork(node.peer_id, layout, self.codecs, scratch)
         self.validity = Validity(
-            node.world, node.endpoint, node.fetcher, node.log, node.rules, layout, self.codecs, lambda: self.store.current
+            node.world, node.endpoint, node.fetcher, node.log, node.rules, layout, self.codecs, lambda: self.store.current,
+            node.spawn,
         )
         node.decisions.check_with(self.validity)
         self.results = self.validity.kept
@@ -270,7 +271,7 @@ class Replica:
         self._report_dropped(dropped, "left out of more than two rounds")
         await self._save(staged.draft)
         await run(self.results.forget, new.round, self.store.snapshots.oldest_pinned_round)
-        self.exchanges.forget(new.round)
+        self.exchanges.forget(new.round, results.plan.id)
         return staged.bounded
 
     def _settle(self, new: Base, results: Results, committed: set[int]) -> int:

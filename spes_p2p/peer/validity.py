@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from spes_p2p.consensus.acceptor import VoteState
 from spes_p2p.consensus.commit_log import CommitLog
@@ -25,6 +26,7 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.kept_results import KeptResults
+from spes_p2p.peer.proofs import Proofs
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.commit import derive_commit, misfit
@@ -50,9 +52,11 @@ class Validity:
         layout: Layout,
         codecs: GroupCodecs,
         base: Callable[[], Base | None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ):
-        """`base`: this peer's newest one."""
+        """`base`: this peer's newest one. `spawn` runs a coroutine in the background."""
         self.kept = KeptResults(world, self.derive, layout, codecs)
+        self.proofs = Proofs(world, endpoint, fetcher, log, rules, self.kept, spawn)
         self._world, self._endpoint, self._fetcher, self._log, self._rules = world, endpoint, fetcher, log, rules
         self._layout, self._codecs, self._base = layout, codecs, base
         self._valid: dict[str, tuple[Commit, bytes, tuple[bytes, ...]]] = {}
@@ -68,8 +72,12 @@ class Validity:
         return plan
 
     async def derive_on_base(self, proposal: Proposal) -> Plan:
-        """As `derive_aside`; a peer that holds the base which the round starts from also checks its digest and the donors."""
+        """As `derive_aside`, with the proofs against accused peers.
+
+        A peer that holds the base which the round starts from also checks its digest and the donors.
+        """
         plan, base = await self.derive_aside(proposal), self._base()
+        await self.proofs.require(proposal)
         if base is None or base.commit != proposal.parent:
             return plan
         if plan.base_digest != base.digest:

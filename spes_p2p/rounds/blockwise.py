@@ -64,6 +64,11 @@ class Blockwise:
         with np.errstate(over="ignore"):
             return bool(np.isfinite(self._scales(data, elements) * (self._levels + 1)).all())
 
+    def rounding(self, values: np.ndarray) -> np.ndarray:
+        """Half a step of each value's block."""
+        half_steps = np.abs(_in_blocks(values)).max(axis=1) / (2 * self._levels)
+        return np.repeat(half_steps, BLOCK)[: values.size]
+
     def _scales(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         if len(data) != self.encoded_bytes(elements):
             raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")

@@ -17,6 +17,7 @@ from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.blockwise import Blockwise
 
 FP16_MAX = np.float32(65504.0)
+FP16_NORMAL = np.float32(2**-14)
 
 
 class Codec(Protocol):
@@ -40,6 +41,9 @@ class Codec(Protocol):
 
     def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
         """Return whether all decoded values are finite. Raises ValueError as `decode`."""
+
+    def rounding(self, values: np.ndarray) -> np.ndarray:
+        """Return a bound, float32 `[n]`, of what encoding these values changes each of them by, but for float32 rounding."""
 
 
 class _FixedWidth(Codec):
@@ -70,6 +74,10 @@ class Uncompressed(_FixedWidth):
         _check_length(self, data, elements)
         return np.frombuffer(data, dtype="<f4")
 
+    def rounding(self, values: np.ndarray) -> np.ndarray:
+        """Nothing changes."""
+        return np.zeros_like(values)
+
 
 class HalfPrecision(_FixedWidth):
     """IEEE half precision, rounded to nearest even; values beyond its range are clipped."""
@@ -87,6 +95,13 @@ class HalfPrecision(_FixedWidth):
         halves = np.frombuffer(data, dtype="<f2").astype(np.float16)
         values: np.ndarray = _as_tensor(halves).float().numpy()
         return values
+
+    def rounding(self, values: np.ndarray) -> np.ndarray:
+        """Half a unit in the last place, or the distance from the range."""
+        sizes = np.abs(values)
+        bound: np.ndarray = np.maximum(sizes, FP16_NORMAL) * np.float32(2**-11)
+        np.maximum(bound, sizes - FP16_MAX, out=bound)
+        return bound
 
 
 def _as_tensor(values: np.ndarray) -> Any:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from spes_p2p.consensus.acceptor import INCARNATION_BYTES
-from spes_p2p.consensus.control import is_banned
 from spes_p2p.consensus.electorate import choose_electorate, incarnations_of
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed
@@ -67,7 +66,7 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
     kept = kept_electors(plan, commit)
     voting_helpers = tuple(helper for helper in helpers if helper in incarnations and helper in {*peers, *kept})
     voting_members = [peer for peer in (*_voters(plan), *kept) if peer in incarnations]
-    staying = tuple(elector for elector in commit.electorate if not is_banned(plan.proposal.control, elector))
+    staying = tuple(elector for elector in commit.electorate if plan.takes_part(elector))
     chosen = choose_electorate(voting_helpers, voting_members, commit.electorate, alone=_all_vouched(plan))
     electorate = chosen or staying or commit.electorate
     heard = tuple(sorted({i for part in included if part.group.kind == "shared" for i in results.contributors(part)}))
@@ -94,6 +93,7 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
         control=plan.proposal.control,
         heard=heard,
         workloads=workloads_of(plan),
+        excluded=plan.excluded,
     )
 
 
@@ -123,6 +123,7 @@ def misfit(commit: Commit, plan: Plan) -> str:
         "base_digest": plan.base_digest, "step": plan.step, "members": tuple(member.peer for member in plan.members),
         "owners": tuple(tuple(each.member for each in plan.assignments if e in each.owned) for e in experts),
         "cursor": plan.cursor, "control": plan.proposal.control, "workloads": workloads_of(plan),
+        "excluded": plan.excluded,
     }
     wrong = [name for name, value in implied.items() if getattr(commit, name) != value]
     wrong += ["roots"] * (len(commit.roots) != len(plan.members) * (len(commit.lost) + 1))
@@ -135,12 +136,12 @@ def workloads_of(plan: Plan) -> tuple[Workload, ...]:
 
 
 def kept_electors(plan: Plan, commit: Commit) -> list[str]:
-    """Return the electors that are no members of the plan and keep their seats: neither absent, left nor banned.
+    """Return the electors that are no members of the plan and keep their seats: neither absent, left nor excluded.
 
     A coordinator can leave a peer out of a plan, and nobody can prove that the peer announced; but it cannot vote for it.
     """
     gone = {*(member.peer for member in plan.members), *plan.proposal.absent, *(each.peer for each in plan.proposal.returned)}
-    return [peer for peer in commit.electorate if peer not in gone and not is_banned(plan.proposal.control, peer)]
+    return [peer for peer in commit.electorate if peer not in gone and plan.takes_part(peer)]
 
 
 def check_staged(staged: Staged, results: Results) -> None:

@@ -128,8 +128,14 @@ def make_plan(
         merge=Merge(alpha, proposal.donors) if proposal.donors is not None and alpha > 0 else None,
         assignments=assignments,
         cursor=cursor,
+        excluded=excluded_after(commit, proposal),
         phase_step=phase_step,
     )
+
+
+def excluded_after(commit: Commit, proposal: Proposal) -> tuple[str, ...]:
+    """Return the peers that proofs exclude from this proposal's round on, sorted."""
+    return tuple(sorted({*commit.excluded, *(each.peer for each in proposal.accused)}))
 
 
 def _owners(

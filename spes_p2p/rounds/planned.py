@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.consensus.control import is_banned
 from spes_p2p.messages.admission import Standing
 from spes_p2p.messages.rounds import Proposal
 from spes_p2p.messages.samples import Cursor, Interval
@@ -67,6 +68,8 @@ class Plan:
     assignments: tuple[Assignment, ...]
     """One per member, in the members' order."""
     cursor: Cursor
+    excluded: tuple[str, ...] = ()
+    """Peers that proofs exclude, by the last commit or the proposal, sorted."""
     phase_step: int = 0
     """Campaign step at which the assignments start: `step`, plus the phase that runs during this round (`sync.overlap`)."""
 
@@ -79,6 +82,10 @@ class Plan:
     def round(self) -> int:
         """The round that it plans."""
         return self.proposal.round
+
+    def takes_part(self, peer: str) -> bool:
+        """Return whether the peer keeps its seat: neither the owner's order nor a proof excludes it."""
+        return peer not in self.excluded and not is_banned(self.proposal.control, peer)
 
     def index(self, peer: str) -> int | None:
         """Return the peer's index among the members, or None."""

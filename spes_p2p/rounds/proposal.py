@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from spes_p2p.consensus.admission import check_admission
-from spes_p2p.consensus.control import may_follow, rolls_back
+from spes_p2p.consensus.control import may_follow, owner_of, rolls_back
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
 from spes_p2p.messages.consensus import Commit, Leave, Signed
+from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.rounds.claims import outstanding, within
@@ -33,8 +34,9 @@ def derive_plan(
     `identity`: checks signatures.
 
     Raises Refused for a proposal that no honest coordinator makes. Not checked here: the base's digest and the merge's donors,
-    which need the base (`merge.are_nearest`); whether an invitation has expired, which coordinators see to; and whether a peer
-    that is left out is absent, which nobody can prove.
+    which need the base (`merge.are_nearest`); the proofs against accused peers, which need the updates (`peer/proofs.py`);
+    whether an invitation has expired, which coordinators see to; and whether a peer that is left out is absent, which nobody
+    can prove.
     """
     commit, control = recent[0], proposal.control
     if (proposal.round, proposal.parent) != (commit.round + 1, commit.id):
@@ -54,10 +56,19 @@ def derive_plan(
     others = set(commit.electorate) - announcements.keys()
     _require(_ascends(proposal.absent) and others.issuperset(proposal.absent), "its list of absent electors")
     _require(len(proposal.straggler_delay) <= len(announcements), "its straggler delays")
+    accused = [each.peer for each in proposal.accused]
+    _require(_ascends(accused) and announcements.keys().isdisjoint(accused), "its list of accused peers")
+    _require(may_exclude(commit, accused), "peers that a proof cannot exclude")
     _require(not any(leave.back for leave in leaves), "a peer that is back")
     returned = tuple(interval for leave in leaves for interval in leave.untrained)
     _require(proposal.donors is None or _fits_the_model(proposal, rules), "its merge")
     return make_plan(recent, proposal, announcements, returned, rules, rounds_served)
+
+
+def may_exclude(commit: Commit, accused: Sequence[str]) -> bool:
+    """Return whether proofs may exclude these peers after a commit: neither the owner, nor excluded ones, nor too many."""
+    known = {*commit.excluded, owner_of(commit)}
+    return known.isdisjoint(accused) and len(commit.excluded) + len(accused) <= MAX_BANNED
 
 
 def read_announcement(signed: Signed, commit: Commit, coordinator: str, rules: Rules, identity: Identity) -> Announcement:

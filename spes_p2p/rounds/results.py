@@ -113,7 +113,8 @@ class Results:
         own = self.reduced_by(manifest.reducer, manifest.revision) if known else []
         width = mask_bytes(len(self.plan.members))
         masks = {len(manifest.masks), len(manifest.clipped)}
-        if manifest.plan != self.plan.id or len(manifest.digests) != 32 * len(own) or masks != {width * len(own)}:
+        digests = {len(manifest.digests), len(manifest.inputs)}
+        if manifest.plan != self.plan.id or digests != {32 * len(own)} or masks != {width * len(own)}:
             raise WireError("the manifest does not fit the plan")
         for place, part in enumerate(own):
             here = slice(width * place, width * (place + 1))
@@ -137,6 +138,12 @@ class Results:
         manifest = self.manifests.get((part.revision, part.reducer))
         place = self._places[part.revision, part.index]
         return None if manifest is None else manifest.digests[32 * place : 32 * place + 32]
+
+    def inputs_of(self, part: Part) -> bytes:
+        """Return the digest of the inputs that the part's reducer names; empty without the manifest."""
+        manifest = self.manifests.get((part.revision, part.reducer))
+        place = self._places[part.revision, part.index]
+        return b"" if manifest is None else manifest.inputs[32 * place : 32 * place + 32]
 
     def contributors(self, part: Part) -> tuple[int, ...]:
         """Return the members whose update is in the part's result; empty without the manifest."""

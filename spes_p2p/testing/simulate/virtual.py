@@ -131,8 +131,8 @@ class _Run:
 
         base, config = self._last_base, self._swarm.campaign.config
         loss = None if base is None else held_out_loss(config, self._seed, base)
-        orders = [peer.node.log.last.control for _, peer in self._honest()]
-        banned = {peer for order in orders if order is not None for peer in order.banned}
+        commits = [peer.node.log.last for _, peer in self._honest()]
+        banned = {peer for each in commits for peer in (*each.excluded, *(each.control.banned if each.control else ()))}
         return Attacked(
             self._scenario.attack, loss, self._memory_bytes - self._memory_before,
             attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),

@@ -1,0 +1,120 @@
+"""Checks of reducers after a round: each member has another one that makes some of its means again, in the background.
+
+The checker asks the reducer for the signed inputs and the encoded updates of a mean that it has drawn, and compares. A reducer
+that does not answer, after a restart for instance, is logged: that proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+from spes_p2p.consensus.signed import sign
+from spes_p2p.content.pieces import Body
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Commit, Signed
+from spes_p2p.messages.fields import MAX_MEMBERS
+from spes_p2p.messages.methods import INPUTS
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Inputs, InputsRequest, Pushed, WrongSum
+from spes_p2p.net.rpc import Stream
+from spes_p2p.observe.events import Observer, ResultsChecked
+from spes_p2p.peer.exchanges import Exchanges
+from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.kept_results import UPLOADS_AT_ONCE
+from spes_p2p.peer.node import Node
+from spes_p2p.peer.proofs import Proofs
+from spes_p2p.rounds.checks import checkers, drawn, expected_checks, means_by_reducer
+from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.results import Results
+
+logger = logging.getLogger(__name__)
+
+ASKED_TIMES = 3
+"""A reducer that has not learned the commit yet is asked again, after `silence_s` each time."""
+
+
+class Checking:
+    """Checks others, and answers those that check this peer."""
+
+    def __init__(self, node: Node, exchanges: Exchanges, proofs: Proofs, observer: Observer):
+        self._node, self._exchanges, self._proofs, self._observer = node, exchanges, proofs, observer
+        self._asked: dict[str, set[int]] = {}
+        """By plan: the parts of this peer's whose inputs were asked for."""
+
+    async def serve(self) -> None:
+        """Answer from now on."""
+        await self._node.endpoint.serve(INPUTS, self._on_inputs)
+        await self._node.content.serve("updates", self._update, UPLOADS_AT_ONCE)
+        await self._proofs.serve(self._node.content)
+
+    def begin(self, commit: Commit, results: Results) -> None:
+        """Check, in the background, the reducers of a round that was just applied which are this peer's to check."""
+        means = means_by_reducer(commit, results)
+        mine = [peer for peer, by in checkers(commit, self._rule).items() if by == self._node.peer_id and peer in means]
+        chosen = [part for peer in mine for part in drawn(means[peer], len(means), self._node.world.rng)]
+        if chosen:
+            self._node.spawn(self._check(commit, results, chosen))
+
+    @property
+    def _rule(self) -> str:
+        return self._node.campaign.config.admission
+
+    async def _check(self, commit: Commit, results: Results, parts: list[Part]) -> None:
+        wrong, unanswered = set[str](), set[str]()
+        for part in parts:
+            reducer = results.plan.members[part.reducer].peer
+            try:
+                proof = WrongSum(commit.round, commit.id, part.index, await self._inputs(results.plan.id, part.index, reducer))
+                if await self._proofs.holds(proof, [reducer]):
+                    wrong.add(reducer)
+                    everybody = sorted(commit.participants - {self._node.peer_id, reducer})
+                    await self._proofs.tell(proof, everybody)
+            except (PeerUnreachable, Refused, WireError) as error:
+                unanswered.add(reducer)
+                logger.info("round %d: part %d of %s is not checked: %s", commit.round, part.index, reducer[-6:], error)
+        self._observer(ResultsChecked(commit.round, len(parts), tuple(sorted(wrong)), tuple(sorted(unanswered))))
+
+    async def _inputs(self, plan: str, part: int, reducer: str) -> Inputs:
+        """Ask a reducer for the inputs of a mean. Raises PeerUnreachable, Refused, WireError."""
+        endpoint, request = self._node.endpoint, pack(InputsRequest(plan, part))
+        for times_left in reversed(range(ASKED_TIMES)):
+            try:
+                return unpack(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
+            except Refused as refused:
+                if refused.code is not Code.BEHIND or not times_left:
+                    raise
+            await asyncio.sleep(endpoint.silence_s)
+        raise AssertionError
+
+    # Answering -----------------------------------------------------------------------------------------------------------
+
+    async def _on_inputs(self, stream: Stream) -> None:
+        request, log = unpack(InputsRequest, await stream.message()), self._node.log
+        commit = next((each.commit for each in log.since(log.round - 2) if each.commit.plan == request.plan), None)
+        if commit is None:
+            raise Refused(Code.BEHIND, "that round is not known here yet, or no longer")
+        if checkers(commit, self._rule).get(self._node.peer_id) != stream.remote:
+            raise Refused(Code.NOT_ALLOWED, "another member checks this peer")
+        inputs = self._exchanges.inputs_of(request.plan, request.part)
+        if inputs is None:
+            raise Refused(Code.NOT_HERE, "this peer has no inputs of that part")
+        asked = self._asked.get(request.plan, set()) | {request.part}
+        if len(asked) > 1 + math.ceil(expected_checks(self._exchanges.count_of_inputs(request.plan), 1)):
+            raise Refused(Code.NOT_ALLOWED, "that is more than a check needs")
+        self._asked = {plan: parts for plan, parts in self._asked.items() if self._exchanges.count_of_inputs(plan)}
+        self._asked[request.plan] = asked
+        await stream.send(pack(Inputs(tuple(self._signed(request.plan, each) for _, each in sorted(inputs.items())))))
+
+    def _signed(self, plan: str, each: Input) -> Signed:
+        return each.signed if each.signed is not None else sign(Pushed(plan, (each.update,)), self._node.world.identity)
+
+    async def _update(self, plan: str, index: int) -> Body | None:
+        """Return an encoded update: one that a checker of this peer asked for, or one of a proof."""
+        part, member = divmod(index, MAX_MEMBERS)
+        if part in self._asked.get(plan, ()):
+            found = (self._exchanges.inputs_of(plan, part) or {}).get(member)
+            return None if found is None else found.body
+        return self._proofs.body(plan, part, member)

@@ -1,0 +1,184 @@
+"""Proofs against reducers: checked by every peer itself, told to all, and part of the next proposal.
+
+A proof consists of signed records and hashes, so it needs no trust in whoever tells it. From the commit on that takes it up,
+the reducer is excluded (`Commit.excluded`), and nobody needs the proof any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
+from spes_p2p.content.transfer import ContentServer
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.fields import MAX_MEMBERS
+from spes_p2p.messages.framing import MAX_FRAME_BYTES
+from spes_p2p.messages.methods import ACCUSE
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Accused, Proposal, Update, WrongSum
+from spes_p2p.net.interfaces import World
+from spes_p2p.net.rpc import RpcEndpoint, Stream
+from spes_p2p.peer.kept_results import UPLOADS_AT_ONCE, KeptResults
+from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.plan import Rules
+from spes_p2p.rounds.proposal import may_exclude
+from spes_p2p.rounds.results import KEPT_ROUNDS
+from spes_p2p.rounds.sums import is_wrong, read_inputs
+
+logger = logging.getLogger(__name__)
+
+HELD_PROOFS = 8
+"""Bounds the proofs, with their updates, that a peer keeps for others. One that is dropped is found again by a later check."""
+TOLD_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A proof that holds."""
+
+    peer: str
+    """The reducer."""
+    plan: str
+    proof: WrongSum
+    bodies: Mapping[int, Body]
+    """The encoded updates, by member."""
+
+
+class Proofs:
+    """The proofs that this peer has checked."""
+
+    def __init__(
+        self, world: World, endpoint: RpcEndpoint, fetcher: Fetcher, log: CommitLog, rules: Rules, kept: KeptResults,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ):
+        """`spawn` runs a coroutine in the background."""
+        self._world, self._endpoint, self._fetcher, self._log, self._kept = world, endpoint, fetcher, log, kept
+        self._clips, self._spawn = rules.config.sync.bound_influence, spawn
+        self._held: dict[str, Proven] = {}
+        """By id, oldest first."""
+        self._checking: set[str] = set()
+        """Peers whose proofs are being checked."""
+        self._liars: set[str] = set()
+        """Peers that told a false proof: each costs a check, so they are not heard again."""
+
+    async def serve(self, server: ContentServer) -> None:
+        """Hear proofs, and serve those that hold, from now on."""
+        await self._endpoint.serve(ACCUSE, self._on_accuse)
+        await server.serve("proof", self._proof, UPLOADS_AT_ONCE)
+
+    def body(self, plan: str, part: int, member: int) -> Body | None:
+        """Return an encoded update of a proof that holds."""
+        found = (each.bodies.get(member) for each in self._held.values() if (each.plan, each.proof.part) == (plan, part))
+        return next(found, None)
+
+    def accused(self, commit: Commit) -> tuple[Accused, ...]:
+        """Return whom the proposal after this commit excludes."""
+        proofs = {each.peer: each.proof.id for each in self._held.values() if self._is_recent(each.proof)}
+        return tuple(Accused(peer, proof) for peer, proof in sorted(proofs.items()) if may_exclude(commit, [peer]))
+
+    async def require(self, proposal: Proposal) -> None:
+        """Raise Refused unless there is a proof against each accused peer of a proposal."""
+        others = [proposal.ballot.coordinator, *(each.peer for each in proposal.announcements)]
+        donors = [peer for peer in others if peer != self._endpoint.peer_id]
+        for accused in proposal.accused:
+            if accused.proof not in self._held:
+                content = single("proof", accused.proof, from_hex(accused.proof), MAX_FRAME_BYTES)
+                with contextlib.suppress(PeerUnreachable, WireError):
+                    body = await self._fetcher.fetch_single(content, [self._fetcher.peers(donors)])
+                    await self.holds(unpack(WrongSum, bytes(body)), donors)
+            if accused.proof not in self._held or self._held[accused.proof].peer != accused.peer:
+                raise Refused(Code.NOT_PROVEN, f"no proof that {accused.peer[-6:]} served a wrong result")
+
+    async def holds(self, proof: WrongSum, donors: Sequence[str]) -> bool:
+        """Return whether the committed result is not what its inputs give, and keep a proof that holds.
+
+        `donors`: peers that have the updates. Raises Refused for what is no proof, PeerUnreachable when a piece is missing.
+        """
+        if proof.id in self._held:
+            return True
+        if not self._is_recent(proof):
+            raise Refused(Code.BEHIND, f"a proof about round {proof.round}, which is not one of the last ones here")
+        commit = self._log.commit_at(proof.round)
+        results = await self._kept.described(commit, self._fetcher, donors)
+        part = next((each for each in results.committed(commit) if each.index == proof.part), None)
+        if part is None or len(part.contributors) < 2:
+            raise Refused(Code.NOT_PROVEN, f"part {proof.part} of round {proof.round} is no mean")
+        updates = read_inputs(proof.inputs, part, results, self._world.identity)
+        bodies = await self._bodies(results.plan.id, part, updates, donors)
+        result = await self._kept.result(results, part, self._fetcher, donors)
+        found = {i: (updates[i].tokens, body) for i, body in bodies.items()}
+        wrong: bool = await self._world.run_blocking(is_wrong, part, results.plan.members, found, result, self._clips)
+        if wrong:
+            peer = results.plan.members[part.reducer].peer
+            logger.error("round %d: the result of part %d by %s is not the mean of its inputs", proof.round, part.index, peer)
+            self._held[proof.id] = Proven(peer, results.plan.id, proof, bodies)
+            self._held = dict(list(self._held.items())[-HELD_PROOFS:])
+        return wrong
+
+    async def tell(self, proof: WrongSum, peers: Iterable[str]) -> None:
+        """Tell these peers of a proof that holds."""
+        record, endpoint, turn = pack(proof), self._endpoint, asyncio.Semaphore(TOLD_AT_ONCE)
+
+        async def tell(peer: str) -> None:
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                async with turn:
+                    await endpoint.ask(peer, ACCUSE, record, 2 * endpoint.silence_s)
+
+        await asyncio.gather(*map(tell, peers))
+
+    def _is_recent(self, proof: WrongSum) -> bool:
+        """Return whether the proof is about one of the rounds whose results peers keep."""
+        is_kept = max(-1, self._log.round - KEPT_ROUNDS) < proof.round <= self._log.round
+        return is_kept and self._log.has(proof.commit, proof.round) and bool(self._log.commit_at(proof.round).plan)
+
+    async def _bodies(self, plan: str, part: Part, updates: Mapping[int, Update], donors: Sequence[str]) -> dict[int, Body]:
+        """Fetch the encoded updates. Raises PeerUnreachable; Refused for values that no honest reducer takes."""
+        found: dict[int, Body] = {}
+
+        async def keep(index: int, body: Body) -> None:
+            found[index % MAX_MEMBERS] = body
+
+        def piece(index: int) -> Piece:
+            return Piece(updates[index % MAX_MEMBERS].digest, part.encoded_bytes)
+
+        wanted = [part.index * MAX_MEMBERS + i for i in updates]
+        if await self._fetcher.fetch(Content("updates", plan, piece), wanted, [self._fetcher.peers(donors)], keep):
+            raise PeerUnreachable(f"nobody has the updates of part {part.index}")
+        if any(len(body) != part.encoded_bytes or not part.codec.is_finite(body, part.size) for body in found.values()):
+            raise Refused(Code.NOT_PROVEN, f"part {part.index}: no update of this part")
+        return found
+
+    async def _on_accuse(self, stream: Stream) -> None:
+        proof = unpack(WrongSum, await stream.message())
+        if stream.remote not in self._log.last.participants or stream.remote in self._liars | self._checking:
+            raise Refused(Code.NOT_ALLOWED, "no proof of yours is heard now")
+        await stream.send(b"")
+        if proof.id not in self._held:
+            self._checking.add(stream.remote)
+            self._spawn(self._consider(proof, stream.remote))
+
+    async def _consider(self, proof: WrongSum, sender: str) -> None:
+        """Check what another peer told."""
+        try:
+            if not await self.holds(proof, [sender]):
+                raise Refused(Code.NOT_PROVEN, "the result is what its inputs give")
+        except (PeerUnreachable, WireError) as error:
+            logger.info("a proof of %s: %s", sender[-6:], error)
+        except Refused as refused:
+            if refused.code is Code.NOT_PROVEN:
+                self._liars.add(sender)
+                logger.warning("%s told a false proof: %s", sender, refused)
+        finally:
+            self._checking.discard(sender)
+
+    async def _proof(self, name: str, index: int) -> Body | None:
+        return pack(self._held[name].proof) if name in self._held and index == 0 else None

@@ -1,0 +1,61 @@
+"""Who checks which reducer after a round, and how many of its results. Pure functions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import cycle, islice
+
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.results import Results
+
+CHECKED_SHARE = 1 / 64
+"""Share of the means that are made again. A check moves the encoded updates of all c contributors, the round c - 1 updates and
+N - 1 results: in a round of N > 2 members at most this share of its bytes, but in small models."""
+CHECKED_REDUCERS = 8
+"""In small models, results of this many reducers are checked in a round, one of each, whatever the share."""
+
+
+def checkers(commit: Commit, rule: str) -> dict[str, str]:
+    """Return for each member of a round the member that checks it. `rule`: `admission` of the campaign.
+
+    The order follows from the commit's hash, which nobody knows while results are made. In an open campaign vouched members
+    check, if there are two.
+    """
+    order = sorted(commit.members, key=lambda peer: sha256(f"{commit.id}\0{peer}".encode()).digest())
+    vouched = {*commit.helpers, *commit.electorate}.intersection(order) if rule == "open" else set(order)
+    able = vouched if len(vouched) > 1 else set(order)
+    found = {}
+    for place, peer in enumerate(order):
+        later = islice(cycle(order), place + 1, place + len(order))
+        checker = next((each for each in later if each in able), None)
+        if checker is not None:
+            found[peer] = checker
+    return found
+
+
+def means_by_reducer(commit: Commit, results: Results) -> dict[str, list[Part]]:
+    """Return the committed parts that are means of updates, by the peer that reduced them."""
+    found: dict[str, list[Part]] = {}
+    for part in results.committed(commit):
+        if len(part.contributors) > 1:
+            found.setdefault(results.plan.members[part.reducer].peer, []).append(part)
+    return found
+
+
+def expected_checks(means: int, reducers: int) -> float:
+    """Return how many of a reducer's means are checked in a round, on average. `reducers`: those that made means."""
+    return min(means, max(CHECKED_SHARE * means, min(1.0, CHECKED_REDUCERS / reducers)))
+
+
+def drawn(means: Sequence[Part], reducers: int, rng: random.Random) -> list[Part]:
+    """Return the means of one reducer to check.
+
+    The checker draws them itself: a reducer that publishes last could try manifests until a draw from the commit's hash spared
+    its wrong results.
+    """
+    expected = expected_checks(len(means), reducers)
+    count = int(expected) + (rng.random() < expected % 1)
+    return rng.sample(means, count)

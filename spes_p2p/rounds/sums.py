@@ -1,0 +1,98 @@
+"""A reducer's sum: the mean that it makes of the contributors' updates of a part, and whether a result is what its inputs give.
+
+The reducer names its inputs in the manifest, which the commit contains, and has each contributor's signature under its update,
+so whoever gets the updates can make the mean again. The reducer adds at most half a quantization step of what earlier encodings
+dropped (`carried`), and encodes: the result is close to the mean, whatever the residual was, and farther away only if the
+reducer did something else. A check therefore needs no residual, and does not depend on the last bit of anybody's arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from spes_p2p.consensus.output import Identity
+from spes_p2p.consensus.signed import read_signed
+from spes_p2p.errors import Refused
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Inputs, Pushed, Update
+from spes_p2p.rounds.digest import content_digest
+from spes_p2p.rounds.influence import Contribution, clipped_mean
+from spes_p2p.rounds.parts import Part, weight
+from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.results import Results
+
+TOLERANCE = np.float32(2.25)
+"""Bounds a result's distance from its mean, in roundings of the mean: one is the carried residual, one the encoding, whose step
+is at most a fourteenth larger because of it."""
+SLACK, TINY = np.float32(2**-20), np.float32(1e-36)
+"""The same for float32 rounding, as a share of the part's largest value; and for values that a codec takes for zero."""
+
+Decode = Callable[[], np.ndarray]
+
+
+def weight_of(part: Part, member: Member, tokens: int, clips: bool) -> int:
+    """Return the weight of an update: its tokens, with `clips` at most those in the plan."""
+    return min(tokens, weight(member, part.group)) if clips else tokens
+
+
+def make_mean(
+    part: Part, members: Sequence[Member], updates: Mapping[int, tuple[int, Decode]], mean: np.ndarray, clips: bool
+) -> set[int]:
+    """Write the clipped, token-weighted mean of a part to `mean`; return the members whose updates were clipped.
+
+    `updates`: tokens and decoder, by member. They are summed in the order of the members, which matters to the bits.
+    """
+    order = sorted(updates)
+    found = [Contribution(weight_of(part, members[i], updates[i][0], clips), updates[i][1]) for i in order]
+    return {order[place] for place in clipped_mean(found, mean, clips)}
+
+
+def carried(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """Return what a reducer adds of its residual: at most what encoding the mean drops. The rest waits for a later round."""
+    bound = part.codec.rounding(mean)
+    limited: np.ndarray = np.clip(residual, -bound, bound)
+    return limited
+
+
+def inputs_digest(updates: Mapping[int, Update]) -> bytes:
+    """Return the digest of a mean's inputs, 32 bytes, as manifests name it. `updates`: by member."""
+    return content_digest(b"".join(
+        i.to_bytes(4, "little") + each.tokens.to_bytes(8, "little") + each.digest for i, each in sorted(updates.items())
+    ))
+
+
+def read_inputs(inputs: Inputs, part: Part, results: Results, identity: Identity) -> dict[int, Update]:
+    """Return the updates of a part, by member. `results`: with the reducer's manifest.
+
+    Raises Refused unless each contributor signed its update, and the manifest names exactly these.
+    """
+    contributors, found = results.contributors(part), dict[int, Update]()
+    if len(inputs.updates) != len(contributors):
+        raise Refused(Code.NOT_PROVEN, "the inputs of other contributors than the manifest names")
+    for i, signed in zip(contributors, inputs.updates, strict=True):
+        pushed = read_signed(Pushed, signed, identity)
+        own = [update for update in pushed.updates if update.part == part.index]
+        if signed.peer != results.plan.members[i].peer or pushed.plan != results.plan.id or len(own) != 1:
+            raise Refused(Code.NOT_PROVEN, f"no update of part {part.index} that its contributor signed")
+        found[i] = own[0]
+    if inputs_digest(found) != results.inputs_of(part):
+        raise Refused(Code.NOT_PROVEN, f"other inputs of part {part.index} than the manifest names")
+    return found
+
+
+def is_wrong(
+    part: Part,
+    members: Sequence[Member],
+    updates: Mapping[int, tuple[int, bytes | memoryview]],
+    result: bytes | memoryview,
+    clips: bool,
+) -> bool:
+    """Return whether an encoded result is not what its inputs give. `updates`: tokens and encoded update, by member."""
+    mean = np.empty(part.size, np.float32)
+    decoders = {i: (tokens, partial(part.codec.decode, body, part.size)) for i, (tokens, body) in updates.items()}
+    make_mean(part, members, decoders, mean, clips)
+    bound = TOLERANCE * part.codec.rounding(mean) + (SLACK * np.abs(mean).max(initial=0) + TINY)
+    return bool((np.abs(part.codec.decode(result, part.size) - mean) > bound).any())
