@@ -22,6 +22,7 @@ from spes_p2p import __version__
 from spes_p2p.client.exit_codes import exit_with
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
+from spes_p2p.storage.files import require_writable
 
 if TYPE_CHECKING:
     from spes_p2p.campaign.files import CampaignFiles
@@ -534,6 +535,7 @@ def export(
         raise UserError("export: give either --run-dir of a peer or --from with an address of the swarm")
     if output.exists():
         raise UserError(f"{output}: already exists; name another output directory or remove it")
+    require_writable(output.parent)
     if round_number is not None and run_dir is None:
         raise UserError("export: --round needs an archive; give the --run-dir of a bootstrap peer")
     if dtype not in ("fp32", "bf16"):
@@ -568,6 +570,10 @@ def evaluate(
 
     if (model_dir is None) == (not addresses):
         raise UserError("evaluate: give either a checkpoint folder or --from with an address of the swarm")
+    if output is not None:
+        require_writable(output.parent)
+        if output.is_dir():
+            raise UserError(f"--output {output}: is a folder; name a file")
     evaluation.check_options(num_fewshot, limit, device)
     named = [task for task in tasks.split(",") if task]
     with tempfile.TemporaryDirectory(prefix="spes-evaluate-") as folder:

@@ -159,6 +159,14 @@ def init_with_text(place: Place, *options: str) -> list[str]:
     return init(place, "--text", str(path), *options)
 
 
+def init_with_short_held_out(place: Place) -> list[str]:
+    path, text = place.folder / "held_out.txt", place.folder / "long.txt"
+    path.write_text("Some words.")
+    text.write_text("Some words. " * 1000)
+    tokenizer = str(place.campaign.with_name("tokenizer.json"))
+    return init(place, "--text", str(text), "--held-out", str(path), "--tokenizer", tokenizer)
+
+
 def second(place: Place) -> list[str]:
     return bootstrap(place, "--peer", place.address, "--listen", LOOPBACK)
 
@@ -231,6 +239,11 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init another kind": (lambda p: init(p, "--text", a_file(p)), ("unknown format",)),
     "init size": (lambda p: init_with_text(p, "--size", "huge"), ("--size huge", "tiny, small")),
     "init peers": (lambda p: init_with_text(p, "--peers", "0"), ("--peers 0",)),
+    "init many peers": (lambda p: init_with_text(p, "--peers", "1000000"), ("--peers 1000000", "at most 1024 members")),
+    "init in a file": (lambda p: ["init", f"{a_file(p)}/campaign", "--text", a_file(p)], ("is a file; choose another folder",)),
+    "init held-out is training text": (
+        lambda p: init_with_text(p, "--held-out", str(p.folder / "text.txt")), ("--held-out", "is training text too")),
+    "init short held-out": (init_with_short_held_out, ("held_out_manifest.json", "holds a whole sample of 128 tokens")),
     "init epochs": (lambda p: init_with_text(p, "--epochs", "0"), ("--epochs 0",)),
     "init name": (lambda p: init_with_text(p, "--name", "my campaign"), ("--name", "my campaign")),
     "init tokenizer": (lambda p: init_with_text(p, "--tokenizer", "no.json"), ("no.json: cannot read the tokenizer",)),
@@ -324,6 +337,10 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "export over something": (
         lambda p: ["export", "--from", NOBODY, "--output", str(p.folder)], ("already exists; name another output",)
     ),
+    "export into a file": (
+        lambda p: ["export", "--from", NOBODY, "--output", f"{a_file(p)}/x"], ("is a file; choose another folder",)),
+    "evaluate into a file": (lambda p: evaluate(p, "--output", f"{a_file(p)}/x"), ("is a file; choose another folder",)),
+    "evaluate into a folder": (lambda p: evaluate(p, "--output", str(p.folder)), ("--output", "is a folder; name a file")),
     "evaluate nothing": (lambda p: ["evaluate", "--tasks", "arc_easy"], ("a checkpoint folder or --from",)),
     "evaluate from nobody": (lambda p: ["evaluate", "--from", NOBODY, "--tasks", "arc_easy"], ("no peer answers at", NOBODY)),
     "watch nobody": (lambda p: ["status", NOBODY, "--watch"], ("no peer answers at", NOBODY)),
@@ -335,7 +352,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "plan without a file": (lambda p: ["plan", "--memory", "24GiB"], ("--config",)),
     "plan no such file": (lambda p: ["plan", "--config", p.output, "--memory", "24GiB"], ("output", "give a YAML file")),
     "plan memory": (lambda p: plan(p, "lots"), ("--memory 'lots'", "24GiB")),
-    "plan too little memory": (lambda p: plan(p, "1kB"), ("too small for even the shared weights", "more memory")),
+    "plan too little memory": (lambda p: plan(p, "1kB"), ("too small for even the shared weights", "nearest that fits")),
     "plan bandwidth": (lambda p: plan(p, "24GiB", "--bandwidth", "fast"), ("--bandwidth 'fast'", "100mbit")),
     "plan peers": (lambda p: plan(p, "24GiB", "--peers", "0"), ("--peers 0",)),
     "simulate neither": (lambda p: ["simulate"], ("either --virtual or --processes",)),
@@ -368,6 +385,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "dashboard host": (lambda p: ["dashboard", NOBODY, "--port", "0", "--host", "203.0.113.7"], ("203.0.113.7", "--host")),
     "swarm no file": (
         lambda p: ["swarm", "--config", str(p.folder / "no.yaml"), "--peers", "2", "--run-dir", p.output], ("no.yaml",)),
+    "swarm too large": (
+        lambda p: ["swarm", "--config", str(p.campaign), "--peers", "5000", "--run-dir", p.output],
+        ("--peers 5000", "of memory are free", "give at most")),
     "swarm run-dir is a file": (
         lambda p: ["swarm", "--config", str(p.campaign), "--peers", "2", "--run-dir", a_file(p)], ("another --run-dir",)),
     "describe no tokenizer": (

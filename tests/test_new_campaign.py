@@ -17,6 +17,7 @@ from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.data.manifest import read_manifest
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
+HELD_OUT = str(TEXT / "held_out/wordnet.jsonl")
 TOKENIZER = str(CONFIGS / "demo_text/tokenizer_512.json")
 
 
@@ -42,7 +43,7 @@ def test_so_many_steps_are_planned_as_train_the_text_as_often_as_asked_for() -> 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("init") / "my-campaign"
-    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", "512", "--peers", "2")
+    ended = call("init", str(folder), "--text", WORDNET, "--held-out", HELD_OUT, "--tokenizer", "512", "--peers", "2")
     assert ended.code == 0, ended.stderr
     path, bootstrap = ended.stdout.splitlines()
     assert path.startswith(f"{folder / 'campaign.yaml'}: olmoe, 4 layers, 8 experts, ")
@@ -98,7 +99,7 @@ def test_who_names_the_text_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_manifests_say_where_the_token_files_will_be_published(tmp_path: Path) -> None:
     folder, there = tmp_path / "c", "https://example.org/tokens"
-    ended = call("init", str(folder), "--text", WORDNET, "--held-out", WORDNET, "--tokenizer", TOKENIZER, "--url", there)
+    ended = call("init", str(folder), "--text", WORDNET, "--held-out", HELD_OUT, "--tokenizer", TOKENIZER, "--url", there)
     assert ended.code == 0, ended.stderr
     config = yaml.safe_load((folder / "campaign.yaml").read_text())
     manifests = [read_manifest(folder / config["data"][name]) for name in ("manifest", "validation_manifest")]

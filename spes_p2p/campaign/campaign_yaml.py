@@ -31,7 +31,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         served="served by peers" if answers.url is None else f"publish this folder at {answers.url}",
         validation=f"validation_manifest: {held_out}" if answers.held_out else f"# validation_manifest: {held_out}",
         tokenizer=TOKENIZER_JSON,
-        epochs=answers.epochs,
+        passes=schedule.total_steps * answers.peers * recipe.batch_size * recipe.sequence_length / tokens,
         rounds=ROUNDS_AT_LEAST,
         eos_token="" if answers.start is None else f"\n  eos_token: {json.dumps(answers.start.eos_token)}",
         sync_tokens=recipe.sync_steps * recipe.batch_size * recipe.sequence_length,
@@ -67,7 +67,7 @@ training:
   sequence_length: {recipe.sequence_length}
   batch_size: {recipe.batch_size}  # samples per local step of one peer
   micro_batch_size: {recipe.micro_batch_size}  # samples per forward pass; a volunteer can choose a smaller one
-  total_steps: {schedule.total_steps}  # {epochs:g} passes over {tokens} tokens with {peers} peers, at least {rounds} rounds
+  total_steps: {schedule.total_steps}  # {passes:.3g} passes over {tokens} tokens with {peers} peers; at least {rounds} rounds
   sync_steps: {recipe.sync_steps}  # steps between two rounds: {sync_tokens} tokens per peer; increase it for slow links
   learning_rate: {recipe.learning_rate}
   embedding_lr_ratio: {recipe.embedding_lr_ratio}  # learning rate of embedding and output head, as a multiple of learning_rate

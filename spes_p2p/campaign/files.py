@@ -99,11 +99,12 @@ def read_campaign(config_path: Path) -> CampaignFiles:
     )
     folders = tuple(dict.fromkeys(path.parent for path in (manifest_path, validation_path) if path))
     files = CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders, folder)
-    if files.num_samples == 0:
-        raise UserError(
-            f"{manifest_path}: no token file holds a whole sample of {config.training.sequence_length} tokens; "
-            "add text or reduce training.sequence_length"
-        )
+    length = config.training.sequence_length
+    for path, text in zip(filter(None, (manifest_path, validation_path)), files.manifests, strict=True):
+        if not any(file.tokens >= length for file in text.files):
+            raise UserError(
+                f"{path}: no token file holds a whole sample of {length} tokens; add text or reduce training.sequence_length"
+            )
     return files
 
 

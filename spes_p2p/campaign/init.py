@@ -18,8 +18,8 @@ from spes_p2p.data.manifest import check_url
 from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, train_tokenizer
 from spes_p2p.data.tokenizing import Progress, tokenize
 from spes_p2p.errors import UserError
-from spes_p2p.messages.fields import MAX_EXPERTS
-from spes_p2p.storage.files import write_whole
+from spes_p2p.messages.fields import MAX_EXPERTS, MAX_MEMBERS
+from spes_p2p.storage.files import require_writable, write_whole
 
 if TYPE_CHECKING:
     from spes_p2p.campaign.start import Start
@@ -131,6 +131,7 @@ def check_answers(answers: Answers) -> None:
     _check_peers(answers.peers)
     _check_epochs(answers.epochs)
     _check_texts((*answers.texts, *answers.held_out))
+    _check_held_out(answers.texts, answers.held_out)
     _check_tokenizer(answers.tokenizer, answers.start)
     if answers.url is not None:
         check_url(answers.url)
@@ -139,6 +140,7 @@ def check_answers(answers: Answers) -> None:
 def check_place(folder: Path, name: str) -> None:
     """Raise UserError if the name is invalid or the folder already holds a campaign."""
     parse_campaign_config({**_PLACEHOLDER, "name": name}, "--name")
+    require_writable(folder)
     for made in (CAMPAIGN_YAML, TOKENIZER_JSON, CONFIG_JSON, TOKENS_FOLDER):
         if (folder / made).exists():
             raise UserError(f"{folder / made}: exists already; choose another folder or remove it")
@@ -152,6 +154,8 @@ def _check_size(size: str) -> None:
 def _check_peers(peers: int) -> None:
     if peers < 1:
         raise UserError(f"--peers {peers}: a campaign needs at least one trainer")
+    if peers > MAX_MEMBERS:
+        raise UserError(f"--peers {peers}: the first round would wait for them, and a round has at most {MAX_MEMBERS} members")
 
 
 def _check_epochs(epochs: float) -> None:
@@ -164,6 +168,12 @@ def _check_texts(paths: Sequence[Path]) -> None:
         reader_of(str(path))
         if not path.is_file():
             raise UserError(f"{path}: no such file; give text as .jsonl (also .gz, .zst), .parquet or .txt")
+
+
+def _check_held_out(texts: Sequence[Path], held_out: Sequence[Path]) -> None:
+    both = {path.resolve() for path in texts} & {path.resolve() for path in held_out}
+    if both:
+        raise UserError(f"--held-out {min(both)}: is training text too; name text that is not trained on")
 
 
 def _check_tokenizer(tokenizer: Path | int, start: Start | None = None) -> None:

@@ -22,9 +22,11 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         _fail(str(error), 1 if isinstance(error, Broken) else 2)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free disk space and start again")
+        if error.filename is None:
             raise
-        _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free disk space and start again")
+        _fail(f"{error.filename}: {error.strerror}; check the path and its permissions")
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except (typer.Abort, KeyboardInterrupt):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.data.local_files import check_local
 from spes_p2p.errors import UserError
@@ -26,10 +28,13 @@ from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.table import SwarmView
+from spes_p2p.observe.units import human_bytes
 
 BOOTSTRAP = "bootstrap"
 ADDRESS_FILE = "address"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TRAINER_BYTES, BOOTSTRAP_BYTES = 700_000_000, 500_000_000
+"""Main memory of one process with the demo's model, from 0.6 to 0.9 GB and 0.5 GB as measured: libraries, above all torch."""
 START_TIMEOUT_S = 90.0
 LEAVE_TIMEOUT_S = 30.0
 POLL_S = 1.0
@@ -67,6 +72,7 @@ async def run_swarm(
     needed = files.campaign.config.sync.min_peers
     if peers < needed:
         raise UserError(f"--peers {peers}: the campaign starts with sync.min_peers = {needed} trainers; give at least {needed}")
+    check_memory(peers, psutil.virtual_memory().available)
     for manifest in files.manifests:
         check_local(manifest, files.folders)
     try:
@@ -89,6 +95,17 @@ async def run_swarm(
     summary = summarise(run_dir, [f"peer-{i}" for i in range(peers)], time.monotonic() - started, failed)
     (run_dir / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
     return summary
+
+
+def check_memory(peers: int, available: int) -> None:
+    """Raise UserError if this machine's free memory, in bytes, does not hold the processes of so many trainers."""
+    fit = max(0, (available - BOOTSTRAP_BYTES) // TRAINER_BYTES)
+    if peers > fit:
+        advice = f"give at most {fit}" if fit else "free some"
+        raise UserError(
+            f"--peers {peers}: {human_bytes(available)} of memory are free, a trainer takes {human_bytes(TRAINER_BYTES)} or "
+            f"more, a bootstrap peer {human_bytes(BOOTSTRAP_BYTES)}; {advice}"
+        )
 
 
 def start_trainers(

@@ -5,6 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from spes_p2p.errors import UserError
+
+
+def require_writable(folder: Path) -> None:
+    """Raise UserError unless this folder exists or can be made, and can be written to. Called before long work."""
+    nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{folder}: {nearest} is a file; choose another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: this user may not write to {nearest}; choose another folder")
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically and durably: to a temporary name, fsync, rename."""

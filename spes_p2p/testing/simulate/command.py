@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import UserError
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
@@ -61,11 +63,13 @@ def simulate_processes(
 ) -> tuple[dict[str, Any], list[str]]:
     """Run real processes once; return the summary, and its lines for a person. Raises UserError."""
     # Only real processes need hivemind and torch, whose imports take seconds.
+    from spes_p2p.client.local_swarm import check_memory
     from spes_p2p.testing.simulate.campaign_files import write_campaign
     from spes_p2p.testing.simulate.processes import check_scenario, run_processes
 
     scenario = load_scenario(path, options)
     kinds = check_scenario(scenario)
+    check_memory(len(scenario.peer_names), psutil.virtual_memory().available)
     if config is not None:
         read_campaign(config)
     started = time.monotonic()
