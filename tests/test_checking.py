@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from spes_p2p.errors import UserError
-from spes_p2p.observe.events import ResultsChecked
+from spes_p2p.consensus.signed import read_signed, sign
+from spes_p2p.errors import Refused, UserError
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.methods import ACCUSE, PUSH
+from spes_p2p.messages.rounds import Accused, Inputs, Pushed, WrongSum
+from spes_p2p.model.layout import Group
+from spes_p2p.observe.events import ResultsChecked, RoundFailed
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.proofs import Proofs
+from spes_p2p.rounds.checks import checkers, means_by_reducer
+from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part
-from spes_p2p.rounds.sums import make_mean
+from spes_p2p.rounds.planned import Member
+from spes_p2p.rounds.sums import carried, is_wrong, make_mean
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+GENESIS = VirtualSwarm(campaign()).genesis
 
 Lie = Callable[[Exchange, Part, dict[int, Input], bytes], bytes]
 """(The exchange, the part, its inputs, the honest result) -> what the liar serves."""
@@ -53,12 +71,22 @@ def lying(liar: str, lie: Lie, monkeypatch: pytest.MonkeyPatch, from_round: int 
     return lied
 
 
+def silent(liar: str, swarm: VirtualSwarm) -> None:
+    """Let one peer refuse every check."""
+
+    def inputs_of(plan: str, part: int) -> None:
+        return None
+
+    swarm.peers[liar].replica.exchanges.inputs_of = inputs_of  # type: ignore[method-assign]
+
+
 def checked(swarm: VirtualSwarm) -> list[ResultsChecked]:
     return [event for recorder in swarm.recorders.values() for event in recorder.of(ResultsChecked)]
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(1)
 def test_honest_reducers_are_checked_and_nothing_is_proven(codec: str, overlap: bool) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80, codec=codec, sync={"overlap": overlap}))
@@ -75,6 +103,7 @@ def test_honest_reducers_are_checked_and_nothing_is_proven(codec: str, overlap: 
 
 
 @pytest.mark.parametrize("lie", [scale, swap, drop])
+@pytest.mark.sampled(1)
 def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=150, codec="int8"))
@@ -100,3 +129,234 @@ def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, 
         assert {peer for each in checked(swarm) for peer in each.wrong} == {"B"}
 
     simulate(main)
+
+
+@pytest.mark.slow
+def test_a_reducer_that_refuses_checks_reduces_only_in_some_rounds_nor_does_its_checker() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=300))
+        swarm.start_all("ACD")
+        swarm.start("B", bandwidth=4.0)
+        silent("B", swarm)
+        await swarm.until_round(20)
+        log = swarm.nodes["W"].log
+        kept = {results.plan.id: results for results in swarm.helper.replica.results.by_plan.values()}
+        commits = [decided.commit for decided in log.since(1)]
+        disputed = [{commit.members[i] for i in commit.disputed} for commit in commits]
+        assert all(each == set() or ("B" in each and len(each) == 2) for each in disputed)
+        quiet = [commit.round for commit, each in zip(commits, disputed, strict=True) if "B" in each]
+        assert len(quiet) > 2
+        assert not log.last.excluded
+        for commit in commits:
+            if commit.plan in kept and any(0 <= commit.round - number <= 3 for number in quiet):
+                assert "B" not in means_by_reducer(commit, kept[commit.plan])
+
+    simulate(main)
+
+
+# Proofs -------------------------------------------------------------------------------------------------------------------
+
+
+def proof_of(swarm: VirtualSwarm) -> tuple[WrongSum, str]:
+    """What a checker of an honest reducer would tell if it accused it: the last round's inputs, and the reducer."""
+    commit = swarm.nodes["W"].log.last
+    for name, peer in (("W", swarm.helper), *swarm.peers.items()):
+        kept = peer.replica.results.by_plan[commit.plan]
+        for part in means_by_reducer(commit, kept).get(name, ()):
+            inputs = peer.replica.exchanges.inputs_of(commit.plan, part.index) or {}
+            signed = tuple(peer.checking._signed(commit.plan, each) for _, each in sorted(inputs.items()))
+            peer.checking._asked[commit.plan] = {part.index}
+            return WrongSum(commit.round, commit.id, part.index, Inputs(signed)), name
+    raise AssertionError("nobody made a mean")
+
+
+def resigned(proof: WrongSum, **changes: Any) -> WrongSum:
+    """The first contributor signs something else."""
+    first, *rest = proof.inputs.updates
+    pushed = read_signed(Pushed, first, SimulatedIdentity("any"))
+    update = next(each for each in pushed.updates if each.part == proof.part)
+    made = replace(Pushed(pushed.plan, (replace(update, **{k: v for k, v in changes.items() if k != "plan"}),)),
+                   plan=changes.get("plan", pushed.plan))
+    return replace(proof, inputs=Inputs((sign(made, SimulatedIdentity(first.peer)), *rest)))
+
+
+def altered(proof: WrongSum) -> WrongSum:
+    """The first contributor's record says something else than it signed."""
+    first, *rest = proof.inputs.updates
+    forged = replace(first, record=resigned(proof, tokens=1).inputs.updates[0].record)
+    return replace(proof, inputs=Inputs((forged, *rest)))
+
+
+FORGERIES: dict[str, tuple[Callable[[WrongSum], WrongSum], str]] = {
+    "other bytes that a contributor signs, too": (lambda proof: resigned(proof, digest=b"\1" * 32), "other inputs of part"),
+    "other tokens": (lambda proof: resigned(proof, tokens=1), "other inputs of part"),
+    "an update for another plan": (lambda proof: resigned(proof, plan="0" * 64), "no update of part"),
+    "an update of another part": (lambda proof: resigned(proof, part=9999), "no update of part"),
+    "a signature under something else": (altered, "is not signed by it"),
+    "a contributor left out": (lambda proof: replace(proof, inputs=Inputs(proof.inputs.updates[1:])), "other contributors"),
+    "contributors in another order": (
+        lambda proof: replace(proof, inputs=Inputs(proof.inputs.updates[::-1])), "no update of part"),
+    "another round": (lambda proof: replace(proof, round=proof.round - 1), "not one of the last"),
+    "another commit": (lambda proof: replace(proof, commit="0" * 64), "not one of the last"),
+    "a part that is not there": (lambda proof: replace(proof, part=9999), "is no mean"),
+}  # fmt: skip
+
+
+def test_no_proof_against_an_honest_reducer_holds_whatever_is_forged() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=500, codec="int4"))
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        proof, reducer = proof_of(swarm)
+        judge = swarm.peers[next(name for name in "ABC" if name != reducer)].replica.validity.proofs
+        assert not await judge.holds(proof, [reducer])
+        for forge, reason in FORGERIES.values():
+            with pytest.raises(Refused, match=reason):
+                await judge.holds(forge(proof), [reducer])
+
+    simulate(main)
+
+
+def test_who_tells_a_false_proof_is_not_heard_again() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=500))
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        proof, reducer = proof_of(swarm)
+        teller, judge = [name for name in "ABC" if name != reducer][:2]
+        board = swarm.nodes[teller].endpoint
+        swarm.peers[teller].replica.validity.proofs.body = lambda *_: None  # type: ignore[method-assign]
+        await board.ask(judge, ACCUSE, pack(altered(proof)), 5.0)
+        await swarm.until(lambda: teller in swarm.peers[judge].replica.validity.proofs._liars)
+        with pytest.raises(Refused, match="no proof of yours"):
+            await board.ask(judge, ACCUSE, pack(proof), 5.0)
+        number = swarm.nodes["W"].log.round
+        await swarm.until_round(number + 3)
+        assert not swarm.nodes["W"].log.last.excluded
+
+    simulate(main)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_accuses_without_proof_excludes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=500))
+        swarm.start_all("ABC")
+        await swarm.until_round(2)
+        liar = swarm.nodes["W"].coordinators()[0]
+        victim = next(name for name in "ABC" if name != liar)
+        accused, told = Proofs.accused, list[str]()
+
+        def lie(self: Proofs, commit: Commit) -> tuple[Accused, ...]:
+            if self._endpoint.peer_id != liar:
+                return accused(self, commit)
+            told.append(commit.id)
+            return (Accused(victim, "0" * 64),)
+
+        monkeypatch.setattr(Proofs, "accused", lie)
+        await swarm.until_round(5)
+        failed = [event.detail for recorder in swarm.recorders.values() for event in recorder.of(RoundFailed)]
+        assert told
+        assert any("no proof that" in detail for detail in failed), failed
+        assert not swarm.nodes["W"].log.last.excluded
+
+    simulate(main)
+
+
+@pytest.mark.slow
+def test_an_exclusion_outlives_restarts_and_joiners_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=2000, codec="int8"))
+        lying("B", scale, monkeypatch)
+        swarm.start_all("AC")
+        swarm.start("B", bandwidth=4.0)
+        await swarm.until(lambda: "B" in swarm.nodes["A"].log.last.excluded)
+        life = swarm.tasks.pop("B")
+        swarm.peers.pop("B")
+        swarm.nodes.pop("B")
+        await asyncio.wait({life}, timeout=200)
+        life.exception()
+        for name in "WAC":
+            swarm.restart(name)
+        swarm.start("D")
+        await swarm.until(lambda: swarm.round_of("D") >= swarm.nodes["A"].log.round > 6)
+        assert all(node.log.last.excluded == ("B",) for node in swarm.nodes.values())
+        number = swarm.nodes["A"].log.round
+        swarm.network.kill("B")
+        swarm.start_again("B")
+        life = swarm.tasks.pop("B")
+        swarm.peers.pop("B")
+        swarm.nodes.pop("B")
+        await asyncio.wait({life}, timeout=300)
+        with pytest.raises(UserError, match="proven wrong"):
+            life.result()
+        await swarm.until_round(number + 2)
+        assert not any("B" in each.commit.members for each in swarm.nodes["D"].log.since(number - 1))
+
+    simulate(main)
+
+
+@pytest.mark.slow
+def test_lost_slow_and_restarted_contributors_make_no_reducer_guilty() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200, codec="int4", sync={"exchange_timeout_s": 20.0}))
+        swarm.start_all("ABCD")
+        killed = list[str]()
+
+        def kill_in_the_middle(peer: str, method: str, index: int) -> None:
+            if method == PUSH and index == 2 and peer in "ABCD" and len(killed) < 6:
+                number = swarm.nodes["W"].log.round
+                if number >= 1 + 2 * len(killed):
+                    killed.append(peer)
+                    swarm.network.kill(peer)
+
+        swarm.network.hook = kill_in_the_middle
+        done = 0
+        while swarm.nodes["W"].log.round < 14:
+            await asyncio.sleep(5.0)
+            while done < len(killed):
+                swarm.start_again(killed[done])
+                done += 1
+        assert len(killed) > 2
+        assert sum(each.results for each in checked(swarm)) > 8
+        assert not [each for each in checked(swarm) if each.wrong]
+        assert not swarm.nodes["W"].log.last.excluded
+
+    simulate(main)
+
+
+# Arithmetic ---------------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**32), scale_of=st.integers(-12, 4), carries=st.integers(-6, 6), count=st.integers(1, 6))
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_honest_result_is_within_the_tolerance_and_six_roundings_are_not(
+    codec: str, seed: int, scale_of: int, carries: int, count: int
+) -> None:
+    rng, plan_members = np.random.default_rng(seed), tuple(Member(name, 10, (), 1.0) for name in "ABCDEF")
+    size = int(rng.integers(1, 700))
+    part = Part(0, Group("shared", "shared", None, 0, size), 0, size, tuple(range(6)), 0, CODECS[codec])
+    values = [rng.standard_normal(size, np.float32) * np.float32(10.0**scale_of) for _ in range(count)]
+    inputs = {i: (10, part.codec.encode(each)) for i, each in enumerate(values)}
+    mean = np.empty(size, np.float32)
+    decoders = {i: (10, partial(part.codec.decode, body, size)) for i, (_, body) in inputs.items()}
+    make_mean(part, plan_members, decoders, mean, True)
+    residual = rng.standard_normal(size, np.float32) * np.float32(10.0 ** (scale_of + carries))
+    honest = part.codec.encode(mean + carried(part, mean, residual))
+    assert not is_wrong(part, plan_members, inputs, honest, True)
+    assume(mean.any())
+    place = int(np.abs(mean).argmax())
+    lie = part.codec.decode(honest, size).copy()
+    lie[place] += max(6 * part.codec.rounding(mean)[place], np.float32(1e-3) * np.abs(mean[place])) * np.sign(mean[place])
+    assert is_wrong(part, plan_members, inputs, part.codec.encode(lie), True)
+
+
+@given(names=st.lists(st.text("abcdef", min_size=1), unique=True, min_size=1, max_size=9), commit_id=st.integers(0, 99))
+def test_everybody_has_one_checker_which_is_another_member(names: list[str], commit_id: int) -> None:
+    commit = replace(GENESIS, members=tuple(sorted(names)), tokens=commit_id, helpers=(names[0],), electorate=tuple(names[:2]))
+    found = checkers(commit, "friends")
+    assert set(found) == (set(names) if len(names) > 1 else set())
+    assert sorted(found.values()) == sorted(found)
+    assert all(peer != checker for peer, checker in found.items())
+    if len(names) > 1:
+        assert set(checkers(commit, "open").values()) <= set(names[:2])

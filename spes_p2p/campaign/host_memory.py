@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.model.build import layout_of
+from spes_p2p.model.layout import Group
 from spes_p2p.model.memory import Setup, shared_elements, stored_bytes
+from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 
 PIECES_BYTES = 2**28
@@ -26,7 +28,7 @@ class HostBytes:
     update: int
     """The announced update, decoded, if in memory; with `sync.overlap` also the work set aside during an evaluation."""
     sums: int
-    """Sums that this peer reduces, and their residuals, if in memory."""
+    """Sums that this peer reduces, their residuals and inputs, if in memory."""
     pieces: int
     """Buffers for parts and pieces in a round."""
     stored: int
@@ -44,7 +46,7 @@ def host_bytes(config: CampaignConfig, setup: Setup, base_in_memory: bool = Fals
     return HostBytes(
         base=base * base_in_memory,
         update=pending_bytes(config, setup.owned) * base_in_memory,
-        sums=2 * sums_bytes(config) * base_in_memory,
+        sums=(2 * sums_bytes(config) + inputs_bytes(config)) * base_in_memory,
         pieces=min(PIECES_BYTES, base),
         stored=stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
     )
@@ -64,6 +66,17 @@ def sums_bytes(config: CampaignConfig) -> int:
 
 def all_sums_bytes(config: CampaignConfig) -> int:
     """Return the bytes of the sums of all groups that several peers train; a bootstrap peer may reduce nearly all of them."""
-    layout = layout_of(config.model)
-    several = layout.size if config.experts.redundancy > 1 else shared_elements(layout)
-    return 4 * several
+    return 4 * sum(group.size for group in _trained_by_several(config))
+
+
+def inputs_bytes(config: CampaignConfig) -> int:
+    """Return the bytes of the encoded updates behind the sums of one of several identical trainers.
+
+    Each reduces its share of the sums, of updates of all: those of this round and of the last one are kept.
+    """
+    codecs = group_codecs(config.sync.codec)
+    return 2 * sum(codecs.of(group).encoded_bytes(group.size) for group in _trained_by_several(config))
+
+
+def _trained_by_several(config: CampaignConfig) -> list[Group]:
+    return [group for group in layout_of(config.model).groups if group.expert is None or config.experts.redundancy > 1]

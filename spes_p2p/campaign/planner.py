@@ -10,7 +10,7 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
-from spes_p2p.campaign.host_memory import HostBytes, all_sums_bytes, host_bytes, pending_bytes, sums_bytes
+from spes_p2p.campaign.host_memory import HostBytes, all_sums_bytes, host_bytes, inputs_bytes, pending_bytes, sums_bytes
 from spes_p2p.campaign.room import Choice, Device, find_room
 from spes_p2p.campaign.speed import Costs, costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
@@ -56,7 +56,7 @@ class DiskBytes:
     download: int
     """An older base while a peer downloads it, with the results since; or a base that this peer downloads."""
     scratch: int
-    """The announced update, sums with their residuals, and, with `sync.overlap`, the work set aside during an evaluation."""
+    """The announced update, sums with their residuals and inputs, and what `sync.overlap` sets aside during an evaluation."""
     archive: int
     """Bases that a bootstrap peer archives."""
     results: int
@@ -142,7 +142,7 @@ def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
     """Return the size of a trainer's run-dir."""
     return replace(
         bootstrap_disk_bytes(config, 0),
-        scratch=pending_bytes(config, choice.setup.owned) + 2 * sums_bytes(config),
+        scratch=pending_bytes(config, choice.setup.owned) + 2 * sums_bytes(config) + inputs_bytes(config),
         checkpoint=CHECKPOINT_FILES * (choice.device.moments + choice.device.weights),
     )
 
@@ -154,7 +154,7 @@ def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
     return DiskBytes(
         base=(KEPT_SNAPSHOTS + 1) * base,
         download=base + max(base, (MAX_KEPT_ROUNDS - KEPT_ROUNDS) * results),
-        scratch=2 * all_sums_bytes(config),
+        scratch=2 * all_sums_bytes(config) + max(2, config.sync.min_peers) * inputs_bytes(config),
         archive=archived * base,
         results=(KEPT_ROUNDS + 1) * results,
         checkpoint=0,

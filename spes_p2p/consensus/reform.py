@@ -32,6 +32,7 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> C
         members=(),
         heard=(),
         workloads=(),
+        disputed=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),
         incarnations=(incarnation,),

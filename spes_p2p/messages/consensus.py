@@ -148,6 +148,8 @@ class Commit:
     excluded: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
     """Peers that take no part from this commit on, since a result of theirs was proven wrong in this round or an earlier one.
     Sorted."""
+    disputed: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Members of which one did not show its checker what a mean was made from: both, as indices into `members`."""
 
     @cached_property
     def id(self) -> str:

@@ -24,6 +24,8 @@ MAX_REVISIONS = 2**6
 UPDATES_A_SIGNATURE = 2**3
 """Encoded updates under one signature of their contributor. A reducer uses none without it, so a contributor that is lost
 costs at most this many. A signature takes 1 ms to make: 0.25 ms per MiB of large parts."""
+MAX_UNANSWERED = 2**3
+"""Reducers that a member names as silent in one announcement. It checks one or two in a round."""
 MAX_ROOTS = 2**16
 """Manifest roots of one round: members times revisions, within a frame."""
 MAX_HELPERS = 2**6

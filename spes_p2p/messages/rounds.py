@@ -19,6 +19,7 @@ from spes_p2p.messages.fields import (
     MAX_PARTS,
     MAX_REVISIONS,
     MAX_ROOTS,
+    MAX_UNANSWERED,
     UPDATES_A_SIGNATURE,
     Archived,
     Count,
@@ -48,6 +49,14 @@ from spes_p2p.messages.fields import (
 )
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.samples import Interval
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A checker's statement: this reducer did not show what its mean was made from."""
+
+    round: Round
+    peer: PeerId
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,8 @@ class Announcement(Extensible):
     """Rounds whose bases it has archived."""
     invitation: Invitation | None = None
     """The owner's, where the campaign's rule of admission asks for one."""
+    unanswered: Annotated[tuple[Unanswered, ...], MaxLen(MAX_UNANSWERED)] = ()
+    """Reducers that this member checked and that did not show their inputs."""
 
 
 @dataclass(frozen=True)

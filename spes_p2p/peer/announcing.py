@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.signed import sign
 from spes_p2p.messages.consensus import Signed
-from spes_p2p.messages.rounds import Announcement
+from spes_p2p.messages.rounds import Announcement, Unanswered
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
@@ -40,7 +40,10 @@ class Announcer:
 
     def __init__(
         self, node: Node, replica: Replica, capacity: Capacity, samples: AssignedSamples, phases: PhaseRunner,
+        unanswered: Callable[[], tuple[Unanswered, ...]],
     ):
+        """`unanswered`: the reducers that did not let this peer check them."""
+        self._unanswered = unanswered
         self._node, self._replica, self._capacity = node, replica, capacity
         self._samples, self._phases = samples, phases
         self._frozen_at_s = 0.0
@@ -76,5 +79,6 @@ class Announcer:
             in_flight=trains and node.campaign.config.sync.overlap and self._phases.assigned_steps > 0,
             archived=tuple(archived_rounds(node.world.store)),
             invitation=node.invitation,
+            unanswered=self._unanswered(),
         )
         return sign(announcement, node.world.identity)

@@ -1,7 +1,8 @@
 """Checks of reducers after a round: each member has another one that makes some of its means again, in the background.
 
 The checker asks the reducer for the signed inputs and the encoded updates of a mean that it has drawn, and compares. A reducer
-that does not answer, after a restart for instance, is logged: that proves nothing.
+that does not answer, after a restart for instance, is named in the next announcement. That proves nothing, but neither of the
+two reduces for a while.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from spes_p2p.content.pieces import Body
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Signed
-from spes_p2p.messages.fields import MAX_MEMBERS
+from spes_p2p.messages.fields import MAX_MEMBERS, MAX_UNANSWERED
 from spes_p2p.messages.methods import INPUTS
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Inputs, InputsRequest, Pushed, WrongSum
+from spes_p2p.messages.rounds import Inputs, InputsRequest, Pushed, Unanswered, WrongSum
 from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import Observer, ResultsChecked
 from spes_p2p.peer.exchanges import Exchanges
@@ -43,6 +44,7 @@ class Checking:
         self._node, self._exchanges, self._proofs, self._observer = node, exchanges, proofs, observer
         self._asked: dict[str, set[int]] = {}
         """By plan: the parts of this peer's whose inputs were asked for."""
+        self._unanswered: tuple[Unanswered, ...] = ()
 
     async def serve(self) -> None:
         """Answer from now on."""
@@ -57,6 +59,10 @@ class Checking:
         chosen = [part for peer in mine for part in drawn(means[peer], len(means), self._node.world.rng)]
         if chosen:
             self._node.spawn(self._check(commit, results, chosen))
+
+    def unanswered(self) -> tuple[Unanswered, ...]:
+        """Return which reducers of the last two rounds did not show their inputs, for the announcement."""
+        return tuple(each for each in self._unanswered if each.round >= self._node.log.round - 1)[-MAX_UNANSWERED:]
 
     @property
     def _rule(self) -> str:
@@ -75,6 +81,7 @@ class Checking:
             except (PeerUnreachable, Refused, WireError) as error:
                 unanswered.add(reducer)
                 logger.info("round %d: part %d of %s is not checked: %s", commit.round, part.index, reducer[-6:], error)
+        self._unanswered = (*self.unanswered(), *(Unanswered(commit.round, peer) for peer in sorted(unanswered)))
         self._observer(ResultsChecked(commit.round, len(parts), tuple(sorted(wrong)), tuple(sorted(unanswered))))
 
     async def _inputs(self, plan: str, part: int, reducer: str) -> Inputs:

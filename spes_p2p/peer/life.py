@@ -70,10 +70,10 @@ class Peer:
         self._evaluation = Evaluation(node, self.replica, self._reporter)
         self._guard = Guard(node, held_out)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
-        self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases)
+        self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
+        self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases, self.checking.unanswered)
         self.coordinators = CoordinatorService(node, self.replica, self.phases, self._reporter)
         self.reforms = ReformService(node, self.replica.newest)
-        self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
         self._member = RoundMember(
             node, self.replica, self.announcer, self._samples, self.phases, self.coordinators, self._reporter, self._leave,
         )

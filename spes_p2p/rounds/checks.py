@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import cycle, islice
 
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.rounds import Announcement
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.results import Results
 
@@ -34,6 +35,23 @@ def checkers(commit: Commit, rule: str) -> dict[str, str]:
         if checker is not None:
             found[peer] = checker
     return found
+
+
+def disputed(recent: Sequence[Commit], announcements: Mapping[str, Announcement], rule: str) -> frozenset[str]:
+    """Return the members that say of a reducer that it did not show its inputs, and these reducers, if both announce.
+
+    Nobody can tell which of the two is to blame, so neither reduces for a while (`claims.lately_lost`): a liar that refuses
+    checks gives up what it could harm with, and one that blames others gives up as much.
+
+    `recent`: the last commits, newest first.
+    """
+    by_round = {commit.round: checkers(commit, rule) for commit in recent[:2] if commit.plan}
+    found = set[str]()
+    for peer, announcement in announcements.items():
+        for each in announcement.unanswered:
+            if each.peer in announcements and by_round.get(each.round, {}).get(each.peer) == peer:
+                found |= {peer, each.peer}
+    return frozenset(found)
 
 
 def means_by_reducer(commit: Commit, results: Results) -> dict[str, list[Part]]:

@@ -18,13 +18,14 @@ from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.messages.samples import Interval
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
+from spes_p2p.rounds.checks import disputed
 
 BANDWIDTH_RATIO = 4.0
 """Bounds a member's bandwidth in a plan, as a multiple of the median member's. Only the member itself measures it, and an
 exaggeration makes it reduce more than its share."""
 LOST_ROUNDS, LOST_SHARE = 3, 2.0**-10
-"""A member that was lost as a reducer, or stalled, counts with this share of its bandwidth for this many rounds: it reduces
-nothing unless nobody else can, and keeps its vote."""
+"""A member that was lost as a reducer, stalled, or is disputed counts with this share of its bandwidth for this many rounds: it
+reduces nothing unless nobody else can, and keeps its vote."""
 LOSS_RATIO = 2.0
 """Bounds a member's loss in the plan's mean, as a multiple of the median member's."""
 
@@ -78,7 +79,7 @@ def clamped(
     """Return the announcements with tokens, samples, bandwidths and losses within their bounds. `recent`: see `outstanding`."""
     found = {peer: _with_outstanding(each, outstanding(recent, peer, config.sync.overlap), config)
              for peer, each in announcements.items()}
-    helpers, lost = recent[0].helpers, lately_lost(recent)
+    helpers, lost = recent[0].helpers, lately_lost(recent) | disputed(recent, announcements, config.admission)
     rates = [each.bandwidth for each in found.values() if each.bandwidth > 0]
     fastest = BANDWIDTH_RATIO * statistics.median_low(rates) if rates else 0.0
     losses = [each.loss for each in found.values() if each.tokens]
@@ -94,8 +95,10 @@ def clamped(
 
 
 def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:
-    """Return the members that one of the last LOST_ROUNDS commits names as lost."""
-    return frozenset(commit.members[i] for commit in recent[:LOST_ROUNDS] for newly_lost in commit.lost for i in newly_lost)
+    """Return the members that one of the last LOST_ROUNDS commits names as lost, or as disputed."""
+    return frozenset(
+        commit.members[i] for commit in recent[:LOST_ROUNDS] for named in (*commit.lost, commit.disputed) for i in named
+    )
 
 
 def held_out_loss(announcements: Mapping[str, Announcement], vouched: Collection[str]) -> float | None:

@@ -94,6 +94,7 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
         heard=heard,
         workloads=workloads_of(plan),
         excluded=plan.excluded,
+        disputed=plan.disputed,
     )
 
 
@@ -123,7 +124,7 @@ def misfit(commit: Commit, plan: Plan) -> str:
         "base_digest": plan.base_digest, "step": plan.step, "members": tuple(member.peer for member in plan.members),
         "owners": tuple(tuple(each.member for each in plan.assignments if e in each.owned) for e in experts),
         "cursor": plan.cursor, "control": plan.proposal.control, "workloads": workloads_of(plan),
-        "excluded": plan.excluded,
+        "excluded": plan.excluded, "disputed": plan.disputed,
     }
     wrong = [name for name, value in implied.items() if getattr(commit, name) != value]
     wrong += ["roots"] * (len(commit.roots) != len(plan.members) * (len(commit.lost) + 1))

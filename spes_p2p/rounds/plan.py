@@ -17,6 +17,7 @@ from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.rounds.checks import disputed
 from spes_p2p.rounds.claims import clamped, held_out_loss
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
@@ -129,6 +130,7 @@ def make_plan(
         assignments=assignments,
         cursor=cursor,
         excluded=excluded_after(commit, proposal),
+        disputed=tuple(peers.index(peer) for peer in sorted(disputed(recent, announcements, config.admission))),
         phase_step=phase_step,
     )
 

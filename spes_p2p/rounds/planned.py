@@ -70,6 +70,8 @@ class Plan:
     cursor: Cursor
     excluded: tuple[str, ...] = ()
     """Peers that proofs exclude, by the last commit or the proposal, sorted."""
+    disputed: tuple[int, ...] = ()
+    """Members that reduce nothing for a while (`checks.disputed`), as indices, ascending."""
     phase_step: int = 0
     """Campaign step at which the assignments start: `step`, plus the phase that runs during this round (`sync.overlap`)."""
 
