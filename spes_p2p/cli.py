@@ -373,6 +373,7 @@ def simulate(
     overlap: Annotated[bool, typer.Option("--overlap", help="Overlap rounds with training (sync.overlap).")] = False,
     attackers: Annotated[int | None, typer.Option(help="How many of the trainers attack; less than half.")] = None,
     attacks: Annotated[str | None, typer.Option(help="Kinds of attacks, comma-separated, or all: a run for each.")] = None,
+    admission: Annotated[str | None, typer.Option(help="Who may join: friends (default) or open.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Seeds to run in parallel. Default: one per core.")] = None,
     event_log: Annotated[Path | None, typer.Option(help="Write the event log of a single seed to this file.")] = None,
     run_dir: Annotated[Path, typer.Option(help="New folder for the processes' run-dirs.")] = Path("runs/simulate"),
@@ -387,7 +388,7 @@ def simulate(
     options = {
         "peers": peers, "rounds": rounds, "fault_rate": fault_rate,
         "kinds": faults.split(",") if faults is not None else None, "points": points.split(",") if points is not None else None,
-        "overlap": overlap or None, "attackers": attackers,
+        "overlap": overlap or None, "attackers": attackers, "admission": admission,
         "attacks": attacks.split(",") if attacks is not None else None,
     }
     progress = _ProgressBar("simulating")

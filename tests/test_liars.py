@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,11 @@ from spes_p2p.consensus.output import VOTES
 from spes_p2p.consensus.proposer import Phase, Proposer, Send
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Commit, Leave, Signed
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.consensus import Commit, Signed
 from spes_p2p.messages.methods import ACCEPT
 from spes_p2p.messages.rounds import Announcement, Evidence, Ping, Proposal, Staged
+from spes_p2p.net.interfaces import Identity
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer import coordinator
@@ -34,6 +35,7 @@ from spes_p2p.rounds.base import stage_base
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.proposal import derive_plan
 from spes_p2p.rounds.results import RESULTS_OF, save_results
+from spes_p2p.testing.attacks.deciding import COMMIT_LIES, PROPOSAL_LIES, ProposalLie, altered
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -62,22 +64,6 @@ async def assert_the_others_go_on(swarm: VirtualSwarm, liar: str, lied: list[str
 
 
 # Commits ------------------------------------------------------------------------------------------------------------------
-
-
-def to_itself(liar: str) -> dict[str, Any]:
-    return {"electorate": (liar,), "incarnations": ("0" * 16,)}
-
-
-COMMIT_LIES: dict[str, Callable[[Commit, str], dict[str, Any]]] = {
-    "electorate": lambda commit, liar: to_itself(liar),
-    "tokens": lambda commit, liar: {"tokens": commit.tokens + 1},
-    "members": lambda commit, liar: {"members": tuple(sorted({*commit.members, "X"}))},
-    "step": lambda commit, liar: {"step": commit.step + 10},
-    "owners": lambda commit, liar: {"owners": ((commit.members.index(liar),),) * 4},
-    "dropped": lambda commit, liar: {"dropped": (0,)},
-    "incarnations": lambda commit, liar: {"incarnations": ("1" * 16,) * len(commit.electorate)},
-    "base_digest": lambda commit, liar: {"base_digest": "0" * 64},
-}
 
 
 @pytest.mark.parametrize("field", COMMIT_LIES)
@@ -130,58 +116,16 @@ def test_an_invented_report_gets_no_honest_vote(monkeypatch: pytest.MonkeyPatch,
 # Proposals ----------------------------------------------------------------------------------------------------------------
 
 
-def altered(signed: Signed, as_peer: str = "", **changes: Any) -> Signed:
-    """The announcement with other content: with its old signature, or signed by another peer."""
-    record = pack(dataclasses.replace(read_signed(Announcement, signed, SimulatedIdentity("any")), **changes))
-    forged = sign(unpack(Announcement, record), SimulatedIdentity(as_peer)).signature if as_peer else signed.signature
-    return Signed(signed.peer, record, forged)
-
-
-def other(proposal: Proposal, liar: str) -> int:
-    return next(i for i, each in enumerate(proposal.announcements) if each.peer != liar)
-
-
-def with_announcement(proposal: Proposal, place: int, signed: Signed) -> Proposal:
-    before = proposal.announcements
-    return dataclasses.replace(proposal, announcements=(*before[:place], signed, *before[place + 1 :]))
-
-
-ProposalLie = Callable[[Proposal, Proposal, str], Proposal]
-"""(The honest proposal, that of the round before, the liar) -> what the liar sends."""
-
-
-def forge_tokens(proposal: Proposal, before: Proposal, liar: str) -> Proposal:
-    place = other(proposal, liar)
-    return with_announcement(proposal, place, altered(proposal.announcements[place], tokens=1))
-
-
-def forge_name(proposal: Proposal, before: Proposal, liar: str) -> Proposal:
-    place = other(proposal, liar)
-    return with_announcement(proposal, place, altered(proposal.announcements[place], as_peer=liar, tokens=1))
-
-
-def replay(proposal: Proposal, before: Proposal, liar: str) -> Proposal:
-    place = other(proposal, liar)
-    old = next(each for each in before.announcements if each.peer == proposal.announcements[place].peer)
-    return with_announcement(proposal, place, old)
-
-
-def reroute(proposal: Proposal, before: Proposal, liar: str) -> Proposal:
+def reroute(proposal: Proposal, before: Proposal, liar: Identity) -> Proposal:
     """As another coordinator got it, and passed it on."""
-    place = other(proposal, liar)
+    place = next(i for i, each in enumerate(proposal.announcements) if each.peer != liar.peer_id)
     signed = proposal.announcements[place]
-    return with_announcement(proposal, place, altered(signed, as_peer=signed.peer, attempt=1))
+    rerouted = altered(signed, liar, SimulatedIdentity(signed.peer), attempt=1)
+    return dataclasses.replace(proposal, announcements=(
+        *proposal.announcements[:place], rerouted, *proposal.announcements[place + 1 :]))
 
 
-def invent_leave(proposal: Proposal, before: Proposal, liar: str) -> Proposal:
-    place = other(proposal, liar)
-    gone = proposal.announcements[place].peer
-    leave = dataclasses.replace(sign(Leave(proposal.parent, ()), SimulatedIdentity(liar)), peer=gone)
-    kept = tuple(each for each in proposal.announcements if each.peer != gone)
-    return dataclasses.replace(proposal, announcements=kept, returned=(leave,))
-
-
-def farthest(proposal: Proposal, before: Proposal, liar: str) -> Proposal:
+def farthest(proposal: Proposal, before: Proposal, liar: Identity) -> Proposal:
     """Each expert's donor is another one than the nearest."""
     donors = tuple(
         tuple((next(e for e in range(4) if e not in (own, *nearest)),) for own, nearest in enumerate(layer))
@@ -190,26 +134,20 @@ def farthest(proposal: Proposal, before: Proposal, liar: str) -> Proposal:
     return dataclasses.replace(proposal, donors=donors)
 
 
-PROPOSAL_LIES: dict[str, tuple[ProposalLie, str]] = {
-    "token counts of another": (forge_tokens, "is not signed by it"),
-    "an announcement in another's name": (forge_name, "is not signed by it"),
-    "an announcement of the round before": (replay, "is for another round"),
+LIES: dict[str, tuple[ProposalLie, str]] = {
+    **PROPOSAL_LIES,
     "an announcement to another coordinator": (reroute, "announced to another coordinator"),
-    "the statement of a peer that stays": (invent_leave, "is not signed by it"),
-    "no announcements": (lambda proposal, *_: dataclasses.replace(proposal, announcements=()), "without a trainer"),
-    "donors of another model": (lambda proposal, *_: dataclasses.replace(proposal, donors=(((9,),),)), "its merge"),
     "experts that are not the nearest": (farthest, "not the most similar"),
-    "another round": (lambda proposal, *_: dataclasses.replace(proposal, round=7), "does not follow this log"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("lie", PROPOSAL_LIES)
+@pytest.mark.parametrize("lie", LIES)
 @pytest.mark.sampled(3)
 def test_a_proposal_from_which_no_plan_follows_is_refused_by_its_members(
     lie: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    tell, reason = PROPOSAL_LIES[lie]
+    tell, reason = LIES[lie]
 
     async def main() -> None:
         swarm = await swarm_in_round_2({"merge_top_k": 1} if tell is farthest else {})
@@ -222,7 +160,7 @@ def test_a_proposal_from_which_no_plan_follows_is_refused_by_its_members(
             if not lies:
                 return plan
             assert before is not None
-            told = tell(plan.proposal, before.proposal, liar)
+            told = tell(plan.proposal, before.proposal, SimulatedIdentity(liar))
             lied.append(told.id)
             return dataclasses.replace(plan, proposal=told)
 

@@ -33,12 +33,17 @@ async def swarm_at_round_2(names: str = "ABCD") -> VirtualSwarm:
     return swarm
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("push", [hang, swallow])
-def test_a_silent_reducer_costs_some_silences_and_is_named(push: object) -> None:
+async def leave(stream: Stream) -> None:
+    """End the stream at once, with nothing in it."""
+    await stream.message()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("pull", "push"), [(hang, hang), (hang, swallow), (leave, swallow)])
+def test_a_silent_reducer_costs_some_silences_and_is_named(pull: object, push: object) -> None:
     async def main() -> None:
         swarm = await swarm_at_round_2()
-        await swarm.nodes["C"].endpoint.serve(PULL, hang)
+        await swarm.nodes["C"].endpoint.serve(PULL, pull)  # type: ignore[arg-type]
         await swarm.nodes["C"].endpoint.serve(PUSH, push)  # type: ignore[arg-type]
         began, first = asyncio.get_running_loop().time(), swarm.round_of("A")
         await swarm.until(lambda: swarm.round_of("A") >= first + 1 + LOST_ROUNDS, 10**4)

@@ -151,6 +151,21 @@ def test_fields_of_wrong_types_are_a_wire_error_and_nothing_else(cls: type[Any],
     read_or_wire_error(cls, msgpack.packb(values))
 
 
+@pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
+@settings(max_examples=EXAMPLES_OF_EACH_RECORD)
+@given(st.data(), st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), min_size=1, max_size=3), st.floats(0, 1))
+def test_a_mutated_record_is_another_one_or_a_wire_error(
+    cls: type[Any], data: st.DataObject, flips: list[tuple[float, int]], end: float
+) -> None:
+    """Bytes of a record that are changed, and followed by some of its own again."""
+    packed = pack(data.draw(st.from_type(cls)))
+    changed = bytearray(packed)
+    for place, bits in flips:
+        changed[min(len(changed) - 1, int(place * len(changed)))] ^= bits
+    read_or_wire_error(cls, bytes(changed))
+    read_or_wire_error(cls, packed + bytes(changed[int(end * len(changed)) :]))
+
+
 def read_or_wire_error(cls: type[Any], data: bytes) -> None:
     try:
         record = unpack(cls, data)

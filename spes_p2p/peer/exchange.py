@@ -490,6 +490,9 @@ class Exchange:
                     self._take_manifest(reducer, await stream.message(Kind.MANIFEST))
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("pull from %s: %s", self._names[reducer][-6:], error)
+            if not self._is_over:  # one that lives and ends its streams early would cost its parts in every round
+                with contextlib.suppress(PeerUnreachable):
+                    await self.tell_stalled(reducer, self.revision)
 
     def _take_manifest(self, reducer: int, message: bytes) -> None:
         manifest = unpack(Manifest, message)

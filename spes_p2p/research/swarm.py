@@ -46,6 +46,7 @@ from spes_p2p.rounds.outer import first_base
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.testing.attacks.kinds import ATTACKS
+from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.options import TrainingOptions
@@ -320,7 +321,7 @@ async def _live(
         observer = partial(watch.observe, name)
         world = in_memory_world(network, name)
         if run.arm.attack is not None and number >= run.members - run.arm.attackers:
-            world = ATTACKS[run.arm.attack].around(world)
+            world = ATTACKS[run.arm.attack].around(Liar(world, config))
         node = Node(world, campaign, genesis, rules, "trainer", {}, observer)
         peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
         watch.peers[name] = peer

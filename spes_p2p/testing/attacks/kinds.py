@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from spes_p2p.net.interfaces import World
-from spes_p2p.testing.attacks import updates
+from spes_p2p.testing.attacks import deciding, network, serving, updates
+from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.attacks.updates import UpdateLiar, with_false_weight
 
-AttackKind = Literal["scale", "flip", "zero", "noise", "free-ride", "copy", "weight"]
+AttackKind = Literal[
+    "scale", "flip", "zero", "noise", "free-ride", "copy", "weight", "reducer", "forger", "silent", "donor", "tarpit",
+    "coordinator", "elector", "outbid", "equivocation", "contacts", "flood", "hostile", "sybils",
+]
 KINDS: tuple[AttackKind, ...] = get_args(AttackKind)
+SYBILS = 8
+"""Identities of one attacker of this kind."""
+
+Around = Callable[[Liar], World]
 
 
 @dataclass(frozen=True)
@@ -20,12 +28,13 @@ class Attack:
 
     summary: str
     """What it does, for a person."""
-    around: Callable[[World], World]
-    """Wraps the attacker's world. Everything else about it is an honest peer."""
+    around: Around
+    """Returns the attacker's world as its peer gets it. Everything else about it is an honest peer."""
+    identities: int = 1
 
 
-def _updates(**lies: object) -> Callable[[World], World]:
-    return lambda world: UpdateLiar(**lies).around(world)  # type: ignore[arg-type]
+def _updates(**lies: object) -> Around:
+    return lambda liar: UpdateLiar(**lies).around(liar)  # type: ignore[arg-type]
 
 
 ATTACKS: dict[AttackKind, Attack] = {
@@ -35,5 +44,18 @@ ATTACKS: dict[AttackKind, Attack] = {
     "noise": Attack("sends normal deviates in its experts", _updates(instead=updates.noise)),
     "free-ride": Attack("trains one step and claims the whole phase", _updates(is_lazy=True)),
     "copy": Attack("sends what the last round moved and claims a phase", _updates(copies=True)),
-    "weight": Attack("claims 2^40 tokens and a bandwidth of 2^50 B/s", with_false_weight),
+    "weight": Attack("claims 2^40 tokens and a bandwidth of 10^15 B/s", with_false_weight),
+    "reducer": Attack("reverses the means of its parts", serving.lying_reducer),
+    "forger": Attack("makes the means of its parts from invented updates", serving.forger),
+    "silent": Attack("lives, and serves no results as a reducer", serving.silent_reducer),
+    "donor": Attack("serves wrong bytes of bases, plans and results", serving.lying_donor),
+    "tarpit": Attack("is two seconds late with every message", serving.tarpit),
+    "coordinator": Attack("coordinates with forged proposals, commits and certificates", deciding.lying_coordinator),
+    "elector": Attack("answers with false promises and unsigned votes, or not", deciding.lying_elector),
+    "outbid": Attack("outbids every coordinator", deciding.outbidding),
+    "equivocation": Attack("has different peers exchange by two plans, and decide two commits", deciding.equivocating),
+    "contacts": Attack("claims far rounds and other branches in its contact", network.false_contacts),
+    "flood": Attack("holds streams open and sends the longest frames", network.flood),
+    "hostile": Attack("sends bytes that are no messages", network.hostile),
+    "sybils": Attack(f"takes part as {SYBILS} peers that train one step each", _updates(is_lazy=True), SYBILS),
 }

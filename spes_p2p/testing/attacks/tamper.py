@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
 from spes_p2p.testing.memory import Frame
 from spes_p2p.testing.wrapped import Wrapped
 
+Tell = Callable[[str], None]
+"""Called with each lie that was told, or attack that was made, so that a run shows that there was one."""
+
+
+@dataclass(frozen=True)
+class Liar:
+    """What an attack wraps."""
+
+    world: World
+    """The attacker's."""
+    config: CampaignConfig
+    tell: Tell = lambda lie: None
+
+
 CONTROL_FRAMES = (Kind.HEARTBEAT, Kind.REFUSAL)
 
 
 class Tamper:
     """What becomes of the frames of one attacker. By default nothing changes."""
+
+    tell: Tell = staticmethod(lambda lie: None)
 
     async def send(self, frame: Frame) -> Frame | None:
         """Return what to send in place of a frame; None: nothing, while the stream stays alive."""
@@ -31,8 +48,9 @@ class Tamper:
         return honest
 
 
-def tampered(world: World, tamper: Tamper) -> World:
-    """Return the world with a transport whose frames pass through `tamper`. Heartbeats and refusals do not."""
+def tampered(liar: Liar, tamper: Tamper, world: World | None = None) -> World:
+    """Return the liar's world, or `world`, with frames that pass through `tamper`; heartbeats and refusals do not."""
+    world, tamper.tell = world or liar.world, liar.tell
     return replace(world, transport=cast(Transport, _TamperedTransport(world.transport, tamper)))
 
 
@@ -76,6 +94,7 @@ class _TamperedChannel(Wrapped):
         frame = replace(self._sent, body=b"".join(pieces), kind=kind)
         self._sent = replace(self._sent, index=self._sent.index + 1)
         told = await self._tamper.send(frame)
+        self._tell(frame, told)
         if told is not None:
             await self._inner.send(told.body, kind=told.kind)
 
@@ -86,4 +105,9 @@ class _TamperedChannel(Wrapped):
         frame = replace(self._received, body=bytes(message.body), kind=message.kind)
         self._received = replace(self._received, index=self._received.index + 1)
         seen = self._tamper.receive(frame)
+        self._tell(frame, seen)
         return Message(seen.body, seen.kind)
+
+    def _tell(self, honest: Frame, told: Frame | None) -> None:
+        if told is None or (told.body, told.kind) != (honest.body, honest.kind):
+            self._tamper.tell(f"{honest.method} {'nothing' if told is None else honest.kind} {honest.sender} {honest.receiver}")

@@ -15,12 +15,12 @@ from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Announcement
 from spes_p2p.model.layout import Group
 from spes_p2p.net.interfaces import Identity, World
-from spes_p2p.testing.attacks.tamper import Tamper, changed, tampered
+from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory import Frame
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 
 SCALE, FLIP, NOISE = 1000.0, -10.0, 1.0
-TOKENS, BANDWIDTH = 2**40, 2.0**50
+TOKENS, BANDWIDTH = 2**40, 1e15
 """Claims of `zero` and `weight`."""
 
 Before = dict[Group, np.ndarray]
@@ -67,12 +67,14 @@ class UpdateLiar:
     _last: Before | None = None
     """Weights at the start of the last phase."""
 
-    def around(self, world: World) -> World:
+    def around(self, liar: Liar) -> World:
         """Wrap the attacker's world."""
+        world = liar.world
 
         async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
             if getattr(function, "__name__", "") != "train":
                 return await world.run_blocking(function, *args)
+            liar.tell("update")
             return await self._train(world.run_blocking, function, *args)
 
         return replace(world, run_blocking=run_blocking)
@@ -132,6 +134,11 @@ class ClaimedBandwidth(Tamper):
         return sign(replace(announcement, bandwidth=BANDWIDTH), self._identity)
 
 
-def with_false_weight(world: World) -> World:
+def with_bandwidth(liar: Liar, world: World | None = None) -> World:
+    """Claim BANDWIDTH, in the liar's world or in `world`."""
+    return tampered(liar, ClaimedBandwidth(liar.world.identity), world)
+
+
+def with_false_weight(liar: Liar) -> World:
     """Claim TOKENS behind an honest update, and BANDWIDTH."""
-    return tampered(UpdateLiar(claims_tokens=True).around(world), ClaimedBandwidth(world.identity))
+    return with_bandwidth(liar, UpdateLiar(claims_tokens=True).around(liar))

@@ -23,6 +23,8 @@ class Attacked:
     memory_bytes: int
     """Growth of the resident memory during the run: of the simulating process with all peers, or of the honest peer whose
     processes grew most."""
+    lies: int = 0
+    """Lies that attackers told, or attacks that they made; 0 would mean that nothing was tried."""
     attackers_banned: int = 0
     honest_banned: int = 0
 
@@ -117,6 +119,7 @@ def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
         banned += run.attacked.attackers_banned
         honest += run.attacked.honest_banned
     return {
+        "lies": sum(run.attacked.lies for run, _ in pairs if run.attacked is not None),
         "loss_over_clean": None if None in ratios else round(max(ratio for ratio in ratios if ratio is not None), 4),
         "rounds_delayed_s_max": round(max(delays), 3),
         "memory_over_clean_max": max(growths),

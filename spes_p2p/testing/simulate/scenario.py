@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -19,8 +19,8 @@ from spes_p2p.config.section import Section
 from spes_p2p.config.types import Count, Fraction, NonNegative, Positive, PositiveNumber, Text, checked
 from spes_p2p.config.yaml_file import YamlFile, read_yaml_mapping
 from spes_p2p.errors import UserError
+from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
-from spes_p2p.testing.attacks.kinds import AttackKind
 from spes_p2p.testing.simulate.faults import KINDS, Corruption, Fault, Kind
 from spes_p2p.testing.simulate.points import AT_ONCE, known_point
 
@@ -124,6 +124,8 @@ class ScenarioSettings(Section):
     faults: tuple[FaultSettings, ...] = Field((), description="Scripted faults.")
     attackers: Count = Field(0, description="Number of the trainers that attack: the last ones.")
     attacks: tuple[AttackKind, ...] = Field(ATTACK_KINDS, description="Kinds of attacks, one in each run.")
+    admission: Literal["friends", "open"] = Field(
+        "friends", description="The campaign's rule. open: every second trainer that does not attack is vouched for.")
 
     @model_validator(mode="after")
     def _check(self) -> ScenarioSettings:
@@ -171,11 +173,21 @@ class Scenario:
     """Kinds of attacks, one in each run."""
     attack: AttackKind | None = None
     """The kind of this run."""
+    admission: Literal["friends", "open"] = "friends"
 
     @property
     def liars(self) -> tuple[str, ...]:
-        """The peers that attack in this run."""
-        return self.peer_names[len(self.peer_names) - self.attackers :] if self.attack is not None else ()
+        """The identities of the peers that attack in this run."""
+        if self.attack is None:
+            return ()
+        more = range(1, ATTACKS[self.attack].identities)
+        attackers = self.peer_names[len(self.peer_names) - self.attackers :]
+        return attackers + tuple(f"{name}-{number}" for name in attackers for number in more)
+
+    @property
+    def vouched(self) -> tuple[str, ...]:
+        """Trainers that the owner of an open campaign vouches for."""
+        return self.peer_names[: len(self.peer_names) - self.attackers : 2] if self.admission == "open" else ()
 
     def machine(self, name: str) -> MachineSettings:
         """Return a peer's machine."""
@@ -225,6 +237,7 @@ def _scenario(settings: ScenarioSettings) -> Scenario:
         machines=settings.machines,
         attackers=settings.attackers,
         attacks=settings.attacks if settings.attackers else (),
+        admission=settings.admission,
     )
 
 

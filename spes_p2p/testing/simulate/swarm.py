@@ -17,7 +17,8 @@ import numpy as np
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
 from spes_p2p.config.campaign import Campaign, parse_campaign_config
-from spes_p2p.messages.admission import Invitation
+from spes_p2p.consensus.admission import signed_invitation
+from spes_p2p.messages.admission import Invitation, Role
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.interfaces import World
@@ -33,6 +34,7 @@ from spes_p2p.rounds.plan import Rules
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
 
@@ -182,6 +184,11 @@ class VirtualSwarm:
         self._make_observer = make_observer
         self._archive = archive
         self._make_trainer = make_trainer
+
+    def invitation(self, name: str, roles: tuple[Role, ...]) -> Invitation:
+        """Return the owner's invitation of a peer."""
+        unsigned = Invitation(self.campaign.hash, name, roles, 2**40, b"")
+        return signed_invitation(unsigned, SimulatedIdentity(self.bootstrap))
 
     def start_bootstrap(self) -> None:
         """Start the bootstrap peer on its store."""

@@ -24,11 +24,13 @@ import numpy as np
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.net.die_with_parent import die_with
+from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress, WorkDropped
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.rounds.digest import state_digest
-from spes_p2p.testing.attacks.kinds import ATTACKS
+from spes_p2p.testing.attacks.kinds import ATTACKS, Attack
+from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual, running_peer
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.audit import Audit
@@ -101,6 +103,7 @@ class _Run:
         self._most_control_bytes = 0
         self._pending_tokens = 0
         self._ended_s = 0.0
+        self._lies = 0
         self._last_base: np.ndarray | None = None
         """The base of the scenario's last round."""
         self._memory_before = self._memory_bytes = 0
@@ -134,7 +137,7 @@ class _Run:
         commits = [peer.node.log.last for _, peer in self._honest()]
         banned = {peer for each in commits for peer in (*each.excluded, *(each.control.banned if each.control else ()))}
         return Attacked(
-            self._scenario.attack, loss, self._memory_bytes - self._memory_before,
+            self._scenario.attack, loss, self._memory_bytes - self._memory_before, self._lies,
             attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),
         )
 
@@ -155,13 +158,23 @@ class _Run:
         )
         for name in scenario.liars:
             assert scenario.attack is not None
-            self._swarm.around[name] = ATTACKS[scenario.attack].around
+            self._swarm.around[name] = partial(self._lying, name, ATTACKS[scenario.attack])
+        self._swarm.invitations = {name: self._swarm.invitation(name, ("trainer", "elector")) for name in scenario.vouched}
         self._faults = Injector(self._swarm, scenario, self._rng, self._audit, self._start_trainer, self._note)
         network.tap = self._faults.on_frame
         self._make_store(BOOTSTRAP)
         self._swarm.start_bootstrap()
-        for name in scenario.peer_names:
+        for name in dict.fromkeys((*scenario.peer_names, *scenario.liars)):
             self._start_trainer(name)
+
+    def _lying(self, name: str, attack: Attack, world: World) -> World:
+        """Return an attacker's world."""
+
+        def tell(lie: str) -> None:
+            self._lies += 1
+            self._note(name, f"lie: {lie}")
+
+        return attack.around(Liar(world, self._swarm.campaign.config, tell))
 
     def _start_trainer(self, name: str) -> None:
         """Start a new trainer with the machine and link that the scenario or the seed gives it."""
@@ -169,6 +182,8 @@ class _Run:
         machine = scenario.machine(name)
         speed = machine.speed if machine.speed is not None else self._rng.choice(SPEEDS) if scenario.vary else 1.0
         experts = machine.experts or (self._rng.choice((1, 2, EXPERTS)) if scenario.vary else EXPERTS)
+        if name in scenario.vouched and machine.experts is None:
+            experts = EXPERTS  # an expert needs a vouched owner
         link = machine.bandwidth_bytes_per_s or scenario.bandwidth_bytes_per_s
         network.set_bandwidth(name, link, link)
         if machine.latency_s is not None:
@@ -328,7 +343,7 @@ def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
         from spes_p2p.testing.simulate.language import SETTINGS
 
         settings = {name: {**settings.get(name, {}), **SETTINGS.get(name, {})} for name in (*settings, *SETTINGS)}
-    return campaign(total_steps=SYNC_STEPS * 100_000, codec=codec, **settings)
+    return campaign(total_steps=SYNC_STEPS * 100_000, codec=codec, admission=scenario.admission, **settings)
 
 
 class _LoggedErrors(logging.Handler):
