@@ -160,6 +160,10 @@ class Validity:
             results.add_manifest(unpack(Manifest, piece))
         return derive_commit(parent, results, unpack(Evidence, evidence).reports, self._world.identity)
 
+    async def look_for(self, electors: Sequence[str]) -> None:
+        """Ask electors whether they are there. The detector remembers for a while who is silent."""
+        await absent_of(self._endpoint, electors)
+
     async def _require_absent(self, proposal: Proposal) -> None:
         """Raise Refused when an elector that the proposal calls absent is there: a coordinator may not unseat the others."""
         if self._endpoint.peer_id in proposal.absent:

@@ -250,7 +250,7 @@ class _Run:
             self._work.forget(peer)
             return
         standing = self._work.standing(event.round, replica.base.values, trainer.local, trainer.changes, trainer.tokens)
-        contributors = {name for name, tokens, _ in event.contributions if tokens}
+        contributors = {name: tokens for name, tokens, _ in event.contributions if tokens}
         error = self._work.committed(peer, standing, event.base_digest, contributors)
         if error is not None:
             text = f"round {event.round} changed the base by something else than what was sent: {error:.2g}"

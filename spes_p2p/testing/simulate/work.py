@@ -9,7 +9,7 @@ have the same bits. Experts are not checked: they change owners, and merge.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,10 +69,11 @@ class Work:
         pending = local[everyones] - values
         return Standing(round_number, values, trained[everyones] - pending, pending, tokens)
 
-    def committed(self, peer: str, now: Standing, digest: str, contributors: Set[str]) -> float | None:
+    def committed(self, peer: str, now: Standing, digest: str, contributors: Mapping[str, int]) -> float | None:
         """Return the error of a round that the peer applied: root mean square over the worst chunk.
 
-        None until all of the round's contributors were observed, or if the error is rounding.
+        None until all of the round's contributors were observed, or if the error is rounding. `contributors`: with their tokens
+        in the plan, which bound the weight of each update.
         """
         last, self._last[peer] = self._last.get(peer), now
         chunks = list(_chunks(self.layout))
@@ -91,9 +92,9 @@ class Work:
         taken[[_rms(update[chunk]) > TOLERANCE for chunk in chunks]] = announced
         while len(self._sent) > KEPT_ROUNDS:
             del self._sent[next(iter(self._sent))]
-        if peer not in contributors or not contributors <= sent.keys():
+        if peer not in contributors or not contributors.keys() <= sent.keys():
             return None
-        updates = [sent[name] for name in sorted(contributors)]
+        updates = [(sent[name][0], np.minimum(sent[name][1], planned)) for name, planned in sorted(contributors.items())]
         errors = (
             _error(moved[chunk], [(values[chunk], tokens[place]) for values, tokens in updates])
             for place, chunk in enumerate(chunks)
