@@ -53,7 +53,8 @@ def make_mean(
 def carried(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:
     """Return what a reducer adds of its residual: at most what encoding the mean drops. The rest waits for a later round."""
     bound = part.codec.rounding(mean)
-    limited: np.ndarray = np.clip(residual, -bound, bound)
+    limited: np.ndarray = np.minimum(residual, bound)
+    np.maximum(limited, np.negative(bound, out=bound), out=limited)  # faster than np.clip
     return limited
 
 
