@@ -89,8 +89,9 @@ def version() -> None:
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to write the campaign to.")],
-    text: Annotated[list[Path] | None, typer.Option(
-        help="Training text: .jsonl (also .gz, .zst), .parquet or .txt; repeatable.")] = None,
+    text: Annotated[list[str] | None, typer.Option(
+        help="Training text: .jsonl (also .gz, .zst), .parquet or .txt; repeatable. NAME:WEIGHT=FILE makes a mix of sources, "
+             "with these shares of the samples.")] = None,
     held_out: Annotated[list[Path] | None, typer.Option(help="Evaluation text; repeatable.")] = None,
     tokenizer: Annotated[str | None, typer.Option(
         help="Path of a tokenizer.json, or the vocabulary size of a tokenizer to train.")] = None,
@@ -109,19 +110,21 @@ def init(
 ) -> None:
     """Create a campaign: a commented config file, token files and a tokenizer. Asks for missing answers on a terminal."""
     from spes_p2p.campaign.answers import Answers
-    from spes_p2p.campaign.init import CAMPAIGN_YAML, ask, check_place, make_campaign, make_start, parse_answer
+    from spes_p2p.campaign.init import CAMPAIGN_YAML, ask, check_place, make_campaign, make_start, parse_answer, parse_texts
 
     asks = sys.stdin.isatty() and not text
     name = name or folder.resolve().name
     check_place(folder, name)
     given = parse_answer("tokenizer", tokenizer) if tokenizer else None
+    texts, sources = parse_texts(text or ())
     start = make_start(checkpoint, folder, size, given, experts, top_k, upcycle)
     answers = Answers(
         folder=folder,
         name=name,
         size="" if start else size or ask("size", asks),
         start=start,
-        texts=tuple(text or ask("text", asks)),
+        texts=texts or ask("text", asks),
+        sources=sources,
         held_out=tuple(held_out or ask("held-out", asks)),
         tokenizer=start.tokenizer if start else given or ask("tokenizer", asks),
         peers=peers if peers is not None else ask("peers", asks),

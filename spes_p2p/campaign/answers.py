@@ -59,6 +59,15 @@ UPCYCLED_ALPHA, RANDOM_ALPHA = 0.05, 0.1
 
 
 @dataclass(frozen=True)
+class TextSource:
+    """Text with a name and a share of the samples."""
+
+    name: str
+    weight: float
+    texts: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
 class Answers:
     """Choices of the campaign's owner."""
 
@@ -77,6 +86,8 @@ class Answers:
     """Who may take part: see `CampaignConfig`."""
     url: str | None = None
     """URL where the token files will be published; None: only peers serve them."""
+    sources: tuple[TextSource, ...] = ()
+    """The same texts, if they have names and weights."""
     start: Start | None = None
     """Existing weights to begin with; the model's size and tokenizer are then the checkpoint's."""
 

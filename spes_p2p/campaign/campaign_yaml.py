@@ -27,8 +27,7 @@ def campaign_yaml(answers: Answers, vocab_size: int, tokens: int) -> str:
         peers=answers.peers,
         recipe=recipe,
         schedule=schedule,
-        manifest=f"{TOKENS_FOLDER}/{TRAIN}{MANIFEST_NAME}",
-        served="served by peers" if answers.url is None else f"publish this folder at {answers.url}",
+        training_text=_training_text_yaml(answers),
         validation=f"validation_manifest: {held_out}" if answers.held_out else f"# validation_manifest: {held_out}",
         tokenizer=TOKENIZER_JSON,
         passes=schedule.total_steps * answers.peers * recipe.batch_size * recipe.sequence_length / tokens,
@@ -45,6 +44,22 @@ def _model_yaml(answers: Answers, vocab_size: int) -> str:
         return _MODEL.format(vocab_size=vocab_size, rows=-(-vocab_size // 64) * 64, size=SIZES[answers.size])
     rule = f"\n  upcycle: {start.upcycle}  # how the dense model becomes experts: copy, drop or spes" if start.upcycle else ""
     return _START.format(architecture=start.model.architecture, checkpoint=json.dumps(start.checkpoint), rule=rule)
+
+
+def _training_text_yaml(answers: Answers) -> str:
+    served = "served by peers" if answers.url is None else f"publish this folder at {answers.url}"
+    if not answers.sources:
+        return f"manifest: {TOKENS_FOLDER}/{TRAIN}{MANIFEST_NAME}  # the training text: {served}"
+    lines = [f"train:  # the training text, with each source's share of the samples: {served}"]
+    for source in answers.sources:
+        manifest = f"{TOKENS_FOLDER}/{source_prefix(source.name)}{MANIFEST_NAME}"
+        lines.append(f"    - {{name: {source.name}, weight: {source.weight:g}, manifest: {manifest}}}")
+    return "\n".join(lines)
+
+
+def source_prefix(name: str) -> str:
+    """Return the prefix of a source's token files."""
+    return f"{TRAIN}{name}_"
 
 
 def _merge_yaml(answers: Answers, schedule: Schedule) -> str:
@@ -83,7 +98,7 @@ evaluation:
   every_rounds: 10  # evaluate on the held-out text every 10 rounds
 
 data:  # paths are relative to this file
-  manifest: {manifest}  # the training text: {served}
+  {training_text}
   {validation}
   tokenizer: {tokenizer}{eos_token}
 """

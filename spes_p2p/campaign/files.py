@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spes_p2p.config.campaign import Campaign, load_campaign_config, parse_campaign
+from spes_p2p.config.campaign import Campaign, CampaignConfig, load_campaign_config, parse_campaign
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.files import fetch_file
 from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest
+from spes_p2p.data.mix import WeightedManifest, mixed_manifest
 from spes_p2p.data.tokenizers import check_tokenizer
 from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError, refusal_line, version_advice
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -84,12 +85,20 @@ def read_campaign(config_path: Path) -> CampaignFiles:
     """Read a campaign file and the files it names. Raises UserError if they do not fit together."""
     config = load_campaign_config(config_path)
     folder = config_path.resolve().parent
-    tokenizer_path, manifest_path = folder / config.data.tokenizer, folder / config.data.manifest
+    tokenizer_path = folder / config.data.tokenizer
     identity = check_tokenizer(tokenizer_path, config.data.eos_token, config.model.vocab_size)
     validation_path = folder / config.data.validation_manifest if config.data.validation_manifest else None
-    for path in filter(None, (manifest_path, validation_path)):
-        check_vocabulary(read_manifest(path), identity.sha256, config.model.vocab_size, str(path))
-    manifest = manifest_path.read_bytes()
+    written = [source.manifest for source in config.data.train] or [config.data.manifest or ""]
+    paths = [folder / name for name in written]
+    length = config.training.sequence_length
+    for path in filter(None, (*paths, validation_path)):
+        text = read_manifest(path)
+        check_vocabulary(text, identity.sha256, config.model.vocab_size, str(path))
+        if not any(file.tokens >= length for file in text.files):
+            raise UserError(
+                f"{path}: no token file holds a whole sample of {length} tokens; add text or reduce training.sequence_length"
+            )
+    manifest = _mixed(config, paths) if config.data.train else paths[0].read_bytes()
     validation = validation_path.read_bytes() if validation_path else None
     campaign = Campaign(
         config=config,
@@ -97,15 +106,17 @@ def read_campaign(config_path: Path) -> CampaignFiles:
         validation_manifest_sha256=sha256(validation) if validation is not None else None,
         tokenizer_sha256=identity.sha256,
     )
-    folders = tuple(dict.fromkeys(path.parent for path in (manifest_path, validation_path) if path))
-    files = CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders, folder)
-    length = config.training.sequence_length
-    for path, text in zip(filter(None, (manifest_path, validation_path)), files.manifests, strict=True):
-        if not any(file.tokens >= length for file in text.files):
-            raise UserError(
-                f"{path}: no token file holds a whole sample of {length} tokens; add text or reduce training.sequence_length"
-            )
-    return files
+    folders = tuple(dict.fromkeys(path.parent for path in (*paths, validation_path) if path))
+    return CampaignFiles(campaign, manifest, validation, tokenizer_path.read_bytes(), folders, folder)
+
+
+def _mixed(config: CampaignConfig, paths: Sequence[Path]) -> bytes:
+    """Return the manifest that a campaign with several sources publishes: all their files, and the weights."""
+    sources = [
+        WeightedManifest(source.name, source.weight, read_manifest(path), str(path))
+        for source, path in zip(config.data.train, paths, strict=True)
+    ]
+    return mixed_manifest(sources).to_json().encode()
 
 
 async def fetch_campaign(

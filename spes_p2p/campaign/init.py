@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_p2p.campaign.answers import SIZES, Answers
-from spes_p2p.campaign.campaign_yaml import HELD_OUT, TOKENIZER_JSON, TOKENS_FOLDER, TRAIN, campaign_yaml
+from spes_p2p.campaign.answers import SIZES, Answers, TextSource
+from spes_p2p.campaign.campaign_yaml import HELD_OUT, TOKENIZER_JSON, TOKENS_FOLDER, TRAIN, campaign_yaml, source_prefix
 from spes_p2p.campaign.files import CampaignFiles, read_campaign
 from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.config.model import CONFIG_JSON
 from spes_p2p.data.documents import read_documents, reader_of
 from spes_p2p.data.manifest import check_url
+from spes_p2p.data.mix import whole_weights
 from spes_p2p.data.tokenizers import END_OF_TEXT, check_tokenizer, train_tokenizer
 from spes_p2p.data.tokenizing import Progress, tokenize
 from spes_p2p.errors import UserError
@@ -48,7 +51,7 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = folder / TOKENIZER_JSON
         if isinstance(answers.tokenizer, int):
-            train_tokenizer(_some_text(answers.texts), answers.tokenizer).save(str(tokenizer), pretty=False)
+            train_tokenizer(_text_of_all(answers), answers.tokenizer).save(str(tokenizer), pretty=False)
         else:
             write_whole(tokenizer, answers.tokenizer.read_bytes())
         if answers.start is not None:
@@ -56,7 +59,8 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         eos_token = _eos_token(answers)
         vocab_size = check_tokenizer(tokenizer, eos_token).vocab_size
         to_tokens = partial(tokenize, eos_token=eos_token, url=answers.url, on_progress=on_progress)
-        tokens = to_tokens(answers.texts, tokenizer, folder / TOKENS_FOLDER, prefix=TRAIN).tokens
+        parts = [(source.texts, source_prefix(source.name)) for source in answers.sources] or [(answers.texts, TRAIN)]
+        tokens = sum(to_tokens(texts, tokenizer, folder / TOKENS_FOLDER, prefix=prefix).tokens for texts, prefix in parts)
         if answers.held_out:
             to_tokens(answers.held_out, tokenizer, folder / TOKENS_FOLDER, prefix=HELD_OUT)
         write_whole(folder / CAMPAIGN_YAML, campaign_yaml(answers, vocab_size, tokens).encode())
@@ -66,6 +70,26 @@ def make_campaign(answers: Answers, on_progress: Callable[[Progress], None] = la
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def parse_texts(texts: Sequence[str]) -> tuple[tuple[Path, ...], tuple[TextSource, ...]]:
+    """Return the files of --text, and the sources if they are given as NAME:WEIGHT=FILE. Raises UserError."""
+    found: dict[str, TextSource] = {}
+    for text in texts:
+        match = None if Path(text).exists() else _WEIGHTED_TEXT.fullmatch(text)
+        if match is None:
+            continue
+        name, weight, path = match[1], float(match[2]), Path(match[3])
+        known = found.get(name, TextSource(name, weight, ()))
+        if known.weight != weight:
+            raise UserError(f"--text {text}: {name} has weight {known.weight:g} before; give all its files the same")
+        found[name] = replace(known, texts=(*known.texts, path))
+    if not found:
+        return tuple(map(Path, texts)), ()
+    paths = tuple(path for source in found.values() for path in source.texts)
+    if len(paths) < len(texts):
+        raise UserError("--text: either all files have a name and a weight (NAME:WEIGHT=FILE), or none has")
+    return paths, tuple(found.values())
 
 
 def make_start(
@@ -126,6 +150,10 @@ def check_answers(answers: Answers) -> None:
     """Raise UserError for invalid answers, before anything is written."""
     check_place(answers.folder, answers.name)
     parse_campaign_config({**_PLACEHOLDER, "name": answers.name, "admission": answers.admission}, "--admission")
+    if answers.sources:
+        train = [{"name": source.name, "weight": source.weight, "manifest": "m"} for source in answers.sources]
+        parse_campaign_config({**_PLACEHOLDER, "data": {"train": train, "tokenizer": "t"}}, "--text")
+        whole_weights([source.weight for source in answers.sources])
     if answers.start is None:
         _check_size(answers.size)
     _check_peers(answers.peers)
@@ -202,7 +230,10 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 }
 
 
+_WEIGHTED_TEXT = re.compile(r"([^:=/]+):([0-9]+(?:\.[0-9]+)?)=(.+)")
+
 _PLACEHOLDER: dict[str, object] = {
+    "name": "placeholder",
     "model": {"vocab_size": 2, "hidden_size": 2, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
               "num_key_value_heads": 1, "max_position_embeddings": 2, "moe_num_experts": 1, "moe_top_k": 1},
     "training": {"sequence_length": 2, "batch_size": 1, "total_steps": 1, "sync_steps": 1, "learning_rate": 1.0},
@@ -215,13 +246,22 @@ def _eos_token(answers: Answers) -> str:
     return END_OF_TEXT if answers.start is None else answers.start.eos_token
 
 
-def _some_text(paths: Sequence[Path]) -> Iterator[str]:
+def _text_of_all(answers: Answers) -> Iterator[str]:
+    """Yield text to train a tokenizer on; of several sources, each one's share of it."""
+    if not answers.sources:
+        yield from _some_text(answers.texts, TOKENIZER_TEXT_CHARACTERS)
+    total = sum(source.weight for source in answers.sources)
+    for source in answers.sources:
+        yield from _some_text(source.texts, TOKENIZER_TEXT_CHARACTERS * source.weight / total)
+
+
+def _some_text(paths: Sequence[Path], most_characters: float) -> Iterator[str]:
     characters = 0
     for path in paths:
         for text, _ in read_documents(path):
             yield text
             characters += len(text)
-            if characters > TOKENIZER_TEXT_CHARACTERS:
+            if characters > most_characters:
                 return
 
 

@@ -32,6 +32,7 @@ from spes_p2p.config.types import (
     Port,
     Positive,
     PositiveNumber,
+    SourceName,
     Text,
     Whole,
 )
@@ -63,6 +64,8 @@ class TrainingConfig(Section):
     embedding_lr_ratio: PositiveNumber = Field(
         1.0, description="Learning rate of the embedding and the output head, as a multiple of learning_rate.")
     warmup_steps: Count = Field(0, description="Campaign steps of linear warm-up.")
+    decay_steps: Positive | None = Field(
+        None, description="Campaign step at which the learning rate reaches its final value. Default: total_steps.")
     min_lr_ratio: Fraction = Field(0.1, description="Final learning rate of the cosine schedule, as a fraction of the peak.")
     beta1: Decay = Field(0.9, description="Decay rate of AdamW's first moment.")
     beta2: Decay = Field(0.95, description="Decay rate of AdamW's second moment.")
@@ -93,6 +96,8 @@ class TrainingConfig(Section):
                  "must be 1 if beta2 = 0")
         require(self.warmup_steps < self.total_steps, "warmup_steps", self.warmup_steps,
                  f"must be less than total_steps = {self.total_steps}")
+        require(self.decay_steps is None or self.warmup_steps < self.decay_steps, "decay_steps", self.decay_steps,
+                 f"must be greater than warmup_steps = {self.warmup_steps}")
         require(self.total_steps % self.sync_steps == 0, "total_steps", self.total_steps,
                  f"must be a multiple of sync_steps = {self.sync_steps}")
         return self
@@ -117,7 +122,8 @@ class MergeConfig(Section):
     merge_alpha_start: Fraction = Field(0.1, description="Alpha at step 0.")
     merge_decay_steps: Positive = Field(1000, description="Campaign step at which alpha reaches 0.")
     merge_top_k: Positive = Field(
-        4, description="Donors per expert: the most similar other experts.")
+        4, description="Donors per expert: the most similar other experts. The plan of a round names them, so experts are "
+        "compared before the round; SPES compares them after it (docs/comparison.md).")
 
 
 class CodecConfig(Section):
@@ -187,16 +193,40 @@ class EvaluationConfig(Section):
     max_samples: Positive = Field(64, description="Maximum number of held-out samples.")
 
 
+class SourceConfig(Section):
+    """One source of training text, instead of data.manifest: a list of them, each with a share of the samples.
+
+    Every prefix of the order in which samples are handed out has each source's share, within one sample. A source that has
+    been read starts over in another order, independently of the others.
+    """
+
+    name: SourceName = Field(description="Name of the source.")
+    manifest: Text = Field(description="Path of its manifest, relative to the campaign file.")
+    weight: PositiveNumber = Field(description="Its share of the samples, relative to the other sources' weights.")
+
+
 class DataConfig(Section):
     """Token files. Peers get manifests, tokenizer and pieces from the swarm, and pieces that no peer serves from the URL in the
     manifest (`--url` of `spes-p2p tokenize`)."""
 
-    manifest: Text = Field(
-        description="Path of the training manifest that `spes-p2p tokenize` writes, relative to the campaign file.")
+    manifest: Text | None = Field(
+        None, description="Path of the training manifest that `spes-p2p tokenize` writes, relative to the campaign file. "
+        "Required unless train is given.")
+    train: tuple[SourceConfig, ...] = Field(
+        (), max_length=64, description="Several sources of training text with weights, instead of manifest.")
     validation_manifest: Text | None = Field(None, description="Path of the manifest of the held-out token files.")
     tokenizer: Text = Field(description="Path of the tokenizer.json, relative to the campaign file.")
     eos_token: Text = Field("<|endoftext|>", description="Token that ends each document.")
     pad_token: Text | None = Field(None, description="Padding token of the exported tokenizer. Default: eos_token.")
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        require(self.manifest is not None or bool(self.train), "manifest", self.manifest,
+                 "must name the training manifest, unless train lists sources")
+        require(self.manifest is None or not self.train, "manifest", self.manifest, "stands beside train; keep one of them")
+        names = [source.name for source in self.train]
+        require(len(set(names)) == len(names), "train", names, "must name each source differently")
+        return self
 
 
 class StartConfig(Section):

@@ -29,6 +29,9 @@ class _Common(Section):
         0, description="Rank of a low-rank term added to each expert's matrices. It is a shared weight, so all peers "
         "train it; export folds it into the experts. 0 disables it; otherwise a multiple of 8.")
     seed: Whole = Field(0, description="Seed of the initial weights, which the bootstrap peer creates once.")
+    init_cutoff_factor: PositiveNumber | None = Field(
+        None, description="Draw initial matrices from a normal distribution that is cut off at this many standard deviations "
+        "(SPES: 3). Default: not cut off.")
 
     @model_validator(mode="after")
     def _check_rank(self) -> _Common:
@@ -54,6 +57,9 @@ class ModelConfig(_Common):
     rope_theta: PositiveNumber = Field(10000.0, description="Base of the rotary embedding.")
     tie_word_embeddings: bool = Field(False, description="Use the embedding matrix as output head.")
     initializer_range: NonNegative = Field(0.02, description="Standard deviation of the initial weights.")
+    rms_norm_eps: PositiveNumber | None = Field(
+        None, description="Epsilon of the norms. Default: that of the architecture in transformers, 1e-5 for olmoe and 1e-6 "
+        "for qwen3_moe.")
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -87,6 +93,8 @@ class ModelConfig(_Common):
             "initializer_range": self.initializer_range,
             "eos_token_id": None,
         }
+        if self.rms_norm_eps is not None:
+            written["rms_norm_eps"] = self.rms_norm_eps
         if self.architecture == "qwen3_moe":
             written["moe_intermediate_size"] = self.intermediate_size
             written["head_dim"] = self.hidden_size // self.num_attention_heads

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Annotated, ClassVar
 from urllib.parse import quote
@@ -24,6 +25,8 @@ from spes_p2p.storage.files import write_whole
 MANIFEST_NAME = "manifest.json"
 HASHES = ".hashes"
 """Suffix of a token file's list of piece hashes, which may be present without the token file."""
+MAX_TOTAL_WEIGHT = 20_000
+"""Maximum period of a mix in samples: a peer keeps its schedule in memory, and computes it at its start."""
 SCHEMES = ("https://", "http://", "s3://", "gs://", "hf://")
 """URL schemes allowed in a manifest. None can name a local file, so a campaign owner cannot choose what is read from a peer's
 disk."""
@@ -71,6 +74,18 @@ class TokenFile:
 
 
 @dataclass(frozen=True)
+class Source:
+    """One source of a mix: the next `files` files of the manifest."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    weight: Positive
+    """Its samples in each period of the mix; a period has as many samples as all weights together."""
+    files: Positive
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A tokenized corpus. Its hash, over `to_json`, is part of the campaign's identity."""
 
@@ -84,6 +99,13 @@ class Manifest:
     tokens: Positive
     """Number of tokens in all files."""
     files: Annotated[tuple[TokenFile, ...], Field(min_length=1, strict=False)]
+    sources: Annotated[tuple[Source, ...], Field(strict=False)] = ()
+    """Of a mix (`mix.py`), in the order of the files; empty: the files are one source."""
+
+    def files_of_sources(self) -> tuple[range, ...]:
+        """Return the indices of each source's files."""
+        stops = list(accumulate(source.files for source in self.sources))
+        return tuple(range(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
 
     def to_json(self) -> str:
         """Serialize deterministically: equal manifests give equal bytes."""
@@ -91,6 +113,8 @@ class Manifest:
         for file in content["files"]:
             if file["url"] is None:
                 del file["url"]
+        if not self.sources:
+            del content["sources"]
         return json.dumps(content, indent=1) + "\n"
 
     @property
@@ -111,6 +135,10 @@ class Manifest:
         total = sum(file.tokens for file in manifest.files)
         if total != manifest.tokens:
             raise UserError(f"{where}: says {manifest.tokens} tokens, its files have {total}; recreate it")
+        if manifest.sources and sum(source.files for source in manifest.sources) != len(manifest.files):
+            raise UserError(f"{where}: its sources do not have as many files as the manifest; recreate it")
+        if sum(source.weight for source in manifest.sources) > MAX_TOTAL_WEIGHT:
+            raise UserError(f"{where}: the weights of its sources exceed {MAX_TOTAL_WEIGHT} together; recreate it")
         return manifest
 
 

@@ -131,12 +131,21 @@ def initial_state(config: ModelSection, out: State | None = None) -> State:
             for parameter in module.parameters(recurse=False):
                 parameter.fill_(torch.nan)
             model._init_weights(module)
+            if config.init_cutoff_factor is not None:
+                _cut_off(module, config.init_cutoff_factor, model.config.initializer_range)
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 _put(state, layout, name, parameter.numpy())
             module.to_empty(device="meta", recurse=False)
     if np.isnan(state.min()):
         raise RuntimeError(f"transformers left weights of {type(model).__name__} without an initial value")
     return state
+
+
+def _cut_off(module: nn.Module, factor: float, deviation: float) -> None:
+    """Draw the module's matrices anew where they are beyond `factor` deviations; embeddings of padding stay zero."""
+    for parameter in module.parameters(recurse=False):
+        while parameter.ndim > 1 and (beyond := parameter.abs() > factor * deviation).any():
+            parameter[beyond] = deviation * torch.randn(int(beyond.sum()))
 
 
 def plain_model(config: ModelSection, base: State) -> PreTrainedModel:

@@ -38,6 +38,10 @@ class Checkpoint:
             if lost:
                 raise UserError(f"{folder / name}: has no tensor {lost[0]}, which {INDEX_FILE} places there; download it again")
 
+    def __contains__(self, tensor: str) -> bool:
+        """Return whether a file has this tensor."""
+        return tensor in self._file_of
+
     def check(self, tensor: FileTensor) -> None:
         """Raise UserError unless the checkpoint has this tensor, of this shape, in floating point."""
         if tensor.name not in self._file_of:

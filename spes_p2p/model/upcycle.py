@@ -38,6 +38,8 @@ NOT_WRITTEN = (
     "output_attentions", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
 )
 """What transformers' configurations hold beside the model's shape."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""Names in the dense families' files."""
 DROPPED_SHARE = 0.5
 NOISY_SHARE, NOISE = 0.5, 0.02
 
@@ -67,7 +69,7 @@ def upcycled_config(dense: dict[str, Any], num_experts: int, top_k: int) -> dict
 
 def check_dense(model: ModelSection, dense: Checkpoint) -> None:
     """Raise UserError unless the checkpoint has all dense weights of this model. Reads no weights."""
-    for tensor in _dense_tensors(layout_of(model)):
+    for tensor in _dense_tensors(layout_of(model), dense):
         dense.check(tensor)
 
 
@@ -78,7 +80,7 @@ def upcycled_state(model: ModelSection, dense: Checkpoint, rule: UpcycleRule, ou
     for placed in layout.tensors:
         if placed.spec.is_low_rank:
             out[placed.start : placed.stop] = 0
-    for tensor in _dense_tensors(layout):
+    for tensor in _dense_tensors(layout, dense):
         dense.copy(tensor, out)
     if not np.isfinite(out[: layout.group("shared").stop].sum(dtype=np.float64)):
         raise UserError(f"{dense.folder}: has weights that are not finite; download it again")
@@ -96,12 +98,17 @@ def upcycled_state(model: ModelSection, dense: Checkpoint, rule: UpcycleRule, ou
             _tell_apart(out, placed, layout.by_name[name], rule, rng)
 
 
-def _dense_tensors(layout: Layout) -> Iterator[FileTensor]:
-    """Yield the dense model's tensors with their places: its MLP is the first expert."""
+def _dense_tensors(layout: Layout, dense: Checkpoint) -> Iterator[FileTensor]:
+    """Yield the dense model's tensors with their places: its MLP is the first expert.
+
+    A model with an output head of its own takes a tied dense model's embedding for it, as SPES's script does.
+    """
+    is_tied = bool(dense.config.get("tie_word_embeddings")) and HEAD not in dense
     for placed in layout.tensors:
         spec = placed.spec
         if spec.kind == "shared" and not spec.is_low_rank:
-            yield FileTensor(spec.name, spec.shape, (Piece(spec.name, placed.start, placed.stop),))
+            name = EMBEDDING if spec.name == HEAD and is_tied else spec.name
+            yield FileTensor(name, spec.shape, (Piece(spec.name, placed.start, placed.stop),))
         elif spec.expert == 0:
             mlp, _, matrix = spec.name.partition(".experts.0.")
             names = ("gate_proj", "up_proj") if matrix == MATRICES[0] else (matrix,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import numpy.typing as npt
 from spes_p2p.campaign.files import CampaignFiles
 from spes_p2p.content.tokens import TokenLibrary
 from spes_p2p.data.local_files import find_hashes, find_local, locate_file
-from spes_p2p.data.manifest import HASHES, Manifest
+from spes_p2p.data.manifest import HASHES, TokenFile
+from spes_p2p.data.mix import MixedReader
 from spes_p2p.data.pieces import pieces_of_samples
 from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.shelf import TokenShelf
@@ -65,24 +67,32 @@ async def serve_text(node: Node, shelf: TokenShelf, private_urls: bool = False) 
     return library
 
 
-def make_readers(files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary) -> tuple[SampleReader, SampleReader | None]:
+def make_readers(
+    files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary
+) -> tuple[SampleReader | MixedReader, SampleReader | None]:
     """Return readers of training and held-out text for worker threads; this event loop fetches missing pieces."""
     training = files.campaign.config.training
     loop = asyncio.get_running_loop()
 
-    def reader(manifest: Manifest, holder: str) -> SampleReader:
+    def reader(token_files: Sequence[TokenFile], holder: str) -> SampleReader:
         def fetch(number: int, samples: npt.NDArray[np.int64]) -> None:
-            file = manifest.files[number]
+            file = token_files[number]
             if not shelf.is_local(file):
                 pieces = pieces_of_samples(samples, training.sequence_length * np.dtype(file.dtype).itemsize)
                 shelf.hold(holder, file.pieces_sha256, pieces)
                 asyncio.run_coroutine_threadsafe(library.ensure(file, pieces), loop).result()
 
-        arrays = [shelf.array(file) for file in manifest.files]
+        arrays = [shelf.array(file) for file in token_files]
         return SampleReader(arrays, training.sequence_length, training.seed, fetch)
 
-    held_out = files.held_out_manifest
-    return reader(files.training_manifest, "training"), None if held_out is None else reader(held_out, "held-out")
+    text, held_out = files.training_manifest, files.held_out_manifest
+    sources = [
+        reader([text.files[index] for index in indices], f"training/{source.name}")
+        for source, indices in zip(text.sources, text.files_of_sources(), strict=True)
+    ]
+    weights = [source.weight for source in text.sources]
+    training_reader = MixedReader(sources, weights) if sources else reader(text.files, "training")
+    return training_reader, None if held_out is None else reader(held_out.files, "held-out")
 
 
 def _with_hash_lists(shelf: TokenShelf, files: CampaignFiles) -> TokenShelf:
