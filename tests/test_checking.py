@@ -299,7 +299,7 @@ def test_an_exclusion_outlives_restarts_and_joiners_know_it(monkeypatch: pytest.
 @pytest.mark.slow
 def test_lost_slow_and_restarted_contributors_make_no_reducer_guilty() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=200, codec="int4", sync={"exchange_timeout_s": 20.0}))
+        swarm = VirtualSwarm(campaign(total_steps=200, codec="int4"))
         swarm.start_all("ABCD")
         killed = list[str]()
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +30,7 @@ from spes_p2p.peer.durable import read_record
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.validity import Validity, absent_of
 from spes_p2p.rounds import commit as rounds_commit
-from spes_p2p.rounds.base import stage_base
+from spes_p2p.rounds.base import save_base
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.proposal import derive_plan
 from spes_p2p.rounds.results import RESULTS_OF, save_results
@@ -268,7 +267,7 @@ def test_a_malformed_proposal_on_the_disk_costs_its_assignments_and_nothing_else
         swarm.kill("B")
         wrong = dataclasses.replace(base.plan, proposal=dataclasses.replace(base.plan.proposal, announcements=()))
         store = swarm.stores["B"] = swarm.stores["B"].reopen()
-        stage_base(store, base.commit, base.round, wrong, [np.array(base.values)]).draft.publish()
+        save_base(store, dataclasses.replace(base, plan=wrong))
         results.plan, results.file = wrong, None
         save_results(store, results)
         swarm.start_again("B")

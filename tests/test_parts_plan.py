@@ -25,9 +25,12 @@ from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.commit import check_staged
 from spes_p2p.rounds.parts import (
     DELEGATION_RATIO,
+    SHORTEST_LIMIT_S,
+    SLOWEST_BYTES_PER_S,
     Part,
     extra_copies,
     from_mask,
+    longest_exchange_s,
     mask_bytes,
     part_table,
     pulls,
@@ -299,3 +302,34 @@ def test_of_several_trainers_none_decides_alone_where_a_helper_can(
         assert played.commit(helpers=("W",) if "W" in bandwidths else ()).electorate == electorate
 
     simulate(main)
+
+
+BIG = Layout(
+    [TensorSpec("embed", (2**22,), "shared"), TensorSpec("gate", (4, 8), "router", 0)]
+    + [TensorSpec(f"experts.{e}.down_proj", (2**22, 2), "expert", 0, e) for e in range(4)]
+)
+
+
+def big_round(bandwidths: tuple[float, ...]) -> tuple[tuple[Part, ...], tuple[Member, ...], int]:
+    """Parts and members of a round in which each trains one expert, and the bytes that the busiest line carries one way."""
+    members = tuple(
+        Member(name, 10, tuple(int(e == i) for e in range(4)), bandwidth)
+        for i, (name, bandwidth) in enumerate(zip("ABCD", bandwidths, strict=True))
+    )
+    parts = part_table(BIG, members, codecs("int8"))
+    return parts, members, sum(part.encoded_bytes for part in parts)
+
+
+def test_the_time_limit_of_an_exchange_suffices_for_a_line_of_20_mbit_that_is_not_measured_yet() -> None:
+    parts, members, size = big_round((12.5e6,) * 4)
+    assert longest_exchange_s(parts, members) > SHORTEST_LIMIT_S + size / (20e6 / 8)
+
+
+def test_the_time_limit_follows_the_slowest_line_but_not_any_claim() -> None:
+    fast, slow, liar = (
+        longest_exchange_s(*big_round((25e6, 25e6, 25e6, last))[:2]) - SHORTEST_LIMIT_S for last in (25e6, 2.5e6, 1e-9)
+    )
+    assert 4 * fast < slow < 12 * fast
+    assert slow < liar < 2 * slow * 2.5e6 / SLOWEST_BYTES_PER_S
+    undialable = longest_exchange_s(*big_round((25e6, 25e6, 2.5e6, 0.0))[:2])
+    assert undialable >= longest_exchange_s(*big_round((25e6, 25e6, 2.5e6, 2.5e6))[:2]) / 2

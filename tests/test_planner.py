@@ -20,7 +20,7 @@ from spes_p2p.campaign import free_memory
 from spes_p2p.campaign.free_memory import available_bytes
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.plan_table import join_flags
-from spes_p2p.campaign.planner import alternatives, bootstrap_disk_bytes, disk_bytes, plan_peer, round_traffic
+from spes_p2p.campaign.planner import alternatives, bootstrap_disk_bytes, disk_bytes, plan_peer, round_traffic, written_bytes
 from spes_p2p.campaign.room import Device, find_room, needed_bytes
 from spes_p2p.client import local_swarm
 from spes_p2p.config.campaign import (
@@ -28,6 +28,7 @@ from spes_p2p.config.campaign import (
     ExpertsConfig,
     OuterConfig,
     load_campaign_config,
+    make_peer_config,
 )
 from spes_p2p.config.model import ModelConfig
 from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
@@ -37,6 +38,9 @@ from spes_p2p.model.memory import DeviceBytes, Setup, device_bytes, saved_activa
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.rounds.codecs import CODECS, group_codecs
+from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.results import KEPT_ROUNDS
+from spes_p2p.session.resources import resources_on
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.trainer import checkpoint_activations
@@ -347,6 +351,27 @@ def test_outer_momentum_counts_wherever_a_base_is() -> None:
     with_momentum = plain.model_copy(update={"outer": OuterConfig(shared_momentum=0.9)})
     choice = find_room(plain, Device("cpu", GIB), "x")
     shared = 4 * layout_of(plain.model).group("shared").size
-    assert host_bytes(with_momentum, choice.setup, True).base - host_bytes(plain, choice.setup, True).base == shared
+    assert host_bytes(with_momentum, choice.setup, True).base - host_bytes(plain, choice.setup, True).base == 3 * shared
     assert disk_bytes(with_momentum, choice).base - disk_bytes(plain, choice).base == 3 * shared
     assert bootstrap_disk_bytes(with_momentum, 5).archive - bootstrap_disk_bytes(plain, 5).archive == 5 * shared
+
+
+def test_a_base_in_memory_is_written_every_fourth_round_and_a_rounds_arrays_never() -> None:
+    config = recipe_1b()
+    choice = find_room(config, Device("cuda", 24 * GIB), "")
+    files, memory = written_bytes(config, choice), written_bytes(config, choice, base_in_memory=True)
+    assert files.base == 4 * base_size(layout_of(config.model), config.outer) == KEPT_ROUNDS * memory.base
+    assert (files.checkpoint, files.results) == (memory.checkpoint, memory.results)
+    assert files.scratch > 0 == memory.scratch
+    assert memory.campaign == 500 * memory.total < files.campaign
+
+
+@pytest.mark.parametrize(("asked", "free_gib", "in_memory"), [
+    ("auto", 1024, True), ("auto", 20, False), ("disk", 1024, False), ("ram", 1, True),
+])
+def test_bases_are_in_memory_where_half_of_what_is_free_suffices(
+    asked: str, free_gib: int, in_memory: bool, tmp_path: Path
+) -> None:
+    settings = make_peer_config(run_dir=tmp_path, experts=1, base=asked, micro_batch_size=1)
+    for device in (Device("cpu", free_gib * GIB), Device("cuda", 24 * GIB, host_memory=free_gib * GIB)):
+        assert resources_on(device, settings, recipe_1b()).base_in_memory is in_memory

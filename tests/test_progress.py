@@ -11,7 +11,7 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.rounds.claims import LOST_ROUNDS
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
-SILENCE_S, EXCHANGE_S = 5.0, 600.0
+SILENCE_S = 5.0
 
 
 async def hang(stream: Stream) -> None:
@@ -27,7 +27,7 @@ async def swallow(stream: Stream) -> None:
 
 
 async def swarm_at_round_2(names: str = "ABCD") -> VirtualSwarm:
-    swarm = VirtualSwarm(campaign(total_steps=10**6, sync={"exchange_timeout_s": EXCHANGE_S}))
+    swarm = VirtualSwarm(campaign(total_steps=10**6))
     swarm.start_all(names)
     await swarm.until_round(2)
     return swarm

@@ -189,7 +189,7 @@ def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: 
 
 def test_a_member_that_takes_the_plan_and_never_reports_holds_nobody_up() -> None:
     async def main() -> None:
-        swarm = swarm_of("ABC", exchange_timeout_s=600.0)
+        swarm = swarm_of("ABC")
         await swarm.until_round(2)
         idler = asyncio.ensure_future(take_part_and_idle(swarm))
         began = asyncio.get_running_loop().time()

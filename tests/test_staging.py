@@ -92,6 +92,7 @@ def check(case: Case, script: Callable[[Case], Awaitable[None]], dropped: Iterab
         staged = await staging.finish(commit, case.results)
         assert staged.base.values.tobytes() == case.expected(commit).tobytes()
         assert staged.base.digest == state_digest(staged.base.values)
+        assert staged.draft is not None
         staged.draft.publish()
         kept = load_base(case.store, case.base.size, "here", derive={case.plan.proposal: case.plan}.__getitem__)
         assert kept is not None

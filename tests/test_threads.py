@@ -74,6 +74,7 @@ def test_digests_and_file_of_a_base_are_the_same_with_any_number_of_threads(tmp_
         store = DirectoryStore(tmp_path / str(threads))
         staged = stage_base(store, "c" * 64, 1, None, pieces_of(values), threads=threads)
         assert (staged.base.pieces, staged.base.digest) == (right, root_digest(right))
+        assert staged.draft is not None
         staged.draft.publish()
         files.add(bytes(store.read("base") or b""))
         loaded = load_base(store, values.size, "here", threads=threads)

@@ -28,7 +28,9 @@ import numpy as np
 import psutil
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
-from spes_p2p.campaign.planner import Choice, disk_bytes, host_bytes
+from spes_p2p.campaign.host_memory import host_bytes
+from spes_p2p.campaign.planner import disk_bytes
+from spes_p2p.campaign.room import Choice
 from spes_p2p.config.campaign import Campaign, CampaignConfig, parse_campaign_config
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import LOG
@@ -80,6 +82,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--billions", type=float, default=0.1, metavar="X", help="parameters, in billions (default 0.1)")
     parser.add_argument("--rounds", type=int, default=4, help="measured rounds; every second one merges (default 4)")
+    parser.add_argument("--base", choices=("disk", "ram"), default="disk", help="as `join --base` (default disk)")
+    parser.add_argument("--checkpoint-minutes", type=float, default=0.0, help="default 0: one checkpoint in each round")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where a run-dir is made and removed (default runs)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to a file")
     arguments = parser.parse_args()
@@ -89,11 +93,12 @@ def main() -> int:
         parser.error(f"--billions {arguments.billions:g}: must be 0.01 to 100")
     config = campaign_of(arguments.billions, arguments.rounds)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    problem = why_not(config, arguments.folder)
+    in_memory = arguments.base == "ram"
+    problem = why_not(config, arguments.folder, in_memory)
     if problem:
         parser.error(f"--billions {arguments.billions:g}: {problem}")
     with tempfile.TemporaryDirectory(prefix="state-", dir=arguments.folder) as folder:
-        report = asyncio.run(measure(config, Path(folder), arguments.rounds))
+        report = asyncio.run(measure(config, Path(folder), arguments.rounds, in_memory, 60 * arguments.checkpoint_minutes))
     if arguments.json == "-":
         print(json.dumps(report, indent=2))
     else:
@@ -123,11 +128,12 @@ def campaign_of(billions: float, rounds: int) -> CampaignConfig:
     }, "bench")
 
 
-def why_not(config: CampaignConfig, folder: Path) -> str:
+def why_not(config: CampaignConfig, folder: Path, in_memory: bool) -> str:
     """Say what this machine lacks for this model; "" when it has all."""
     setup = Setup(OWNED, "int8", "adamw", 1, "cpu", bf16=False)
     choice = Choice(setup, device_bytes(config.model, SEQUENCE, setup))
-    memory, disk = choice.device.total + host_bytes(config, choice).total + PROGRAM_BYTES, disk_bytes(config, choice).total
+    memory = choice.device.total + host_bytes(config, choice.setup, in_memory).total + PROGRAM_BYTES
+    disk = disk_bytes(config, choice).total
     has_memory, has_disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free
     if memory > has_memory:
         return f"needs {memory / 1e9:.0f} GB of memory, {has_memory / 1e9:.0f} GB are free"
@@ -196,13 +202,16 @@ def written_bytes() -> int:
     return int(counts["write_bytes"]) - int(counts["cancelled_write_bytes"])
 
 
-async def measure(config: CampaignConfig, folder: Path, rounds: int) -> Report:
+async def measure(
+    config: CampaignConfig, folder: Path, rounds: int, in_memory: bool, checkpoint_every_s: float
+) -> Report:
+    """Return the costs of the operations in this many rounds, and of a restart after them."""
     campaign = Campaign(
         config=config, manifest_sha256="0" * 64, validation_manifest_sha256=None, tokenizer_sha256="1" * 64
     )
     layout, store, meter = layout_of(config.model), DirectoryStore(folder), Meter()
     genesis = make_base_0(campaign, layout, store)
-    peer = OnePeer(campaign, layout, store, genesis, folder)
+    peer = OnePeer(campaign, layout, genesis, folder, in_memory, checkpoint_every_s)
     await peer.restart()
     changed = written = 0
     for number in range(WARM_UP_ROUNDS + rounds):
@@ -221,6 +230,7 @@ async def measure(config: CampaignConfig, folder: Path, rounds: int) -> Report:
     assert peer.replica.base.digest == digest
     return {
         "parameters": layout.size, "state_bytes": 4 * base_size(layout, config.outer), "rounds": rounds,
+        "base": "ram" if in_memory else "disk",
         "owned": f"{OWNED} of {EXPERTS} experts", "cores": os.cpu_count(), "threads": peer.world.threads,
         "longest_stall_s": max(each["longest_stall_s"] for each in meter.operations.values()),
         "written_over_changed": round(written / changed, 3), "written_bytes": written, "changed_bytes": changed,
@@ -248,8 +258,11 @@ def _changed_bytes(before: bytes, after: bytes) -> int:
 class OnePeer:
     """One peer, and what the rest of its swarm would send it."""
 
-    def __init__(self, campaign: Campaign, layout: Layout, store: DirectoryStore, genesis: Commit, folder: Path):
-        self.campaign, self.layout, self.store, self.genesis, self.folder = campaign, layout, store, genesis, folder
+    def __init__(
+        self, campaign: Campaign, layout: Layout, genesis: Commit, folder: Path, in_memory: bool, checkpoint_every_s: float
+    ):
+        self.campaign, self.layout, self.genesis, self.folder = campaign, layout, genesis, folder
+        self._in_memory, self._checkpoint_every_s = in_memory, checkpoint_every_s
         self.rules = Rules(campaign.config, campaign.hash, Text.num_samples)
         self.replica: Replica
         self.world: World
@@ -268,7 +281,9 @@ class OnePeer:
             asyncio.to_thread, threads=threads_here(),
         )
         self.node = Node(self.world, self.campaign, self.genesis, self.rules, "trainer", {}, lambda event: None)
-        self.replica = Replica(self.node, self.layout, lambda event: None)
+        self.replica = Replica(
+            self.node, self.layout, lambda event: None, self._in_memory, self._checkpoint_every_s
+        )
         await self.replica.start()
         assert await self.replica.restore(str(self.folder))
         await self.replica.begin_training(self._trainer, restored=True)

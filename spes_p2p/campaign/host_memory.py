@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.content.bases import KEPT_SNAPSHOTS
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Group
 from spes_p2p.model.memory import Setup, shared_elements, stored_bytes
@@ -13,6 +14,11 @@ from spes_p2p.rounds.outer import base_size
 
 PIECES_BYTES = 2**28
 """Upper bound of a round's buffers in memory, for any model size; 40 MB were measured (docs/communication.md)."""
+
+BASES_IN_MEMORY = KEPT_SNAPSHOTS + 1
+"""Those that are served, and the next one."""
+SHARE_FOR_THE_BASE = 0.5
+"""Of the free memory: with less than that, bases are in memory unless a setting says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class HostBytes:
     """
 
     base: int
-    """The base, if in memory."""
+    """The two that are served and the next one, if in memory."""
     update: int
     """The announced update, decoded, if in memory; with `sync.overlap` also the work set aside during an evaluation."""
     sums: int
@@ -44,7 +50,7 @@ def host_bytes(config: CampaignConfig, setup: Setup, base_in_memory: bool = Fals
     """Return the main memory of a trainer with this setup."""
     base = 4 * base_size(layout_of(config.model), config.outer)
     return HostBytes(
-        base=base * base_in_memory,
+        base=BASES_IN_MEMORY * base * base_in_memory,
         update=pending_bytes(config, setup.owned) * base_in_memory,
         sums=(2 * sums_bytes(config) + inputs_bytes(config)) * base_in_memory,
         pieces=min(PIECES_BYTES, base),

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from spes_p2p.campaign.planner import PeerPlan
+from spes_p2p.campaign.planner import PeerPlan, WrittenBytes
 from spes_p2p.campaign.room import Choice
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.model.build import layout_of
@@ -24,6 +24,8 @@ def plan_json(plan: PeerPlan) -> dict[str, Any]:
     values["host"]["total"], values["disk"]["total"] = plan.host.total, plan.disk.total
     values["host_with_base"]["total"] = plan.host_with_base.total
     values["bootstrap_disk"]["total"] = plan.bootstrap_disk.total
+    for name, written in (("written", plan.written), ("written_with_base", plan.written_with_base)):
+        values[name] |= {"total": written.total, "campaign": written.campaign}
     values["target"]["reserved"] = plan.target.reserved
     values["join_with"] = join_flags(plan.choice.setup)
     values["traffic"]["minutes"] = plan.traffic.seconds / 60
@@ -52,6 +54,7 @@ def render_plan(plan: PeerPlan) -> Table:
     table.add_row("host memory", f"{_sizes(plan.host)}; with --base ram {with_base}; what else is free speeds up the disk")
     table.add_row("disk", f"{_sizes(plan.disk)}; fetched text comes on top, at most --token-cache")
     table.add_row("a bootstrap peer's", f"{_sizes(plan.bootstrap_disk)}")
+    table.add_row("written", f"{_written(plan.written)}; with --base ram {_written(plan.written_with_base)}")
     traffic = plan.traffic
     alike = f"{traffic.peers} peers alike, {traffic.owned} experts each"
     if traffic.owned_by_anyone < plan.num_experts:
@@ -87,6 +90,10 @@ def _device(choice: Choice, reserved: int) -> str:
 def _sizes(group: Any) -> str:
     listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in to_json(group).items() if size)
     return f"{human_bytes(group.total)} ({listed})"
+
+
+def _written(written: WrittenBytes) -> str:
+    return f"{human_bytes(written.total)} a round, {human_bytes(written.campaign)} in {written.rounds} rounds"
 
 
 def describe_size(config: CampaignConfig) -> str:

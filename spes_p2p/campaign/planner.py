@@ -71,6 +71,32 @@ class DiskBytes:
 
 
 @dataclass(frozen=True)
+class WrittenBytes:
+    """Bytes that a trainer writes in a round with one checkpoint. Rounds shorter than `checkpoint_minutes` have fewer."""
+
+    base: int
+    """The whole base; one in memory is written every KEPT_ROUNDS rounds."""
+    checkpoint: int
+    """Moments and pending work."""
+    results: int
+    """Encoded results of the round."""
+    scratch: int
+    """The announced update and sums with their residuals, in files: the kernel writes them when it needs their memory."""
+    rounds: int
+    """Of the campaign."""
+
+    @property
+    def total(self) -> int:
+        """Sum of one round."""
+        return self.base + self.checkpoint + self.results + self.scratch
+
+    @property
+    def campaign(self) -> int:
+        """Sum of the campaign's rounds."""
+        return self.rounds * self.total
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Traffic of one round in a swarm of identical peers."""
 
@@ -107,6 +133,9 @@ class PeerPlan:
     disk: DiskBytes
     bootstrap_disk: DiskBytes
     """Disk of a bootstrap peer with the default archive."""
+    written: WrittenBytes
+    written_with_base: WrittenBytes
+    """With `join --base ram`."""
     traffic: Traffic
 
 
@@ -134,6 +163,8 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
         host_with_base=host_bytes(config, choice.setup, base_in_memory=True),
         disk=disk_bytes(config, choice),
         bootstrap_disk=bootstrap_disk_bytes(config, PeerConfig.model_fields["archive_keep"].default),
+        written=written_bytes(config, choice),
+        written_with_base=written_bytes(config, choice, base_in_memory=True),
         traffic=round_traffic(config, choice.setup.owned, peers or _enough_peers(config, choice.setup.owned), bits_per_second),
     )
 
@@ -144,6 +175,21 @@ def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
         bootstrap_disk_bytes(config, 0),
         scratch=pending_bytes(config, choice.setup.owned) + 2 * sums_bytes(config) + inputs_bytes(config),
         checkpoint=CHECKPOINT_FILES * (choice.device.moments + choice.device.weights),
+    )
+
+
+def written_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = False) -> WrittenBytes:
+    """Return what a trainer writes to its disk."""
+    layout = layout_of(config.model)
+    base = 4 * base_size(layout, config.outer)
+    # An update is written when it is announced, and again where it is replaced by what was sent.
+    scratch = 2 * choice.device.weights + 2 * sums_bytes(config)
+    return WrittenBytes(
+        base=base // KEPT_ROUNDS if base_in_memory else base,
+        checkpoint=choice.device.moments + choice.device.weights,
+        results=group_codecs(config.sync.codec).encoded_bytes(layout),
+        scratch=0 if base_in_memory else scratch,
+        rounds=config.total_rounds,
     )
 
 

@@ -209,8 +209,7 @@ async def _bandwidth(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaig
         others = max(2, config.sync.min_peers)
         traffic = round_traffic(config, choice.setup.owned, others, up.bits_per_second)
         base_bytes = 4 * layout_of(config.model).size
-        return judge_bandwidth(up.bits_per_second, down.bits_per_second, traffic.up_bytes, traffic.down_bytes, base_bytes,
-                               config.sync.exchange_timeout_s)
+        return judge_bandwidth(up.bits_per_second, down.bits_per_second, traffic.up_bytes, traffic.down_bytes, base_bytes)
     return Check("bandwidth", "warning", f"not measured ({problem})", "try again in a moment")
 
 

@@ -182,8 +182,6 @@ class SyncConfig(Section):
     reform_after_s: PositiveNumber = Field(
         60.0, description="Seconds without a majority of the electors, or without a peer that has the newest base, after which "
         "the bootstrap peer reforms the swarm.")
-    exchange_timeout_s: PositiveNumber = Field(
-        600.0, description="Maximum seconds of an exchange; parts that are missing by then are dropped from the round.")
 
 
 class EvaluationConfig(Section):
@@ -322,9 +320,13 @@ class PeerConfig(Section):
         None, description="Recompute activations in the backward pass: less memory, about a third more time. Default: as auto.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples per forward pass on this machine. Default: as auto, at most the campaign's.")
-    base: Literal["disk", "ram"] = Field(
-        "disk", description="Where to keep the base and the data of a round: in memory-mapped files, or in memory, 4 bytes per "
-                            "value (--base ram), where other programs cannot evict them.")
+    base: Literal["auto", "disk", "ram"] = Field(
+        "auto", description="Where to keep bases and the data of a round: in memory-mapped files, which are written every "
+                            "round, or in memory, several times 4 bytes per value (--base ram). auto: in memory where half of "
+                            "what is free suffices.")
+    checkpoint_minutes: NonNegative = Field(
+        10.0, description="Minutes between two checkpoints of this peer's work, also within a phase: what a crash may lose. 0: "
+                          "after each round.")
     archive_every: Count = Field(
         50, description="Rounds between two bases that a bootstrap peer archives; 0: none.")
     archive_keep: Positive = Field(2, description="Number of archived bases; each takes as much disk as a base.")

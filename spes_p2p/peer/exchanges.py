@@ -19,6 +19,7 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.rounds.base import Base, StagedBase
 from spes_p2p.rounds.next_base import NextBaseBuilder
+from spes_p2p.rounds.parts import longest_exchange_s
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch
@@ -27,12 +28,14 @@ from spes_p2p.storage.scratch import Scratch
 class Exchanges:
     """All attempts at the next round, by plan and revision, until that round is in the base."""
 
-    def __init__(self, node: Node, layout: Layout, results: KeptResults, work: OwnWork, scratch: Scratch):
+    def __init__(self, node: Node, layout: Layout, results: KeptResults, work: OwnWork, scratch: Scratch, in_memory: bool):
+        """`in_memory`: compute the next base in memory."""
         self.by_plan: dict[tuple[str, int], Exchange] = {}
         """By plan id and revision."""
         self._inputs: dict[str, tuple[int, list[KeptInputs]]] = {}
         """By plan id: the round, and what this member's means were made from, by revision."""
         self._node, self._layout, self._results, self._work, self._scratch = node, layout, results, work, scratch
+        self._in_memory = in_memory
         self._staging: NextBaseBuilder | None = None
         """The next base by the last plan."""
         self._news = asyncio.Event()
@@ -52,7 +55,8 @@ class Exchanges:
         update = ledger.copy_update() if self.by_plan else ledger.update
         exchange = self.by_plan[plan.id, 0] = Exchange(
             self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_start,
-            sync.exchange_timeout_s, ledger.tokens_behind, scratch=self._scratch, clips=sync.bound_influence,
+            longest_exchange_s(results.parts, plan.members), ledger.tokens_behind, scratch=self._scratch,
+            clips=sync.bound_influence,
         )
         self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._staging is not None:
@@ -66,7 +70,7 @@ class Exchanges:
         config, world = self._node.campaign.config, self._node.world
         return NextBaseBuilder(
             world.store, base.values, self._layout, config.outer, results, world.run_blocking, config.sync.bound_influence,
-            world.threads,
+            world.threads, self._in_memory,
         )
 
     def revise(self, plan: Plan, revision: Revision) -> list[Exchange]:
@@ -115,7 +119,10 @@ class Exchanges:
         return sum(len(each.of_part) for each in self._inputs.get(plan, (0, []))[1])
 
     def forget(self, base_round: int, decided: str) -> None:
-        """Drop the exchanges of rounds that are in the base, but for the inputs of the last one. `decided`: its plan."""
+        """Drop the exchanges of rounds that are in the base, but for the inputs of the last one. `decided`: its plan.
+
+        In a worker thread: what they hold is large.
+        """
         for key in [key for key, exchange in self.by_plan.items() if exchange.plan.round <= base_round]:
             del self.by_plan[key]
         self._inputs = {

@@ -81,11 +81,14 @@ class KeptResults:
         """Make results durable before they are reported as staged."""
         await self._run(save_results, self._store, results)
 
-    def forget(self, base_round: int, pinned_round: int | None) -> None:
-        """Delete old results. `pinned_round`: round of the oldest base that a peer is downloading."""
-        oldest = base_round - KEPT_ROUNDS
+    def forget(self, base_round: int, durable_round: int, pinned_round: int | None) -> None:
+        """Delete old results, but none after `durable_round`, that of the base on disk.
+
+        `pinned_round`: round of the oldest base that a peer is downloading.
+        """
+        oldest = min(base_round - KEPT_ROUNDS, durable_round)
         if pinned_round is not None:
-            oldest = max(min(oldest, pinned_round), base_round - MAX_KEPT_ROUNDS)
+            oldest = min(oldest, max(pinned_round, base_round - MAX_KEPT_ROUNDS))
         for plan_id in [plan_id for plan_id, results in self.by_plan.items() if results.plan.round <= oldest]:
             del self.by_plan[plan_id]
         for name in (*self._store.names(RESULTS_OF), *self._store.names(BODIES_OF)):

@@ -49,6 +49,7 @@ class Peer:
         where: str,
         archive: Archive = NO_ARCHIVE,
         base_in_memory: bool = False,
+        checkpoint_every_s: float = 0.0,
         held_out: Iterable[HeldOut] = (),
     ):
         """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets.
@@ -57,7 +58,7 @@ class Peer:
         """
         self.node = node
         self.layout = layout
-        self.replica = Replica(node, layout, observer, base_in_memory)
+        self.replica = Replica(node, layout, observer, base_in_memory, checkpoint_every_s)
         self._make_trainer = make_trainer
         self._observer = observer
         self._status = status
@@ -105,7 +106,7 @@ class Peer:
                 self._reporter.set_state("waiting")
                 if self.finished:
                     await serve_until_asked_to_leave(self.node, self._evaluation, self._leave)
-            await self.replica.durable()
+            await self.replica.store.save_base()
             await self._end()
             if excluded:
                 raise UserError(excluded)

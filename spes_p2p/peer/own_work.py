@@ -51,10 +51,15 @@ class OwnWork:
         self.ledger.restore_pending(trainer, stashed)
         return loss
 
-    def checkpoint(self, store: Store, base: Base, before: str | None) -> Checkpoint:
-        """Take a checkpoint of the work on top of this base. `before`: name of the checkpoint on disk."""
+    def checkpoint(self, store: Store, base: Base, before: str | None, steps: int) -> Checkpoint:
+        """Take a checkpoint of the work on top of this base.
+
+        `before`: name of the checkpoint on disk. `steps`: of the phase after the base that are done.
+        """
         assert self.trainer is not None
-        return take_checkpoint(store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before)
+        return take_checkpoint(
+            store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before, steps
+        )
 
     def settle(self, old: Base, new: Base, results: Results, committed: set[int], exchanges: Sequence[Exchange]) -> int:
         """Subtract the work that the applied round includes from what is pending.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from spes_p2p.observe.events import Observer, PhaseTrained, TrainingProgress
 from spes_p2p.peer.leaving import LeaveRequest
@@ -13,7 +14,8 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.training.balance import load_violation, share_of
-from spes_p2p.training.interface import Phase, PhaseReport, averaged_peers
+from spes_p2p.training.batches import split_samples
+from spes_p2p.training.interface import Phase, PhaseReport, averaged_peers, joined
 
 
 class PhaseRunner:
@@ -67,19 +69,41 @@ class PhaseRunner:
         self._samples.begin(base.commit, assignment.slices)
         training = self.node.training_after(self.node.log.commit_at(base.round))
         peers = averaged_peers([each.steps for each in base.plan.assignments])
-        steps, slices = assignment.steps, assignment.slices
-        phase = Phase(base.round + 1, base.plan.phase_step, training.sync_steps, steps, slices, training, peers)
-        trainer = self.replica.trainer
+        done = self.replica.resumed[1] if self.replica.resumed[0] == base.commit else 0
+        _, slices = split_samples(assignment.slices, done * training.batch_size)
+        phase = Phase(
+            base.round + 1, base.plan.phase_step, training.sync_steps, assignment.steps, slices, training, peers, done
+        )
         async with self.lock:
-            report: PhaseReport = await self.node.world.run_blocking(
-                trainer.train, phase, lambda: self._should_stop(round_under_way), self._progress_of(phase)
-            )
+            report = await self._train(phase, round_under_way)
         if self._leave.is_made:
             return
         self._samples.trained(report.untrained)
         self.tokens_per_s = report.tokens / report.seconds if report.seconds > 0 else 0.0
-        self.replica.ledger.add_phase(report)
-        self._observer(_phase_trained(phase, report, trainer.owned))
+        self._observer(_phase_trained(phase, report, self.replica.trainer.owned))
+
+    async def _train(self, phase: Phase, round_under_way: asyncio.Future[None] | None) -> PhaseReport:
+        """Train the phase, with checkpoints in between; its work becomes pending, unless this peer is asked to leave."""
+        trainer, replica, run = self.replica.trainer, self.replica, self.node.world.run_blocking
+        assert trainer is not None
+
+        def is_over() -> bool:
+            return self._should_stop(round_under_way)
+
+        def is_interrupted() -> bool:
+            return is_over() or (replica.checkpoints_in_phase and replica.store.is_due)
+
+        reports: list[PhaseReport] = []
+        while True:
+            report: PhaseReport = await run(trainer.train, phase, is_interrupted, self._progress_of(phase))
+            reports.append(report)
+            if self._leave.is_made:
+                return joined(reports)
+            replica.ledger.add_phase(report)
+            phase = replace(phase, slices=report.untrained, done=phase.done + report.steps)
+            if is_over() or phase.done >= phase.steps or not replica.store.is_due:
+                return joined(reports)
+            await replica.save_in_phase(phase.done)
 
     def _should_stop(self, round_under_way: asyncio.Future[None] | None) -> bool:
         last_base = self.replica.base.round + (round_under_way is not None)
@@ -91,7 +115,7 @@ class PhaseRunner:
         loop = asyncio.get_running_loop()
 
         def tell(steps_done: int, tokens_per_second: float) -> None:
-            event = TrainingProgress(phase.round, steps_done, phase.steps, tokens_per_second)
+            event = TrainingProgress(phase.round, phase.done + steps_done, phase.steps, tokens_per_second)
             loop.call_soon_threadsafe(self._observer, event)
 
         return tell

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.scratch import memory_scratch
-from spes_p2p.training.checkpoint import Checkpoint, load_checkpoint
+from spes_p2p.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from spes_p2p.training.interface import Trainer
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,13 @@ class Applied:
 class Replica:
     """The base, and the pending work on top of it."""
 
-    def __init__(self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False):
-        """`base_in_memory`: hold the base and a round's buffers in memory; otherwise both are memory-mapped."""
+    def __init__(
+        self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False, checkpoint_every_s: float = 0.0
+    ):
+        """`base_in_memory`: hold the base and a round's buffers in memory; otherwise both are memory-mapped.
+
+        `checkpoint_every_s`: between two checkpoints of the work, also within a phase; 0: after each round.
+        """
         sync = node.campaign.config.sync
         self.node = node
         self.layout = layout
@@ -70,7 +76,10 @@ class Replica:
         self.codecs = group_codecs(sync.codec)
         scratch = memory_scratch if base_in_memory else node.world.store.scratch
         self._size = base_size(layout, self.outer)
-        self.store = BaseStore(node.world, self._size, base_in_memory)
+        self.store = BaseStore(node.world, self._size, base_in_memory, checkpoint_every_s)
+        self.checkpoints_in_phase = checkpoint_every_s > 0 and not sync.overlap
+        self.resumed: tuple[str, int] = "", 0
+        """Commit of the base of the checkpoint that a restart continued from, and the steps of the phase after it."""
         self.work = OwnWork(node.peer_id, layout, self.codecs, scratch)
         self.validity = Validity(
             node.world, node.endpoint, node.fetcher, node.log, node.rules, layout, self.codecs, lambda: self.store.current,
@@ -78,7 +87,7 @@ class Replica:
         )
         node.decisions.check_with(self.validity)
         self.results = self.validity.kept
-        self.exchanges = Exchanges(node, layout, self.results, self.work, scratch)
+        self.exchanges = Exchanges(node, layout, self.results, self.work, scratch, base_in_memory)
         self.newest = NewestBase(node, self._size, self.store.snapshots)
         self.leaves: Callable[[], bool] = lambda: False
         """Whether this peer was asked to leave."""
@@ -152,7 +161,7 @@ class Replica:
             if offers:
                 with contextlib.suppress(PeerUnreachable):
                     await self.store.install(await self.newest.download(offers, None, on_progress))
-                    await self._save()
+                    await self._save(at_once=True)
                     await self.durable()
                     self.newest.clear()
                     return
@@ -160,21 +169,42 @@ class Replica:
 
     async def begin_training(self, make_trainer: MakeTrainer, restored: bool) -> None:
         """Make the trainer on the base; `restored`: continue from the checkpoint in this run-dir."""
-        run, base = self.node.world.run_blocking, self.base
+        run = self.node.world.run_blocking
+        if restored:
+            await self._replay_until(await run(newest_checkpoint, self.node.world.store))
+        base = self.base
         assignment = base.assignment(self.node.peer_id)
         owned = assignment.owned if assignment is not None else ()
         self.trainer = await run(make_trainer, base.values, owned)
         if restored:
-            self.store.checkpoint = await run(self._load_checkpoint, base)
+            await run(self._load_checkpoint, base)
 
-    def _load_checkpoint(self, base: Base) -> str | None:
-        """Continue from the checkpoint of this base; return its name, or None when there is none."""
+    async def _replay_until(self, round_number: int) -> None:
+        """Apply the stored rounds after the stored base up to this one: a checkpoint belongs to the base after it."""
+        log = self.node.log
+        while self.base.round < min(round_number, log.round) and log.has(self.base.commit, self.base.round):
+            commit = log.at(self.base.round + 1).commit
+            if commit.plan not in self.results.by_plan or commit.base_digest != self.base.digest:
+                return  # `advance` gets what is missing
+            try:
+                results = await self._complete_results(commit)
+            except Refused:
+                return
+            if results is None:
+                return
+            await self._apply(commit, results)
+        self.work.codes_lost = True
+
+    def _load_checkpoint(self, base: Base) -> None:
+        """Continue from the checkpoint of this base, if there is one."""
         trainer = self.trainer
         assert trainer is not None
         found = load_checkpoint(self.node.world.store, trainer, self.ledger, self.layout, base.commit, base.round)
         if found is not None:
+            self.store.checkpoint = found.name
+        if found is not None and found.is_whole:
+            self.resumed = base.commit, found.steps
             self.announce()
-        return found
 
     # The current round -------------------------------------------------------------------------------------------------
 
@@ -191,7 +221,7 @@ class Replica:
         return self.exchanges.open(plan, self.base)
 
     async def durable(self) -> None:
-        """Wait until base and checkpoint are on disk, as they must be before an announcement. Raises UserError (disk full)."""
+        """Wait until what is being saved is on disk, as it must be before an announcement. Raises UserError (disk full)."""
         await self.store.durable()
 
     # Following the commits -----------------------------------------------------------------------------------------------
@@ -270,8 +300,8 @@ class Replica:
         self.store.replace(new)
         self._report_dropped(dropped, "left out of more than two rounds")
         await self._save(staged.draft)
-        await run(self.results.forget, new.round, self.store.snapshots.oldest_pinned_round)
-        self.exchanges.forget(new.round, results.plan.id)
+        await run(self.results.forget, new.round, self.store.durable_round, self.store.snapshots.oldest_pinned_round)
+        await run(self.exchanges.forget, new.round, results.plan.id)
         return staged.bounded
 
     def _settle(self, new: Base, results: Results, committed: set[int]) -> int:
@@ -378,16 +408,20 @@ class Replica:
         if self.trainer is not None:
             self._report_dropped(dropped, "the campaign was rolled back" if rolled_back else "the base was downloaded again")
         del old
-        await self._save()
+        await self._save(at_once=True)
 
     def _report_dropped(self, tokens: int, reason: str) -> None:
         """Report pending work that is dropped."""
         if tokens:
             self._observer(WorkDropped(self.base.round, tokens, reason))
 
-    async def _save(self, draft: Draft | None = None) -> None:
-        """Begin to make the base, and the checkpoint of the work on top of it, durable."""
-        await self.store.save(None if self.trainer is None else self._checkpoint, draft)
+    async def save_in_phase(self, steps: int) -> None:
+        """Begin to make durable the work of a phase after this many steps, if that is due. Raises UserError (disk full)."""
+        await self.store.save(partial(self._checkpoint, steps=steps))
 
-    def _checkpoint(self, base: Base, before: str | None) -> Checkpoint:
-        return self.work.checkpoint(self.node.world.store, base, before)
+    async def _save(self, draft: Draft | None = None, at_once: bool = False) -> None:
+        """Begin to make durable what is due of the base and of the work on top of it."""
+        await self.store.save(None if self.trainer is None else self._checkpoint, draft, at_once)
+
+    def _checkpoint(self, base: Base, before: str | None, steps: int = 0) -> Checkpoint:
+        return self.work.checkpoint(self.node.world.store, base, before, steps)

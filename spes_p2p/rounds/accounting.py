@@ -251,7 +251,11 @@ class Ledger:
         if not is_trained:
             trainer.refresh(group, new[group.start : group.stop])
         update, handed_over = self._update.get(group.name), self._handed_over_of(group)
-        for _, start, stop in self._ranges[self._places[group.name]]:
+        ranges = self._ranges[self._places[group.name]]
+        if update is not None and all(start in sent for _, start, _ in ranges):
+            del self._update[group.name]  # all of it is included: zeros would only be written to the disk
+            update = None
+        for _, start, stop in ranges:
             pushed, here = sent.get(start), slice(start - group.start, stop - group.start)
             if pushed is None and not is_trained:
                 continue

@@ -49,10 +49,11 @@ class Base:
 
 @dataclass(frozen=True)
 class StagedBase:
-    """A base that is written and usable, but not yet durable."""
+    """A base that is computed and usable, but not yet durable."""
 
     base: Base
-    draft: Draft
+    draft: Draft | None
+    """Holds it on disk; None for a base in memory."""
     bounded: tuple[tuple[str, float], ...] = ()
     """By name, the groups whose step was scaled down, and the factor."""
 
@@ -104,6 +105,12 @@ def close_base(
     return StagedBase(Base(commit, round_number, values, digest, plan, digests), draft)
 
 
+def close_in_memory(values: np.ndarray, commit: str, round_number: int, plan: Plan | None, digests: bytes) -> StagedBase:
+    """Return a base whose pieces are all in this array, float32, which must not change any more."""
+    values.flags.writeable = False
+    return StagedBase(Base(commit, round_number, values, root_digest(digests), plan, digests), None)
+
+
 def in_memory(base: Base) -> Base:
     """Return a copy of the base with values in memory instead of a mapped file."""
     values = np.array(base.values)
@@ -118,7 +125,9 @@ def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:
 
 def save_base(store: Store, base: Base, name: str = BASE, threads: int = 1) -> None:
     """Replace the stored base durably."""
-    stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name, threads).draft.publish()
+    draft = stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name, threads).draft
+    assert draft is not None
+    draft.publish()
 
 
 def load_base(

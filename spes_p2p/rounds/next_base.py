@@ -20,8 +20,8 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.apply import NextBase
-from spes_p2p.rounds.base import BASE, StagedBase, close_base, write_piece
-from spes_p2p.rounds.digest import PIECES_AT_ONCE
+from spes_p2p.rounds.base import BASE, StagedBase, close_base, close_in_memory, write_piece
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_AT_ONCE, piece_digest
 from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
@@ -37,8 +37,12 @@ class NextBaseBuilder:
     def __init__(
         self, store: Store, base: np.ndarray, layout: Layout, outer: OuterConfig, results: Results,
         run_blocking: Callable[..., Awaitable[Any]], clips: bool = False, threads: int = 1,
+        in_memory: bool = False,
     ):
-        """`base`: the plan's base. `results`: of the plan, still arriving. `clips`: `sync.bound_influence`."""
+        """`base`: the plan's base. `results`: of the plan, still arriving. `clips`: `sync.bound_influence`.
+
+        `in_memory`: build in memory instead of a draft.
+        """
         self.base, self.plan, self._clips, self._threads = base, results.plan, clips, threads
         self._layout, self._outer, self._run = layout, outer, run_blocking
         self._results = results
@@ -53,7 +57,8 @@ class NextBaseBuilder:
         self._complete = [n for n, count in enumerate(self._num_missing) if not count and n not in self._late]
         self._square_sums: dict[tuple[int, bytes], float] = {}
         """Of the results so far, by part index and digest."""
-        self._draft = store.draft(BASE)
+        self._draft = None if in_memory else store.draft(BASE)
+        self._values = np.empty(base.size if in_memory else 0, np.float32)
         self._digests: dict[int, bytes] = {}
         self._built_from: dict[int, dict[int, bytes | None]] = {}
         """By piece: the digests of the results in it, by part index."""
@@ -136,7 +141,10 @@ class NextBaseBuilder:
 
         self._in_threads(rebuild, [number for number in range(len(self._parts)) if not is_right(number)])
         digests = b"".join(self._digests[number] for number in range(len(self._parts)))
-        staged = close_base(self._draft, commit.id, commit.round, self.plan, self.base.size, digests)
+        if self._draft is None:
+            staged = close_in_memory(self._values, commit.id, commit.round, self.plan, digests)
+        else:
+            staged = close_base(self._draft, commit.id, commit.round, self.plan, self.base.size, digests)
         return staged if bounds is None else replace(staged, bounded=bounds.bounded)
 
     def _measure(self, digests: Mapping[int, bytes | None]) -> None:
@@ -148,4 +156,8 @@ class NextBaseBuilder:
                     self._square_sums[index, digest] = total
 
     def _write(self, number: int, piece: np.ndarray) -> None:
-        self._digests[number] = write_piece(self._draft, number, piece)
+        if self._draft is None:
+            self._values[number * PIECE_ELEMENTS :][: piece.size] = piece
+            self._digests[number] = piece_digest(piece)
+        else:
+            self._digests[number] = write_piece(self._draft, number, piece)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.codecs import Codec, GroupCodecs
 from spes_p2p.rounds.planned import Member
@@ -16,6 +17,11 @@ PART_BYTES = 2**19
 it arrive within the default silence_s of 10 s. Smaller parts cost more messages."""
 SPREAD, SMALL_BYTES = 64, 2**14
 """Cut a group into at least this many parts, to balance its reducers, but not into parts below this size."""
+SHORTEST_LIMIT_S, PATIENCE = 60.0, 6.0
+"""The time limit of an exchange: this long, plus this many times what the slowest line needs at the announced bandwidth. An
+unmeasured line counts as 100 Mbit/s, so one of 20 Mbit/s is in time, too."""
+SLOWEST_BYTES_PER_S, UNKNOWN_BYTES_PER_S = SLOWEST_LINE_BITS / 8, 12.5e6
+"""Bounds what a member's claim of a slow line adds to the limit; the most that is assumed of a member that announces none."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,30 @@ def extra_copies(part: Part, reducer: int, members: int) -> int:
 def pulls(part: Part, member: int) -> bool:
     """Return whether the member fetches the part's result. Its reducer does not, nor a sole contributor, which has it."""
     return member != part.reducer and part.contributors != (member,)
+
+
+def longest_exchange_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
+    """Return the time limit of an exchange, from the bytes that each member moves and the bandwidth that it announced.
+
+    It only ends what nothing else ends: members that stall or fall behind the others are left out much earlier.
+    """
+    up, down = [0] * len(members), [0] * len(members)
+    results = 0
+    for part in parts:
+        size, reducer = part.encoded_bytes, part.reducer
+        results += size
+        for member in part.contributors:
+            if member != reducer:
+                up[member] += size
+                down[reducer] += size
+        up[reducer] += extra_copies(part, reducer, len(members)) * size
+    rates = [max(SLOWEST_BYTES_PER_S, member.bandwidth) for member in members if member.bandwidth > 0]
+    unknown = min([UNKNOWN_BYTES_PER_S, *rates])
+    seconds = (
+        max(up[i], down[i] + results) / (max(SLOWEST_BYTES_PER_S, member.bandwidth) if member.bandwidth > 0 else unknown)
+        for i, member in enumerate(members)
+    )
+    return SHORTEST_LIMIT_S + PATIENCE * max(seconds, default=0.0)
 
 
 def moved_parts(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spes_p2p.campaign.free_memory import choose_device, measured
+from spes_p2p.campaign.host_memory import SHARE_FOR_THE_BASE, host_bytes
 from spes_p2p.campaign.plan_table import describe_setup
 from spes_p2p.campaign.room import Choice, Device, find_room, needed_bytes, smallest
 from spes_p2p.campaign.speed import costs_of
@@ -25,6 +26,8 @@ class Resources:
     options: TrainingOptions
     description: str
     """What was chosen, and what it costs in speed; shown to the user."""
+    base_in_memory: bool
+    """Whether bases and the data of a round are in memory."""
 
     @property
     def experts(self) -> int:
@@ -70,7 +73,14 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
         micro_batch_size=setup.micro_batch,
     )
     description = f"{describe_setup(setup, experts)}; {costs_of(config, setup)}{doubt}"
-    return Resources(device, choice, options, description)
+    fits = settings.base == "auto" and _has_room_for_bases(device, config, choice)
+    return Resources(device, choice, options, description, fits or settings.base == "ram")
+
+
+def _has_room_for_bases(device: Device, config: CampaignConfig, choice: Choice) -> bool:
+    """Return whether bases and the data of a round may take main memory, next to this training."""
+    free = device.memory - choice.device.total if device.kind == "cpu" else device.host_memory or 0
+    return host_bytes(config, choice.setup, base_in_memory=True).total <= SHARE_FOR_THE_BASE * free
 
 
 def _asked(settings: PeerConfig) -> dict[str, Any]:

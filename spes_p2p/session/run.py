@@ -168,7 +168,8 @@ async def _join(
             capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)
             peer = Peer(
                 node, layout_of(config.model), make_trainer, capacity, observers.all, observers.status,
-                str(settings.run_dir), base_in_memory=settings.base == "ram",
+                str(settings.run_dir), base_in_memory=resources.base_in_memory,
+                checkpoint_every_s=60 * settings.checkpoint_minutes,
             )
             leave_on_signals(peer.leave)
             around = (reachability.keep_measuring(), net.keep_finding(addresses))

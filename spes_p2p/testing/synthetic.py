@@ -46,7 +46,8 @@ class SyntheticTrainer:
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """Add noise to the shared weights and the owned experts."""
         steps = 0
-        for step in range(phase.steps):
+        planned = phase.steps - phase.done
+        for step in range(planned):
             if should_stop():
                 break
             for group in self.layout.groups:
@@ -58,7 +59,7 @@ class SyntheticTrainer:
         tokens = steps * self._tokens_per_step
         experts = self.layout.num_experts
         routed = [tokens // experts + 1 if steps and expert in self.owned else 0 for expert in range(experts)]
-        trained, untrained = split_samples(phase.slices, steps * sum(map(len, phase.slices)) // max(1, phase.steps))
+        trained, untrained = split_samples(phase.slices, steps * sum(map(len, phase.slices)) // max(1, planned))
         self.trained_samples += trained
         return PhaseReport(
             steps, tokens, tuple(routed), 5.0 / (1 + phase.first_step), 0.0, steps * self.seconds_per_step, untrained, 0

@@ -34,6 +34,17 @@ class LedgerState(Protocol):
 
 
 @dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gave back."""
+
+    name: str
+    is_whole: bool
+    """False for one of another round: only its moments were restored."""
+    steps: int
+    """Steps of the phase after its base that the pending work includes."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that is written but not yet durable. The trainer may continue meanwhile."""
 
@@ -52,11 +63,12 @@ def checkpoint_names(round_number: int) -> tuple[str, str]:
 
 def take_checkpoint(
     store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, base: np.ndarray, commit: str, round_number: int,
-    kept: str | None,
+    kept: str | None, steps: int = 0,
 ) -> Checkpoint:
     """Write a draft of moments, ledger and `local - base` of every trained group, relative to the base of this commit.
 
-    `kept`: checkpoint of the base on disk, which must not be replaced before the next base is durable.
+    `kept`: checkpoint of the base on disk, which must not be replaced before the next base is durable. `steps`: of the phase
+    after this base that are in it.
     Raises UserError (disk full).
     """
     sources = {OPTIMIZER + name: source for name, source in trainer.optimizer_state().items()}
@@ -66,7 +78,10 @@ def take_checkpoint(
         if any(piece.any() for piece in pieces()):
             sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
     first, second = checkpoint_names(round_number)
-    name, metadata = second if first == kept else first, {"commit": commit, "owned": _owned(trainer), CRC: NO_CRC}
+    name = second if first == kept else first
+    metadata = {
+        "commit": commit, "owned": _owned(trainer), "round": str(round_number), "steps": str(steps), CRC: NO_CRC,
+    }
     draft, size = store.draft(name), 0
     for chunk in tensor_chunks(sources, metadata):
         draft.write(size, chunk)
@@ -83,45 +98,73 @@ def write_checkpoint(checkpoint: Checkpoint) -> None:
 
 def load_checkpoint(
     store: Store, trainer: Trainer, ledger: LedgerState, layout: Layout, commit: str, round_number: int
-) -> str | None:
-    """Restore the checkpoint of this commit and the owned experts, completely or not at all, and return its name.
+) -> Restored | None:
+    """Restore the checkpoint of this commit and the owned experts, completely; of two, the one with more steps.
 
-    Returns None with a warning if none matches: training then continues from the base with fresh moments.
+    Without one, restore the moments of the newest other checkpoint, and warn. None with a warning if there is none at all:
+    training then continues from the base with fresh moments.
     """
-    problems = []
-    for name in checkpoint_names(round_number):
-        arrays, problem = _read(store, name, (commit, _owned(trainer)))
-        if arrays is not None:
-            _restore(arrays, trainer, ledger, layout)
-            return name
-        if problem:
-            problems.append(f"{name} {problem}")
+    wanted = commit, _owned(trainer)
+    found, problems = _kept_checkpoints(store)
+    for kept in sorted(found, key=lambda kept: (kept.belongs_to == wanted, kept.round, kept.steps), reverse=True):
+        if kept.crc != _crc(kept.arrays):
+            problems.append(f"{kept.name} is truncated or damaged")
+            continue
+        if kept.belongs_to == wanted:
+            _restore(kept.arrays, trainer, ledger, layout)
+            return Restored(kept.name, True, kept.steps)
+        _restore_moments(kept.arrays, trainer)
+        problem = problems[0] if problems else f"no checkpoint of round {round_number}"
+        logger.warning("%s: continuing from the base with the moments of round %d", problem, kept.round)
+        return Restored(kept.name, False, 0)
     problem = problems[0] if problems else f"no checkpoint of round {round_number}"
     logger.warning("%s: continuing from the base with fresh moments", problem)
     return None
 
 
-def _read(store: Store, name: str, wanted_for: tuple[str, str]) -> tuple[dict[str, np.ndarray] | None, str]:
-    """Return the arrays of a valid checkpoint for (commit, owned experts), or None and the problem."""
-    blob = store.read(name)
-    if blob is None:
-        return None, ""
-    try:
-        arrays, metadata = read_tensors(blob)
-        intact, saved_for = metadata[CRC] == _crc(arrays), (metadata["commit"], metadata["owned"])
-    except (ValueError, KeyError):
-        intact = False
-    if not intact:
-        return None, "is truncated or damaged"
-    return (arrays, "") if saved_for == wanted_for else (None, "belongs to another round")
+def newest_checkpoint(store: Store) -> int:
+    """Return the round of the newest stored checkpoint; -1 without one."""
+    return max((kept.round for kept in _kept_checkpoints(store)[0]), default=-1)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A stored checkpoint whose values are not verified yet."""
+
+    name: str
+    belongs_to: tuple[str, str]
+    """Commit of the base, and owned experts."""
+    round: int
+    steps: int
+    arrays: dict[str, np.ndarray]
+    crc: str
+
+
+def _kept_checkpoints(store: Store) -> tuple[list[_Kept], list[str]]:
+    """Return the stored checkpoints, and what is wrong with others."""
+    found, problems = [], []
+    for name in checkpoint_names(0):
+        try:
+            blob = store.read(name)
+            if blob is not None:
+                arrays, about = read_tensors(blob)
+                owner, place = (about["commit"], about["owned"]), (int(about["round"]), int(about["steps"]))
+                found.append(_Kept(name, owner, *place, arrays, about[CRC]))
+        except (ValueError, KeyError):
+            problems.append(f"{name} is truncated or damaged")
+    return found, problems
 
 
 def _restore(arrays: Mapping[str, np.ndarray], trainer: Trainer, ledger: LedgerState, layout: Layout) -> None:
-    trainer.load_optimizer_state({n.removeprefix(OPTIMIZER): a for n, a in arrays.items() if n.startswith(OPTIMIZER)})
+    _restore_moments(arrays, trainer)
     ledger.load_state({n.removeprefix(LEDGER): a for n, a in arrays.items() if n.startswith(LEDGER)})
     for name, pending in arrays.items():
         if name.startswith(PENDING):
             add_pending(trainer, layout.group(name.removeprefix(PENDING)), pending)
+
+
+def _restore_moments(arrays: Mapping[str, np.ndarray], trainer: Trainer) -> None:
+    trainer.load_optimizer_state({n.removeprefix(OPTIMIZER): a for n, a in arrays.items() if n.startswith(OPTIMIZER)})
 
 
 def _crc(arrays: Mapping[str, np.ndarray]) -> str:

@@ -27,11 +27,13 @@ class Phase:
     steps: int
     """Local optimizer steps to run."""
     slices: tuple[Interval, ...]
-    """The `steps * batch_size` samples to train on, in order."""
+    """The samples to train on, in order: `batch_size` for each step after `done`."""
     training: TrainingConfig | None = None
     """Learning rate schedule in force; None: the campaign's."""
     averaged_peers: float = 1.0
     """Effective number of peers whose updates of this phase are averaged (`averaged_peers`)."""
+    done: int = 0
+    """Steps that were trained before; the trainer runs the others."""
 
 
 def averaged_peers(steps: Sequence[int]) -> float:
@@ -66,6 +68,31 @@ class PhaseReport:
     """`[layers][E]`: tokens that this peer's router sent to each expert, owned or not; empty if unknown."""
 
 
+def joined(reports: Sequence[PhaseReport]) -> PhaseReport:
+    """Return one report of a phase that was trained in several goes."""
+    if len(reports) == 1:
+        return reports[0]
+    tokens, seconds = sum(each.tokens for each in reports), sum(each.seconds for each in reports)
+    trained = [each for each in reports if each.tokens]
+    layers = [each.assignments for each in reports if each.assignments]
+    flops = sum(each.flops_per_second * each.seconds for each in reports)
+    return PhaseReport(
+        steps=sum(each.steps for each in reports),
+        tokens=tokens,
+        routed=tuple(map(sum, zip(*(each.routed for each in reports), strict=True))),
+        loss=sum(each.loss * each.tokens for each in trained) / tokens if tokens else math.nan,
+        aux_loss=sum(each.aux_loss * each.tokens for each in trained) / tokens if tokens else math.nan,
+        seconds=seconds,
+        untrained=reports[-1].untrained,
+        skipped_steps=sum(each.skipped_steps for each in reports),
+        flops_per_second=flops / seconds if seconds else 0.0,
+        mfu=sum(each.mfu * each.seconds for each in reports) / seconds if seconds else math.nan,
+        assignments=tuple(
+            tuple(map(sum, zip(*layer, strict=True))) for layer in zip(*layers, strict=True)
+        ),
+    )
+
+
 class Trainer(Protocol):
     """Local weights, optimizer and data of one peer. Called by one worker thread at a time."""
 
@@ -84,7 +111,9 @@ class Trainer(Protocol):
         """Train these experts from now on. A new one starts from its exact base rows, with fresh moments."""
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
-        """Run the phase's steps; `should_stop()` is called before and `on_step(steps_done, tokens_per_second)` after each.
+        """Run the phase's steps after `done`.
+
+        `should_stop()` is called before and `on_step(steps_done, tokens_per_second)` after each, counting from `done`.
 
         Raises UserError if this peer cannot continue; its updates must not be sent then.
         """

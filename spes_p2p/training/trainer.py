@@ -142,13 +142,13 @@ class TorchTrainer:
         self._optimizer.average_over(phase.averaged_peers)
         totals = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         schedule = phase.training or self._config.training
-        planned = min(phase.steps, sum(map(len, phase.slices)) // self._config.training.batch_size)
+        planned = min(phase.steps - phase.done, sum(map(len, phase.slices)) // self._config.training.batch_size)
         batches = read_ahead(self._read_batch, self._batch_slices(phase, planned))
         done = 0
         self._model.train()
         try:
             while done < planned and not should_stop():
-                campaign_step = phase.first_step + phase.campaign_steps * done / phase.steps
+                campaign_step = phase.first_step + phase.campaign_steps * (phase.done + done) / phase.steps
                 self._step(next(batches), learning_rate(campaign_step, schedule), totals)
                 done += 1
                 self._abort_if_diverged()

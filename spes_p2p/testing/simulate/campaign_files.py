@@ -57,7 +57,7 @@ def _settings(peers: int, tokenizer: str, overlap: bool) -> dict[str, object]:
         "merge": {"merge_interval": 40, "merge_alpha_start": 0.05, "merge_decay_steps": 200},
         "sync": {
             "overlap": overlap, "min_peers": peers, "join_grace_s": 2.0, "silence_s": SILENCE_S,
-            "reform_after_s": 60.0, "exchange_timeout_s": 60.0,
+            "reform_after_s": 60.0,
         },
         "evaluation": {"every_rounds": 1, "max_samples": 32},
         "data": {

@@ -64,7 +64,7 @@ def campaign(total_steps: int = 60, codec: str = "fp16", **changes: Any) -> Camp
             "sequence_length": 16, "batch_size": 2, "total_steps": total_steps, "sync_steps": 10, "learning_rate": 1e-3,
         },
         "merge": {"merge_interval": 20, "merge_alpha_start": 0.1, "merge_decay_steps": 100},
-        "sync": {"codec": codec, "min_peers": 3, "silence_s": 5.0, "exchange_timeout_s": 60.0},
+        "sync": {"codec": codec, "min_peers": 3, "silence_s": 5.0},
         "data": {"manifest": "m", "tokenizer": "t"},
     }
     for name, value in changes.items():
@@ -113,7 +113,8 @@ class RecordingTrainer(SyntheticTrainer):
         report = super().train(phase, should_stop, on_step)
         self.changes += self.local - weights
         self.tokens += report.tokens
-        self.samples_by_round[phase.round] = self.trained_samples[before:]
+        earlier = self.samples_by_round.get(phase.round, []) if phase.done else []
+        self.samples_by_round[phase.round] = [*earlier, *self.trained_samples[before:]]
         return report
 
 
@@ -149,6 +150,7 @@ class VirtualSwarm:
         make_trainer: Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
         layout: Layout = LAYOUT,
         weights: np.ndarray | None = None,
+        checkpoint_every_s: float = 0.0,
     ):
         """`make_trainer`: makes real trainers from a base and owned experts; `layout`: their model's; `weights`: base 0."""
         self.campaign = the_campaign
@@ -184,6 +186,7 @@ class VirtualSwarm:
         self._make_observer = make_observer
         self._archive = archive
         self._make_trainer = make_trainer
+        self._checkpoint_every_s = checkpoint_every_s
 
     def invitation(self, name: str, roles: tuple[Role, ...]) -> Invitation:
         """Return the owner's invitation of a peer."""
@@ -239,7 +242,8 @@ class VirtualSwarm:
 
         capacity = Capacity(machine.experts, machine.bandwidth)
         peer = Peer(
-            node, self.layout, make_trainer, capacity, observer, lambda: b"", where or name, base_in_memory=base_in_memory
+            node, self.layout, make_trainer, capacity, observer, lambda: b"", where or name, base_in_memory=base_in_memory,
+            checkpoint_every_s=self._checkpoint_every_s,
         )
         self.peers[name] = peer
         self.tasks[name] = self.network.run_peer(name, _life(peer))
@@ -376,11 +380,11 @@ async def _life(peer: Peer) -> None:
 
 
 async def _steps_in_time(phase: Phase, should_stop: Callable[[], bool], step_s: Callable[[], float]) -> int:
-    for step in range(phase.steps):
+    for step in range(phase.steps - phase.done):
         if should_stop():
             return step
         await asyncio.sleep(step_s())
-    return phase.steps
+    return phase.steps - phase.done
 
 
 def samples(intervals: list[Interval]) -> list[tuple[int, int]]:

@@ -335,7 +335,7 @@ def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
         "merge": {"merge_interval": 2 * SYNC_STEPS if vary and rng.random() < 0.5 else None, "merge_decay_steps": 10**6},
         "sync": {
             "min_peers": max(1, len(scenario.peer_names) // 2), "silence_s": SILENCE_S, "reform_after_s": REFORM_AFTER_S,
-            "exchange_timeout_s": 60.0, "overlap": scenario.overlap,
+            "overlap": scenario.overlap,
         },
         "evaluation": {"every_rounds": 0},
     }
