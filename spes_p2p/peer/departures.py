@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import sign
@@ -29,6 +30,8 @@ class Departures:
         self._left: dict[str, tuple[Leave, Signed]] = {}
         """By peer. Stays when the peer is back: its seat stays given up for the round."""
         self._came_back: set[str] = set()
+        self.returns = Counter[str]()
+        """How often each peer has said in this round that it is back."""
 
     async def serve(self) -> None:
         """Answer requests from now on."""
@@ -70,9 +73,11 @@ class Departures:
         leave = read_leave(signed, self._decisions.log.recent(commit.round), self._rules, self._identity)
         self._left = {each: known for each, known in self._left.items() if known[0].parent == leave.parent}
         self._came_back &= self._left.keys()
+        self.returns = Counter({each: count for each, count in self.returns.items() if each in self._left})
         if leave.back:
             self._left.setdefault(peer, (leave, signed))
             self._came_back.add(peer)
+            self.returns[peer] += 1
         else:
             self._left[peer] = leave, signed
             self._came_back.discard(peer)

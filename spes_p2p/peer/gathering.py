@@ -98,7 +98,8 @@ class Gathering:
         self._done_at: dict[str, float] = {}
         """Loop time at which each member's phase was done."""
         self._quorum_at: float | None = None
-        self._dead: set[str] = set()
+        self._dead: dict[str, int] = {}
+        """Peers that did not answer, with the number of times that they had said to be back: another time revives them."""
 
     def join(self, stream: Stream, announcement: Announcement, signed: Signed) -> None:
         """Take a member's announcement."""
@@ -108,7 +109,7 @@ class Gathering:
         done_at = asyncio.get_running_loop().time() - announcement.waited_s
         self._done_at.setdefault(peer, max(done_at, self._context.phase_began))
         self.alive[peer] = stream
-        self._dead.discard(peer)
+        self._dead.pop(peer, None)
         self.changed.set()
 
     def part(self, stream: Stream) -> None:
@@ -137,7 +138,7 @@ class Gathering:
             trainers = {peer for peer in self.alive if self.announced[peer].trains}
             expected = self._expected()
             missing = expected.keys() - self.announced.keys()
-            coming = context.too_late.peers - self.announced.keys() - self._dead - context.gone().keys()
+            coming = context.too_late.peers - self.announced.keys() - self._dead_peers() - context.gone().keys()
             quorum_at = self._quorum_of(trainers, expected)
             if quorum_at is not None:
                 self._quorum_at = quorum_at if self._quorum_at is None else min(self._quorum_at, quorum_at)
@@ -159,7 +160,7 @@ class Gathering:
                 return
             if missing or coming:
                 await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in sorted(missing | coming)))
-                context.too_late.peers.difference_update(self._dead)
+                context.too_late.peers.difference_update(self._dead_peers())
             waits_s = PING_EVERY_S if all_there_at is None else min(PING_EVERY_S, max(0.0, all_there_at + limit_s - now))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), waits_s)
@@ -175,8 +176,12 @@ class Gathering:
 
     def _expected(self) -> dict[str, int]:
         """Steps of the living peers with an assignment that have not left."""
-        gone = self._dead | set(self._context.gone())
+        gone = self._dead_peers() | set(self._context.gone())
         return {peer: steps for peer, steps in self._context.assigned_steps.items() if peer not in gone}
+
+    def _dead_peers(self) -> set[str]:
+        returns = self._context.node.departures.returns
+        return {peer for peer, count in self._dead.items() if returns[peer] == count}
 
     def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
         """Loop time at which half of the phase's work was done or, without assignments, enough trainers were there to begin.
@@ -205,6 +210,7 @@ class Gathering:
     async def _ping(self, peer: str, stop: bool) -> None:
         """Find out whether a peer is there. One that claims later rounds is not waited for: it proves them, or it lies."""
         commit = self._context.commit
+        returns = self._context.node.departures.returns[peer]
         answer = await self._context.node.endpoint.is_there(peer, PING, pack(Ping(commit.round if stop else -1)))
         try:
             pong = unpack(Pong, answer) if answer is not None else None
@@ -212,7 +218,7 @@ class Gathering:
             pong = None
         if pong is None:
             logger.info("%s does not answer before round %d", peer[-6:], commit.round + 1)
-            self._dead.add(peer)
+            self._dead[peer] = returns
         elif pong.round > commit.round:
             self._context.node.check_claim(peer, pong.round)
-            self._dead.add(peer)
+            self._dead[peer] = returns
