@@ -224,7 +224,7 @@ def test_when_a_majority_of_the_electors_is_away_rounds_wait_and_go_on_when_it_i
     async def main() -> None:
         swarm = invited_swarm(
             {"A": invitation("A", *ELECTOR), "B": invitation("B", *ELECTOR), "C": invitation(), "D": invitation()},
-            rule, training={"total_steps": 400}, sync={"min_peers": 4, "reform_after_s": 10_000.0},
+            rule, training={"total_steps": 250}, sync={"min_peers": 4, "reform_after_s": 10_000.0},
         )
         await swarm.until_round(1)
         assert set(swarm.nodes["C"].log.last.electorate) == set("WAB")

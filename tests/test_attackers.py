@@ -155,7 +155,7 @@ def test_a_seed_with_an_attacker_replays_exactly_and_differs_from_the_clean_one(
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - TRAINING))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kind: AttackKind) -> None:
     async def main() -> None:
         swarm, told = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[str]()

@@ -147,6 +147,7 @@ def test_a_newcomer_that_is_banned_already_ends_with_the_reason() -> None:
     simulate(main)
 
 
+@pytest.mark.slow
 def test_a_lifted_ban_lets_the_peer_back_in() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=450))

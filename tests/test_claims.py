@@ -93,7 +93,7 @@ async def nothing(stranger: Stranger) -> None:
 
 
 @functools.cache
-def seconds_of(attack: Attack, rounds: int = 25) -> float:
+def seconds_of(attack: Attack, rounds: int = 15) -> float:
     """Seconds that the swarm needs for these rounds while the stranger does this."""
 
     async def main() -> float:

@@ -41,7 +41,7 @@ class Judged(VirtualSwarm):
     """A swarm whose held-out losses are given, the last one for all later evaluations; its helper keeps every second base."""
 
     def __init__(self, losses: Sequence[float], keep: int = 2, **sections: Any):
-        made = campaign(total_steps=150, evaluation={"every_rounds": 1}, **sections)
+        made = campaign(total_steps=110, evaluation={"every_rounds": 1}, **sections)
         super().__init__(made, archive=Archive(2, keep))
         self.losses = dict(enumerate(losses))
         self.last = losses[-1]
@@ -61,7 +61,7 @@ def test_a_runaway_loss_is_rolled_back_to_the_last_good_archived_base(caplog: py
         commits = [each.commit for each in swarm.nodes["W"].log.since(-1)]
         (back,) = [commit for commit in commits if is_rollback(commit)]
         assert back.base_digest == swarm.digests()[4].pop()
-        assert commits[-1].step == 150
+        assert commits[-1].step == 110
 
     with caplog.at_level(logging.ERROR):
         simulate(main)

@@ -136,6 +136,7 @@ def without_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=() if name == "plain" else pytest.mark.slow) for name in VARIANTS]

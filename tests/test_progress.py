@@ -38,7 +38,7 @@ async def leave(stream: Stream) -> None:
     await stream.message()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pull", "push"), [(hang, hang), (hang, swallow), (leave, swallow)])
 def test_a_silent_reducer_costs_some_silences_and_is_named(pull: object, push: object) -> None:
     async def main() -> None:
