@@ -8,7 +8,7 @@ could come next:
 - a prepare, an accept or a certificate reaches an elector: soon, late, again, or (no step is forced) never;
 - the elector makes its writes durable and answers, or crashes after any of the writes; the answer arrives, or is lost;
 - an elector crashes at any other time, or loses its disk and returns with an empty one;
-- an elector gives up its seat, and a coordinator has heard of that or not;
+- an elector gives up its seat, and a coordinator has heard of that, of an earlier time, or not;
 - the owner opens a term after any round of its log.
 
 Electors may lie: they send whatever their keys can sign, and need no state for it. As coordinators they propose any commit in
@@ -115,8 +115,8 @@ class Live(NamedTuple):
     memory: int
     answers: tuple[int, ...]
     """Of each elector, NONE where none came; emptied when nobody will read them any more."""
-    heard: tuple[bool, ...]
-    """The electors whose farewells it counts."""
+    heard: tuple[int, ...]
+    """For each elector, the commit whose farewell it has heard of it; NONE for none."""
 
 
 class Attempt(NamedTuple):
@@ -258,17 +258,17 @@ class Model:
                 continue
             for parent, number in itertools.product(parents, range(1, self.bounds.numbers + 1)):
                 if coordinator in self._commits.things[parent].electorate:
-                    for heard in itertools.product(*({False, parent in left} for left in state.left)):
+                    for heard in itertools.product(*((NONE, *left) for left in state.left)):
                         live = self._begun(coordinator, index, number, parent, heard)
                         made = Attempt(coordinator, index, number, parent, None, (False,) * len(ELECTORS))
                         after = _with_live(state, coordinator, live)._replace(attempts=_ordered([*state.attempts, made]))
                         yield f"{coordinator} begins ballot {number} after commit {parent}", after
 
-    def _begun(self, coordinator: str, index: int, number: int, parent: int, heard: tuple[bool, ...]) -> Live:
+    def _begun(self, coordinator: str, index: int, number: int, parent: int, heard: tuple[int, ...]) -> Live:
         key = "begin", coordinator, index, number, parent, heard
         if key not in self._known:
             proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator), is_valid, number - 1)
-            proposer.prepare(self._farewells(parent, heard))
+            proposer.prepare(self._farewells(heard))
             self._known[key] = self._remembered(proposer, index, heard)
         live: Live = self._known[key]
         return live
@@ -309,13 +309,13 @@ class Model:
 
     def _proposer(self, coordinator: str, live: Live, parent: int) -> Proposer:
         proposer = Proposer(self._log_to(parent), SimulatedIdentity(coordinator), is_valid)
-        proposer.hear(self._farewells(parent, live.heard))
+        proposer.hear(self._farewells(live.heard))
         answers = zip(ELECTORS, live.answers, strict=False)
         vars(proposer).update(self._memories.things[live.memory])
         vars(proposer)["_answers"] = {name: self._answers.things[answer] for name, answer in answers if answer != NONE}
         return proposer
 
-    def _remembered(self, proposer: Proposer, index: int, heard: tuple[bool, ...]) -> Live:
+    def _remembered(self, proposer: Proposer, index: int, heard: tuple[int, ...]) -> Live:
         memory = {name: value for name, value in vars(proposer).items() if name not in (*PER_ELECTOR, "_log", "_identity")}
         came = vars(proposer)["_answers"] if proposer.phase is Phase.PREPARING else {}
         answers = tuple(self._answers.of(came[name]) if name in came else NONE for name in ELECTORS)
@@ -335,9 +335,9 @@ class Model:
             log.put(_uncertified(known))
         return log
 
-    def _farewells(self, parent: int, heard: tuple[bool, ...]) -> list[Farewell]:
-        said = self._commits.things[parent].id
-        return [signed_farewell(SimulatedIdentity(name), said) for name, known in zip(ELECTORS, heard, strict=True) if known]
+    def _farewells(self, heard: tuple[int, ...]) -> list[Farewell]:
+        said = ((name, self._commits.things[parent].id) for name, parent in zip(ELECTORS, heard, strict=True) if parent != NONE)
+        return [signed_farewell(SimulatedIdentity(name), commit) for name, commit in said]
 
     # Liars -------------------------------------------------------------------------------------------------------------
 
