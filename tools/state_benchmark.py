@@ -371,7 +371,8 @@ class OnePeer:
                 digests = b"".join(results.digests[part.index] for part in own_parts)
                 masks = b"".join(to_mask(set(part.contributors), len(MEMBERS)) for part in own_parts)
                 nobody = bytes(mask_bytes(len(MEMBERS))) * len(own_parts)
-                results.add_manifest(Manifest(results.plan.id, reducer, 0, digests, masks, nobody))
+                inputs = b"".join(results.digests[part.index] for part in own_parts)  # as long as those of real means
+                results.add_manifest(Manifest(results.plan.id, reducer, 0, digests, masks, nobody, inputs))
 
     def _code(self, codec: Any, size: int) -> bytes:
         """Return an encoded update; the same for all parts of one size, which changes no cost."""
@@ -383,7 +384,8 @@ class OnePeer:
     def _decide(self, plan: Plan, results: Results) -> None:
         """Append the commit that all members would report for to the log."""
         staged = {place: staged_report(results, place, "0" * 16) for place in range(len(MEMBERS))}
-        commit = make_commit(self.node.log.last, plan, results, staged, ())
+        last = self.node.log.last
+        commit = make_commit(last, plan, results, staged, last.helpers)
         decided = CertifiedCommit(commit, plan.proposal.ballot, ())
         self.store.append(LOG, pack(decided))
         self.node.log.put(decided)
