@@ -119,7 +119,7 @@ class Proofs:
         wrong: bool = await self._world.run_blocking(is_wrong, part, results.plan.members, found, result, self._clips)
         if wrong:
             peer = results.plan.members[part.reducer].peer
-            logger.error("round %d: the result of part %d by %s is not the mean of its inputs", proof.round, part.index, peer)
+            logger.warning("round %d: the result of part %d by %s is not the mean of its inputs", proof.round, part.index, peer)
             self._held[proof.id] = Proven(peer, results.plan.id, proof, bodies)
             self._held = dict(list(self._held.items())[-HELD_PROOFS:])
         return wrong
