@@ -9,28 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counting_text import CountingText
 
 from spes_p2p.errors import UserError
-from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import layout_of
 from spes_p2p.observe.events import PhaseTrained
-from spes_p2p.testing.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
 BREAKS_IN_ROUND, LAST_ROUND = 2, 4
-
-
-class Text:
-    """Samples that count upwards from the position, modulo 40."""
-
-    num_samples = NUM_SAMPLES
-
-    def read(self, interval: Interval) -> np.ndarray:
-        return (np.arange(interval.start, interval.stop)[:, None] + np.arange(16)) % 40
-
-    def read_spread(self, count: int) -> np.ndarray:
-        return self.read(Interval(0, 0, count))
 
 
 class Breaking(TorchTrainer):
@@ -62,7 +50,7 @@ def swarm_of(sync_steps: int) -> VirtualSwarm:
     config = the_campaign.config
     return VirtualSwarm(
         the_campaign, layout=layout_of(config.model),
-        make_trainer=lambda base, owned: Breaking(config, base, owned, Text(), Text()),
+        make_trainer=lambda base, owned: Breaking(config, base, owned, CountingText(), CountingText()),
     )
 
 

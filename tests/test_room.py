@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counting_text import CountingText
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 
 from spes_p2p.campaign.free_memory import has_active_display
@@ -23,7 +24,7 @@ from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.memory import Setup
 from spes_p2p.session.resources import resources_on
-from spes_p2p.testing.simulate.swarm import NUM_SAMPLES, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import TorchTrainer
@@ -167,25 +168,13 @@ def test_memory_bounds_what_is_counted_on() -> None:
         owned(2)
 
 
-class Text:
-    """Samples that count upwards from the position, modulo 40."""
-
-    num_samples = NUM_SAMPLES
-
-    def read(self, interval: Interval) -> np.ndarray:
-        return (np.arange(interval.start, interval.stop)[:, None] + np.arange(16)) % 40
-
-    def read_spread(self, count: int) -> np.ndarray:
-        return self.read(Interval(0, 0, count))
-
-
 def update(options: TrainingOptions) -> np.ndarray:
     """What one step changes; with an epsilon this large, AdamW's update is proportional to the gradient."""
     model = tiny_model()
     config = tiny_campaign(model, tiny_training(eps=10.0, learning_rate=10.0, weight_decay=0.0, max_grad_norm=1e9,
                                                 moe_loss_weight=0.0))
     base = initial_state(model)
-    trainer = TorchTrainer(config, base, (0, 3), Text(), options=options)
+    trainer = TorchTrainer(config, base, (0, 3), CountingText(), options=options)
     trainer.train(Phase(0, 0, 10, 1, (Interval(0, 0, 4),)), lambda: False, lambda steps, speed: None)
     groups = [g for g in layout_of(model).groups if g.expert in (None, 0, 3)]
     return np.concatenate([trainer.read(group) - base[group.start : group.stop] for group in groups])
@@ -218,7 +207,7 @@ def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_base
     def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
         used.append(setups[0])
         setups.rotate()
-        return Virtual(config, base, owned, Text(), Text(), options=used[-1])
+        return Virtual(config, base, owned, CountingText(), CountingText(), options=used[-1])
 
     async def main() -> None:
         swarm = VirtualSwarm(the_campaign, layout=layout_of(config.model), make_trainer=make_trainer)

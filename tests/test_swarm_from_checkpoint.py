@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import DENSE, MOE, make_checkpoint
+from counting_text import CountingText
 from network_swarm import call, write_variant
 from sample_text import TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -20,25 +21,13 @@ from spes_p2p.client.model_card import origin_of
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, layout_of
 from spes_p2p.rounds.digest import state_digest
-from spes_p2p.testing.simulate.swarm import NUM_SAMPLES, VirtualSwarm, simulate
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
 TRAINING = {"sequence_length": 16, "batch_size": 4, "micro_batch_size": 2, "total_steps": 30, "sync_steps": 5,
             "learning_rate": 3e-3, "warmup_steps": 1}
-
-
-class Text:
-    """Samples that count upwards from the position, modulo 40."""
-
-    num_samples = NUM_SAMPLES
-
-    def read(self, interval: Interval) -> np.ndarray:
-        return (np.arange(interval.start, interval.stop)[:, None] + np.arange(16)) % 40
-
-    def read_spread(self, count: int) -> np.ndarray:
-        return self.read(Interval(0, 0, count))
 
 
 class VirtualTrainer(TorchTrainer):
@@ -56,7 +45,7 @@ def trained_by_a_swarm(files: CampaignFiles, weights: State) -> State:
     async def main() -> State:
         swarm = VirtualSwarm(
             files.campaign, layout=layout_of(config.model), weights=weights,
-            make_trainer=lambda base, owned: VirtualTrainer(config, base, owned, Text(), Text()),
+            make_trainer=lambda base, owned: VirtualTrainer(config, base, owned, CountingText(), CountingText()),
         )
         swarm.start_all()
         await swarm.until_finished()
@@ -69,7 +58,7 @@ def trained_by_a_swarm(files: CampaignFiles, weights: State) -> State:
 
 @torch.no_grad()
 def loss(model: PreTrainedModel) -> float:
-    ids = torch.from_numpy(Text().read(Interval(0, 0, 40)))
+    ids = torch.from_numpy(CountingText().read(Interval(0, 0, 40)))
     return float(model(input_ids=ids, labels=ids, output_router_logits=False).loss)
 
 

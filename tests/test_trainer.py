@@ -22,7 +22,8 @@ from spes_p2p.model.flops import training_flops_per_token
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.storage.tensor_file import Source
-from spes_p2p.training.batches import read_ahead, split_samples
+from spes_p2p.storage.threads import ahead
+from spes_p2p.training.batches import split_samples
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.options import TrainingOptions, check_options
@@ -383,13 +384,13 @@ def test_batches_are_read_in_another_thread_and_its_errors_surface() -> None:
         raise OSError("token file is gone")
 
     with pytest.raises(OSError, match="token file is gone"):
-        list(read_ahead(fail, [1, 2, 3]))
-    assert list(read_ahead(lambda x: x * x, range(10))) == [x * x for x in range(10)]
+        list(ahead(fail, [1, 2, 3], 1, 2))
+    assert list(ahead(lambda x: x * x, range(10), 1, 2)) == [x * x for x in range(10)]
 
 
 def test_two_batches_are_read_ahead_while_one_is_trained_on() -> None:
     third_is_read = threading.Event()
-    batches = read_ahead(lambda number: third_is_read.set() if number == 2 else None, range(5))
+    batches = ahead(lambda number: third_is_read.set() if number == 2 else None, range(5), 1, 2)
     next(batches)
     assert third_is_read.wait(10)  # nobody has asked for the second one yet
     batches.close()

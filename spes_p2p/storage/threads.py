@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -30,12 +30,17 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iter
     if threads <= 1:
         yield from map(work, items)
         return
+    yield from ahead(work, items, threads, 2 * threads)
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T], threads: int, depth: int) -> Generator[R, None, None]:
+    """Yield `map(work, items)`, in order, computed in other threads up to `depth` results ahead. Errors are raised here."""
     waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="pieces") as pool:
         try:
             for item in items:
                 waiting.append(pool.submit(work, item))
-                if len(waiting) > 2 * threads:
+                if len(waiting) > depth:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -24,7 +24,8 @@ from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.storage.tensor_file import Source
-from spes_p2p.training.batches import read_ahead, split_samples
+from spes_p2p.storage.threads import ahead
+from spes_p2p.training.batches import split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import forward_losses, next_token_loss
@@ -38,6 +39,8 @@ Samples = npt.NDArray[np.int64]
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Abort after this many consecutive non-finite steps."""
+READ_AHEAD = 2
+"""Batches read while one is trained on."""
 COPY_ELEMENTS = 2**20
 """Copy chunk size, in elements."""
 
@@ -143,7 +146,7 @@ class TorchTrainer:
         totals = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         schedule = phase.training or self._config.training
         planned = min(phase.steps - phase.done, sum(map(len, phase.slices)) // self._config.training.batch_size)
-        batches = read_ahead(self._read_batch, self._batch_slices(phase, planned))
+        batches = ahead(self._read_batch, self._batch_slices(phase, planned), 1, READ_AHEAD)
         done = 0
         self._model.train()
         try:

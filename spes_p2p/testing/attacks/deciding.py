@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.signed import read_signed, sign
+from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import (
     Accept,
@@ -244,13 +246,11 @@ class Outbidding(Tamper):
         return asked
 
     async def _ask(self, elector: str, request: Prepare) -> None:
-        try:
+        with contextlib.suppress(PeerUnreachable):
             channel = await self._world.transport.open(elector, PREPARE)
             await channel.send(pack(request))
             await channel.receive()
             channel.abort()
-        except Exception:
-            return
 
 
 class Equivocation(Tamper):
