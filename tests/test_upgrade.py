@@ -164,7 +164,7 @@ def test_a_joiner_of_a_newer_version_notices_that_the_swarm_is_too_old(monkeypat
         swarm = VirtualSwarm(campaign())
         swarm.start_all()
         await swarm.until_round(0)
-        monkeypatch.setattr("spes_p2p.campaign.files.OLDEST_PROTOCOL", NEXT)
+        monkeypatch.setattr("spes_p2p.campaign.record.OLDEST_PROTOCOL", NEXT)
         board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
         with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*; type: pip install spes_p2p=="):
             await fetch_campaign(board, ["W"])

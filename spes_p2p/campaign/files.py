@@ -6,21 +6,19 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from spes_p2p.campaign.record import agreed_record
 from spes_p2p.config.campaign import Campaign, CampaignConfig, load_campaign_config, parse_campaign
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.files import fetch_file
 from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest
 from spes_p2p.data.mix import WeightedManifest, mixed_manifest
 from spes_p2p.data.tokenizers import check_tokenizer
-from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError, refusal_line, version_advice
-from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.content import CampaignRecord, CampaignRequest
-from spes_p2p.messages.methods import CAMPAIGN, OLDEST_PROTOCOL, PROTOCOL_VERSION
-from spes_p2p.messages.refusals import Code
 from spes_p2p.net.contacts import find_contacts
 from spes_p2p.net.interfaces import Registry
 from spes_p2p.net.rpc import RpcEndpoint
@@ -126,7 +124,7 @@ async def fetch_campaign(
 
     The peers in the registry serve files too. `folders`: local folders to search for token files. Raises UserError.
     """
-    record, donors = await _agreed_record(endpoint, peers)
+    record, donors = await agreed_record(endpoint, peers)
     campaign = parse_campaign(record.campaign_json, f"peer {donors[0]}")
     if record.genesis.campaign != campaign.hash:
         raise UserError(f"peer {donors[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
@@ -208,34 +206,3 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
 def sha256(content: bytes) -> str:
     """Return the hex digest."""
     return hashlib.sha256(content).hexdigest()
-
-
-async def _agreed_record(endpoint: RpcEndpoint, peers: Sequence[str]) -> tuple[CampaignRecord, list[str]]:
-    """Return the record that all answering peers serve, and these peers. Of differing file sizes, the largest counts."""
-    found: dict[str, tuple[CampaignRecord, list[str]]] = {}
-    sizes: dict[str, int] = {}
-    problems = []
-    for peer in peers:
-        try:
-            reply = await endpoint.ask(peer, CAMPAIGN, pack(CampaignRequest(PROTOCOL_VERSION)), 2 * endpoint.silence_s)
-            record = unpack(CampaignRecord, reply)
-            if record.protocol < OLDEST_PROTOCOL:
-                advice = version_advice(PROTOCOL_VERSION, record.protocol, record.program)
-                raise UserError(
-                    f"{peer} speaks protocol {record.protocol}, this program {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}; {advice}"
-                )
-            found.setdefault(sha256(record.campaign_json) + record.genesis.id, (record, []))[1].append(peer)
-            sizes.update((sha, max(size, sizes.get(sha, 0))) for sha, size in record.blobs)
-        except Refused as error:
-            if error.code in (Code.VERSION, Code.NOT_ADMITTED):
-                raise UserError(refusal_line(peer, error, PROTOCOL_VERSION)) from None
-            problems.append(f"{peer}: {error}")
-        except (PeerUnreachable, WireError) as error:
-            problems.append(f"{peer}: {error}")
-    if len(found) > 1:
-        named = ", ".join(serving[0] for _, serving in found.values())
-        raise UserError(f"the addresses lead to different campaigns ({named}); give addresses of one campaign")
-    if not found:
-        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); ask the campaign's owner for the address")
-    record, serving = next(iter(found.values()))
-    return replace(record, blobs=tuple(sizes.items())), serving

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from spes_p2p.campaign.files import CampaignFiles, fetch_campaign
+from spes_p2p.campaign.record import agreed_record
 from spes_p2p.config.addresses import listen_beside, peer_of
 from spes_p2p.consensus.control import is_signed, number_of
 from spes_p2p.errors import PeerUnreachable, Refused
@@ -19,11 +19,11 @@ from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known
 from spes_p2p.messages.methods import CONTROL, STATUS
 from spes_p2p.messages.presence import Contact, HistoryPage, PeerStatus
 from spes_p2p.net.contacts import find_contacts
-from spes_p2p.net.interfaces import World
-from spes_p2p.net.libp2p import start_libp2p
+from spes_p2p.net.libp2p import Libp2p, start_libp2p
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.peer.history_sync import pages
-from spes_p2p.storage.store import DirectoryStore
+
+if TYPE_CHECKING:
+    from spes_p2p.campaign.files import CampaignFiles
 
 Answer = TypeVar("Answer")
 
@@ -35,15 +35,21 @@ REPLY_TIMEOUT_S = 5.0
 class SwarmConnection:
     """A connection to the peers of one campaign, open while the block of `connect` runs."""
 
-    files: CampaignFiles
+    addresses: Sequence[str]
     genesis: Commit
-    world: World
+    net: Libp2p
     endpoint: RpcEndpoint
+
+    async def files(self) -> CampaignFiles:
+        """Fetch the campaign's files. Raises UserError."""
+        from spes_p2p.campaign.files import fetch_campaign  # not every command needs them, nor what reads them
+
+        return (await fetch_campaign(self.endpoint, [peer_of(address) for address in self.addresses], self.net.registry))[0]
 
     async def contacts(self) -> dict[str, Contact]:
         """Return the contacts in the DHT by peer id; none if it does not answer."""
         try:
-            return await find_contacts(self.world.registry, self.world.transport, self.files.campaign.hash)
+            return await find_contacts(self.net.registry, self.net.transport, self.genesis.campaign)
         except PeerUnreachable:
             return {}
 
@@ -65,6 +71,8 @@ class SwarmConnection:
 
     def history(self, peer: str, after: int, newest: int) -> AsyncIterator[HistoryPage]:
         """Yield a peer's records of the rounds after this one up to `newest`; ends early if it does not answer."""
+        from spes_p2p.peer.history_sync import pages
+
         return pages(self.endpoint, peer, after, newest)
 
     async def newest_order(self, known: Control | None) -> Control | None:
@@ -76,7 +84,7 @@ class SwarmConnection:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 reply = await self.endpoint.ask(peer, CONTROL, pack(ControlRequest(None)), REPLY_TIMEOUT_S)
                 newest = unpack(Known, reply).newest
-                if number_of(newest) > number_of(known) and newest and is_signed(newest, self.genesis, self.world.identity):
+                if number_of(newest) > number_of(known) and newest and is_signed(newest, self.genesis, self.net.identity):
                     known = newest
         return known
 
@@ -88,7 +96,7 @@ async def connect(addresses: Sequence[str]) -> AsyncIterator[SwarmConnection]:
         net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
         try:
             endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
-            files, genesis = await fetch_campaign(endpoint, [peer_of(address) for address in addresses], net.registry)
-            yield SwarmConnection(files, genesis, net.world(DirectoryStore(Path(folder))), endpoint)
+            record, _ = await agreed_record(endpoint, [peer_of(address) for address in addresses])
+            yield SwarmConnection(addresses, record.genesis, net, endpoint)
         finally:
             await net.close()

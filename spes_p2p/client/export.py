@@ -15,6 +15,7 @@ import numpy as np
 from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.content.bases import collect_offers, download
@@ -72,19 +73,19 @@ async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callab
     It is in a temporary file of the folder, not in memory.
     """
     async with connect(addresses) as swarm:
-        log = CommitLog(swarm.world.identity, swarm.genesis)
+        log, files = CommitLog(swarm.net.identity, swarm.genesis), await swarm.files()
         for _ in range(TRIES):
             with contextlib.suppress(PeerUnreachable):
-                round_number, digest, values = await _newest_base(swarm, log, folder, on_progress)
+                round_number, digest, values = await _newest_base(swarm, files.campaign.config, log, folder, on_progress)
                 records = await _history(swarm, log, round_number)
-                origin = origin_of(swarm.files.campaign, round_number, digest, records)
-                return Exportable(swarm.files, values, origin)
+                origin = origin_of(files.campaign, round_number, digest, records)
+                return Exportable(files, values, origin)
             await asyncio.sleep(RETRY_S)
     raise UserError(f"{addresses[0]}: no peer serves a trained base; try again after a committed round")
 
 
 async def _newest_base(
-    swarm: SwarmConnection, log: CommitLog, folder: Path, on_progress: Callable[[int, int], None]
+    swarm: SwarmConnection, config: CampaignConfig, log: CommitLog, folder: Path, on_progress: Callable[[int, int], None]
 ) -> tuple[int, str, np.ndarray]:
     """Return (round, digest, values) of the newest base whose digest is proven. Raises PeerUnreachable if there is none.
 
@@ -96,8 +97,7 @@ async def _newest_base(
     peers = [*helpers, *sorted(contacts.keys() - set(helpers), key=lambda peer: -contacts[peer].round)]
     for peer in peers:
         await _learn_commits(swarm, log, peer)
-    config, last = swarm.files.campaign.config, log.last
-    size = base_size(layout_of(config.model), config.outer)
+    last, size = log.last, base_size(layout_of(config.model), config.outer)
     digest = await _digest_of_last(swarm, helpers, last, size) if last.step >= config.training.total_steps else None
     proven = [(last, digest)] if digest is not None else []
     if is_rollback(last):

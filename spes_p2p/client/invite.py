@@ -34,7 +34,7 @@ async def _campaign(target: str) -> tuple[CampaignFiles, Commit]:
     if target.startswith(("/ip", "/dns")):
         check_peer_addresses([target])
         async with connect([target]) as swarm:
-            return swarm.files, swarm.genesis
+            return await swarm.files(), swarm.genesis
     known = read_run_dir(Path(target))
     if known is None:
         raise UserError(f"{target}: neither the address of a peer (/ip4/.../p2p/...) nor a run-dir with a campaign")

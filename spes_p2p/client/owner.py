@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spes_p2p.campaign.orders import MakeControl, Standing
 from spes_p2p.client.connection import SwarmConnection, connect
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
 from spes_p2p.errors import UserError
 from spes_p2p.messages.codec import pack, unpack
@@ -33,9 +34,10 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
     """Sign the record that `make` returns and send it to every peer. Raises UserError."""
     owner = owner_key(key)
     async with connect(addresses) as swarm:
-        require_owner(swarm.files.campaign.config.name, swarm.genesis, owner, key)
+        config = (await swarm.files()).campaign.config
+        require_owner(config.name, swarm.genesis, owner, key)
         known = await _ask_all(swarm, None)
-        standing = _standing(swarm, known, addresses[0])
+        standing = _standing(swarm, config, known, addresses[0])
         control = signed(make(standing), owner)
         answers = await _ask_all(swarm, control)
     accepted = sum(answer.newest == control for answer in answers)
@@ -65,17 +67,17 @@ def require_owner(campaign: str, genesis: Commit, key: RSAIdentity, path: Path) 
         )
 
 
-def _standing(swarm: SwarmConnection, known: Sequence[Known], address: str) -> Standing:
+def _standing(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Known], address: str) -> Standing:
     """Merge what the peers know. Raises UserError if no peer answers or the campaign accepts no more orders."""
     if not known:
         raise UserError(f"{address}: connected, but no peer of the campaign answers; try again in a moment")
-    genesis, identity = swarm.genesis, swarm.world.identity
+    genesis, identity = swarm.genesis, swarm.net.identity
     valid = [each.newest for each in known if each.newest is not None and is_signed(each.newest, genesis, identity)]
     newest = max(valid, key=number_of, default=None)
     applied = max(each.applied for each in known)
     if is_stopped(newest) and number_of(newest) <= applied:
         raise UserError("the campaign is stopped permanently; export its model with spes-p2p export")
-    config, round_number = swarm.files.campaign.config, max(each.round for each in known)
+    round_number = max(each.round for each in known)
     if max(each.step for each in known) >= scheduled(config, newest, round_number + 1).training.total_steps:
         raise UserError("the campaign is complete; it accepts no more orders")
     if newest is not None and newest.rollback >= 0 and newest.number > applied:

@@ -204,9 +204,6 @@ def _prefix(addresses: Iterable[str]) -> str:
 
 def _hivemind_key(key: rsa.RSAPrivateKey) -> RSAPrivateKey:
     """The same key in hivemind's wrapper, which by itself would generate a new one."""
-    der = key.private_bytes(
-        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
-    )
     wrapped = RSAPrivateKey.__new__(RSAPrivateKey)
-    wrapped.__setstate__({"_private_key": der})
+    wrapped._private_key = key
     return wrapped

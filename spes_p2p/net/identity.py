@@ -90,11 +90,12 @@ def _public_key(der: bytes) -> tuple[str, rsa.RSAPublicKey] | None:
 
 def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
     try:
-        if not path.exists():
-            _create(path)
+        created = None if path.exists() else _create(path)
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot use the identity file ({error.strerror}); choose a path that you can write") from None
+    if created is not None:
+        return created  # checking the numbers of a key takes longer than making one
     try:
         envelope = crypto_pb2.PrivateKey.FromString(content)
         key = serialization.load_der_private_key(envelope.data, password=None)
@@ -105,8 +106,8 @@ def _load_or_create(path: Path) -> rsa.RSAPrivateKey:
     return key
 
 
-def _create(path: Path) -> None:
-    """Write aside and link: two peers that start at once end up with one key, and a crash leaves no half of one."""
+def _create(path: Path) -> rsa.RSAPrivateKey | None:
+    """Write a new key aside and link it, so that a crash leaves no half of one. Returns None if another process was first."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=MIN_KEY_BITS)
     der = key.private_bytes(
         serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
@@ -122,6 +123,7 @@ def _create(path: Path) -> None:
         try:
             os.link(aside, path)
         except FileExistsError:
-            return
+            return None
     finally:
         os.unlink(aside)
+    return key

@@ -12,6 +12,7 @@ from typing import Any
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
 from spes_p2p.config.addresses import is_peer_address, peer_of
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
@@ -120,7 +121,7 @@ async def watch(addresses: Sequence[str], published: Published) -> None:
 
 async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published) -> None:
     """Publish the state of the swarm until no peer answers any more."""
-    silent_polls = 0
+    config, silent_polls = (await swarm.files()).campaign.config, 0
     while silent_polls < LOST_AFTER:
         statuses = await swarm.statuses()
         if statuses:
@@ -128,19 +129,19 @@ async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: Swarm
             await _learn_rounds(swarm, statuses, history)
             history.control = await swarm.newest_order(history.control)
             published.join = await _join_line(swarm, addresses)
-            _publish(statuses, swarm, history, published)
+            _publish(statuses, config, history, published)
         else:
             silent_polls += 1
             published.lost("no peer of the campaign answers; retrying")
         await asyncio.sleep(max(LOOK_EVERY_S, len(statuses) / PEERS_A_SECOND))
 
 
-def _publish(statuses: Sequence[PeerStatus], swarm: SwarmConnection, history: SwarmHistory, published: Published) -> None:
+def _publish(statuses: Sequence[PeerStatus], config: CampaignConfig, history: SwarmHistory, published: Published) -> None:
     now = time.time()
     records = history.rounds.records
     published.view = swarm_view(statuses, history.by_peer, totals_of(records), now)
     published.status = swarm_status(statuses)
-    curves = series(records, history.traffic, swarm.files.campaign.config, history.control)
+    curves = series(records, history.traffic, config, history.control)
     if curves != published.curves:
         published.curves = curves
         published.curves_version += 1
