@@ -50,6 +50,19 @@ def test_fp16_rounds_to_the_nearest_half_and_clips_what_is_out_of_range(values: 
     assert (np.abs(decoded - clipped) <= spacing / 2).all()
 
 
+def test_fp16_gives_the_same_bits_with_torch_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, codec = pytest.importorskip("torch"), CODECS["fp16"]
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    encoded = halves[~np.isnan(halves)].tobytes()
+    anything = np.random.default_rng(0).integers(0, 2**32, 2**18, np.uint64).astype(np.uint32).view(np.float32)
+    found = []
+    for library in (torch, None):
+        monkeypatch.setattr("spes_p2p.rounds.codecs._torch", lambda library=library: library)
+        decoded = codec.decode(encoded, len(encoded) // 2)
+        found.append((decoded.tobytes(), codec.encode(decoded), codec.encode(anything[~np.isnan(anything)])))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 7)])
 @given(values=VECTORS)
 def test_a_block_is_rounded_to_multiples_of_its_largest_value(name: str, levels: int, values: np.ndarray) -> None:

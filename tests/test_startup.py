@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, ROOT
+from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, ROOT, LocalPeers
 
+from spes_p2p.campaign.files import read_campaign
+from spes_p2p.errors import Broken, UserError
 from spes_p2p.net.light_hivemind import UNUSED
+from spes_p2p.session.apart import run_apart
 
 HEAVY = {"torch", "transformers", "scipy", "pyarrow", "matplotlib"}
 FOR_STATUS = {*HEAVY, "numpy", "tokenizers", "spes_p2p.config.campaign", "spes_p2p.peer.node"}
-IMPORTED = "\nimport sys; print(*sys.modules)"
+TELL_IMPORTED = "import atexit, sys; atexit.register(lambda: print(*sys.modules))\n"
 
 
 def imported_by(program: str) -> set[str]:
     """Modules that a new process has imported at the end of this program."""
     ended = subprocess.run(
-        [sys.executable, "-c", program + IMPORTED], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
+        [sys.executable, "-c", TELL_IMPORTED + program], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
         timeout=COMMAND_TIMEOUT_S, check=True,
     )
     return set(ended.stdout.split())
@@ -29,7 +33,7 @@ def imported_by(program: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("module", "unused"),
-    [("spes_p2p.cli", FOR_STATUS | {"hivemind"}), ("spes_p2p.client.status", FOR_STATUS), ("spes_p2p.peer.life", HEAVY)],
+    [("spes_p2p.cli", FOR_STATUS | {"hivemind"}), ("spes_p2p.client.status", FOR_STATUS), ("spes_p2p.session.run", HEAVY)],
 )
 def test_importing_this_imports_nothing_heavy(module: str, unused: set[str]) -> None:
     imported = imported_by(f"import {module}")
@@ -52,3 +56,28 @@ def test_what_hivemind_gets_a_placeholder_for_is_used_by_nothing_that_we_import(
 
 def test_all_of_hivemind_is_there_for_a_program_that_imports_it_first() -> None:
     assert {"hivemind.averaging", "torch"} <= imported_by("import hivemind, spes_p2p.net.libp2p; hivemind.DHT")
+
+
+@pytest.mark.network
+def test_a_bootstrap_peer_does_its_part_of_a_round_without_torch(campaign: Path, tmp_path: Path) -> None:
+    with LocalPeers(tmp_path) as peers:
+        bootstrap = peers.bootstrap(campaign)
+        peers.join("one", bootstrap.address)
+        peers.join("two", bootstrap.address)
+        peers.wait_for_round(2)
+        loaded = [Path(f"/proc/{peer.process.pid}/maps").read_text() for peer in (bootstrap, peers["one"])]
+        assert [bool(re.search("/torch/lib/", maps)) for maps in loaded] == [False, True]
+        status = f"sys.argv = ['spes-p2p', 'status', {bootstrap.address!r}]; from spes_p2p.cli import main; main()"
+        imported = imported_by(status)
+    assert "spes_p2p.client.status" in imported
+    assert not FOR_STATUS & imported
+
+
+def test_what_runs_apart_gives_its_result_and_its_errors(tmp_path: Path) -> None:
+    assert run_apart(os.path.join, "a", "b") == "a/b"
+    assert run_apart(os.getpid) != os.getpid()
+    assert run_apart(print, "a library's output") is None
+    with pytest.raises(UserError, match=r"campaign\.yaml"):
+        run_apart(read_campaign, tmp_path / "campaign.yaml")
+    with pytest.raises(Broken, match="_exit ended with code 3"):
+        run_apart(os._exit, 3)

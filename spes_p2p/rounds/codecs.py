@@ -6,8 +6,8 @@ steps. Decoding is elementwise and must give the same bits on every machine: all
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,15 +85,17 @@ class HalfPrecision(_FixedWidth):
     name, is_lossy, width = "fp16", True, 2
 
     def encode(self, values: np.ndarray) -> bytes:
-        """Clip to +-65504, then round. torch rounds ten times as fast as numpy, to the same bits."""
-        halves: np.ndarray = _as_tensor(np.clip(values, -FP16_MAX, FP16_MAX)).half().numpy()
+        """Clip to +-65504, then round."""
+        clipped, torch = np.clip(values, -FP16_MAX, FP16_MAX), _torch()
+        halves: np.ndarray = clipped.astype(np.float16) if torch is None else torch.from_numpy(clipped).half().numpy()
         return halves.astype("<f2", copy=False).tobytes()
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Convert exactly: every half-precision number is a float32."""
         _check_length(self, data, elements)
         halves = np.frombuffer(data, dtype="<f2").astype(np.float16)
-        values: np.ndarray = _as_tensor(halves).float().numpy()
+        torch = _torch()
+        values: np.ndarray = halves.astype(np.float32) if torch is None else torch.from_numpy(halves).float().numpy()
         return values
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
@@ -104,9 +106,12 @@ class HalfPrecision(_FixedWidth):
         return bound
 
 
-def _as_tensor(values: np.ndarray) -> Any:
-    """Convert to a torch tensor. The import is late, since the command line only needs the codecs' names."""
-    return import_module("torch").from_numpy(values)
+def _torch() -> Any:
+    """Return torch in a process that has imported it, as trainers have; otherwise None.
+
+    It converts numbers to the same bits as numpy and 5 to 20 times as fast, but takes 3 s and 200 MB to import.
+    """
+    return sys.modules.get("torch")
 
 
 CODECS: dict[str, Codec] = {

@@ -1,4 +1,7 @@
-"""The genesis commit of a bootstrap peer, created with base 0 or fetched from other bootstrap peers."""
+"""The genesis commit of a bootstrap peer, created with base 0 or fetched from other bootstrap peers.
+
+`make_layout` and `load_or_make_genesis` import torch: the peer runs them in a process of their own (`apart.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,40 @@ import numpy as np
 
 from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, read_run_dir
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
-from spes_p2p.campaign.start import base_0
 from spes_p2p.config.addresses import peer_of
+from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Commit
-from spes_p2p.model.build import layout_of
+from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.rounds.base import BASE
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.storage.interfaces import Store
+from spes_p2p.storage.store import DirectoryStore
 
 
-def load_or_make_genesis(files: CampaignFiles, run_dir: Path, store: Store, bootstrap: str) -> Commit:
-    """Return the genesis commit in the run-dir, or create it together with base 0. Raises UserError."""
-    known = read_run_dir(run_dir)
+def make_layout(model: ModelSection) -> Layout:
+    """Return the layout of the model's flat state."""
+    from spes_p2p.model.build import layout_of
+
+    return layout_of(model)
+
+
+def load_or_make_genesis(files: CampaignFiles, run_dir: Path, bootstrap: str) -> tuple[Layout, Commit]:
+    """Return the layout, and the genesis commit in the run-dir, or create it together with base 0. Raises UserError."""
+    layout, known, store = make_layout(files.campaign.config.model), read_run_dir(run_dir), DirectoryStore(run_dir)
     if known is not None:
         check_run_dir(files, known[1], run_dir)
-        if store.read(BASE) is None and state_digest(values := _base_0(files, store)) == known[1].base_digest:
+        if store.read(BASE) is None and state_digest(values := _base_0(files, layout, store)) == known[1].base_digest:
             save_base_0(store, known[1], values)
-        return known[1]
-    values = _base_0(files, store)
+        return layout, known[1]
+    values = _base_0(files, layout, store)
     genesis = make_genesis(files.campaign, bootstrap, values, voter_incarnation(store, random.Random()))
     if store.read(BASE) is None:
         save_base_0(store, genesis, values)
-    return genesis
+    return layout, genesis
 
 
 async def fetch_genesis(endpoint: RpcEndpoint, others: Sequence[str], files: CampaignFiles, run_dir: Path) -> Commit:
@@ -50,11 +61,11 @@ async def fetch_genesis(endpoint: RpcEndpoint, others: Sequence[str], files: Cam
     return genesis
 
 
-def _base_0(files: CampaignFiles, store: Store) -> np.ndarray:
+def _base_0(files: CampaignFiles, layout: Layout, store: Store) -> np.ndarray:
     """Return the initial weights with zero momentum, in a scratch file."""
-    config = files.campaign.config
-    layout = layout_of(config.model)
-    values = store.scratch("temporary", base_size(layout, config.outer))
+    from spes_p2p.campaign.start import base_0
+
+    values = store.scratch("temporary", base_size(layout, files.campaign.config.outer))
     base_0(files, values[: layout.size])
     values[layout.size :] = 0
     return values

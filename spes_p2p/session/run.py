@@ -8,6 +8,7 @@ import math
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.errors import NobodyAnswers
-from spes_p2p.model.build import layout_of
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
@@ -27,13 +27,12 @@ from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.session.admission import admitted, keep_invitation
-from spes_p2p.session.genesis import fetch_genesis, load_or_make_genesis
+from spes_p2p.session.apart import run_apart
+from spes_p2p.session.genesis import fetch_genesis, load_or_make_genesis, make_layout
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, remembering
-from spes_p2p.session.resources import choose_resources
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
-from spes_p2p.training.trainer import TorchTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +85,13 @@ async def _live_as_bootstrap(
     on_address: Callable[[str], None],
     extension: Extension,
 ) -> None:
-    store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     if others:
         genesis = await fetch_genesis(first_contact(net), others, files, settings.run_dir)
+        layout = await asyncio.to_thread(run_apart, make_layout, files.campaign.config.model)
     else:
-        genesis = await asyncio.to_thread(load_or_make_genesis, files, settings.run_dir, store, net.identity.peer_id)
+        me = net.identity.peer_id
+        layout, genesis = await asyncio.to_thread(run_apart, load_or_make_genesis, files, settings.run_dir, me)
+    store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
     invitation = admitted(settings, files, genesis, net.identity, trains=False)
     keep_campaign(files, genesis, settings.run_dir)
     keep_invitation(invitation, settings.run_dir)
@@ -100,7 +101,7 @@ async def _live_as_bootstrap(
         await serve_text(node, await asyncio.to_thread(text_to_serve, files, settings.run_dir))
         records = observers.history.rounds.records
         helper = Peer(
-            node, layout_of(files.campaign.config.model), None, NOTHING_TO_TRAIN, observers.all, observers.status,
+            node, layout, None, NOTHING_TO_TRAIN, observers.all, observers.status,
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
             held_out=[HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)],
         )
@@ -120,6 +121,7 @@ async def run_join(
 
     After a restart with the same run-dir it retries until a peer answers, since the bootstrap peer may be down too.
     """
+    logger.info("looking for the campaign at %s", ", ".join(addresses))
     tries = 0
     while True:
         try:
@@ -145,6 +147,12 @@ async def _join(
         config = files.campaign.config
         check_run_dir(files, genesis, settings.run_dir)
         invitation = admitted(settings, files, genesis, net.identity, trains=True)
+        logger.info("found campaign %s; preparing to train", config.name)
+        await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
+        from spes_p2p.model.build import layout_of
+        from spes_p2p.session.resources import choose_resources
+        from spes_p2p.training.trainer import TorchTrainer
+
         resources = choose_resources(settings, config)
         shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
         keep_campaign(files, genesis, settings.run_dir)

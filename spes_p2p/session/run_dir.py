@@ -8,7 +8,6 @@ from pathlib import Path
 
 from spes_p2p.campaign.files import CAMPAIGN_FILE, CampaignFiles, read_run_dir
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import layout_of
 from spes_p2p.rounds.archive import archived_rounds, load_archived
 from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.outer import base_size
@@ -42,6 +41,8 @@ def load_run_dir_base(run_dir: Path, round_number: int | None = None) -> tuple[C
 
     Raises UserError if it is missing or damaged.
     """
+    from spes_p2p.model.build import layout_of
+
     known = read_run_dir(run_dir)
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the --run-dir of a peer")
