@@ -13,6 +13,9 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
 
 
+UPGRADE = "type in your clone: git pull && pip install -c constraints.txt ."
+
+
 class UserError(Exception):
     """Invalid input. The message is one line: what is wrong, where, what to do. The command line exits with code 2."""
 
@@ -26,9 +29,10 @@ class NobodyAnswers(UserError):
 
 
 def version_advice(ours: int, theirs: int, program: str = "") -> str:
-    """What a person types to speak protocol `theirs`. `program`: a version of spes_p2p that speaks it, where it is known."""
-    wanted = "--upgrade spes_p2p" if theirs > ours or not program else shlex.quote(f"spes_p2p=={program}")
-    return f"type: pip install {wanted}"
+    """Return what a person types to speak protocol `theirs`. `program`: a version of spes_p2p that speaks it, if known."""
+    if theirs > ours or not program:
+        return UPGRADE
+    return f"type in your clone: git fetch && git checkout {shlex.quote(f'v{program}')} && pip install -c constraints.txt ."
 
 
 class PeerUnreachable(Exception):

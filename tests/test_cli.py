@@ -603,8 +603,8 @@ def test_a_swarm_without_a_trained_base_exports_nothing(swarm_place: Place, runn
 
 @pytest.mark.network
 @pytest.mark.parametrize(("version", "told", "advice"), [
-    (PROTOCOL_VERSION - 1, f"protocol {PROTOCOL_VERSION - 1} is too old for this swarm", "pip install --upgrade spes_p2p"),
-    (99, f"speaks protocol {PROTOCOL_VERSION}, this program 99", f"pip install spes_p2p=={__version__}"),
+    (PROTOCOL_VERSION - 1, f"protocol {PROTOCOL_VERSION - 1} is too old for this swarm", "git pull && pip install"),
+    (99, f"speaks protocol {PROTOCOL_VERSION}, this program 99", f"git checkout v{__version__} && pip install"),
 ])  # fmt: skip
 def test_a_volunteer_with_another_version_is_told_what_to_type(
     swarm_place: Place, running: LocalPeers, version: int, told: str, advice: str

@@ -26,7 +26,7 @@ from spes_p2p.config.campaign import (
     parse_campaign,
     parse_campaign_config,
 )
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UPGRADE, UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -287,10 +287,10 @@ def _changed(known: dict[str, Any], now: dict[str, Any], path: str = "") -> list
     (b"[]", "ADDRESS: does not publish a campaign; check the address"),
     (campaign().canonical_json().replace(b'"name":', b'"schema_version":2,"name":'),
      f"ADDRESS: has schema version 2, but this version of spes_p2p ({__version__}) supports up to 1; "
-     "upgrade: pip install --upgrade spes_p2p"),
+     f"to upgrade, {UPGRADE}"),
     (campaign().canonical_json().replace(b'"sync_steps"', b'"sync_step"'),
      f"ADDRESS: the campaign cannot be used by this version of spes_p2p ({__version__}): unknown field "
-     "'config.training.sync_step'; did you mean 'sync_steps'?; upgrade: pip install --upgrade spes_p2p"),
+     f"'config.training.sync_step'; did you mean 'sync_steps'?; to upgrade, {UPGRADE}"),
 ])
 def test_a_published_campaign_that_cannot_be_used(published: bytes, expected: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -13,7 +13,7 @@ import pytest
 from spes_p2p.campaign.orders import Standing, describe, parse_order
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
+from spes_p2p.errors import UPGRADE, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Vote
 from spes_p2p.messages.fields import MAX_BANNED
@@ -584,7 +584,7 @@ def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
     ("schedule 9 sync_steps=15", "must be a multiple of training.sync_steps = 15"),
     ("schedule 9 batch_size=1", "training.batch_size cannot be changed; give one of learning_rate, "),
     ("schedule 9 learningrate=1", "training.learningrate cannot be changed"),
-    ("require 99 from 9", f"this program speaks protocol {PROTOCOL_VERSION} itself; type: pip install --upgrade spes_p2p"),
+    ("require 99 from 9", f"this program speaks protocol {PROTOCOL_VERSION} itself; {UPGRADE}"),
     (f"require {PROTOCOL_VERSION} from 4", "has started; give round 5 or later"),
     (f"ban {OTHER_ID[:-9]}", "give the whole id of one peer"),
     ("ban C", "give the whole id of one peer"),

@@ -12,7 +12,7 @@ import pytest
 from spes_p2p.campaign.files import fetch_campaign
 from spes_p2p.consensus.control import signed
 from spes_p2p.consensus.signed import signed_message
-from spes_p2p.errors import UserError, version_advice
+from spes_p2p.errors import UPGRADE, UserError, version_advice
 from spes_p2p.messages.codec import _plain, pack, unpack
 from spes_p2p.messages.consensus import Control, ControlRequest, Requirement, Signed
 from spes_p2p.messages.framing import IGNORABLE, Kind
@@ -124,7 +124,7 @@ def test_peers_below_the_required_version_warn_then_end_before_its_first_round(c
         old = {name: swarm.tasks[name] for name in "CD"}
         while not all(task.done() for task in old.values()):
             await asyncio.sleep(0.5)
-        expected = f"{NEXT} from round 6 on, this program speaks {PROTOCOL_VERSION}; type: pip install --upgrade spes_p2p"
+        expected = f"{NEXT} from round 6 on, this program speaks {PROTOCOL_VERSION}; {UPGRADE}"
         for name, task in old.items():
             with pytest.raises(UserError, match=expected):
                 task.result()
@@ -153,7 +153,7 @@ def test_a_joiner_of_an_older_version_is_told_what_to_type() -> None:
         await swarm.until_round(0)
         swarm.nodes["W"].world = dataclasses.replace(swarm.nodes["W"].world, oldest_protocol=NEXT)
         board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
-        with pytest.raises(UserError, match=f"{PROTOCOL_VERSION} is too old .* {NEXT} or newer; type: pip install --upgrade"):
+        with pytest.raises(UserError, match=f"{PROTOCOL_VERSION} is too old .* {NEXT} or newer; {UPGRADE}"):
             await fetch_campaign(board, ["W"])
 
     simulate(main)
@@ -166,11 +166,11 @@ def test_a_joiner_of_a_newer_version_notices_that_the_swarm_is_too_old(monkeypat
         await swarm.until_round(0)
         monkeypatch.setattr("spes_p2p.campaign.record.OLDEST_PROTOCOL", NEXT)
         board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
-        with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*; type: pip install spes_p2p=="):
+        with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*: git fetch && git checkout v"):
             await fetch_campaign(board, ["W"])
 
     simulate(main)
 
 
 def test_a_version_that_another_peer_names_cannot_become_a_second_command() -> None:
-    assert version_advice(3, 2, "1; rm x") == "type: pip install 'spes_p2p==1; rm x'"
+    assert version_advice(3, 2, "1; rm x") .split(" && ")[1] == "git checkout 'v1; rm x'"

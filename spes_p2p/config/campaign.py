@@ -37,9 +37,8 @@ from spes_p2p.config.types import (
     Whole,
 )
 from spes_p2p.config.yaml_file import read_yaml_mapping
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UPGRADE, UserError
 
-UPGRADE = "upgrade: pip install --upgrade spes_p2p"
 DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
 SCHEMA_VERSION = 1
 """Version of the campaign file. Omitted fields take the defaults of the file's schema version, so a default may change only
@@ -386,7 +385,7 @@ def parse_campaign(published: bytes, where: str) -> Campaign:
         return validated(Campaign, campaign, lambda location: "")
     except UserError as error:
         raise UserError(f"{where}: the campaign cannot be used by this version of spes_p2p ({__version__}): "
-                        f"{error}; {UPGRADE}") from None
+                        f"{error}; to upgrade, {UPGRADE}") from None
 
 
 def _check_schema(raw: Mapping[str, Any], where: str) -> None:
@@ -394,7 +393,7 @@ def _check_schema(raw: Mapping[str, Any], where: str) -> None:
     version = raw.get("schema_version", 1)
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise UserError(f"{where}: has schema version {version}, but this version of spes_p2p ({__version__}) supports up to "
-                        f"{SCHEMA_VERSION}; {UPGRADE}")
+                        f"{SCHEMA_VERSION}; to upgrade, {UPGRADE}")
 
 
 def make_peer_config(**options: object) -> PeerConfig:
