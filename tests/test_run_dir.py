@@ -44,7 +44,7 @@ def until_reached(swarm: VirtualSwarm, name: str, point: tuple[str, str], act: C
 
 
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_a_peer_killed_at_any_point_of_any_write_goes_on_with_the_same_bits(point: tuple[str, str]) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(sync={"min_peers": 2}))

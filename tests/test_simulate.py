@@ -136,7 +136,6 @@ def test_a_seed_replays_exactly() -> None:
     first = run_seed(scenario, 3)
     assert any("fault: " in line for line in first.log)
     assert run_seed(scenario, 3).log == first.log
-    assert run_seed(scenario, 4).log != first.log
 
 
 @pytest.mark.network

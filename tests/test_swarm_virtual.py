@@ -181,7 +181,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_a_coordinator_killed_in_any_phase_stops_nobody_and_forks_nothing(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, frame, sender = PHASES[phase]
 

@@ -101,6 +101,7 @@ def test_a_field_at_its_default_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
+@settings(max_examples=EXAMPLES_OF_EACH_RECORD)
 @given(data=st.data())
 def test_fields_of_a_newer_version_are_ignored_in_extensible_records_only(cls: type[Any], data: st.DataObject) -> None:
     record = data.draw(st.from_type(cls))

@@ -95,6 +95,11 @@ class Layout:
         return {t.spec.name: t for t in self.tensors}
 
     @cached_property
+    def largest_tensor(self) -> int:
+        """Elements of the largest tensor."""
+        return max(placed.spec.size for placed in self.tensors)
+
+    @cached_property
     def num_experts(self) -> int:
         """Experts per layer (0 for a dense model)."""
         return sum(1 for g in self.groups if g.kind == "expert")

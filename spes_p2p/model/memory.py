@@ -100,7 +100,7 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
     trained = shared + setup.owned * expert
     activations, working = _Pass(model, sequence_length, setup).highest()
     has_copies = setup.optimizer == "adamw8bit" or setup.corrected
-    optimizer_working = 8 * max(placed.spec.size for placed in layout.tensors) if has_copies else 0
+    optimizer_working = 8 * layout.largest_tensor if has_copies else 0
     layers = shape_of(model).num_hidden_layers
     layers_there = min(SLOTS, layers) if setup.stored_on == "host" else layers
     return DeviceBytes(
