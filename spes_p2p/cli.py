@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
@@ -27,6 +28,8 @@ from spes_p2p.storage.files import require_writable
 if TYPE_CHECKING:
     from spes_p2p.campaign.files import CampaignFiles
     from spes_p2p.client.export import Exportable
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     help="Peer-to-peer training of mixture-of-experts language models.",
@@ -241,6 +244,7 @@ def join(
     )
     _check_invitation(invite)
     _log(settings.log_level, log_json)
+    logger.info("looking for the campaign at %s", ", ".join(addresses))
     with _waiting("looking for the campaign") as end_waiting:
         from spes_p2p.session.run import run_join
 

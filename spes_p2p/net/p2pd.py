@@ -22,17 +22,21 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_sa
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from spes_p2p.config.addresses import host_and_port
 from spes_p2p.errors import NobodyAnswers, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net import die_with_parent
 from spes_p2p.net.byte_stream import ByteStream
 from spes_p2p.net.dht_guard import MAX_REQUEST_BYTES, DHTGuard
+from spes_p2p.net.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
 SOCKET_DIRECTORY = Path("/tmp")  # control sockets need short paths
 SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
 EXIT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
+"""Bounds a TCP connection to an initial peer: three tries of the kernel. p2pd itself waits for four times as long."""
 CIRCUIT = "/p2p-circuit"
 P2P_CODE, CIRCUIT_CODE = bytes.fromhex("a503"), bytes.fromhex("a202")
 """Codes of the multiaddr components /p2p and /p2p-circuit: 421 and 290 as varints."""
@@ -186,6 +190,8 @@ def relayed_by(relays: Sequence[str]) -> dict[str, Any]:
 
 async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options: Any) -> Daemon:
     """Start p2pd. Raises UserError if no initial peer can be dialled, or it cannot listen on the addresses."""
+    if initial_peers and not await is_any_listening(initial_peers):
+        raise nobody_answers(initial_peers)
     remove_stale_sockets()
     try:
         daemon: Daemon = await Daemon.create(
@@ -198,6 +204,27 @@ async def start_daemon(initial_peers: Sequence[str], timeout_s: float, **options
         if initial_peers and ("bootstrap peers" in message or "failed to start in" in message):
             raise nobody_answers(initial_peers) from None
         raise UserError(f"the peer daemon did not start: {message}") from None
+
+
+async def is_any_listening(addresses: Sequence[str]) -> bool:
+    """Return whether one of these multiaddrs accepts a TCP connection within ANSWER_TIMEOUT_S."""
+    tries = [asyncio.ensure_future(_is_listening_at(address)) for address in addresses]
+    try:
+        for answer in asyncio.as_completed(tries):
+            if await answer:
+                return True
+        return False
+    finally:
+        await end_tasks(tries)
+
+
+async def _is_listening_at(address: str) -> bool:
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*host_and_port(address)), ANSWER_TIMEOUT_S)
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def nobody_answers(initial_peers: Sequence[str]) -> NobodyAnswers:

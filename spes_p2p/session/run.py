@@ -121,7 +121,6 @@ async def run_join(
 
     After a restart with the same run-dir it retries until a peer answers, since the bootstrap peer may be down too.
     """
-    logger.info("looking for the campaign at %s", ", ".join(addresses))
     tries = 0
     while True:
         try:
