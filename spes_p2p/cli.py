@@ -23,6 +23,7 @@ from spes_p2p import __version__
 from spes_p2p.client.exit_codes import exit_with
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
+from spes_p2p.observe.log import json_line
 from spes_p2p.storage.files import require_writable
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def bootstrap(
 
     def show(address: str) -> None:
         (run_dir / "address").write_text(address + "\n")
-        print(f"spes-p2p join {address}", flush=True)
+        _say(f"spes-p2p join {address}", log_json)
 
     _run(run_bootstrap(files, settings, peer or (), show))
 
@@ -250,7 +251,7 @@ def join(
 
         def show(files: CampaignFiles, address: str) -> None:
             end_waiting()
-            print(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", flush=True)
+            _say(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", log_json)
 
         _run(run_join(addresses, settings, show))
 
@@ -649,6 +650,10 @@ def _log(level: str, as_json: bool) -> None:
     from spes_p2p.observe.log import setup_logging
 
     setup_logging(level, as_json)
+
+
+def _say(text: str, as_json: bool) -> None:
+    print(json_line(text) if as_json else text, flush=True)
 
 
 def _check_invitation(given: str | None) -> None:

@@ -82,13 +82,14 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def assert_refused(folder: Path, arguments: list[str], *expected: str) -> None:
-    """One line with all of `expected`, exit code 2, no file changed."""
+    """One line with all of `expected`, after lines that say what the command tries, exit code 2, no file changed."""
     before = contents(folder)
     ended = call(*arguments)
     assert ended.code == 2, ended
-    assert ended.stderr.startswith("error: "), ended.stderr
-    assert ended.stderr.count("\n") == 1, ended.stderr
-    assert [text for text in expected if text not in ended.stderr] == [], ended.stderr
+    *told, error = ended.stderr.splitlines()
+    assert all(re.match(r"[\d:]{8} (looking for|found) ", line) for line in told), ended.stderr
+    assert error.startswith("error: "), ended.stderr
+    assert [text for text in expected if text not in error] == [], ended.stderr
     assert ended.stdout == ""
     assert contents(folder) == before
 
@@ -443,6 +444,26 @@ def test_the_virtual_simulator_does_not_wait_for_torch() -> None:
     )
     ended = in_a_process("-c", program)
     assert (ended.returncode, ended.stdout) == (0, "\n"), ended
+
+
+@pytest.mark.parametrize(
+    ("case", "levels"), [(["join", NOBODY], ["info", "error"]), (["join", NOBODY, "--device", "abacus"], ["error"])]
+)
+def test_with_log_json_every_line_is_json(case: list[str], levels: list[str], tmp_path: Path) -> None:
+    ended = call(*case, "--log-json", "--run-dir", str(tmp_path / "peer"))
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert [line["level"] for line in lines] == levels
+    assert all(line["message"] for line in lines)
+
+
+@pytest.mark.network
+def test_with_log_json_what_a_peer_prints_is_json_too(campaign: Path, tmp_path: Path) -> None:
+    with LocalPeers(tmp_path) as peers:
+        bootstrap = peers.bootstrap(campaign, LOOPBACK, "--log-json")
+        joiner = peers.join("joiner", bootstrap.address, "--log-json")
+        peers.wait(lambda: "joined campaign" in joiner.log, 60.0, "it joins")
+        for line in (bootstrap.log + joiner.log).splitlines():
+            assert {"time", "level", "message"} <= json.loads(line).keys()
 
 
 def test_what_is_nobodys_mistake_ends_with_a_code_by_which_a_supervisor_starts_again(

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def measure(folder: Path, repeat: int, rounds: int) -> dict[str, Any]:
         address = bootstrap.wait_for("spes-p2p join ")[1].split()[-1]
         with started(["join", address, "--run-dir", str(folder / "trainer")]) as trainer:
             trainer.wait_for(f"round {rounds}/")
-            return {**report, **memory_of(bootstrap.process)}
+            return {**report, **memory_of("bootstrap", bootstrap.process), **memory_of("trainer", trainer.process)}
 
 
 def demo_campaign(folder: Path) -> Path:
@@ -116,13 +117,15 @@ class Running:
 
     def __init__(self, arguments: Sequence[str]):
         self._started = time.perf_counter()
+        self._last: list[str] = []
         self.process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def wait_for(self, words: str) -> tuple[float, str]:
-        """Return the next line with these words, and the seconds from the start to it."""
+        """Return the next line with these words, or that of the last call, and the seconds from the start to it."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in chain(self._last, self.process.stdout):
             if words in line:
+                self._last = [line]
                 return time.perf_counter() - self._started, line
         raise RuntimeError(f"a peer ended with code {self.process.wait()} before it printed '{words}'")
 
@@ -160,14 +163,15 @@ def imports(arguments: Sequence[str], file: Path) -> dict[str, Any]:
     return {"modules": len(modules), "large": [name for name in HEAVY if name in modules]}
 
 
-def memory_of(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return megabytes of a peer: resident, its own (not of mapped files), the peak, and p2pd's."""
+def memory_of(name: str, process: subprocess.Popen[str]) -> dict[str, float]:
+    """Return megabytes of a peer's process: resident, its own (without mapped files), the peak; and p2pd's."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
     [daemon] = psutil.Process(process.pid).children()
-    kilobytes = {name: float(fields[field].split()[0]) for name, field in
-                 (("bootstrap_rss_mb", "VmRSS"), ("bootstrap_own_mb", "RssAnon"), ("bootstrap_peak_mb", "VmHWM"))}
-    measured = {name: round(value * 1024 / MEGABYTE, 1) for name, value in kilobytes.items()}
-    return {**measured, "p2pd_rss_mb": round(daemon.memory_info().rss / MEGABYTE, 1)}
+    measured = {
+        f"{name}_{kind}_mb": round(float(fields[field].split()[0]) * 1024 / MEGABYTE, 1)
+        for kind, field in (("rss", "VmRSS"), ("own", "RssAnon"), ("peak", "VmHWM"))
+    }
+    return {**measured, f"{name}_p2pd_rss_mb": round(daemon.memory_info().rss / MEGABYTE, 1)}
 
 
 def median(seconds: Sequence[float]) -> float:

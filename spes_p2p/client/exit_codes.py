@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import NoReturn
 import typer
 
 from spes_p2p.errors import Broken, UserError, printable
+from spes_p2p.observe.log import json_line
 
 
 def exit_with(command: Callable[[], int | None]) -> NoReturn:
@@ -38,5 +40,6 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
 
 
 def _fail(message: str, exit_code: int = 2) -> NoReturn:
-    print(f"error: {printable(message)}", file=sys.stderr)
+    line = json_line(printable(message), logging.ERROR) if "--log-json" in sys.argv else f"error: {printable(message)}"
+    print(line, file=sys.stderr)
     sys.exit(exit_code)

@@ -54,6 +54,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, allow_nan=False)
 
 
+def json_line(message: str, level: int = logging.INFO) -> str:
+    """Return a line of `--log-json` for what a command says to people."""
+    return JsonFormatter().format(logging.LogRecord("spes_p2p", level, "", 0, message, None, None))
+
+
 class StderrHandler(logging.Handler):
     """Writes to the current sys.stderr, which a live table replaces to print lines above itself."""
 
