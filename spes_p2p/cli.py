@@ -66,7 +66,9 @@ FromAddresses = Annotated[
 ]
 Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable.")]
 Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that other peers dial, for use behind NAT; repeatable.")]
-Memory = Annotated[str | None, typer.Option(help="Memory budget of the device: 12GiB. Default: all free.")]
+Devices = Annotated[str | None, typer.Option(
+    help="auto (the first GPU, or the CPU), cpu, all (every GPU), or numbers of GPUs that divide each batch: 0,1,2,3.")]
+Memory = Annotated[str | None, typer.Option(help="Memory budget, of each device: 12GiB. Default: all free.")]
 MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
 MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
@@ -196,7 +198,7 @@ def bootstrap(
 def join(
     addresses: Addresses,
     run_dir: RunDir = Path("runs/peer"),
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    devices: Devices = None,
     experts: Annotated[str | None, typer.Option(help="Maximum number of experts to train: auto or a number.")] = None,
     memory: Memory = None,
     stored: Annotated[str | None, typer.Option(help="Format of the experts of other peers: auto, fp32, bf16 or int8.")] = None,
@@ -232,7 +234,7 @@ def join(
     from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(
-        run_dir=run_dir, device=device, experts=_number_or_word(experts),
+        run_dir=run_dir, devices=devices, experts=_number_or_word(experts),
         memory_bytes=_bytes(memory, "--memory"),
         stored=stored, stored_on=stored_on, backend=backend,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
@@ -413,7 +415,7 @@ def simulate(
 def doctor(
     addresses: Addresses,
     run_dir: RunDir = Path("runs/peer"),
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    devices: Devices = None,
     memory: Memory = None,
     listen: Listen = None,
     announce: Announce = None,
@@ -423,7 +425,7 @@ def doctor(
     from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(
-        run_dir=run_dir, device=device, memory_bytes=_bytes(memory, "--memory"), listen=listen, announce=announce
+        run_dir=run_dir, devices=devices, memory_bytes=_bytes(memory, "--memory"), listen=listen, announce=announce
     )
     _log("error", False)
     with _waiting("checking this machine and its connection to the swarm"):
@@ -459,8 +461,9 @@ def dashboard(
 @app.command()
 def plan(
     config: ConfigFile,
-    memory: Annotated[str, typer.Option(help="Memory of the GPU: 24GiB, 24GB.")],
+    memory: Annotated[str, typer.Option(help="Memory of a GPU: 24GiB, 24GB.")],
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of the internet link, each way: 100mbit, 1gbit.")] = "100mbit",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the peer, each with this memory.")] = 1,
     peers: Annotated[int | None, typer.Option(
         help="Identical peers in the swarm. Default: enough to train all experts.")] = None,
     as_json: AsJson = False,
@@ -475,7 +478,7 @@ def plan(
     from spes_p2p.campaign.planner import plan_peer
     from spes_p2p.campaign.room import Device
 
-    made = plan_peer(campaign, Device("cuda", memory_bytes), line, peers, "--memory")
+    made = plan_peer(campaign, Device("cuda", memory_bytes, gpus), line, peers, "--memory")
     if as_json:
         print(json.dumps(plan_json(made), indent=2))
     else:

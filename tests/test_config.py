@@ -299,7 +299,9 @@ def test_a_published_campaign_that_cannot_be_used(published: bytes, expected: st
 
 
 @pytest.mark.parametrize(("options", "expected"), [
-    ({"device": "gpu"}, "--device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
+    ({"devices": "gpu"}, "--devices = 'gpu': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
+    ({"devices": "0,"}, "--devices = '0,': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
+    ({"devices": "cpu,0"}, "--devices = 'cpu,0': must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3"),
     ({"experts": "0"}, "--experts = '0': must be auto or a whole number greater than 0"),
     ({"experts": "many"}, "--experts = 'many': must be auto or a whole number greater than 0"),
     ({"metrics_port": 70000}, "--metrics-port = 70000: must be at most 65535"),
@@ -310,7 +312,7 @@ def test_a_published_campaign_that_cannot_be_used(published: bytes, expected: st
      "--announce = '/ip4/1.2.3.400/tcp/1': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     ({"announce": ["/ip4/::1/tcp/1"]}, "--announce = '/ip4/::1/tcp/1': must be a multiaddress such as /ip4/0.0.0.0/tcp/31337"),
     ({"log_level": "loud"}, "--log-level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
-    ({"devise": "cpu"}, "unknown field '--devise'; did you mean 'device'?"),
+    ({"devise": "cpu"}, "unknown field '--devise'; did you mean 'devices'?"),
 ])
 def test_a_bad_option_costs_one_line(options: dict[str, object], expected: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -320,8 +322,8 @@ def test_a_bad_option_costs_one_line(options: dict[str, object], expected: str) 
 
 def test_options_that_were_not_given_take_their_defaults(tmp_path: Path) -> None:
     listen = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/0")
-    config = make_peer_config(run_dir=tmp_path, device=None, experts="3", listen=list(listen), identity=None)
-    assert (config.device, config.experts, config.metrics_port) == ("auto", 3, None)
+    config = make_peer_config(run_dir=tmp_path, devices=None, experts="3", listen=list(listen), identity=None)
+    assert (config.devices, config.experts, config.metrics_port) == ("auto", 3, None)
     assert config.listen == listen
     assert config.identity_path == tmp_path / "identity.key"
 

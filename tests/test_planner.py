@@ -343,7 +343,19 @@ def test_a_swarm_on_one_machine_shares_its_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(free_memory, "measured", lambda device: Device("cpu", 9000))
     monkeypatch.setattr(local_swarm, "start_peer", lambda folder, name, arguments: started.append(arguments))
     local_swarm.start_trainers("address", 3, tmp_path, (Path("a"), Path("b")))
-    assert started == [["join", "address", "--memory", "3000B", "--data-dir", "a", "--data-dir", "b"]] * 3
+    folders = ["--data-dir", "a", "--data-dir", "b"]
+    assert started == [["join", "address", "--devices", "cpu", "--memory", "3000B", *folders]] * 3
+
+
+def test_a_swarm_spreads_its_peers_over_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(free_memory, "measured", lambda devices: Device("cuda", 9000 + devices[0].index))
+    monkeypatch.setattr(local_swarm, "start_peer", lambda folder, name, arguments: started.append(arguments))
+    local_swarm.start_trainers("address", 3, tmp_path, ())
+    shared, own = ["--devices", "0", "--memory", "4500B"], ["--devices", "1", "--memory", "9001B"]
+    assert [options[2:] for options in started] == [shared, own, shared]
 
 
 def test_outer_momentum_counts_wherever_a_base_is() -> None:

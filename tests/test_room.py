@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from counting_text import CountingText
 from model_shapes import tiny_campaign, tiny_model, tiny_training
 
-from spes_p2p.campaign.free_memory import has_active_display
+from spes_p2p.campaign.free_memory import choose_devices, has_active_display
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.planner import plan_peer
 from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, needed_bytes
@@ -22,7 +23,7 @@ from spes_p2p.config.campaign import Campaign, CampaignConfig, PeerConfig, load_
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of
-from spes_p2p.model.memory import Setup
+from spes_p2p.model.memory import Setup, device_bytes
 from spes_p2p.session.resources import resources_on
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -218,6 +219,56 @@ def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_base
 
     simulate(main)
     assert len(set(used)) == 3
+
+
+def test_several_devices_divide_a_batch_and_each_holds_everything_else() -> None:
+    config = recipe("1b")
+    one, four = (find_room(config, card(24, ranks=ranks), "x") for ranks in (1, 4))
+    assert config.training.batch_size == 16
+    assert four.setup.ranks == 4
+    assert four.setup.micro_batch <= 4
+    assert four.setup.owned >= one.setup.owned, "less is needed for a pass"
+    same = replace(one.setup, micro_batch=four.setup.micro_batch)
+    sizes, of_four = (device_bytes(config.model, 2048, replace(same, ranks=ranks)) for ranks in (1, 4))
+    assert (of_four.weights, of_four.gradients, of_four.moments) == (sizes.weights, sizes.gradients, sizes.moments)
+    assert step_seconds(config, replace(same, ranks=4)) > step_seconds(config, same) / 4, "gradients are summed"
+    on_host = replace(one.setup, stored_on="host")
+    assert host_bytes(config, replace(on_host, ranks=4)).stored == 4 * host_bytes(config, on_host).stored
+
+
+@pytest.mark.parametrize(("batch", "ranks", "advice"), [(4, 3, "1, 2"), (16, 5, "1, 2, 4"), (1, 2, "1")])
+def test_devices_that_cannot_divide_a_batch_are_refused_in_one_line(batch: int, ranks: int, advice: str) -> None:
+    config = tiny_campaign(training=tiny_training(batch_size=batch))
+    with pytest.raises(UserError) as caught:
+        resources_on(card(8, ranks=ranks), settings(devices="all"), config)
+    assert str(caught.value) == (
+        f"--devices all: {ranks} devices cannot divide a batch of {batch} samples (training.batch_size) equally; "
+        f"give this many: {advice}"
+    )
+
+
+@pytest.mark.parametrize(("wanted", "gpus", "found"), [
+    ("auto", 0, "cpu"), ("auto", 2, "cuda:0"), ("all", 2, "cuda:0 cuda:1"), ("1,0", 2, "cuda:1 cuda:0"),
+    ("cpu,cpu", 2, "cpu cpu"),
+])
+def test_devices_are_what_the_option_names(wanted: str, gpus: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, gpus)
+    assert " ".join(map(str, choose_devices(wanted))) == found
+
+
+@pytest.mark.parametrize(("wanted", "gpus", "reason"), [
+    ("all", 0, "this machine has no GPU that torch can use"), ("0", 0, "this machine has no GPU that torch can use"),
+    ("0,2", 2, "this machine's GPUs are 0,1; give each at most once"), ("1,1", 2, "this machine's GPUs are 0,1; give each at"),
+])
+def test_devices_that_do_not_exist_are_refused(wanted: str, gpus: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, gpus)
+    with pytest.raises(UserError, match=f"--devices {wanted}: {reason}"):
+        choose_devices(wanted)
+
+
+def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 def test_a_setup_is_no_part_of_the_campaign() -> None:

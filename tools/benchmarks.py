@@ -415,7 +415,7 @@ def beside_the_whole(
 
     Micro-batches and checkpointing are the same.
     """
-    needed, free = bytes_of_the_whole(config, setup), measured(device.type).memory
+    needed, free = bytes_of_the_whole(config, setup), measured([device]).memory
     if needed > free:
         return {"peer_vs_transformers_whole": None, "whole": f"needs about {needed} bytes, {free} are free"}
     work = transformers_step(config, base, device, setup.micro_batch, setup.checkpointing)

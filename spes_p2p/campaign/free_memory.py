@@ -1,9 +1,10 @@
-"""The device to train on and its free memory."""
+"""The devices to train on and their free memory."""
 
 from __future__ import annotations
 
 import importlib.util
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,25 +17,35 @@ DRIVER_TIMEOUT_S = 10.0
 """A driver that hangs longer is not asked; the display's margin is then missing."""
 
 
-def choose_device(wanted: str) -> str:
-    """Return cpu or cuda. Raises UserError if CUDA is requested but not available."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu or auto")
+def choose_devices(wanted: str) -> tuple[torch.device, ...]:
+    """Return the devices that `--devices` names (`PeerConfig.devices`). Raises UserError for one that does not exist."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+        wanted = "0" if gpus else "cpu"
+    if wanted.startswith("cpu"):
+        return (torch.device("cpu"),) * len(wanted.split(","))
+    numbers = list(range(gpus)) if wanted == "all" else [int(number) for number in wanted.split(",")]
+    if gpus == 0:
+        raise UserError(f"--devices {wanted}: this machine has no GPU that torch can use; give --devices cpu or auto")
+    if max(numbers) >= gpus or len(set(numbers)) < len(numbers):
+        found = ",".join(map(str, range(gpus)))
+        raise UserError(f"--devices {wanted}: this machine's GPUs are {found}; give each at most once")
+    return tuple(torch.device("cuda", number) for number in numbers)
 
 
-def measured(device: str) -> Device:
-    """Return the device with its free memory; for a CPU, what Linux can give a new process without swapping."""
+def measured(devices: Sequence[torch.device]) -> Device:
+    """Return these devices, all of one kind, as one with the least of their free memory; on a CPU they share the machine's."""
     available = available_bytes(MEMINFO.read_text())
     has_adamw8bit = importlib.util.find_spec("torchao") is not None
-    if device == "cpu":
-        return Device("cpu", available, has_adamw8bit=has_adamw8bit)
-    free, _ = torch.cuda.mem_get_info()
-    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    drives_display = has_active_display(_driver_listing(), uuid)
-    return Device("cuda", free, host_memory=available, drives_display=drives_display, has_adamw8bit=has_adamw8bit)
+    if devices[0].type == "cpu":
+        return Device("cpu", available // len(devices), ranks=len(devices), has_adamw8bit=has_adamw8bit)
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+    listing = _driver_listing()
+    uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
+    return Device(
+        "cuda", free, ranks=len(devices), host_memory=available, has_adamw8bit=has_adamw8bit,
+        drives_display=any(has_active_display(listing, uuid) for uuid in uuids),
+    )
 
 
 def has_active_display(listing: str, uuid: str) -> bool:

@@ -38,7 +38,7 @@ class HostBytes:
     pieces: int
     """Buffers for parts and pieces in a round."""
     stored: int
-    """Foreign experts stored on the host."""
+    """Foreign experts stored on the host, by each device's process."""
 
     @property
     def total(self) -> int:
@@ -54,7 +54,7 @@ def host_bytes(config: CampaignConfig, setup: Setup, base_in_memory: bool = Fals
         update=pending_bytes(config, setup.owned) * base_in_memory,
         sums=(2 * sums_bytes(config) + inputs_bytes(config)) * base_in_memory,
         pieces=min(PIECES_BYTES, base),
-        stored=stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
+        stored=setup.ranks * stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
     )
 
 

@@ -37,7 +37,7 @@ def describe_setup(setup: Setup, num_experts: int) -> str:
     words = [f"{setup.owned} of {num_experts} experts", "Muon and " * setup.muon + _OPTIMIZERS[setup.optimizer]]
     if setup.owned < num_experts:
         words.append(f"foreign experts {setup.stored}" + (" in host memory" if setup.stored_on == "host" else ""))
-    words.append(f"micro-batch {setup.micro_batch}")
+    words.append(f"micro-batch {setup.micro_batch}" + f" on each of {setup.ranks} devices" * (setup.ranks > 1))
     return ", ".join(words + ["checkpointing"] * setup.checkpointing)
 
 

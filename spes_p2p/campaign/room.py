@@ -44,10 +44,15 @@ OPTION_FLAGS = {
 
 @dataclass(frozen=True)
 class Device:
-    """A device, its free memory, and what of the machine around it decides about setups."""
+    """A device, its free memory, and what of the machine around it decides about setups.
+
+    Several devices of one peer are alike: each takes its share of a batch, and the memory is that of the one with least.
+    """
 
     kind: DeviceKind
     memory: int
+    ranks: int = 1
+    """Number of devices."""
     base_in_memory: bool = False
     """Whether the peer holds the base in main memory (`join --base ram`)."""
     host_memory: int | None = None
@@ -104,21 +109,23 @@ def choices(config: CampaignConfig, device: Device, owned: int, asked: Asked) ->
     step 8-bit moments: without a compiler that takes several times the largest tensor in temporary memory.
     """
     training, on_gpu = config.training, device.kind == "cuda"
-    largest = training.micro_batch_size or training.batch_size
+    share = training.batch_size // device.ranks
+    largest = min(share, training.micro_batch_size or share)
     can_step_8bit = on_gpu and device.has_adamw8bit and training.second_moment_peers in (1, "auto")
     options: dict[str, tuple[Any, ...]] = {
         "optimizer": ("adamw", "adamw8bit") if can_step_8bit else ("adamw",),
         "stored": ("bf16", "int8") if on_gpu else ("fp32", "bf16", "int8"),
         "stored_on": ("device", "host") if on_gpu else ("device",),
         "checkpointing": (False, True),
-        "micro_batch": tuple(size for size in range(largest, 0, -1) if training.batch_size % size == 0),
+        "micro_batch": tuple(size for size in range(largest, 0, -1) if share % size == 0),
     }
     options.update({name: (value,) for name, value in asked.items()})
     for values in product(*options.values()):
         chosen: dict[str, Any] = dict(zip(options, values, strict=True))
         corrected = training.second_moment_peers != 1 and chosen["optimizer"] == "adamw"
         setup = Setup(
-            owned=owned, device=device.kind, bf16=on_gpu, muon=training.optimizer == "muon", corrected=corrected, **chosen
+            owned=owned, device=device.kind, bf16=on_gpu, muon=training.optimizer == "muon", corrected=corrected,
+            ranks=device.ranks, **chosen,
         )
         yield Choice(setup, device_bytes(config.model, training.sequence_length, setup))
 

@@ -2,13 +2,14 @@
 
 **None of this was measured on a GPU.** The estimate for a step of n passes over t tokens each:
 
-    n (flops(t) / FLOPS + weight traffic / MEMORY_BYTES + copies that show) + optimizer traffic / MEMORY_BYTES
+    n (flops(t) / FLOPS + weight traffic / MEMORY_BYTES + copies that show) + optimizer traffic / MEMORY_BYTES + sum
 
 flops: those of training (`model/flops.py`), with checkpointing one more forward pass of the layers. Weight traffic per use of a
 matrix, in bytes per value: 2 for one stored in bf16; 9 for int8, which is decoded, scaled and read again; 8 for a trained one,
 which is cast, and 12 for adding its gradient. A matrix is used twice per pass, with checkpointing three times. Copies: 2 L - 4
 layers per pass (`model/prefetch.py`) over the link, of which computation hides a part. The optimizer moves 28 bytes per trained
-value, in 8 bits an assumed 56.
+value, in 8 bits an assumed 56. N devices divide the passes; summing their gradients moves 8 (N - 1) / N bytes per trained value
+over each device's link.
 
 On a CPU, the formats of stored experts take the same time (docs/performance.md), so only the operations count there.
 """
@@ -59,7 +60,7 @@ class Costs:
 
 def costs_of(config: CampaignConfig, setup: Setup) -> Costs:
     """Return what the setup's ways to save memory cost in speed."""
-    largest = max(setup.micro_batch, config.training.micro_batch_size or config.training.batch_size)
+    largest = max(setup.micro_batch, config.training.micro_batch_size or config.training.batch_size // setup.ranks)
     exact: StoredFormat = "bf16" if setup.bf16 else "fp32"
     best = replace(setup, micro_batch=largest, optimizer="adamw", stored=exact, checkpointing=False, stored_on="device")
     added: dict[str, dict[str, Any]] = {
@@ -80,7 +81,7 @@ def costs_of(config: CampaignConfig, setup: Setup) -> Costs:
 def step_seconds(config: CampaignConfig, setup: Setup) -> float:
     """Return the estimated seconds of a step (module docstring); only ratios mean anything."""
     model, training = config.model, config.training
-    passes = training.batch_size / setup.micro_batch
+    passes = training.batch_size / setup.micro_batch / setup.ranks
     flops = training_flops_per_token(model, training.sequence_length, range(setup.owned))
     if setup.checkpointing:
         flops += layers_forward_flops_per_token(model, training.sequence_length)
@@ -95,7 +96,8 @@ def step_seconds(config: CampaignConfig, setup: Setup) -> float:
     if setup.stored_on == "host":
         copying = max(0, 2 * layers - 4) * stored_bytes(model, setup) / layers / LINK_BYTES
     shown = copying - HIDDEN_SHARE * min(copying, computing)
-    return passes * (computing + traffic / MEMORY_BYTES + shown) + STEP_TRAFFIC[setup.optimizer] * trained / MEMORY_BYTES
+    after = STEP_TRAFFIC[setup.optimizer] * trained / MEMORY_BYTES + 8 * (1 - 1 / setup.ranks) * trained / LINK_BYTES
+    return passes * (computing + traffic / MEMORY_BYTES + shown) + after
 
 
 def _percent(fraction: float) -> str:

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from spes_p2p.campaign.files import CampaignFiles, fetch_campaign
+from spes_p2p.campaign.free_memory import choose_devices
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.plan_table import join_flags
 from spes_p2p.campaign.planner import disk_bytes, round_traffic
@@ -173,13 +174,14 @@ async def _capacity(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaign
     """Check what this machine would train, and whether memory, disk and bandwidth suffice for it."""
     config = files.campaign.config
     try:
-        resources = choose_resources(settings, config)
+        resources = choose_resources(choose_devices(settings.devices), settings, config)
     except UserError as error:
         return [Check("device", "failure", str(error), "run spes-p2p plan for the memory that training needs")]
     device, choice = resources.device, resources.choice
-    found = f"{device.kind} with {human_bytes(device.memory)} free trains {resources.description}"
+    kind = device.kind if device.ranks == 1 else f"each of {device.ranks} {device.kind} devices"
+    found = f"{kind} with {human_bytes(device.memory)} free trains {resources.description}"
     values = {
-        "device": device.kind, "free_bytes": device.memory, "experts": choice.setup.owned,
+        "device": device.kind, "devices": device.ranks, "free_bytes": device.memory, "experts": choice.setup.owned,
         "join_with": join_flags(choice.setup), "slowdown_estimated": costs_of(config, choice.setup).total,
     }
     checks = [Check("device", "pass", found, values=values)]

@@ -111,15 +111,25 @@ def check_memory(peers: int, available: int) -> None:
 def start_trainers(
     address: str, peers: int, run_dir: Path, folders: Sequence[Path], invited: Sequence[str] = ()
 ) -> dict[str, subprocess.Popen[bytes]]:
-    """Start trainers; return the processes by name. `folders` hold their token files. `invited`: options of each.
+    """Start trainers, spread over this machine's GPUs; return the processes by name.
 
-    Each gets an equal share of the free memory, all of which it would otherwise claim before the others start.
+    `folders` hold their token files. `invited`: options of each. Each gets an equal share of its device's free memory, all of
+    which it would otherwise claim before the others start.
     """
-    from spes_p2p.campaign.free_memory import choose_device, measured
+    from spes_p2p.campaign.free_memory import choose_devices, measured
 
-    options = [*invited, "--memory", f"{measured(choose_device('auto')).memory // peers}B"]
-    options += [part for folder in folders for part in ("--data-dir", str(folder))]
-    return {f"peer-{i}": start_peer(run_dir, f"peer-{i}", ["join", address, *options]) for i in range(peers)}
+    devices = choose_devices("auto")
+    devices = choose_devices("all") if devices[0].type == "cuda" else devices
+    free = [measured([device]).memory for device in devices]
+    common = [*invited, *(part for folder in folders for part in ("--data-dir", str(folder)))]
+    processes = {}
+    for number in range(peers):
+        place = number % len(devices)
+        on_it = len(range(place, peers, len(devices)))
+        device = "cpu" if devices[place].type == "cpu" else str(place)
+        options = ["--devices", device, "--memory", f"{free[place] // on_it}B", *common]
+        processes[f"peer-{number}"] = start_peer(run_dir, f"peer-{number}", ["join", address, *options])
+    return processes
 
 
 async def _invitation(bootstrap: Path) -> tuple[str, str]:

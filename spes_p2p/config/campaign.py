@@ -25,6 +25,7 @@ from spes_p2p.config.types import (
     CodecName,
     Count,
     Decay,
+    Devices,
     Fraction,
     IPAddress,
     Multiaddr,
@@ -301,7 +302,9 @@ class PeerConfig(Section):
     """Local settings of one peer. They may change from start to start."""
 
     run_dir: Path = Field(description="Folder for the peer's state; a restart with the same folder continues.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device to train on; auto: CUDA if available.")
+    devices: Devices = Field(
+        "auto", description="Devices to train on: auto (the first GPU, or the CPU), cpu, all (every GPU), or numbers of GPUs, "
+                            "which divide each batch: 0,1,2,3. cpu,cpu is two processes on the CPU.")
     experts: AutoOrPositive = Field(
         "auto", description="Maximum number of experts to train; auto: as many as fit in memory.")
     memory_bytes: Positive | None = Field(

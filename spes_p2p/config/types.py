@@ -58,4 +58,7 @@ Multiaddr = Annotated[str, checked("must be a multiaddress such as /ip4/0.0.0.0/
 IPAddress = Annotated[str, checked(
     "must be an address of this machine such as 127.0.0.1, or 0.0.0.0 for all of them",
     lambda host: is_host("ip6" if ":" in host else "ip4", host))]
+Devices = Annotated[str, checked(
+    "must be auto, all, cpu, or numbers of GPUs such as 0,1,2,3",
+    re.compile(r"auto|all|cpu(,cpu)*|\d{1,4}(,\d{1,4})*").fullmatch)]
 AutoOrPositive = Annotated[Literal["auto"] | Positive, BeforeValidator(_auto_or_positive)]

@@ -19,7 +19,7 @@ Working memory is temporary: in the loss, the last hidden states twice, logits o
 a cast copy of the head; in a layer, decoded experts, their gradient, twice that of their low-rank terms, and gradients of its
 activations; at the end of the backward pass the gradient of the embedding; in AdamW's step with 8-bit moments, which it
 decodes, or with corrected ones (`second_moment_peers`), two float32 copies of the largest tensor; in Muon's, bf16 copies of one
-matrix.
+matrix; between several devices, sums of BUCKET_ELEMENTS gradients at a time.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ LOSS_CHUNK = 512
 PRODUCT_ROWS = 8192
 """Block size, in rows of the head, of its gradient in bf16 (training/head_loss.py)."""
 
+BUCKET_ELEMENTS = 2**24
+"""Gradients that ranks sum at a time (training/ranks.py)."""
+
 STORED_BYTES: dict[StoredFormat, int] = {"fp32": 4, "bf16": 2, "int8": 1}
 SCALE_BYTES = 4
 BLOCK_8BIT = 256
@@ -61,7 +64,7 @@ class Setup:
     stored: StoredFormat
     optimizer: OptimizerKind
     micro_batch: int
-    """Samples per forward pass."""
+    """Samples per forward pass, on each device."""
     device: DeviceKind = "cuda"
     bf16: bool = True
     """Autocast to bfloat16; otherwise float32 throughout."""
@@ -72,6 +75,8 @@ class Setup:
     """Whether the campaign trains matrices of attention and experts with Muon."""
     corrected: bool = False
     """Whether the campaign corrects AdamW's second moments (`training.second_moment_peers`)."""
+    ranks: int = 1
+    """Devices that divide a batch; each has all weights, gradients and moments."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
     trained = shared + setup.owned * expert
     activations, working = _Pass(model, sequence_length, setup).highest()
     has_copies = setup.optimizer == "adamw8bit" or setup.corrected
-    optimizer_working = 8 * layout.largest_tensor if has_copies else 0
+    after_passes = 8 * layout.largest_tensor if has_copies else 0
+    if setup.ranks > 1:
+        after_passes = max(after_passes, 4 * BUCKET_ELEMENTS)
     layers = shape_of(model).num_hidden_layers
     layers_there = min(SLOTS, layers) if setup.stored_on == "host" else layers
     return DeviceBytes(
@@ -110,7 +117,7 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
         + setup.owned * _moments_bytes(layout, 0, setup.optimizer, setup.muon),
         stored=stored_bytes(model, setup) * layers_there // layers + _directions_bytes(model),
         activations=activations,
-        working=max(working, optimizer_working - activations),
+        working=max(working, after_passes - activations),
     )
 
 

@@ -154,6 +154,14 @@ class PartitionedExperts(nn.Module):
             self._prefetcher.forget(self._layer)
         self._store(name).write(index, values)
 
+    @torch.no_grad()
+    def overwrite_stored(self, write: Callable[[Tensor], object]) -> None:
+        """Have `write` change the tensors that store foreign experts."""
+        if self._prefetcher is not None:
+            self._prefetcher.forget(self._layer)
+        for tensor in self.stored_tensors():
+            write(tensor)
+
     def stored_tensors(self) -> list[Tensor]:
         """Return the tensors that store foreign experts."""
         return [tensor for name in MATRICES for tensor in self._store(name).matrices.tensors]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spes_p2p.campaign.free_memory import choose_device, measured
+import torch
+
+from spes_p2p.campaign.free_memory import measured
 from spes_p2p.campaign.host_memory import SHARE_FOR_THE_BASE, host_bytes
 from spes_p2p.campaign.plan_table import describe_setup
 from spes_p2p.campaign.room import Choice, Device, find_room, needed_bytes, smallest
@@ -35,9 +38,9 @@ class Resources:
         return self.choice.setup.owned
 
 
-def choose_resources(settings: PeerConfig, config: CampaignConfig) -> Resources:
-    """Return `resources_on` this machine. Raises UserError also for options or a device that it lacks."""
-    resources = resources_on(measured(choose_device(settings.device)), settings, config)
+def choose_resources(devices: Sequence[torch.device], settings: PeerConfig, config: CampaignConfig) -> Resources:
+    """Return `resources_on` these devices of this machine. Raises UserError also for options that it lacks."""
+    resources = resources_on(measured(devices), settings, config)
     check_options(config.model, resources.options, resources.device.kind)
     return resources
 
@@ -45,11 +48,17 @@ def choose_resources(settings: PeerConfig, config: CampaignConfig) -> Resources:
 def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -> Resources:
     """Return what a peer with this device trains: as many experts as fit, or as requested, with the options that were given.
 
-    Raises UserError for more experts than the model has, or, with `experts: auto`, if the shared weights do not fit. A
-    requested number that does not seem to fit is described as such and tried.
+    Raises UserError for more experts than the model has, for devices that cannot divide a batch equally, or, with
+    `experts: auto`, if the shared weights do not fit. A requested number that does not seem to fit is described as such and
+    tried.
     """
     device = replace(device.at_most(settings.memory_bytes), base_in_memory=settings.base == "ram")
     wanted, experts, asked = settings.experts, config.model.moe_num_experts, _asked(settings)
+    batch = config.training.batch_size
+    if batch % device.ranks:
+        possible = ", ".join(str(number) for number in range(1, device.ranks) if batch % number == 0)
+        raise UserError(f"--devices {settings.devices}: {device.ranks} devices cannot divide a batch of {batch} samples "
+                        f"(training.batch_size) equally; give this many: {possible}")
     name = "--memory" if device.memory == settings.memory_bytes else f"free memory ({device.kind})"
     doubt = ""
     if wanted == "auto":
@@ -79,7 +88,7 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
 
 def _has_room_for_bases(device: Device, config: CampaignConfig, choice: Choice) -> bool:
     """Return whether bases and the data of a round may take main memory, next to this training."""
-    free = device.memory - choice.device.total if device.kind == "cpu" else device.host_memory or 0
+    free = device.ranks * (device.memory - choice.device.total) if device.kind == "cpu" else device.host_memory or 0
     return host_bytes(config, choice.setup, base_in_memory=True).total <= SHARE_FOR_THE_BASE * free
 
 

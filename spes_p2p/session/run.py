@@ -148,11 +148,14 @@ async def _join(
         invitation = admitted(settings, files, genesis, net.identity, trains=True)
         logger.info("found campaign %s; preparing to train", config.name)
         await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
+        from spes_p2p.campaign.free_memory import choose_devices
         from spes_p2p.model.build import layout_of
+        from spes_p2p.session.ranks import started
         from spes_p2p.session.resources import choose_resources
         from spes_p2p.training.trainer import TorchTrainer
 
-        resources = choose_resources(settings, config)
+        devices = choose_devices(settings.devices)
+        resources = choose_resources(devices, settings, config)
         shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
         keep_campaign(files, genesis, settings.run_dir)
         keep_invitation(invitation, settings.run_dir)
@@ -169,7 +172,7 @@ async def _join(
             text, held_out = make_readers(files, shelf, library)
 
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
-                return TorchTrainer(config, base, owned, text, held_out, resources.device.kind, resources.options)
+                return TorchTrainer(config, base, owned, text, held_out, devices[0], resources.options, ranks)
 
             reachability = Reachability(node.endpoint, net.transport, node.others, node.world.rng, dialable)
             capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)
@@ -180,7 +183,8 @@ async def _join(
             )
             leave_on_signals(peer.leave)
             around = (reachability.keep_measuring(), net.keep_finding(addresses))
-            async with remembering(node, observers.history), beside(*around):
+            others = started(devices, config, resources.options)
+            async with others as ranks, remembering(node, observers.history), beside(*around):
                 await live_on(net, peer.run())
             logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,23 +23,28 @@ class Losses:
     cross_entropy: Tensor
     auxiliary: Tensor
     """Weighted sum of the other losses."""
+    assignments: Tensor
+    """`[layers, E]`: the pass's assignments to each expert, by all ranks."""
 
 
 def forward_losses(
-    model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig, share: float = 1.0
+    model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig,
+    share: float = 1.0, over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Losses:
     """Return the losses of samples `[B, S]`, which are the part `share` of a step's samples.
 
     `blocks`: the model's experts blocks in order; the pass sets their `routed`. Adds to the gradient of the output head.
+    `over_ranks` sums counts over the ranks that share a pass. Load balancing is linear in this rank's probabilities, so with
+    those counts the ranks' losses, weighted by their shares, add up to that of the whole pass.
     """
     # The outer model would also compute transformers' own auxiliary loss.
     outputs = model.base_model(input_ids=input_ids, use_cache=False, output_router_logits=True)
     head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight, share)
-    routed = [block.routed for block in blocks if block.routed is not None]
-    auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, routed)
+    assignments = over_ranks(torch.stack([block.routed for block in blocks if block.routed is not None]))
+    auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, assignments)
     auxiliary = auxiliary + config.moe_zloss_weight * router_z_loss(outputs.router_logits)
     weighted_z_loss = config.lm_head_zloss_weight * head.z_loss if config.lm_head_zloss_weight > 0 else 0.0
-    return Losses(head.total + share * auxiliary, head.cross_entropy, auxiliary.detach() + weighted_z_loss)
+    return Losses(head.total + share * auxiliary, head.cross_entropy, auxiliary.detach() + weighted_z_loss, assignments)
 
 
 def next_token_loss(
@@ -50,7 +55,7 @@ def next_token_loss(
     return head_loss(hidden[:, :-1].flatten(0, 1), matrix, input_ids[:, 1:].flatten(), z_weight, share)
 
 
-def load_balancing_loss(router_logits: Sequence[Tensor], routed: Sequence[Tensor]) -> Tensor:
+def load_balancing_loss(router_logits: Sequence[Tensor], routed: Iterable[Tensor]) -> Tensor:
     """Return the mean over layers of E / (k T) * sum_e n_e * mean_t p_te (Switch Transformer, arXiv 2101.03961, eq. 4, top-k).
 
     Per layer: router logits `[T, E]`, and counts n `[E]` of assignments, which sum to k T. Balanced routing gives 1, all tokens

@@ -6,9 +6,10 @@ without weight decay, embedding and output head, and matrices stepped by Muon.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class OwnedOptimizer:
         self._layout, self._config = layout, config
         embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
         head = {id(p) for p in model.get_output_embeddings().parameters()}
-        self._parameters = dict(model.named_parameters())
+        self._parameters = dict(sorted(model.named_parameters()))
         self._undecayed = {
             name
             for name, p in self._parameters.items()
@@ -56,7 +57,7 @@ class OwnedOptimizer:
 
     def regroup(self, model: PreTrainedModel) -> None:
         """Update the parameter groups after a change of owned experts."""
-        self._parameters = dict(model.named_parameters())
+        self._parameters = dict(sorted(model.named_parameters()))
         wanted = self._wanted()
         for kind in self._kinds():
             optimizer = kind.torch_optimizer
@@ -84,7 +85,8 @@ class OwnedOptimizer:
 
     def step(self, rate: float, loss: Tensor) -> bool:
         """Clip the gradients by global norm and apply them; return False, unchanged, if they or the loss are not finite."""
-        norm = nn.utils.clip_grad_norm_(self._all_parameters(), self._config.max_grad_norm)
+        # In one order at all ranks, which must round alike.
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
         finite = bool(torch.isfinite(norm + loss.sum()))
         if finite:
             for kind in self._kinds():
@@ -107,12 +109,27 @@ class OwnedOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return each parameter's state (`exp_avg/NAME`, `step/NAME`, ...), not copies, and each group's `age/GROUP`."""
+        ages = {name: torch.tensor(age, dtype=torch.int64) for name, age in self.ages().items()}
+        return ages | self.moments()
+
+    def ages(self) -> dict[str, int]:
+        """Return each group's `age/GROUP`."""
+        return {f"age/{group['name']}": group["age"] for _, group in self._groups()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return each parameter's state, not copies."""
         tensors: dict[str, Tensor] = {}
         for kind, group in self._groups():
-            tensors[f"age/{group['name']}"] = torch.tensor(group["age"], dtype=torch.int64)
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 tensors.update({f"{key}/{name}": value for key, value in kind.state_of(parameter).items()})
         return tensors
+
+    def become(self, ages: Mapping[str, int], moments: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Take these ages, and moments of these dtypes and shapes, whose values the caller then overwrites."""
+        for kind in self._kinds():
+            kind.torch_optimizer.state.clear()
+        zeros = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, shape) in moments.items()}
+        self.load_state({name: np.array(age) for name, age in ages.items()} | zeros)
 
     def load_state(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Restore `tensors`. A parameter with missing or mismatched entries is unchanged; its group then ramps up."""
@@ -170,6 +187,3 @@ class OwnedOptimizer:
         """Return the number of batches whose average's noise the second moment should have; experts are not averaged."""
         wanted = self._config.second_moment_peers
         return 1.0 if group.startswith("expert.") else self._averaged_peers if wanted == "auto" else wanted
-
-    def _all_parameters(self) -> Iterable[nn.Parameter]:
-        return [p for _, group in self._groups() for p in group["params"]]

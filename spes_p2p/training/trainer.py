@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, build_model, exact_expert, layout_of
@@ -28,9 +29,10 @@ from spes_p2p.storage.threads import ahead
 from spes_p2p.training.batches import split_samples
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
-from spes_p2p.training.losses import forward_losses, next_token_loss
+from spes_p2p.training.losses import Losses, forward_losses, next_token_loss
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.ranks import ALONE, Begin, Ranks, Step
 from spes_p2p.training.rates import learning_rate
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Reader(Protocol):
 
 
 class TorchTrainer:
-    """Trains shared weights, routers and owned experts on one device. Not thread-safe.
+    """Trains shared weights, routers and owned experts on one device, or as one of several ranks. Not thread-safe.
 
     A step whose loss or gradient is not finite changes neither weights nor moments. Its samples count as trained, so that they
     are not handed out again; its tokens, routing and loss do not count.
@@ -71,21 +73,26 @@ class TorchTrainer:
         config: CampaignConfig,
         base: State,
         owned: tuple[int, ...],
-        samples: Reader,
+        samples: Reader | None,
         validation: Reader | None = None,
         device: str | torch.device = "cpu",
         options: TrainingOptions | None = None,
+        ranks: Ranks = ALONE,
     ):
-        """Raises UserError, naming the alternatives, for options that this device or installation does not support."""
+        """Raises UserError, naming the alternatives, for options that this device or installation does not support.
+
+        `ranks`: `train` of the first uses all of them; the others only do what `follow` is told, and need no samples.
+        """
         options = options or TrainingOptions()
-        self._config, self._samples, self._validation = config, samples, validation
+        self._config, self._samples, self._validation, self._ranks = config, samples, validation, ranks
         self._device = torch.device(device)
         self._layout = layout_of(config.model)
         self._owned = tuple(sorted(owned))
         stored = options.stored or ("fp32" if self._device.type == "cpu" else "bf16")
-        self._model = build_model(
-            config.model, base, self._owned, stored, self._device, options.stored_on, options.backend
-        )
+        with self._selected():
+            self._model = build_model(
+                config.model, base, self._owned, stored, self._device, options.stored_on, options.backend
+            )
         if options.activation_checkpointing:
             checkpoint_activations(self._model)
         named = self._model.named_modules()
@@ -95,7 +102,7 @@ class TorchTrainer:
             options.micro_batch_size or config.training.micro_batch_size or config.training.batch_size
         )
         self._consecutive_skips = 0
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = dict(sorted(self._model.named_parameters()))
 
     @property
     def layout(self) -> Layout:
@@ -129,15 +136,16 @@ class TorchTrainer:
             return
         self._optimizer.zero_grad()
         self._owned = tuple(sorted(owned))
-        for name, block in self._blocks.items():
-            block.assign(self._owned, partial(exact_expert, base, self._layout, name))
+        with self._selected():
+            for name, block in self._blocks.items():
+                block.assign(self._owned, partial(exact_expert, base, self._layout, name))
         self._optimizer.regroup(self._model)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = dict(sorted(self._model.named_parameters()))
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """Run the phase's steps, or fewer if `should_stop` returns True or the slices run out of complete batches.
 
-        Raises UserError after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases.
+        Raises UserError after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases, and if another rank ends.
         """
         started = time.perf_counter()
         if phase.first_step == 0:
@@ -149,27 +157,46 @@ class TorchTrainer:
         batches = ahead(self._read_batch, self._batch_slices(phase, planned), 1, READ_AHEAD)
         done = 0
         self._model.train()
+        with self._selected():
+            self._begin_on_all_ranks(phase.averaged_peers)
         try:
             while done < planned and not should_stop():
                 campaign_step = phase.first_step + phase.campaign_steps * (phase.done + done) / phase.steps
-                self._step(next(batches), learning_rate(campaign_step, schedule), totals)
+                step = Step(next(batches), learning_rate(campaign_step, schedule))
+                self._ranks.tell(step)
+                with self._selected():
+                    self._step(step, totals)
                 done += 1
                 self._abort_if_diverged()
                 on_step(done, totals.tokens / (time.perf_counter() - started))
         finally:
             batches.close()
+        self._ranks.check()
         _, untrained = split_samples(phase.slices, done * self._config.training.batch_size)
         seconds = time.perf_counter() - started
         flops = totals.tokens * training_flops_per_token(
             self._config.model, self._config.training.sequence_length, self._owned
         )
-        report = totals.report(done, self._owned, seconds, untrained, flops / seconds, peak_flops(device_name(self._device)))
+        peak = peak_flops(device_name(self._device))
+        peak = peak and peak * self._ranks.count
+        report = totals.report(done, self._owned, seconds, untrained, flops / seconds, peak)
         utilisation = "" if math.isnan(report.mfu) else f", {100 * report.mfu:.1f} % MFU"
         logger.debug(
             "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
             report.steps, report.tokens / report.seconds, report.flops_per_second / 1e12, utilisation,
         )
         return report
+
+    def follow(self, command: Begin | Step) -> None:
+        """Do this rank's part of what rank 0 begins (`ranks.py`)."""
+        if isinstance(command, Step):
+            self._step(command, _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device))
+            return
+        self._model.train()
+        self.assign(command.owned, no_base(self._config.model))
+        self._optimizer.average_over(command.averaged_peers)
+        self._optimizer.become(command.ages, command.moments)
+        self._share_state()
 
     def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
         """See Trainer."""
@@ -196,8 +223,9 @@ class TorchTrainer:
         samples = self._validation.read_spread(self._config.evaluation.max_samples)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._model.eval()
-        with torch.no_grad(), self._autocast():
-            for chunk in self._micro_batches(samples):
+        with torch.no_grad(), self._selected(), self._autocast():
+            for start in range(0, len(samples), self._micro_batch_size):
+                chunk = self._to_device(samples[start : start + self._micro_batch_size])
                 hidden = self._model.base_model(input_ids=chunk, use_cache=False).last_hidden_state
                 total += next_token_loss(self._model, hidden, chunk).cross_entropy * len(chunk)
         return float(total) / len(samples)
@@ -210,22 +238,49 @@ class TorchTrainer:
         """See Trainer."""
         self._optimizer.load_state(state)
 
-    def _step(self, samples: Samples, rate: float, totals: _Totals) -> None:
+    def _begin_on_all_ranks(self, averaged_peers: float) -> None:
+        if self._ranks.count > 1:
+            moments = {name: (_dtype(each), tuple(each.shape)) for name, each in self._optimizer.moments().items()}
+            self._ranks.tell(Begin(self._owned, averaged_peers, self._optimizer.ages(), moments))
+            self._share_state()
+
+    def _share_state(self) -> None:
+        """Broadcast everything that a step reads and the next one does not compute: weights, stored experts, moments."""
+        for parameter in self._parameters.values():
+            self._ranks.broadcast(parameter)
+        for block in self._blocks.values():
+            block.overwrite_stored(self._ranks.broadcast)
+        for _, tensor in sorted(self._optimizer.moments().items()):
+            self._ranks.broadcast(tensor)
+
+    def _step(self, command: Step, totals: _Totals) -> None:
+        samples = command.samples
         step = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
         for chunk in self._micro_batches(samples):
-            share = len(chunk) / len(samples)
-            with self._autocast():
-                losses = forward_losses(self._model, list(self._blocks.values()), chunk, self._config.training, share)
-            losses.total.backward()  # type: ignore[no-untyped-call]
-            step.add_pass(chunk.numel(), losses.cross_entropy, losses.auxiliary, self._blocks.values())
+            self._pass(chunk, len(chunk) / len(samples), step)
         if len(samples) == 0:
             return
-        if self._optimizer.step(rate, step.losses):
+        step.tokens = samples.size
+        self._ranks.sum(step.losses)
+        self._ranks.sum_gradients(self._parameters.values())
+        if self._optimizer.step(command.rate, step.losses):
             totals.add(step)
             self._consecutive_skips = 0
         else:
             totals.skipped += 1
             self._consecutive_skips += 1
+
+    def _pass(self, chunk: Tensor, share: float, step: _Totals) -> None:
+        """Add the gradients of these samples, which are the part `share` of the step's, and their losses."""
+        if len(chunk) == 0:  # the other ranks have the rest of the batch
+            step.assignments += self._ranks.sum(torch.zeros_like(step.assignments))
+            return
+        with self._autocast():
+            losses = forward_losses(
+                self._model, list(self._blocks.values()), chunk, self._config.training, share, self._ranks.sum
+            )
+        losses.total.backward()  # type: ignore[no-untyped-call]
+        step.add_pass(chunk.numel(), losses)
 
     def _abort_if_diverged(self) -> None:
         if self._consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
@@ -242,17 +297,28 @@ class TorchTrainer:
             yield batch
 
     def _read_batch(self, slices: tuple[Interval, ...]) -> Samples:
+        assert self._samples is not None
         samples = np.concatenate([self._samples.read(interval) for interval in slices])
         if self._config.training.instance_filter:
             samples = samples[~is_repetitive(samples)]
         return samples
 
     def _micro_batches(self, samples: Samples) -> Iterator[Tensor]:
-        for start in range(0, len(samples), self._micro_batch_size):
-            chunk = torch.from_numpy(samples[start : start + self._micro_batch_size])
-            if self._device.type == "cuda":
-                chunk = chunk.pin_memory()
-            yield chunk.to(self._device, non_blocking=True)
+        """Yield this rank's part of each pass; the ranks divide the samples of a pass as equally as possible."""
+        of_all_ranks = self._micro_batch_size * self._ranks.count
+        for start in range(0, len(samples), of_all_ranks):
+            parts = np.array_split(samples[start : start + of_all_ranks], self._ranks.count)
+            yield self._to_device(parts[self._ranks.rank])
+
+    def _to_device(self, samples: Samples) -> Tensor:
+        chunk = torch.from_numpy(samples)
+        if self._device.type == "cuda":
+            chunk = chunk.pin_memory()
+        return chunk.to(self._device, non_blocking=True)
+
+    def _selected(self) -> torch.cuda.device:
+        """Make a GPU this thread's current one, which pinned memory and kernels of other libraries use."""
+        return torch.cuda.device(self._device if self._device.type == "cuda" else -1)
 
     def _autocast(self) -> torch.autocast:
         # Each matrix is used once in a pass, so a cache would only keep the copies that checkpointing drops.
@@ -295,10 +361,9 @@ class _Totals:
         """Cross-entropy and auxiliary loss, each multiplied by tokens."""
         self.assignments = torch.zeros(layers, num_experts, dtype=torch.int64, device=device)
 
-    def add_pass(self, tokens: int, cross_entropy: Tensor, auxiliary: Tensor, blocks: Any) -> None:
-        self.tokens += tokens
-        self.losses += torch.stack((cross_entropy, auxiliary)) * tokens
-        self.assignments += torch.stack([block.routed for block in blocks])
+    def add_pass(self, tokens: int, losses: Losses) -> None:
+        self.losses += torch.stack((losses.cross_entropy, losses.auxiliary)) * tokens
+        self.assignments += losses.assignments
 
     def add(self, other: _Totals) -> None:
         self.tokens += other.tokens
@@ -318,6 +383,11 @@ class _Totals:
         )
 
 
+def no_base(model: ModelSection) -> State:
+    """Return a base of zeros that takes no memory, for a follower: rank 0 sends its weights."""
+    return np.broadcast_to(np.float32(0), layout_of(model).size)
+
+
 def device_name(device: torch.device) -> str:
     """Return the driver's name of a GPU, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -334,9 +404,14 @@ def _tensor(values: State) -> Tensor:
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
+def _dtype(tensor: Tensor) -> str:
+    """Return the name of numpy's dtype."""
+    return torch.empty(0, dtype=tensor.dtype).numpy().dtype.name
+
+
 def _source(tensor: Tensor) -> Source:
     """Wrap a tensor, possibly on a GPU, as a source that is copied in chunks."""
     return Source(
-        torch.empty(0, dtype=tensor.dtype).numpy().dtype, tuple(tensor.shape),
+        np.dtype(_dtype(tensor)), tuple(tensor.shape),
         lambda: (piece.cpu().numpy() for piece in torch.split(tensor.reshape(-1), COPY_ELEMENTS)),
     )

@@ -1,0 +1,198 @@
+"""Several ranks train what one does: two processes on gloo with half of each batch, against one with the whole."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from spes_p2p.errors import Broken
+from spes_p2p.messages.samples import Interval
+from spes_p2p.model.build import initial_state, layout_of
+from spes_p2p.session.ranks import Leader
+from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.training.interface import Phase, PhaseReport
+from spes_p2p.training.options import TrainingOptions
+from spes_p2p.training.ranks import ALONE, Ranks, Step, buckets
+from spes_p2p.training.trainer import TorchTrainer
+
+CAMPAIGN = campaign(
+    60, "none", model=SETTINGS["model"] | {"num_hidden_layers": 2},
+    training=SETTINGS["training"] | {
+        "moe_loss_weight": 0.1, "moe_zloss_weight": 0.01, "instance_filter": True, "second_moment_peers": "auto",
+    },
+)
+CONFIG = CAMPAIGN.config
+LAYOUT = layout_of(CONFIG.model)
+BASE = initial_state(CONFIG.model)
+HALF = TrainingOptions(micro_batch_size=CONFIG.training.batch_size // 2)
+CPU = torch.device("cpu")
+
+ROUNDING = 1e-5
+"""Bound of the difference of weights. Of most it is below 1e-7; AdamW, which divides gradients by their size, makes more of the
+rounding of small ones: here 1/1000 of the learning rate."""
+
+
+class Text(Sentences):
+    """Every seventh sample is one that the instance filter drops, so that some batches do not divide into equal halves."""
+
+    def read(self, interval: Interval) -> np.ndarray:
+        samples = super().read(interval)
+        samples[np.arange(interval.start, interval.stop) % 7 == 0] = 5
+        return samples
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Leader]]:
+    """The leader of two ranks; another one if a test ended the last."""
+    leaders: list[Leader] = []
+
+    def leader() -> Leader:
+        if not leaders or not leaders[-1].is_whole:
+            close()
+            leaders.append(Leader((CPU, CPU), CONFIG, HALF, tmp_path_factory.mktemp("ranks")))
+            leaders[-1].meet()
+        return leaders[-1]
+
+    def close() -> None:
+        for each in leaders[-1:]:
+            each.close()
+
+    yield leader
+    close()
+
+
+def trainer_of(ranks: Ranks, owned: tuple[int, ...] = (0, 3)) -> TorchTrainer:
+    options = HALF if ranks.count > 1 else TrainingOptions()
+    return TorchTrainer(CONFIG, BASE, owned, Text(0), Text(1), options=options, ranks=ranks)
+
+
+def train(trainer: TorchTrainer, number: int, steps: int = 5) -> PhaseReport:
+    samples = Interval(0, 100 * number, 100 * number + CONFIG.training.batch_size * steps)
+    phase = Phase(number, 10 * number, 10, steps, (samples,), averaged_peers=2.0)
+    return trainer.train(phase, lambda: False, lambda done, speed: None)
+
+
+def local_weights(trainer: TorchTrainer) -> dict[str, np.ndarray]:
+    groups = [group for group in LAYOUT.groups if group.expert is None or group.expert in trainer.owned]
+    return {group.name: trainer.read(group) for group in groups}
+
+
+def life(ranks: Ranks) -> Iterator[tuple[dict[str, np.ndarray], PhaseReport]]:
+    """Train phases, with what happens between them: corrections of a round, other experts, a restart from a checkpoint."""
+    trainer = trainer_of(ranks)
+    report = train(trainer, 0)
+    yield local_weights(trainer), report
+
+    random = np.random.default_rng(0)
+    for name in ("shared", "expert.3"):
+        group = LAYOUT.group(name)
+        trainer.add(group, random.normal(0, 0.01, group.size).astype(np.float32))
+    foreign = LAYOUT.expert(1)
+    trainer.refresh(foreign, 2 * BASE[foreign.start : foreign.stop])
+    report = train(trainer, 1)
+    yield local_weights(trainer), report
+
+    trainer.assign((2,), BASE)
+    trainer.assign((1, 3), BASE)
+    report = train(trainer, 2)
+    yield local_weights(trainer), report
+
+    state = {
+        name: np.concatenate(list(source.pieces())).reshape(source.shape) for name, source in trainer.optimizer_state().items()
+    }
+    weights = local_weights(trainer)
+    trainer = trainer_of(ranks, trainer.owned)
+    trainer.load_optimizer_state(state)
+    for name, values in weights.items():
+        group = LAYOUT.group(name)
+        trainer.add(group, values - BASE[group.start : group.stop])
+    report = train(trainer, 3)
+    yield local_weights(trainer), report
+
+
+def test_two_ranks_train_what_one_does(two_ranks: Callable[[], Leader]) -> None:
+    for (weights, report), (of_two, report_of_two) in zip(life(ALONE), life(two_ranks()), strict=True):
+        assert report_of_two.tokens == report.tokens < 5 * 4 * 32, "some samples are filtered"
+        assert report_of_two.assignments == report.assignments
+        assert report_of_two.loss == pytest.approx(report.loss, rel=1e-6)
+        assert report_of_two.aux_loss == pytest.approx(report.aux_loss, rel=1e-6)
+        for name, values in weights.items():
+            group = LAYOUT.group(name)
+            assert np.abs(values - BASE[group.start : group.stop]).max() > 500 * ROUNDING
+            np.testing.assert_allclose(of_two[name], values, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.slow
+def test_a_swarm_of_peers_with_two_devices_decides_the_same_bases(two_ranks: Callable[[], Leader]) -> None:
+    def bases_of(ranks: Ranks) -> np.ndarray:
+        async def main() -> np.ndarray:
+            options = HALF if ranks.count > 1 else TrainingOptions()
+            swarm = VirtualSwarm(
+                CAMPAIGN, layout=LAYOUT, weights=BASE,
+                make_trainer=lambda base, owned: LanguageTrainer(
+                    CONFIG, base, owned, Text(0), Text(1), options=options, ranks=ranks
+                ),
+            )
+            swarm.start_all("AB")
+            swarm.start("C", experts=1)
+            await swarm.until_round(2)
+            swarm.restart("A")
+            await swarm.until(lambda: swarm.round_of("A") >= 3)
+            swarm.kill("B")  # the others get its experts
+            await swarm.until_finished()
+            swarm.assert_replicas_agree()
+            return swarm.peers["A"].replica.base.values[: LAYOUT.size].copy()
+
+        return simulate(main)
+
+    with torch.random.fork_rng():
+        alone, of_two = bases_of(ALONE), bases_of(two_ranks())
+    assert np.abs(alone - BASE).max() > 500 * ROUNDING
+    np.testing.assert_allclose(of_two, alone, rtol=0, atol=ROUNDING)
+
+
+def test_buckets_hold_every_gradient_once_in_order() -> None:
+    found = []
+    for elements in (1, 2000, 10_000):
+        parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (10, 3000, 1, 1500)]
+        for number, parameter in enumerate(parameters[:-1]):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        made = list(buckets(parameters, elements))
+        assert all(len(bucket) == 1 or sum(map(len, bucket)) <= elements for bucket in made)
+        found.append(([len(bucket) for bucket in made], torch.cat([each for bucket in made for each in bucket]).tolist()))
+    assert [sizes for sizes, _ in found] == [[1, 1, 1, 1], [1, 1, 2], [4]]
+    assert found[0][1] == found[1][1] == found[2][1] == [1.0] * 10 + [2.0] * 3000 + [3.0] + [0.0] * 1500
+
+
+def test_a_rank_that_dies_ends_the_peer_with_one_line(two_ranks: Callable[[], Leader]) -> None:
+    leader = two_ranks()
+    trainer = trainer_of(leader)
+    (process,) = leader.processes
+
+    def kill_it(done: int, speed: float) -> None:
+        process.kill()
+
+    phase = Phase(0, 0, 10, 5, (Interval(0, 0, 20),))
+    with pytest.raises(Broken) as caught:
+        trainer.train(phase, lambda: False, kill_it)
+    assert str(caught.value) == (
+        f"--devices: rank 1 (cpu) ended: killed by signal {signal.SIGKILL:d}; this peer stops; start it again on its run-dir, "
+        "without this device if it repeats"
+    )
+    with pytest.raises(Broken, match="rank 1"):
+        trainer.train(phase, lambda: False, kill_it)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_says_why(two_ranks: Callable[[], Leader]) -> None:
+    leader = two_ranks()
+    trainer = trainer_of(leader)
+    train(trainer, 0)
+    leader.tell(Step(np.full((4, 32), 10**6), 0.0))
+    with pytest.raises(Broken, match=r"rank 1 \(cpu\) ended: index out of range in self; this peer stops"):
+        train(trainer, 1)
