@@ -35,7 +35,7 @@ from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.farewell import signed_farewell
 from spes_p2p.consensus.output import LOG, VOTES, Output
 from spes_p2p.consensus.participant import Files, Participant
-from spes_p2p.consensus.proposer import Phase, Proposer
+from spes_p2p.consensus.proposer import Proposer, ProposerState
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
@@ -317,10 +317,10 @@ class Model:
 
     def _remembered(self, proposer: Proposer, index: int, heard: tuple[int, ...]) -> Live:
         memory = {name: value for name, value in vars(proposer).items() if name not in (*PER_ELECTOR, "_log", "_identity")}
-        came = vars(proposer)["_answers"] if proposer.phase is Phase.PREPARING else {}
+        came = vars(proposer)["_answers"] if proposer.state is ProposerState.PREPARING else {}
         answers = tuple(self._answers.of(came[name]) if name in came else NONE for name in ELECTORS)
         memory_number = self._memories.of(tuple(sorted(memory.items(), key=lambda pair: pair[0])))
-        return Live(index, memory_number, answers, heard) if proposer.phase is Phase.PREPARING else (
+        return Live(index, memory_number, answers, heard) if proposer.state is ProposerState.PREPARING else (
             Live(index, memory_number, (), (False,) * len(ELECTORS))
         )
 
@@ -421,7 +421,7 @@ class Model:
         proposer = self._proposer(coordinator, live, begun.parent)
         before = proposer.ballot
         proposer.receive(ELECTORS[place], request, promise)
-        if proposer.phase is Phase.FAILED:
+        if proposer.state is ProposerState.FAILED:
             return None
         after = self._remembered(proposer, live.attempt, live.heard)
         if proposer.ballot != before:

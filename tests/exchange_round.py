@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -135,7 +135,8 @@ class Round:
         return reports
 
     def commit(self, peers: Iterable[str] | None = None, helpers: tuple[str, ...] = ()) -> Commit:
-        return make_commit(commit_before(self.plan), self.plan, self.collected(), self.staged(peers), helpers)
+        parent = replace(commit_before(self.plan), helpers=helpers)
+        return make_commit(parent, self.plan, self.collected(), self.staged(peers))
 
     def collected(self) -> Results:
         """What a coordinator has of the results: each reducer's own manifests."""

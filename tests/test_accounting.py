@@ -15,7 +15,7 @@ from spes_p2p.rounds.planned import Member
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.interface import Phase, PhaseReport
 
-TOKENS_A_STEP, PART_BYTES = 100, 512
+TOKENS_PER_STEP, PART_BYTES = 100, 512
 RANGES = part_ranges(LAYOUT, codecs("none"), PART_BYTES)
 
 
@@ -25,7 +25,7 @@ class Account:
     def __init__(self, seed: int, owned: tuple[int, ...], codec: str):
         self.rng = np.random.default_rng(seed)
         self.base = self.rng.standard_normal(LAYOUT.size, np.float32)
-        self.trainer = SyntheticTrainer(LAYOUT, self.base, owned, TOKENS_A_STEP, 1.0, seed)
+        self.trainer = SyntheticTrainer(LAYOUT, self.base, owned, TOKENS_PER_STEP, 1.0, seed)
         self.codecs = codecs(codec)
         self.ledger = Ledger(LAYOUT, part_ranges(LAYOUT, self.codecs, PART_BYTES))
         self.trained = np.zeros(LAYOUT.size)
@@ -169,7 +169,7 @@ def test_what_the_codec_drops_stays_pending(codec: str, largest: float) -> None:
 def test_work_that_is_left_out_of_more_than_two_rounds_is_given_up_and_counted_in_tokens() -> None:
     account = Account(0, (2,), "none")
     account.train(3)
-    assert [account.leave_out() for _ in range(4)] == [0, 0, 3 * TOKENS_A_STEP, 0]
+    assert [account.leave_out() for _ in range(4)] == [0, 0, 3 * TOKENS_PER_STEP, 0]
     np.testing.assert_allclose(account.pending(), 0, atol=1e-6)
     assert account.ledger.pending.tokens == 0
 
@@ -182,9 +182,9 @@ def test_what_was_trained_during_the_round_in_which_older_work_is_given_up_stays
     before = account.pending()
     account.train(1)
     fresh = account.pending() - before
-    assert account.commit(set()) == 3 * TOKENS_A_STEP
+    assert account.commit(set()) == 3 * TOKENS_PER_STEP
     np.testing.assert_allclose(account.pending(), fresh, atol=1e-6)
-    assert account.ledger.pending.tokens == TOKENS_A_STEP
+    assert account.ledger.pending.tokens == TOKENS_PER_STEP
 
 
 def test_a_jump_that_may_hide_my_push_gives_up_what_was_announced_and_keeps_what_was_trained_since() -> None:
@@ -196,7 +196,7 @@ def test_a_jump_that_may_hide_my_push_gives_up_what_was_announced_and_keeps_what
     fresh = account.pending() - before
     account.jump(keep=False)
     np.testing.assert_allclose(account.pending(), fresh, atol=1e-5)
-    assert account.ledger.pending.tokens == TOKENS_A_STEP
+    assert account.ledger.pending.tokens == TOKENS_PER_STEP
 
 
 def test_a_restart_knows_how_much_work_stands_behind_what_is_pending() -> None:
@@ -293,7 +293,7 @@ def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
         if number % 2:
             included |= {index for index, (part, _) in account.sent.items() if part.group.expert is not None}
         for index, (part, _) in account.sent.items():
-            behind[part.start] += steps * TOKENS_A_STEP + fresh
+            behind[part.start] += steps * TOKENS_PER_STEP + fresh
             expected = behind[part.start]
             weighs = account.ledger.tokens_behind(part)
             if part.group.expert is None:
@@ -304,7 +304,7 @@ def test_a_part_weighs_what_was_trained_since_a_round_took_it_the_last_time(
                 behind[part.start] = 0
         if trains_meanwhile:
             account.train(1)
-        fresh = TOKENS_A_STEP * trains_meanwhile
+        fresh = TOKENS_PER_STEP * trains_meanwhile
         account.commit(included)
         account.check()
 
@@ -315,7 +315,7 @@ def test_what_is_left_of_a_group_is_pending_though_its_tokens_count_as_included(
     account.push()
     left_out = next(index for index, (part, _) in account.sent.items() if part.group.kind == "router")
     account.commit(set(account.sent) - {left_out})
-    assert (account.ledger.pending.tokens, account.ledger.max_pending_tokens) == (0, 3 * TOKENS_A_STEP)
+    assert (account.ledger.pending.tokens, account.ledger.max_pending_tokens) == (0, 3 * TOKENS_PER_STEP)
     account.train(1)
     account.push()
     account.commit(set(account.sent))
@@ -338,7 +338,7 @@ def test_weights_are_what_was_trained_since_the_last_inclusion() -> None:
     for _ in range(2):
         account.train(2)
         account.push()
-    assert account.ledger.announced.tokens == 4 * TOKENS_A_STEP
+    assert account.ledger.announced.tokens == 4 * TOKENS_PER_STEP
     assert [count > 0 for count in account.ledger.announced.routed] == [True, False, False, True]
     account.commit(set(account.sent))
     assert account.ledger.pending == TrainedTokens((0,) * LAYOUT.num_experts)

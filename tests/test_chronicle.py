@@ -18,7 +18,7 @@ from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
 from spes_p2p.observe.rounds import Totals, totals_of
-from spes_p2p.peer.history_sync import CONTRIBUTIONS_A_MESSAGE, RECORDS_A_MESSAGE, fill_history, pages, serving
+from spes_p2p.peer.history_sync import CONTRIBUTIONS_PER_MESSAGE, RECORDS_PER_MESSAGE, fill_history, pages, serving
 from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm, campaign, simulate
 
 FIRST = RoundCommitted(
@@ -231,14 +231,14 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
         history, node = swarm.histories["A"], swarm.nodes["W"]
         first = history.rounds.records[0]
         many = tuple(Contribution(f"peer-{i}", i, i) for i in range(MAX_MEMBERS))
-        fitting = CONTRIBUTIONS_A_MESSAGE // MAX_MEMBERS
+        fitting = CONTRIBUTIONS_PER_MESSAGE // MAX_MEMBERS
 
         async def asked(after: int) -> list[int]:
             page = unpack(HistoryPage, await node.endpoint.ask("A", HISTORY, pack(HistoryRequest(after, 10**6))))
             return [record.round for record in page.records]
 
-        history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_A_MESSAGE)])
-        assert await asked(9) == list(range(10, 10 + RECORDS_A_MESSAGE))
+        history.add([replace(first, round=number) for number in range(10, 10 + 2 * RECORDS_PER_MESSAGE)])
+        assert await asked(9) == list(range(10, 10 + RECORDS_PER_MESSAGE))
         history.add([replace(first, round=number, contributions=many) for number in range(1000, 1001 + 2 * fitting)])
         assert await asked(999) == list(range(1000, 1000 + fitting))
         heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999, 10**6)]

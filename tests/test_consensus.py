@@ -19,7 +19,7 @@ from spes_p2p.consensus.certificate import equivocators, proves, vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.electorate import MAX_ELECTORS, choose_electorate, quorum
 from spes_p2p.consensus.output import LOG, VOTES
-from spes_p2p.consensus.proposer import Phase, Proposer, Reply, Send
+from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.consensus.reform import OutageWatch, has_lasted, sees_majority
 from spes_p2p.errors import Refused
 from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Farewell, Prepare, Promise, Vote
@@ -143,7 +143,7 @@ class Race:
     def hear(self, name: str, send: Send, reply: Reply | None) -> None:
         proposer = self.proposers[name]
         self.send(name, proposer.receive(send.to, send.request, reply))
-        if proposer.phase is Phase.PROMISED:
+        if proposer.state is ProposerState.PROMISED:
             self.heads_made += 1
             commit = proposer.bound or commit_after(proposer.parent, tokens=self.heads_made)
             self.send(name, proposer.propose(commit, b"", ()))
@@ -238,9 +238,9 @@ def test_an_invalid_commit_gets_no_vote_and_binds_no_proposer() -> None:
         sends = {send.to: send.request for send in proposer.prepare(())}
         proposer.receive("C", sends["C"], lie)
         proposer.receive("A", sends["A"], honest)
-        assert proposer.phase is Phase.PREPARING
+        assert proposer.state is ProposerState.PREPARING
         proposer.receive("B", sends["B"], honest)
-        assert (proposer.phase, proposer.bound) == (Phase.PROMISED, None)
+        assert (proposer.state, proposer.bound) == (ProposerState.PROMISED, None)
 
 
 def test_an_elector_refuses_to_accept_below_its_promise_or_on_another_parent() -> None:
@@ -284,7 +284,7 @@ def test_no_elector_can_use_up_the_ballots_of_a_round() -> None:
         assert electors["A"].prepare(Prepare(0, parent.id, far)).granted
     proposer = Proposer(electors["B"].log, SimulatedIdentity("B"), derived)
     run(proposer, proposer.prepare(()), electors)
-    assert proposer.phase is Phase.PROMISED
+    assert proposer.state is ProposerState.PROMISED
     assert far.number < proposer.ballot.number <= far.number + BALLOT_STEP
 
 
@@ -324,7 +324,7 @@ def answer(elector: Elector, send: Send) -> Reply | None:
 def test_a_proposer_needs_a_majority() -> None:
     proposer = Proposer(Elector("A").log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), {"A": Elector("A")})
-    assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 1 of 3 electors answered")
+    assert (proposer.state, proposer.failure) == (ProposerState.FAILED, "no quorum: 1 of 3 electors answered")
 
 
 def test_a_proposer_sends_an_elector_the_commits_that_it_missed() -> None:
@@ -333,7 +333,7 @@ def test_a_proposer_sends_an_elector_the_commits_that_it_missed() -> None:
     electors["A"].learn(decide(first, "BC"))
     proposer = Proposer(electors["A"].log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), electors)
-    assert proposer.phase is Phase.PROMISED
+    assert proposer.state is ProposerState.PROMISED
     run(proposer, proposer.propose(commit_after(first), b"", ()), electors)
     assert proposer.decided is not None
     assert {vote.elector for vote in proposer.decided.votes} == set("AB")
@@ -346,7 +346,7 @@ def test_a_proposer_that_is_behind_gives_up() -> None:
         electors[name].learn(decide(commit_after(genesis()), "BC"))
     proposer = Proposer(electors["A"].log, SimulatedIdentity("A"), derived)
     run(proposer, proposer.prepare(()), electors)
-    assert (proposer.phase, proposer.failure) == (Phase.FAILED, "this round is decided already")
+    assert (proposer.state, proposer.failure) == (ProposerState.FAILED, "this round is decided already")
 
 
 def test_a_promise_of_another_ballot_or_round_does_not_count() -> None:
@@ -355,7 +355,7 @@ def test_a_promise_of_another_ballot_or_round_does_not_count() -> None:
         proposer = Proposer(log, SimulatedIdentity("A"), derived)
         for send in proposer.prepare(()):
             proposer.receive(send.to, send.request, other)
-        assert proposer.phase is Phase.FAILED
+        assert proposer.state is ProposerState.FAILED
 
 
 def test_a_forged_vote_does_not_count() -> None:
@@ -365,7 +365,7 @@ def test_a_forged_vote_does_not_count() -> None:
     accepts = proposer.propose(commit_after(genesis()), b"", ())
     for send in accepts:
         proposer.receive(send.to, send.request, Vote(send.to, b"forged"))
-    assert (proposer.phase, proposer.failure) == (Phase.FAILED, "no quorum: 0 of 3 electors voted")
+    assert (proposer.state, proposer.failure) == (ProposerState.FAILED, "no quorum: 0 of 3 electors voted")
 
 
 # Farewells ----------------------------------------------------------------------------------------------------------------

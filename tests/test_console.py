@@ -21,8 +21,8 @@ from spes_p2p.observe.events import (
     DownloadProgress,
     Observer,
     PeersSeen,
-    PhaseEntered,
     PhaseTrained,
+    StateEntered,
     TrainingProgress,
     to_all,
 )
@@ -87,7 +87,7 @@ def test_a_long_wait_says_what_for_and_which_electors_are_missing(log: pytest.Lo
     clock = Clock()
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
     trainer(commit(3))
-    trainer(PhaseEntered("announcing"))
+    trainer(StateEntered("announcing"))
     log.clear()
     for _ in range(30):
         clock.now += HEARTBEAT_S / 12
@@ -128,7 +128,7 @@ def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
     clock = Clock()
     board = new_board(clock)
     clock.now = 30.0
-    board.update(PhaseEntered("announcing"))
+    board.update(StateEntered("announcing"))
     clock.now = 42.0
     assert board.status.phase_seconds == 12.0
     assert board.status.phases == (("joining", 42.0), ("announcing", 12.0))
@@ -136,7 +136,7 @@ def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
     assert board.status.phases == (("announcing", 0.0),)
 
 
-def line_at_a_terminal(*events: PhaseEntered | TrainingProgress | DownloadProgress | BaseRestored) -> str:
+def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgress | BaseRestored) -> str:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120, color_system=None)
     board = new_board(Clock())
@@ -151,13 +151,13 @@ def line_at_a_terminal(*events: PhaseEntered | TrainingProgress | DownloadProgre
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        ((PhaseEntered("announcing"),), ["round 3 · waiting for the others and the plan"]),
-        ((PhaseEntered("training"), TrainingProgress(3, 5, 20, 1234.0)), ["round 3 · training", "step 5/20 · 1.23k tokens/s"]),
-        ((PhaseEntered("downloading"), DownloadProgress("the base", 1, 4)), ["downloading the base", "25 %"]),
-        ((PhaseEntered("invented"),), ["round 3 · invented"]),
+        ((StateEntered("announcing"),), ["round 3 · waiting for the others and the plan"]),
+        ((StateEntered("training"), TrainingProgress(3, 5, 20, 1234.0)), ["round 3 · training", "step 5/20 · 1.23k tokens/s"]),
+        ((StateEntered("downloading"), DownloadProgress("the base", 1, 4)), ["downloading the base", "25 %"]),
+        ((StateEntered("invented"),), ["round 3 · invented"]),
     ],
 )
-def test_at_a_terminal_one_line_says_what_goes_on(events: tuple[PhaseEntered, ...], expected: list[str]) -> None:
+def test_at_a_terminal_one_line_says_what_goes_on(events: tuple[StateEntered, ...], expected: list[str]) -> None:
     line = line_at_a_terminal(*events)
     assert [text for text in expected if text not in line] == []
 
@@ -166,7 +166,7 @@ def test_without_a_terminal_there_is_no_live_line() -> None:
     output = io.StringIO()
     line = ProgressLine(new_board(Clock()), Console(file=output))
     line.start()
-    line.update(PhaseEntered("training"))
+    line.update(StateEntered("training"))
     line.close()
     line.close()
     assert output.getvalue() == ""

@@ -20,13 +20,13 @@ from spes_p2p.content.files import serve_files
 from spes_p2p.content.pieces import Body, Content, Piece, Source, listed, single
 from spes_p2p.content.relay import Relay
 from spes_p2p.content.tokens import TokenLibrary
-from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_A_PEER, ContentServer
+from spes_p2p.content.transfer import BUSY_RETRY_S, CHUNK_BYTES, REQUESTS_PER_PEER, ContentServer
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, root_of
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.content import PIECES_A_REQUEST, ContentKind, PiecesRequest
+from spes_p2p.messages.content import PIECES_PER_REQUEST, ContentKind, PiecesRequest
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
@@ -42,7 +42,7 @@ from spes_p2p.testing.simulate.swarm import simulate
 
 SILENCE_S = 2.0
 STALLED_S = STALLED_SILENCES * SILENCE_S
-PIECES = 2 * PIECES_A_REQUEST + 1
+PIECES = 2 * PIECES_PER_REQUEST + 1
 CODEC = GroupCodecs(CODECS["none"], CODECS["none"], CODECS["none"])
 PLAN = make_plan_of([member("A", 10, (4, 4, 0, 2)), member("B", 10, (0, 0, 4, 0))])
 
@@ -275,7 +275,7 @@ def test_every_piece_arrives_from_several_donors_each_asked_for_its_own(case: Ca
         assert await place.fetch("AB") == []
         assert place.arrived == case.pieces
         assert sorted(place.asked["A"] + place.asked["B"]) == sorted(case.pieces)
-        if len(case.pieces) > PIECES_A_REQUEST:
+        if len(case.pieces) > PIECES_PER_REQUEST:
             assert all(place.asked.values()), "both of them give"
 
     simulate(main)
@@ -304,7 +304,7 @@ def test_what_a_bad_donor_gave_before_is_kept_and_it_is_asked_no_more(long_case:
         await place.donor("B")
         assert await place.fetch("AB") == []
         assert place.asked["A"][0] not in place.asked["B"]
-        assert len(place.asked["A"]) <= PIECES_A_REQUEST
+        assert len(place.asked["A"]) <= PIECES_PER_REQUEST
 
     simulate(main)
 
@@ -471,7 +471,7 @@ def test_a_donor_that_has_nothing_is_asked_a_few_times_only(tmp_path: Path) -> N
         place.case.content = listed("base", "h", bytes(32 * 10_000), 4 * PIECE_ELEMENTS)
         await place.donor("A", Empty)
         assert len(await place.fetch("A", wanted=list(range(10_000)))) == 10_000
-        assert len(place.asked["A"]) == EMPTY_REQUESTS * PIECES_A_REQUEST
+        assert len(place.asked["A"]) == EMPTY_REQUESTS * PIECES_PER_REQUEST
 
     simulate(main)
 
@@ -544,7 +544,7 @@ def test_one_peer_opens_few_requests_at_a_donor_whatever_it_downloads(tmp_path: 
 
         downloads = (fetcher.fetch(place.case.content, range(PIECES), [fetcher.peers("A")], keep) for _ in range(5))
         assert await asyncio.gather(*downloads) == [[]] * 5
-        assert most == REQUESTS_A_PEER
+        assert most == REQUESTS_PER_PEER
 
     simulate(main)
 

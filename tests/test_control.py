@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.campaign.orders import Standing, describe, parse_order
+from spes_p2p.campaign.orders import CampaignView, describe, parse_order
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import UPGRADE, PeerUnreachable, Refused, UserError
@@ -532,9 +532,9 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
     simulate(main)
 
 
-def standing(round_number: int = 3, newest: Control | None = None) -> Standing:
+def view(round_number: int = 3, newest: Control | None = None) -> CampaignView:
     the_campaign = campaign(total_steps=60)
-    return Standing(the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, (2,))
+    return CampaignView(the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, (2,))
 
 
 def test_an_order_in_words() -> None:
@@ -546,33 +546,33 @@ def test_an_order_in_words() -> None:
 
 
 def test_an_order_keeps_what_was_ordered_before() -> None:
-    first = parse_order(["schedule", "9", "learning_rate=0.5"])(standing())
-    second = parse_order(["schedule", "7", "learning_rate=0.2", "total_steps=80"])(standing(newest=first))
-    required = parse_order(["require", str(PROTOCOL_VERSION), "from", "9"])(standing(newest=second))
+    first = parse_order(["schedule", "9", "learning_rate=0.5"])(view())
+    second = parse_order(["schedule", "7", "learning_rate=0.2", "total_steps=80"])(view(newest=first))
+    required = parse_order(["require", str(PROTOCOL_VERSION), "from", "9"])(view(newest=second))
     assert describe(required).startswith(f"protocol {PROTOCOL_VERSION} required from round 9 on, from round 7 on learning_rate")
-    paused = parse_order(["pause"])(standing(newest=required))
-    again = parse_order(["resume"])(standing(newest=paused))
+    paused = parse_order(["pause"])(view(newest=required))
+    again = parse_order(["resume"])(view(newest=paused))
     assert again.requires == required.requires
-    stopped = parse_order(["stop"])(standing(newest=again))
-    assert parse_order(["resume"])(standing(newest=stopped)).state == "running", "no round has applied it yet"
+    stopped = parse_order(["stop"])(view(newest=again))
+    assert parse_order(["resume"])(view(newest=stopped)).state == "running", "no round has applied it yet"
     assert [c.number for c in (first, second, required, paused, again)] == [1, 2, 3, 4, 5]
     assert [c.state for c in (first, second, paused, again)] == ["running", "running", "paused", "running"]
     for number, expected in [(6, (1e-3, 60)), (7, (0.2, 80)), (8, (0.2, 80)), (9, (0.5, 80))]:
-        training = scheduled(standing().config, again, number).training
+        training = scheduled(view().config, again, number).training
         assert (training.learning_rate, training.total_steps) == expected
 
 
 def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
-    once = parse_order(["ban", OTHER_ID])(standing())
+    once = parse_order(["ban", OTHER_ID])(view())
     assert describe(once) == "1 peer banned"
     with pytest.raises(UserError, match="is banned already"):
-        parse_order(["ban", OTHER_ID])(standing(newest=once))
-    paused = parse_order(["pause"])(standing(newest=once))
+        parse_order(["ban", OTHER_ID])(view(newest=once))
+    paused = parse_order(["pause"])(view(newest=once))
     assert paused.banned == (OTHER_ID,)
-    assert parse_order(["unban", OTHER_ID])(standing(newest=paused)).banned == ()
+    assert parse_order(["unban", OTHER_ID])(view(newest=paused)).banned == ()
     full = replace(once, banned=tuple(f"Qm{number:044d}" for number in range(MAX_BANNED)))
     with pytest.raises(UserError, match=f"{MAX_BANNED} peers are banned, which is the most"):
-        parse_order(["ban", OTHER_ID])(standing(newest=full))
+        parse_order(["ban", OTHER_ID])(view(newest=full))
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -596,6 +596,6 @@ def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
 ])  # fmt: skip
 def test_an_order_that_makes_no_sense_is_refused(words: str, expected: str) -> None:
     with pytest.raises(UserError) as refused:
-        parse_order(words.split())(standing())
+        parse_order(words.split())(view())
     assert expected in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -77,7 +77,7 @@ def test_a_peer_stores_its_own_record_and_no_other(tmp_path: Path) -> None:
 
 
 def test_records_of_one_network_are_capped_and_those_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht_guard, "RECORDS_A_PREFIX", 2)
+    monkeypatch.setattr(dht_guard, "RECORDS_PER_PREFIX", 2)
     monkeypatch.setattr(dht_guard, "MAX_RECORDS", 4)
     monkeypatch.setattr(dht_guard, "ADDRESSES_EVERY_S", 0.0)
 

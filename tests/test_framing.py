@@ -111,9 +111,9 @@ def test_an_unknown_kind_that_must_be_understood_is_refused(kind: int, body: byt
 
 
 def test_a_kind_where_another_belongs_is_malformed() -> None:
-    assert code_of(told(Message(pack(Ping(-1)), Kind.PLAN))) is Code.MALFORMED
+    assert code_of(told(Message(pack(Ping(-1)), Kind.PROPOSAL))) is Code.MALFORMED
     with pytest.raises(WireError, match="MESSAGE belongs"):
-        hears(Message(pack(PONG), Kind.PLAN))
+        hears(Message(pack(PONG), Kind.PROPOSAL))
 
 
 def test_a_message_beyond_its_method_s_limit_is_refused_before_it_is_unpacked() -> None:

@@ -17,7 +17,7 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import METHODS
 from spes_p2p.net.contacts import registry_key
-from spes_p2p.net.shares import HELD_A_PEER, HELD_BY_STRANGERS
+from spes_p2p.net.shares import HELD_BY_STRANGERS, HELD_PER_PEER
 from spes_p2p.testing.memory import Frame, MemoryChannel, VirtualLoop
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
@@ -127,7 +127,7 @@ class HostilePeers(RuleBasedStateMachine):
         for name in (*HONEST, "W"):
             held = self.swarm.nodes[name].endpoint.shares._held
             assert held[STRANGER] <= HELD_BY_STRANGERS
-            assert held[MEMBER] <= HELD_A_PEER
+            assert held[MEMBER] <= HELD_PER_PEER
 
     def teardown(self) -> None:
         """Honest peers decide more rounds, all the same ones."""

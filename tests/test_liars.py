@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spes_p2p.consensus.acceptor import read_votes
 from spes_p2p.consensus.electorate import coordinator_order
 from spes_p2p.consensus.output import VOTES
-from spes_p2p.consensus.proposer import Phase, Proposer, Send
+from spes_p2p.consensus.proposer import Proposer, ProposerState, Send
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
@@ -327,7 +327,7 @@ def test_an_elector_that_has_nothing_of_the_plan_fetches_the_evidence(monkeypatc
         hold, drive = honest.hold, coordinator._drive
 
         async def propose_late(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:
-            await asyncio.sleep(3.0 if proposer.phase is Phase.PROPOSING else 0.0)
+            await asyncio.sleep(3.0 if proposer.state is ProposerState.PROPOSING else 0.0)
             await drive(node, proposer, sends)
 
         async def check(commit: Commit, evidence: bytes) -> None:

@@ -14,7 +14,7 @@ from spes_p2p.testing.memory import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 
 FRAME = bytes(2**17)
-FRAMES_A_TALK = 20
+FRAMES_PER_STREAM = 20
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])
@@ -29,21 +29,21 @@ def test_a_limit_is_used_and_kept_within_5_percent(direction: str, streams: int)
         board, other = (RpcEndpoint(network.transport(peer), SILENCE_S, line) for peer, line in zip("AB", lines, strict=True))
 
         async def take(stream: Stream) -> None:
-            for _ in range(FRAMES_A_TALK):
+            for _ in range(FRAMES_PER_STREAM):
                 await stream.message()
             finished.append(asyncio.get_running_loop().time())
             await stream.send(b"")
 
         async def push() -> None:
             async with board.stream("B", "take") as stream:
-                for _ in range(FRAMES_A_TALK):
+                for _ in range(FRAMES_PER_STREAM):
                     await stream.send(FRAME)
                 await stream.message()
 
         await other.serve("take", take)
         began = asyncio.get_running_loop().time()
         await asyncio.gather(*(push() for _ in range(streams)))
-        on_the_line = 8 * streams * FRAMES_A_TALK * len(FRAME) * LINE_OVERHEAD / (max(finished) - began)
+        on_the_line = 8 * streams * FRAMES_PER_STREAM * len(FRAME) * LINE_OVERHEAD / (max(finished) - began)
         assert 0.95 * bits_per_s <= on_the_line <= 1.05 * bits_per_s
 
     simulate(main)

@@ -27,9 +27,9 @@ from spes_p2p.observe.events import (
     Event,
     Observer,
     PeersSeen,
-    PhaseEntered,
     PhaseTrained,
     RoundFailed,
+    StateEntered,
     TrainingProgress,
     WorkDropped,
     to_all,
@@ -54,7 +54,7 @@ KEPT: tuple[Event, ...] = (
 
 def test_history_gives_back_what_was_kept_in_order(tmp_path: Path) -> None:
     history = History("a", tmp_path / "run", wall_time=lambda: 12.5)
-    for event in (PhaseEntered("training"), TrainingProgress(0, 1, 2, 3.0), BytesMoved("push", 1, 2), PeersSeen(1, 1), *KEPT):
+    for event in (StateEntered("training"), TrainingProgress(0, 1, 2, 3.0), BytesMoved("push", 1, 2), PeersSeen(1, 1), *KEPT):
         history.record(event)
     entries = read_history(tmp_path / "run")
     assert [entry.event for entry in entries if not isinstance(entry.event, PhaseTrained)] == [
@@ -132,7 +132,7 @@ def test_board_follows_the_events() -> None:
     board.update(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest0", "download", ((), (), ())))
     board.update(assembly())
     assert (board.status.round, board.status.owned, math.isnan(board.status.loss)) == (0, (0, 2), True)
-    board.update(PhaseEntered("training"))
+    board.update(StateEntered("training"))
     board.update(TrainingProgress(1, 3, 10, 1234.0))
     assert (board.status.phase, board.status.steps_done, board.status.steps_planned) == ("training", 3, 10)
     assert board.status.round == 0
@@ -409,7 +409,7 @@ def test_unknown_log_level_is_named() -> None:
 
 
 def test_table_fits_eighty_columns_and_has_a_row_a_peer() -> None:
-    training = (PhaseEntered("training"), TrainingProgress(6, 123, 200, 1234.0))
+    training = (StateEntered("training"), TrainingProgress(6, 123, 200, 1234.0))
     long = (Evaluated(100, 4.25), commit(105, merge_alpha=0.1))
     lines = shown([status_after(*long, peer_id=peer) for peer in ("peer-aaaaaa", "peer-bbbbbb")], width=80).splitlines()
     assert any("held-out 4.250 (round 100)" in line and line.rstrip().endswith("merge 0.100") for line in lines)
@@ -440,7 +440,7 @@ def test_what_is_wrong_is_said_under_the_table() -> None:
 
 
 def test_markup_in_a_peers_words_is_not_obeyed() -> None:
-    assert "[red]x" in shown([status_after(PhaseEntered("[red]x"))])
+    assert "[red]x" in shown([status_after(StateEntered("[red]x"))])
 
 
 def test_empty_swarm_is_no_error() -> None:

@@ -18,7 +18,7 @@ from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
 
-RECORD = Message(bytes(range(256)), Kind.PLAN)
+RECORD = Message(bytes(range(256)), Kind.PROPOSAL)
 
 
 def members_of(count: int) -> list[str]:

@@ -25,10 +25,10 @@ from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.shares import (
     FRAME_COST,
-    HELD_A_PEER,
+    HELD_PER_PEER,
     STRANGER_FRAME_BYTES,
-    STREAMS_A_STRANGER,
     STREAMS_OF_STRANGERS,
+    STREAMS_PER_STRANGER,
     Shares,
 )
 from spes_p2p.testing.memory import MemoryNetwork, run_virtual
@@ -69,8 +69,8 @@ def test_streams_of_strangers_are_capped_each_and_in_all() -> None:
         await host.serve()
         kept = [await host.channel("X") for _ in range(1000)]
         await asyncio.sleep(0.1)
-        assert host.open <= STREAMS_A_STRANGER
-        kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_A_STRANGER)]
+        assert host.open <= STREAMS_PER_STRANGER
+        kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_PER_STRANGER)]
         await asyncio.sleep(0.1)
         assert len(host.endpoint.shares._streams) <= STREAMS_OF_STRANGERS
         assert sum(host.endpoint.shares._streams.values()) == STREAMS_OF_STRANGERS
@@ -169,13 +169,13 @@ def test_a_promise_of_bytes_takes_no_memory() -> None:
 def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams_end() -> None:
     async def main() -> None:
         shares = Shares()
-        await shares.hold("A", HELD_A_PEER)
+        await shares.hold("A", HELD_PER_PEER)
         waiting = asyncio.ensure_future(shares.hold("A", 1))
-        other = asyncio.ensure_future(shares.hold("B", HELD_A_PEER))
+        other = asyncio.ensure_future(shares.hold("B", HELD_PER_PEER))
         await asyncio.sleep(1)
         assert other.done()
         assert not waiting.done()
-        shares.release("A", HELD_A_PEER)
+        shares.release("A", HELD_PER_PEER)
         await asyncio.wait_for(waiting, 1)
 
     run_virtual(main())

@@ -33,7 +33,7 @@ from spes_p2p.rounds.ownership import Owners, assign_experts
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.command import simulate_virtual
-from spes_p2p.testing.simulate.faults import KINDS, Fault, Standing, random_fault
+from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
@@ -211,8 +211,8 @@ def test_a_peer_that_stands_still_is_found_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_random_fault_strikes_while_every_trainer_is_in_one() -> None:
-    standing = Standing(1, (), 3, None, "joiner-0")
-    assert random_fault(random.Random(0), ("kill", "corrupt"), ("push",), standing) is None
+    view = SwarmView(1, (), 3, None, "joiner-0")
+    assert random_fault(random.Random(0), ("kill", "corrupt"), ("push",), view) is None
 
 
 def test_exclusion_new_owners_and_joiners_are_measured_from_what_peers_tell() -> None:

@@ -124,7 +124,7 @@ def test_results_may_come_in_any_order_and_pauses(outer: OuterConfig, merge: Mer
 def test_a_base_is_the_same_when_many_threads_build_it(
     merge: Merge | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "PIECES_AT_ONCE", 1)
+    monkeypatch.setattr(staging, "PIECES_PER_BATCH", 1)
 
     async def arrive(case: Case) -> None:
         case.put(*case.encoded)

@@ -226,7 +226,7 @@ import numpy as np
 from spes_p2p.config.model import ModelConfig
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.export import export_checkpoint
-from spes_p2p.rounds.base import load_base, stage_base
+from spes_p2p.rounds.base import load_base, write_base
 from spes_p2p.rounds.digest import PIECE_ELEMENTS
 from spes_p2p.storage.store import DirectoryStore
 
@@ -239,7 +239,7 @@ model = ModelConfig(vocab_size=512, hidden_size=512, intermediate_size=1024, num
 store, size = DirectoryStore(folder / "run"), layout_of(model).size
 whole, rest = divmod(size, PIECE_ELEMENTS)
 piece = np.ones(PIECE_ELEMENTS, np.float32)
-stage_base(store, "c" * 64, 1, None, [*[piece] * whole, piece[:rest]]).draft.publish()
+write_base(store, "c" * 64, 1, None, [*[piece] * whole, piece[:rest]]).draft.publish()
 before = peak()
 values = load_base(store, size, "run").values
 export_checkpoint(model, values, Path(sys.argv[3]), "<|endoftext|>", None, folder / "out", dtype=dtype)

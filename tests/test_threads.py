@@ -17,8 +17,8 @@ from spes_p2p.net.interfaces import World
 from spes_p2p.peer import base_store, own_work, replica
 from spes_p2p.rounds import base as base_file
 from spes_p2p.rounds import digest, next_base
-from spes_p2p.rounds.base import load_base, pieces_of, stage_base
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_AT_ONCE, piece_digest, piece_digests, root_digest
+from spes_p2p.rounds.base import load_base, pieces_of, write_base
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_PER_BATCH, piece_digest, piece_digests, root_digest
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.storage.threads import in_threads, spans, threads_here
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
@@ -66,13 +66,13 @@ def test_the_threads_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_digests_and_file_of_a_base_are_the_same_with_any_number_of_threads(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).standard_normal(2 * PIECES_AT_ONCE * PIECE_ELEMENTS + 77, np.float32)
+    values = np.random.default_rng(0).standard_normal(2 * PIECES_PER_BATCH * PIECE_ELEMENTS + 77, np.float32)
     right = b"".join(map(piece_digest, pieces_of(values)))
     files = set[bytes]()
     for threads in THREADS:
         assert piece_digests(values, threads) == right
         store = DirectoryStore(tmp_path / str(threads))
-        staged = stage_base(store, "c" * 64, 1, None, pieces_of(values), threads=threads)
+        staged = write_base(store, "c" * 64, 1, None, pieces_of(values), threads=threads)
         assert (staged.base.pieces, staged.base.digest) == (right, root_digest(right))
         assert staged.draft is not None
         staged.draft.publish()
@@ -125,7 +125,7 @@ def test_no_peer_touches_the_whole_state_on_its_event_loop(monkeypatch: pytest.M
             swarm.around[name] = watched.around
         functions = (
             (digest, "piece_digest"), (base_file, "piece_digest"), (next_base, "write_piece"), (bases, "piece_digests"),
-            (base_store, "load_base"), (base_store, "stage_base"), (base_store, "write_checkpoint"), (bases, "_begin"),
+            (base_store, "load_base"), (base_store, "write_base"), (base_store, "write_checkpoint"), (bases, "_begin"),
             (own_work, "take_checkpoint"), (replica, "load_checkpoint"),
         )
         swarm.start_all()

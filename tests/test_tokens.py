@@ -23,13 +23,13 @@ from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, piece_count, pieces_of_samples, root_of
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import UserError
-from spes_p2p.messages.content import PIECES_A_REQUEST
+from spes_p2p.messages.content import PIECES_PER_REQUEST
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.testing.memory import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 
 SILENCE_S = 2.0
-PIECES = 3 * PIECES_A_REQUEST + 1
+PIECES = 3 * PIECES_PER_REQUEST + 1
 IDS = np.random.default_rng(0).integers(0, 60_000, PIECES * PIECE_BYTES // 2 - 100).astype("<u2")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel
-from spes_p2p.observe.events import PhaseEntered
+from spes_p2p.observe.events import StateEntered
 from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
 from spes_p2p.testing.simulate.trial import Orders, Trial
 
@@ -88,7 +88,7 @@ def test_a_peer_stops_when_it_has_come_to_the_point_so_often(
     [
         ("push", lambda trial: sent_by(trial, HEARTBEAT, SENT)),
         ("remember", writes_a_vote),
-        ("training", lambda trial: trial.observe(PhaseEntered("training"))),
+        ("training", lambda trial: trial.observe(StateEntered("training"))),
     ],
     ids=["a frame", "a write", "an event"],
 )

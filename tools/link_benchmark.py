@@ -72,11 +72,11 @@ def overlap_case(arguments: argparse.Namespace) -> Report:
         rounds = run_alone(spec, arguments) if kind == "alone" else run(spec, lines, arguments)
         found[kind] = summary(rounds, lines, arguments.phase)
         print(f"{kind}: {found[kind]}", file=sys.stderr)
-    never = found["alone"]["seconds_a_round"]
+    never = found["alone"]["seconds_per_round"]
     return {
         **found, "megabytes": arguments.megabytes, "mbit": arguments.mbit, "phase_s": arguments.phase,
-        "blocking_share_of_time": round(1 - never / found["blocking"]["seconds_a_round"], 3),
-        "overlap_vs_never_tokens_per_s": round(never / found["overlap"]["seconds_a_round"], 3),
+        "blocking_share_of_time": round(1 - never / found["blocking"]["seconds_per_round"], 3),
+        "overlap_vs_never_tokens_per_s": round(never / found["overlap"]["seconds_per_round"], 3),
     }
 
 
@@ -166,8 +166,8 @@ def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phas
     per_round = {name: (last["at"] - first["at"]) / (last["round"] - first["round"])
                  for name, (first, *_, last) in rounds.items()}
     found: Report = {
-        "seconds_a_round": round(statistics.median(per_round.values()), 3),
-        "cpu_seconds_a_round": round(statistics.median(
+        "seconds_per_round": round(statistics.median(per_round.values()), 3),
+        "cpu_seconds_per_round": round(statistics.median(
             (last["cpu_seconds"] - first["cpu_seconds"]) / (last["round"] - first["round"])
             for first, *_, last in rounds.values()), 3),
     }
@@ -180,7 +180,7 @@ def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phas
               for name, reports in exchanged.items() if reports}
     return {
         **found,
-        "round_without_phase_s": round(found["seconds_a_round"] - phase_s, 3),
+        "round_without_phase_s": round(found["seconds_per_round"] - phase_s, 3),
         "exchange_s": round(statistics.median(r["phases"]["exchange"] for r in measured), 3),
         "apply_s": round(statistics.median(r["phases"]["apply"] for r in measured), 3),
         "megabytes_sent": [round(r["sent"] / 1e6, 2) for r in last],

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from round_contenders import EXPERTS, Spec, live, our_layout, say
 
-TOKENS_A_PHASE = 1000
+TOKENS_PER_PHASE = 1000
 
 
 def main() -> None:
@@ -56,10 +56,10 @@ def paced_trainer(spec: Spec, layout: Any, base: np.ndarray, owned: tuple[int, .
             for group in self.layout.groups:
                 if group.expert is None or group.expert in self.owned:
                     self._local[group.start : group.stop] *= np.float32(1 + 1e-3 * (spec["member"] + 1))
-            routed = tuple(TOKENS_A_PHASE if expert in self.owned else 0 for expert in range(EXPERTS))
-            return PhaseReport(phase.steps, TOKENS_A_PHASE, routed, 1.0, 0.0, spec["phase_s"], (), 0)
+            routed = tuple(TOKENS_PER_PHASE if expert in self.owned else 0 for expert in range(EXPERTS))
+            return PhaseReport(phase.steps, TOKENS_PER_PHASE, routed, 1.0, 0.0, spec["phase_s"], (), 0)
 
-    return PacedTrainer(layout, base, owned, TOKENS_A_PHASE, spec["phase_s"], spec["member"])
+    return PacedTrainer(layout, base, owned, TOKENS_PER_PHASE, spec["phase_s"], spec["member"])
 
 
 async def run_peer(spec: Spec) -> None:

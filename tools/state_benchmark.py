@@ -385,7 +385,7 @@ class OnePeer:
         """Append the commit that all members would report for to the log."""
         staged = {place: staged_report(results, place, "0" * 16) for place in range(len(MEMBERS))}
         last = self.node.log.last
-        commit = make_commit(last, plan, results, staged, last.helpers)
+        commit = make_commit(last, plan, results, staged)
         decided = CertifiedCommit(commit, plan.proposal.ballot, ())
         self.store.append(LOG, pack(decided))
         self.node.log.put(decided)

@@ -19,7 +19,7 @@ from spes_p2p.rounds.schedule import changed
 
 
 @dataclass(frozen=True)
-class Standing:
+class CampaignView:
     """State of a campaign before an order."""
 
     campaign: str
@@ -34,7 +34,7 @@ class Standing:
     """Rounds whose bases some peer archives, ascending."""
 
 
-MakeControl = Callable[[Standing], Control]
+MakeControl = Callable[[CampaignView], Control]
 """Returns the unsigned record of an order. Raises UserError if the order does not apply."""
 
 
@@ -89,94 +89,94 @@ def _parse_ban(name: str, words: Sequence[str]) -> MakeControl:
     return partial(ban if name == "ban" else unban, words[0])
 
 
-def pause(standing: Standing) -> Control:
+def pause(view: CampaignView) -> Control:
     """Plan no round after the current one."""
-    if is_paused(standing.newest):
-        raise UserError(f"pause: the campaign is already paused (record {number_of(standing.newest)})")
-    return _next(standing, "paused")
+    if is_paused(view.newest):
+        raise UserError(f"pause: the campaign is already paused (record {number_of(view.newest)})")
+    return _next(view, "paused")
 
 
-def resume(standing: Standing) -> Control:
+def resume(view: CampaignView) -> Control:
     """Continue after a pause, or cancel a stop that no round has applied yet."""
-    if _state(standing) == "running":
+    if _state(view) == "running":
         raise UserError("resume: the campaign is not paused; see spes-p2p status")
-    return _next(standing, "running")
+    return _next(view, "running")
 
 
-def stop(standing: Standing) -> Control:
+def stop(view: CampaignView) -> Control:
     """End the campaign permanently with the current round."""
-    return _next(standing, "stopped")
+    return _next(view, "stopped")
 
 
-def schedule(change: Change, standing: Standing) -> Control:
+def schedule(change: Change, view: CampaignView) -> Control:
     """Change fields of `training` from a round on."""
-    _check_ahead(f"schedule {change.round}", change.round, standing)
-    control = _next(standing, _state(standing))
+    _check_ahead(f"schedule {change.round}", change.round, view)
+    control = _next(view, _state(view))
     changes = tuple(sorted((*control.changes, change), key=lambda change: change.round))
-    config = standing.config
+    config = view.config
     for each in changes:
         config = changed(config, each.training, f"schedule {each.round}")
     return replace(control, changes=changes)
 
 
-def require(requirement: Requirement, standing: Standing) -> Control:
+def require(requirement: Requirement, view: CampaignView) -> Control:
     """Exclude peers below a protocol version from a round on."""
     order = f"require {requirement.protocol}"
     if requirement.protocol > PROTOCOL_VERSION:
         advice = version_advice(PROTOCOL_VERSION, requirement.protocol)
         raise UserError(f"{order}: this program speaks protocol {PROTOCOL_VERSION} itself; {advice}")
-    _check_ahead(order, requirement.from_round, standing)
-    return replace(_next(standing, _state(standing)), requires=requirement)
+    _check_ahead(order, requirement.from_round, view)
+    return replace(_next(view, _state(view)), requires=requirement)
 
 
-def _check_ahead(order: str, round_number: int, standing: Standing) -> None:
-    if round_number <= standing.round + 1:
+def _check_ahead(order: str, round_number: int, view: CampaignView) -> None:
+    if round_number <= view.round + 1:
         raise UserError(
-            f"{order}: the phase before round {standing.round + 1} has started; give round {standing.round + 2} or later"
+            f"{order}: the phase before round {view.round + 1} has started; give round {view.round + 2} or later"
         )
 
 
-def rollback(round_number: int, standing: Standing) -> Control:
+def rollback(round_number: int, view: CampaignView) -> Control:
     """Return to the base of an earlier round and discard later training."""
-    possible = [kept for kept in standing.archived if kept < standing.round]
+    possible = [kept for kept in view.archived if kept < view.round]
     if round_number not in possible:
         kept = ", ".join(map(str, possible)) or "none"
         raise UserError(f"rollback {round_number}: no answering peer archives the base of that round; archived rounds: {kept}")
-    return replace(_next(standing, _state(standing)), rollback=round_number)
+    return replace(_next(view, _state(view)), rollback=round_number)
 
 
-def ban(peer: str, standing: Standing) -> Control:
+def ban(peer: str, view: CampaignView) -> Control:
     """Exclude a peer until the ban is lifted."""
-    banned = _banned(standing)
-    if peer == standing.owner:
+    banned = _banned(view)
+    if peer == view.owner:
         raise UserError(f"ban {peer}: this is the owner of the campaign, which cannot be banned")
     if peer in banned:
-        raise UserError(f"ban {peer}: the peer is banned already (record {number_of(standing.newest)})")
+        raise UserError(f"ban {peer}: the peer is banned already (record {number_of(view.newest)})")
     if len(banned) == MAX_BANNED:
         raise UserError(f"ban {peer}: {MAX_BANNED} peers are banned, which is the most; lift a ban with unban first")
-    return replace(_next(standing, _state(standing)), banned=tuple(sorted((*banned, peer))))
+    return replace(_next(view, _state(view)), banned=tuple(sorted((*banned, peer))))
 
 
-def unban(peer: str, standing: Standing) -> Control:
+def unban(peer: str, view: CampaignView) -> Control:
     """Lift a ban."""
-    banned = _banned(standing)
+    banned = _banned(view)
     if peer not in banned:
         raise UserError(f"unban {peer}: not banned; banned peers: {', '.join(banned) or 'none'}")
-    return replace(_next(standing, _state(standing)), banned=tuple(each for each in banned if each != peer))
+    return replace(_next(view, _state(view)), banned=tuple(each for each in banned if each != peer))
 
 
-def _banned(standing: Standing) -> tuple[str, ...]:
-    return () if standing.newest is None else standing.newest.banned
+def _banned(view: CampaignView) -> tuple[str, ...]:
+    return () if view.newest is None else view.newest.banned
 
 
-def _state(standing: Standing) -> CampaignState:
-    return "running" if standing.newest is None else standing.newest.state
+def _state(view: CampaignView) -> CampaignState:
+    return "running" if view.newest is None else view.newest.state
 
 
-def _next(standing: Standing, state: CampaignState) -> Control:
-    if standing.newest is None:
-        return Control(standing.campaign, 1, state, (), -1, b"")
-    return replace(standing.newest, number=standing.newest.number + 1, state=state, rollback=-1, signature=b"")
+def _next(view: CampaignView, state: CampaignState) -> Control:
+    if view.newest is None:
+        return Control(view.campaign, 1, state, (), -1, b"")
+    return replace(view.newest, number=view.newest.number + 1, state=state, rollback=-1, signature=b"")
 
 
 def describe(control: Control | None) -> str:

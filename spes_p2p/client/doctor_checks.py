@@ -26,9 +26,9 @@ MAX_SKEW_S, GOOD_SKEW_S = 3.0, 1.0
 SLOW_EXCHANGE_S = 600.0
 """Warn when an exchange takes longer than this: the others may have twice as fast lines, and wait as long again at most."""
 SET_THE_CLOCK = "synchronize the clock: timedatectl set-ntp true"
-OPEN_A_PORT = ("forward a TCP port to this machine in the router (and open it in the firewall), and join with "
+OPEN_PER_PORT = ("forward a TCP port to this machine in the router (and open it in the firewall), and join with "
                "--listen /ip4/0.0.0.0/tcp/PORT --announce /ip4/YOUR.PUBLIC.IP/tcp/PORT")
-TRAINS_ONLY = f"it can train, but does not reduce parts for other peers; to help more, {OPEN_A_PORT}"
+TRAINS_ONLY = f"it can train, but does not reduce parts for other peers; to help more, {OPEN_PER_PORT}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def judge_nat(answers: Mapping[str, DialBack], own_hosts: frozenset[str], ports:
     if any(answer.reached for answer in answers.values()):
         return Check("nat", "pass", f"behind NAT, with a forwarded port ({', '.join(sorted(hosts))})", values=values)
     if len(answers) > 1 and len(outside) > 1:
-        kind, advice = "maps each peer to another port (symmetric)", f"hole punching cannot work: {OPEN_A_PORT}"
+        kind, advice = "maps each peer to another port (symmetric)", f"hole punching cannot work: {OPEN_PER_PORT}"
     elif outside <= set(ports):
         kind, advice = "keeps the port", "see reachability"
     else:

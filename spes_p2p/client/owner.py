@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.campaign.orders import MakeControl, Standing
+from spes_p2p.campaign.orders import CampaignView, MakeControl
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
@@ -37,7 +37,7 @@ async def give_order(addresses: Sequence[str], key: Path, make: MakeControl) -> 
         config = (await swarm.files()).campaign.config
         require_owner(config.name, swarm.genesis, owner, key)
         known = await _ask_all(swarm, None)
-        standing = _standing(swarm, config, known, addresses[0])
+        standing = _view(swarm, config, known, addresses[0])
         control = signed(make(standing), owner)
         answers = await _ask_all(swarm, control)
     accepted = sum(answer.newest == control for answer in answers)
@@ -67,7 +67,7 @@ def require_owner(campaign: str, genesis: Commit, key: RSAIdentity, path: Path) 
         )
 
 
-def _standing(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Known], address: str) -> Standing:
+def _view(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Known], address: str) -> CampaignView:
     """Merge what the peers know. Raises UserError if no peer answers or the campaign accepts no more orders."""
     if not known:
         raise UserError(f"{address}: connected, but no peer of the campaign answers; try again in a moment")
@@ -83,7 +83,7 @@ def _standing(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Kn
     if newest is not None and newest.rollback >= 0 and newest.number > applied:
         raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     archived = sorted({kept for each in known for kept in each.archived})
-    return Standing(genesis.campaign, owner_of(genesis), config, newest, round_number, tuple(archived))
+    return CampaignView(genesis.campaign, owner_of(genesis), config, newest, round_number, tuple(archived))
 
 
 async def _ask_all(swarm: SwarmConnection, control: Control | None) -> list[Known]:

@@ -25,7 +25,7 @@ Request = Prepare | Accept | Decide
 Reply = Promise | Vote | bytes
 
 
-class Phase(Enum):
+class ProposerState(Enum):
     """What the proposer waits for."""
 
     IDLE = "nothing: prepare() begins"
@@ -75,7 +75,7 @@ class Proposer:
         self._identity = identity
         self._is_valid = is_valid
         self.parent = log.last
-        self.phase = Phase.IDLE
+        self.state = ProposerState.IDLE
         self.ballot = Ballot(number, identity.peer_id)
         self.bound: Commit | None = None
         """The commit that the promises bind it to; None when free."""
@@ -94,33 +94,33 @@ class Proposer:
     @property
     def waits(self) -> bool:
         """Whether it waits for replies."""
-        return self.phase in (Phase.PREPARING, Phase.PROPOSING)
+        return self.state in (ProposerState.PREPARING, ProposerState.PROPOSING)
 
     def prepare(self, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
         """Ask for promises."""
-        assert self.phase is Phase.IDLE
+        assert self.state is ProposerState.IDLE
         self.hear(farewells)
-        self.phase = Phase.PREPARING
+        self.state = ProposerState.PREPARING
         return self._next_ballot(self.ballot.number)
 
     def propose(self, commit: Commit, evidence: bytes, farewells: Iterable[Farewell]) -> tuple[Send, ...]:
         """Ask for votes on a commit, which must be `bound` unless that is None."""
-        assert self.phase is Phase.PROMISED
+        assert self.state is ProposerState.PROMISED
         assert self.bound is None or commit == self.bound
         self.hear(farewells)
-        self.phase, self.proposal, self._answers = Phase.PROPOSING, commit, {}
+        self.state, self.proposal, self._answers = ProposerState.PROPOSING, commit, {}
         return self._to_all(Accept(self.ballot, commit, evidence))
 
     def receive(self, elector: str, request: Request, reply: Reply | None) -> tuple[Send, ...]:
         """Process an elector's reply to a request (None: it will not come). Replies to earlier ballots are ignored."""
         if elector not in self.electorate or elector in self._answers:
             return ()
-        if self.phase is Phase.PREPARING:
+        if self.state is ProposerState.PREPARING:
             if isinstance(request, Decide) and reply is not None:
                 return (Send(elector, self._prepare_request()),)
             if isinstance(request, Decide) or request == self._prepare_request():
                 return self._on_promise(elector, reply if isinstance(reply, Promise) else None)
-        if self.phase is Phase.PROPOSING and isinstance(request, Accept) and request.ballot == self.ballot:
+        if self.state is ProposerState.PROPOSING and isinstance(request, Accept) and request.ballot == self.ballot:
             self._on_vote(elector, reply if isinstance(reply, Vote) else None)
         return ()
 
@@ -139,7 +139,7 @@ class Proposer:
         promises = [answer for answer in self._answers.values() if isinstance(answer, Promise)]
         granted = [promise for promise in promises if promise.granted]
         if has_majority(len(granted), self.electorate):
-            self.phase, self.bound = Phase.PROMISED, bound_commit(granted)
+            self.state, self.bound = ProposerState.PROMISED, bound_commit(granted)
             return ()
         outbid = len(promises) >= quorum(self.electorate) and is_outbid(self.ballot, promises)
         if not outbid and len(self._answers) < len(self.electorate):
@@ -168,7 +168,8 @@ class Proposer:
         self._answers[elector] = vote if valid else None
         votes = tuple(answer for answer in self._answers.values() if isinstance(answer, Vote))
         if len(votes) >= quorum(self.electorate):
-            self.phase, self.decided = Phase.DECIDED, CertifiedCommit(self.proposal, self.ballot, votes, self._farewells)
+            self.state = ProposerState.DECIDED
+            self.decided = CertifiedCommit(self.proposal, self.ballot, votes, self._farewells)
         elif len(self._answers) == len(self.electorate):
             self._fail(f"no quorum: {len(votes)} of {len(self.electorate)} electors voted")
 
@@ -186,5 +187,5 @@ class Proposer:
         return tuple(Send(elector, request) for elector in self.electorate)
 
     def _fail(self, reason: str) -> tuple[Send, ...]:
-        self.phase, self.failure = Phase.FAILED, reason
+        self.state, self.failure = ProposerState.FAILED, reason
         return ()

@@ -38,7 +38,7 @@ KEPT_SNAPSHOTS, MAX_SNAPSHOTS = 2, 3
 """Bounds the bases that are served: the newest ones; the same with pinned ones."""
 PINNED_S = 60.0
 """A base stays pinned for this long after the last request for one of its pieces."""
-UPLOADS_AT_ONCE = 4
+MAX_CONCURRENT_UPLOADS = 4
 """Bounds the peers that download a base from this peer at a time."""
 
 
@@ -73,8 +73,8 @@ class Snapshots:
         """Start to serve bases."""
         self._clock = asyncio.get_running_loop().time
         await endpoint.serve(SNAPSHOT, self._on_snapshot)
-        await server.serve("base_hashes", self._digests, UPLOADS_AT_ONCE)
-        await server.serve("base", self._piece, UPLOADS_AT_ONCE)
+        await server.serve("base_hashes", self._digests, MAX_CONCURRENT_UPLOADS)
+        await server.serve("base", self._piece, MAX_CONCURRENT_UPLOADS)
 
     def publish(self, commit: str, round_number: int, base: np.ndarray, digests: bytes | None = None) -> str:
         """Serve this base, which must not change any more; return its digest. `digests`: of its pieces, if known.

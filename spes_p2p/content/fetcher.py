@@ -9,7 +9,8 @@
 - A busy donor is asked again later. A donor is not asked again for a piece that it lacks, and is dropped after EMPTY_REQUESTS
   consecutive requests without a piece.
 - Donors come in tiers: a piece is requested from a tier when no available donor of an earlier tier has it.
-- A donor gets at most REQUESTS_A_PEER concurrent requests from this peer, over all downloads. DONORS_AT_ONCE bounds a download.
+- A donor gets at most REQUESTS_PER_PEER concurrent requests from this peer, over all downloads; a download uses at most
+  MAX_CONCURRENT_DONORS donors at a time.
 
 The endpoint's rate limits (`net/limits.py`) apply to every message.
 """
@@ -22,17 +23,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spes_p2p.content.pieces import BadPiece, Body, Content, Donor, Keep
-from spes_p2p.content.transfer import BUSY_RETRY_S, REQUESTS_A_PEER, PeerDonor
+from spes_p2p.content.transfer import BUSY_RETRY_S, REQUESTS_PER_PEER, PeerDonor
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError
-from spes_p2p.messages.content import PIECES_A_REQUEST
+from spes_p2p.messages.content import PIECES_PER_REQUEST
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
 from spes_p2p.net.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
-DONORS_AT_ONCE = 8
+MAX_CONCURRENT_DONORS = 8
 """Bounds a download's connections and their receive buffers; late requests do not count."""
 MAX_BUSY_RETRY_S = 10.0
 """Bounds the retry interval that a busy donor can ask for."""
@@ -91,7 +92,7 @@ class Fetcher:
 
     def slot(self, donor: Donor) -> asyncio.Semaphore:
         """Return the semaphore that bounds this peer's concurrent requests to a donor."""
-        return self._slots.setdefault(donor.name, asyncio.Semaphore(REQUESTS_A_PEER))
+        return self._slots.setdefault(donor.name, asyncio.Semaphore(REQUESTS_PER_PEER))
 
 
 class _Request:
@@ -234,7 +235,7 @@ class _Download:
     def _batch_for(self, donor: Donor, tier: int) -> list[int]:
         """Return the next pieces that are not in flight and that no available donor of an earlier tier can give."""
         prompt = [request for request in self._requests if not request.is_late()]
-        if len(prompt) >= DONORS_AT_ONCE:
+        if len(prompt) >= MAX_CONCURRENT_DONORS:
             return []
         under_way = {index for request in prompt for index in request.pending}
         unavailable = self._dropped | self._busy
@@ -245,7 +246,7 @@ class _Download:
                 continue
             if all(index in self._lacks[name] for name in before):
                 batch.append(index)
-                if len(batch) == PIECES_A_REQUEST:
+                if len(batch) == PIECES_PER_REQUEST:
                     break
         return batch
 

@@ -11,7 +11,7 @@ from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.refusals import Code
 
-UPLOADS_AT_ONCE = 8
+MAX_CONCURRENT_UPLOADS = 8
 """Bounds the peers that fetch files from this peer at a time."""
 
 
@@ -23,7 +23,7 @@ async def serve_files(server: ContentServer, files: Mapping[str, bytes]) -> None
             raise Refused(Code.NOT_HERE, "this peer lacks the file")
         return files[sha256] if index == 0 else None
 
-    await server.serve("file", source, UPLOADS_AT_ONCE)
+    await server.serve("file", source, MAX_CONCURRENT_UPLOADS)
 
 
 async def fetch_file(fetcher: Fetcher, sha256: str, size: int, at_most: int, peers: Sequence[str]) -> bytes:

@@ -58,7 +58,7 @@ class Relay:
         if message.kind == Kind.PASSED:
             passed = unpack(Passed, message.body)
             message = Message(await self._fetch(passed), passed.kind)
-        if message.kind not in (Kind.PLAN, Kind.DECIDED):
+        if message.kind not in (Kind.PROPOSAL, Kind.DECIDED):
             raise WireError(f"a frame of kind {message.kind} where a plan or a commit belongs")
         self.keep(bytes(message.body))
         return message

@@ -29,7 +29,7 @@ TRAINERS_ASKED = 3
 """Bounds the trainers that are asked before the helpers. Trainers keep the text that they trained on."""
 PATIENCE_S, RETRY_S = 120.0, 2.0
 """Fail after this long without a donor that has a piece; interval between tries."""
-UPLOADS_AT_ONCE = 8
+MAX_CONCURRENT_UPLOADS = 8
 """Bounds the peers that fetch text from this peer at a time."""
 
 
@@ -51,8 +51,8 @@ class TokenLibrary:
 
     async def serve(self, server: ContentServer) -> None:
         """Start to serve text."""
-        await server.serve("token_hashes", self._hashes, UPLOADS_AT_ONCE)
-        await server.serve("tokens", self._piece, UPLOADS_AT_ONCE)
+        await server.serve("token_hashes", self._hashes, MAX_CONCURRENT_UPLOADS)
+        await server.serve("tokens", self._piece, MAX_CONCURRENT_UPLOADS)
 
     async def _hashes(self, root: str, index: int) -> Body | None:
         hashes: bytes | None = await self._run(self._shelf.hashes, root)

@@ -23,7 +23,7 @@ from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint, Stream
 CHUNK_BYTES = 2**16
 """Bounds the bytes of a piece in one message, so that progress is visible on slow lines."""
 SIZE_BYTES = 8
-REQUESTS_A_PEER = 2
+REQUESTS_PER_PEER = 2
 """Bounds the concurrent requests of one peer at another, over all downloads."""
 BUSY_RETRY_S = 1.0
 """A busy peer asks to be asked again after this long."""
@@ -59,7 +59,7 @@ class ContentServer:
     def _upload(self, kind: ContentKind, peer: str, peers_at_once: int | None) -> Iterator[None]:
         """Count an upload while it runs. Raises Refused (busy) at the bound of peers, or of requests by this peer."""
         served = self._open.setdefault(kind, Counter())
-        if peers_at_once is not None and (len({*served, peer}) > peers_at_once or served[peer] >= REQUESTS_A_PEER):
+        if peers_at_once is not None and (len({*served, peer}) > peers_at_once or served[peer] >= REQUESTS_PER_PEER):
             raise Refused(Code.BUSY, f"{len(served)} peers are being served", retry_s=BUSY_RETRY_S)
         served[peer] += 1
         try:

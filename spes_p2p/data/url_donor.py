@@ -19,12 +19,12 @@ import fsspec
 from spes_p2p.data.manifest import TokenFile
 from spes_p2p.data.pieces import PIECE_BYTES
 from spes_p2p.data.token_files import NPY_MAGIC
-from spes_p2p.messages.content import PIECES_A_REQUEST
+from spes_p2p.messages.content import PIECES_PER_REQUEST
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 4.0, 600.0
 SILENCE_S, RANGE_S = 30.0, 600.0
 """Timeouts for a web server's next byte, and for a byte range."""
-MAX_RANGE_BYTES = PIECES_A_REQUEST * PIECE_BYTES
+MAX_RANGE_BYTES = PIECES_PER_REQUEST * PIECE_BYTES
 """The most that is asked for at once."""
 TRANSIENT_STATUS = (408, 425, 429)
 """4xx statuses worth retrying soon."""

@@ -11,7 +11,7 @@ from spes_p2p.messages.codec import Extensible
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import Count, Digest, PieceIndex, Round, Version, Word
 
-PIECES_A_REQUEST = 16
+PIECES_PER_REQUEST = 16
 """Bounds what is lost when a donor fails."""
 
 ContentKind = Literal[
@@ -48,7 +48,7 @@ class PiecesRequest(Extensible):
 
     name: Digest
     """Names the content among those of its kind."""
-    pieces: Annotated[tuple[PieceIndex, ...], MaxLen(PIECES_A_REQUEST)]
+    pieces: Annotated[tuple[PieceIndex, ...], MaxLen(PIECES_PER_REQUEST)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ MAX_INTERVALS = 2**16
 """Sample intervals in a cursor or of one peer; a plan assigns a few per member and round."""
 MAX_REVISIONS = 2**6
 """Part tables of one round. Each costs at least one member, and the exchange timeout allows a few."""
-UPDATES_A_SIGNATURE = 2**3
+UPDATES_PER_SIGNATURE = 2**3
 """Encoded updates under one signature of their contributor. A reducer uses none without it, so a contributor that is lost
 costs at most this many. A signature takes 1 ms to make: 0.25 ms per MiB of large parts."""
 MAX_UNANSWERED = 2**3

@@ -38,7 +38,7 @@ class Kind(IntEnum):
     """What a reducer made of its parts."""
     END = 7
     """Empty: end of a sequence of CONTENT, PART or MANIFEST."""
-    PLAN = 8
+    PROPOSAL = 8
     """The coordinator's proposal, from which the plan of the round follows."""
     DECIDED = 9
     """The decided commit of the round, with its certificate."""

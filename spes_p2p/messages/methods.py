@@ -87,7 +87,7 @@ METHODS = {
                "STALLED with a Stalled",
                "PLAN with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
                "PASSED with a Passed in place of proposal or commit", request_bytes=WORK, further={Kind.REPORT: WHOLE},
-               answers={Kind.PLAN: WHOLE, Kind.DECIDED: WHOLE, Kind.REVISION: LISTS}),
+               answers={Kind.PROPOSAL: WHOLE, Kind.DECIDED: WHOLE, Kind.REVISION: LISTS}),
         Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=ORDER, answer_bytes=LISTS),
         Method(PREPARE, "the coordinator, at electors", "Prepare", "Promise", answer_bytes=WHOLE),
         Method(ACCEPT, "the coordinator, at electors", "Accept (its evidence is an Evidence)", "Vote", request_bytes=WHOLE),

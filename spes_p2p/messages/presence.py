@@ -66,7 +66,7 @@ class PeerStatus:
     """Rounds of the campaign that move weights: 1 to total_rounds."""
     protocol: Count = PROTOCOL_VERSION
     phase: Word = "joining"
-    """See events.PhaseEntered."""
+    """See events.StateEntered."""
     phase_seconds: Real = 0.0
     """Time in this phase."""
     phases: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_PHASES)] = ()
@@ -206,7 +206,7 @@ class HistoryPage(Extensible):
     now: UnixTime
     """Unix time of the peer that answers."""
     records: Annotated[tuple[RoundRecord, ...], MaxLen(MAX_PAGE)]
-    """By round; at most RECORDS_A_MESSAGE records with CONTRIBUTIONS_A_MESSAGE contributions in all."""
+    """By round; at most RECORDS_PER_MESSAGE records with CONTRIBUTIONS_PER_MESSAGE contributions in all."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from spes_p2p.messages.fields import (
     MAX_REVISIONS,
     MAX_ROOTS,
     MAX_UNANSWERED,
-    UPDATES_A_SIGNATURE,
+    UPDATES_PER_SIGNATURE,
     Archived,
     Count,
     Digest,
@@ -115,7 +115,7 @@ class Pushed:
     """What a contributor pushes, which it signs: a reducer can neither invent an update nor its contributor deny one."""
 
     plan: Digest
-    updates: Annotated[tuple[Update, ...], MaxLen(UPDATES_A_SIGNATURE)]
+    updates: Annotated[tuple[Update, ...], MaxLen(UPDATES_PER_SIGNATURE)]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 hivemind's node stores whatever is signed: any key, until any year, for anybody, and it keeps every node id that it is told.
 Here a peer stores its own record only, under a key that this peer uses itself, for MAX_TTL_S at most; its node id follows from
-its peer id. So an attacker needs one connected identity for each record, and MAX_RECORDS and RECORDS_A_PREFIX bound those.
+its peer id. So an attacker needs one connected identity for each record, and MAX_RECORDS and RECORDS_PER_PREFIX bound those.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_TTL_S = 60.0
 """Three times the life of a contact."""
 MAX_RECORDS = 2**11
 """Records under one key: twice the members of a round."""
-RECORDS_A_PREFIX = 64
+RECORDS_PER_PREFIX = 64
 """Of them, from one network (an IPv4 /24 or IPv6 /48), where the connection shows it. Loopback is exempt."""
 REQUESTS_PER_S, REQUESTS_BURST = 10.0, 100.0
 """Requests of one peer. A peer stores and looks up its campaign's contacts every few seconds."""
@@ -146,7 +146,7 @@ class DHTGuard:
             self._looked_at = now
             self._prefixes = {peer: _prefix(seen) for peer, seen in (await self._addresses()).items()}
         prefix = self._prefixes.get(sender, "")
-        if prefix and Counter(self._prefixes.get(owner or "", "") for owner in owners)[prefix] >= RECORDS_A_PREFIX:
+        if prefix and Counter(self._prefixes.get(owner or "", "") for owner in owners)[prefix] >= RECORDS_PER_PREFIX:
             raise ValueError("too many records from one network")
 
 

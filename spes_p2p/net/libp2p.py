@@ -41,7 +41,7 @@ from spes_p2p.net.transport import OPEN_TIMEOUT_S, Libp2pTransport, visible_addr
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.threads import threads_here
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 GOODBYE_TIMEOUT_S = 3.0
@@ -105,7 +105,7 @@ class Libp2p:
             await asyncio.wait_for(self._daemon.connect(peer, [address], timeout_s), timeout_s)
             found = await asyncio.wait_for(protocol.call_ping(PeerID.from_base58(peer)), timeout_s)
             if found is not None and not known:
-                log.info("found %s again", peer[-6:])
+                logger.info("found %s again", peer[-6:])
                 await asyncio.wait_for(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ from spes_p2p.net.byte_stream import ByteStream
 from spes_p2p.net.dht_guard import MAX_REQUEST_BYTES, DHTGuard
 from spes_p2p.net.tasks import end_tasks
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SOCKET_DIRECTORY = Path("/tmp")  # control sockets need short paths
 SOCKET_NAME = re.compile(r"spes-p2p-(\d+)-.*\.sock")
@@ -171,7 +171,7 @@ class Daemon(P2P):  # type: ignore[misc]
         except asyncio.CancelledError:
             stream.abort()
         except Exception:
-            log.debug("an incoming stream failed", exc_info=True)
+            logger.debug("an incoming stream failed", exc_info=True)
             stream.abort()
         finally:
             self._streams.discard(task)

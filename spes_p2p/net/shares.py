@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from spes_p2p.net.limits import Pacer
 
-STREAMS_A_PEER, STREAMS_A_STRANGER, STREAMS_OF_STRANGERS = 256, 16, 128
+STREAMS_PER_PEER, STREAMS_PER_STRANGER, STREAMS_OF_STRANGERS = 256, 16, 128
 """Streams that one peer, one stranger, and all strangers may have open here. A member opens some dozens in an exchange."""
-HELD_A_PEER, HELD_A_STRANGER, HELD_BY_STRANGERS = 2**25, 2**22, 2**26
+HELD_PER_PEER, HELD_PER_STRANGER, HELD_BY_STRANGERS = 2**25, 2**22, 2**26
 """Bytes of frames that arrive or wait to be read; beyond this the sender waits."""
 STRANGER_FRAME_BYTES = 2**16
 """The longest frame that a stranger may send here, whatever its method allows: the announcement of a joiner fits."""
@@ -42,10 +42,10 @@ class Shares:
     def enter(self, peer: str) -> bool:
         """Count a stream that this peer opened; False when it has too many."""
         if self.is_known(peer):
-            limit = STREAMS_A_PEER
+            limit = STREAMS_PER_PEER
         else:
             others = sum(self._streams[each] for each in self._strangers if each != peer)
-            limit = min(STREAMS_A_STRANGER, STREAMS_OF_STRANGERS - others)
+            limit = min(STREAMS_PER_STRANGER, STREAMS_OF_STRANGERS - others)
         if self._streams[peer] >= limit:
             return False
         self._streams[peer] += 1
@@ -84,9 +84,9 @@ class Shares:
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):
-            return self._held[peer] + size > HELD_A_PEER
+            return self._held[peer] + size > HELD_PER_PEER
         held = sum(self._held[each] for each in self._strangers)
-        return self._held[peer] + size > HELD_A_STRANGER or held + size > HELD_BY_STRANGERS
+        return self._held[peer] + size > HELD_PER_STRANGER or held + size > HELD_BY_STRANGERS
 
     def _see(self, peer: str) -> None:
         if not self.is_known(peer):

@@ -16,7 +16,7 @@ from spes_p2p.net.channels import StreamChannel
 from spes_p2p.net.interfaces import Handler
 from spes_p2p.net.p2pd import Daemon
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PROTOCOL_PREFIX = "/spes/2/"
 """Changes with the framing: a peer of an older one is told that its method is not served."""
@@ -69,7 +69,7 @@ class Libp2pTransport:
             try:
                 await handler(channel)
             except Exception:
-                log.debug("the handler of %s for %s failed", method, remote, exc_info=True)
+                logger.debug("the handler of %s for %s failed", method, remote, exc_info=True)
             finally:
                 channel.abort()
 

@@ -15,8 +15,8 @@ class Event:
 
 
 @dataclass(frozen=True)
-class PhaseEntered(Event):
-    """This peer enters a phase."""
+class StateEntered(Event):
+    """This peer enters a state."""
 
     name: str
     """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, paused, leaving."""
@@ -247,9 +247,9 @@ class BytesMoved(Event):
     received: int
 
 
-def sync_phases(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds by phase without training, which PhaseTrained reports."""
-    return {phase: spent for phase, spent in seconds.items() if phase != "train"}
+def seconds_by_stage(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a round by stage, without training, which PhaseTrained reports."""
+    return {stage: spent for stage, spent in seconds.items() if stage != "train"}
 
 
 Observer = Callable[[Event], None]

@@ -26,7 +26,7 @@ from spes_p2p import __version__
 from spes_p2p.errors import UserError
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.observe import events
-from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted, RoundMeasured, sync_phases
+from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted, RoundMeasured, seconds_by_stage
 
 BYTE_KINDS = ("push", "pull", "download", "control")
 FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "malformed", "exchange", "timeout")
@@ -103,7 +103,7 @@ METRICS = (
              events.BytesMoved, lambda e: {(e.kind, "sent"): e.sent, (e.kind, "received"): e.received}, "kind", "direction"),
     Metric("spes_phase_seconds", "histogram", "Seconds by phase: train, announce, exchange, commit, apply.",
            (PhaseTrained, RoundCommitted),
-           lambda e: {"train": e.seconds} if isinstance(e, PhaseTrained) else sync_phases(e.seconds), ("phase",)),
+           lambda e: {"train": e.seconds} if isinstance(e, PhaseTrained) else seconds_by_stage(e.seconds), ("phase",)),
     _gauge("spes_update_norm", f"L2 norm of the update that this peer sent in the last round; {_BY_KIND}",
            RoundMeasured, lambda e: {kind: drift.sent for kind, drift in e.drift.items()}, "kind"),
     _gauge("spes_update_shrink", f"L2 norm of the base's last step over that of this peer's update; {_BY_KIND}",

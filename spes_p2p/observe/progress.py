@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from spes_p2p.observe.events import DownloadProgress, Event, PhaseEntered, TrainingProgress
+from spes_p2p.observe.events import DownloadProgress, Event, StateEntered, TrainingProgress
 from spes_p2p.observe.status import StatusBoard
 from spes_p2p.observe.units import human_rate
 
@@ -52,7 +52,7 @@ class ProgressLine:
     def update(self, event: Event) -> None:
         """Update the line."""
         match event:
-            case PhaseEntered():
+            case StateEntered():
                 status = self._board.status
                 round_number = min(status.round + 1, status.total_rounds) if status.base_digest else 0
                 self._progress.reset(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.presence import Contribution, RoundRecord
-from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed, sync_phases
+from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed, seconds_by_stage
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Rounds:
             dropped_parts=event.dropped_parts,
             teller=self._peer_id,
             time=time,
-            seconds=trained + tuple(sync_phases(event.seconds).items()),
+            seconds=trained + tuple(seconds_by_stage(event.seconds).items()),
             sent_bytes=event.sent_bytes,
             received_bytes=event.received_bytes,
             failed_attempts=self._failed_attempts,

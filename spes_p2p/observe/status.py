@@ -12,7 +12,7 @@ from typing import Any
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.observe import events
-from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted, sync_phases
+from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted, seconds_by_stage
 from spes_p2p.observe.json_values import to_json
 
 KEPT_PHASES = 12
@@ -48,7 +48,7 @@ class StatusBoard:
     def update(self, event: Event) -> None:
         """Update the status."""
         match event:
-            case events.PhaseEntered():
+            case events.StateEntered():
                 self._phases.append((event.name, self._clock()))
                 self._set(phase=event.name)
             case BaseRestored():
@@ -100,7 +100,7 @@ class StatusBoard:
             round_tokens=event.tokens,
             round_sent_bytes=event.sent_bytes,
             round_received_bytes=event.received_bytes,
-            round_seconds={**trained, **sync_phases(event.seconds)},
+            round_seconds={**trained, **seconds_by_stage(event.seconds)},
             sent_bytes=self._status.sent_bytes + event.sent_bytes,
             received_bytes=self._status.received_bytes + event.received_bytes,
             steps_done=0,
@@ -125,12 +125,12 @@ class StatusBoard:
     def _seconds_left(self) -> float:
         if len(self._commits) < 2 or self._status.state != "running":
             return math.nan
-        seconds_a_round = []
+        seconds_per_round = []
         round_before, time_before = self._commits[0]
         for committed_round, committed_at in list(self._commits)[1:]:
-            seconds_a_round.append((committed_at - time_before) / max(1, committed_round - round_before))
+            seconds_per_round.append((committed_at - time_before) / max(1, committed_round - round_before))
             round_before, time_before = committed_round, committed_at
-        pace = statistics.median(seconds_a_round)
+        pace = statistics.median(seconds_per_round)
         rounds_left = max(0, self._status.total_rounds - round_before)
         under_way = min(self._clock() - time_before, pace) if rounds_left else 0.0
         return rounds_left * pace - under_way
@@ -251,7 +251,7 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
 
 def sync_seconds(round_seconds: Mapping[str, float]) -> float:
     """Return the seconds of a round without training."""
-    return sum(sync_phases(round_seconds).values())
+    return sum(seconds_by_stage(round_seconds).values())
 
 
 def _largest(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:

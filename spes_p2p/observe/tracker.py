@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from spes_p2p.errors import UserError
 from spes_p2p.observe import events
-from spes_p2p.observe.events import Event, RoundCommitted, sync_phases
+from spes_p2p.observe.events import Event, RoundCommitted, seconds_by_stage
 
 logger = logging.getLogger(__name__)
 
@@ -93,5 +93,5 @@ def _of_round(event: RoundCommitted) -> dict[str, float]:
         "dropped_parts": event.dropped_parts,
         "peer/sent_bytes": event.sent_bytes,
         "peer/received_bytes": event.received_bytes,
-        **{f"peer/seconds/{phase}": seconds for phase, seconds in sync_phases(event.seconds).items()},
+        **{f"peer/seconds/{phase}": seconds for phase, seconds in seconds_by_stage(event.seconds).items()},
     }

@@ -54,10 +54,10 @@ class RoundMember:
         self._node, self._replica, self._announcer, self._samples = node, replica, announcer, samples
         self._phases, self._coordinators, self._reporter, self._leave = phases, coordinators, reporter, leave
 
-    async def decide(self, seconds: dict[str, float]) -> None:
+    async def take_part(self, seconds: dict[str, float]) -> None:
         """Bring the round after the base to a decision, or return when this peer is asked to leave.
 
-        The base changes only where it has to be repaired. `seconds` gets the duration of each part of the last attempt.
+        The base changes only where it has to be repaired. `seconds` gets the duration of each stage of the last attempt.
         Raises UserError when this peer cannot take part.
         """
         target, attempt = self._replica.base.round + 1, 0
@@ -70,8 +70,9 @@ class RoundMember:
             except PeerUnreachable as error:
                 self._reporter.failed(target, attempt, "coordinator_lost", str(error))
                 attempt += 1
-                left = order[attempt % len(order) :] if attempt % len(order) else ()
-                attempt += await self._leave.unless_made(_first_living(self._node.endpoint, left)) or 0
+                in_this_pass = attempt % len(order)
+                untried = order[in_this_pass:] if in_this_pass else ()
+                attempt += await self._leave.unless_made(_first_living(self._node.endpoint, untried)) or 0
             except WireError as error:
                 self._reporter.failed(target, attempt, "malformed", str(error))
                 attempt += 1
@@ -160,7 +161,7 @@ class RoundMember:
             reply = await stream.alive(self._node.relay.received(reply))
             if trains:
                 seconds["announce"] = clock() - started
-            if reply.kind == Kind.PLAN:
+            if reply.kind == Kind.PROPOSAL:
                 plan = await self._plan(await unpack_beside(Proposal, reply.body), stream.remote)
                 reply = await self._exchange(stream, plan, seconds)
             decided = await unpack_beside(CertifiedCommit, reply.body)

@@ -9,7 +9,7 @@ from typing import Any
 
 from spes_p2p.content.bases import Snapshots
 from spes_p2p.net.interfaces import World
-from spes_p2p.rounds.base import BASE, Base, StagedBase, in_memory, load_base, pieces_of, save_base, stage_base
+from spes_p2p.rounds.base import BASE, Base, BuiltBase, in_memory, load_base, pieces_of, save_base, write_base
 from spes_p2p.rounds.planned import DerivePlan
 from spes_p2p.rounds.results import KEPT_ROUNDS
 from spes_p2p.storage.interfaces import Draft
@@ -93,11 +93,11 @@ class BaseStore:
         run, store, base = self._world.run_blocking, self._world.store, self.base
         is_new = base.commit != self._durable_commit
         if is_new and draft is None and not self._in_memory:
-            staged: StagedBase = await run(
-                stage_base, store, base.commit, base.round, base.plan, pieces_of(base.values), BASE, self._world.threads
+            built: BuiltBase = await run(
+                write_base, store, base.commit, base.round, base.plan, pieces_of(base.values), BASE, self._world.threads
             )
-            self.current, draft = staged.base, staged.draft
-            await run(self.serve, staged.base)
+            self.current, draft = built.base, built.draft
+            await run(self.serve, built.base)
         checkpoint = None
         if take_checkpoint is not None and (at_once or self.is_due):
             checkpoint = await run(take_checkpoint, base, self.checkpoint)

@@ -24,7 +24,7 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.observe.events import Observer, ResultsChecked
 from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.peer.kept_inputs import Input
-from spes_p2p.peer.kept_results import UPLOADS_AT_ONCE
+from spes_p2p.peer.kept_results import MAX_CONCURRENT_UPLOADS
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.proofs import Proofs
 from spes_p2p.rounds.checks import checkers, drawn, expected_checks, means_by_reducer
@@ -49,7 +49,7 @@ class Checking:
     async def serve(self) -> None:
         """Answer from now on."""
         await self._node.endpoint.serve(INPUTS, self._on_inputs)
-        await self._node.content.serve("updates", self._update, UPLOADS_AT_ONCE)
+        await self._node.content.serve("updates", self._update, MAX_CONCURRENT_UPLOADS)
         await self._proofs.serve(self._node.content)
 
     def begin(self, commit: Commit, results: Results) -> None:

@@ -29,7 +29,7 @@ class StagedReports:
 
     def __init__(self, context: RoundContext, members: Gathering, results: Results):
         """`results`: the plan's, empty; it takes up the revisions."""
-        self._round, self._sync = context.commit.round + 1, context.node.rules.config.sync
+        self._round, self._sync = context.parent.round + 1, context.node.rules.config.sync
         self._members, self._identity = members, context.node.world.identity
         self.results = results
         self.staged: dict[int, Staged] = {}

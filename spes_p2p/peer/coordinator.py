@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from spes_p2p.consensus.control import is_banned, is_paused, rolls_back
-from spes_p2p.consensus.proposer import Phase, Proposer, Reply, Send
+from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Signed, Vote
@@ -46,10 +46,10 @@ VOTE_SILENCES = 3
 
 
 class Coordination:
-    """One attempt at the round after `commit`."""
+    """One attempt at the round after `parent`."""
 
     def __init__(self, context: RoundContext, replica: Replica):
-        self.commit = context.commit
+        self.parent = context.parent
         self.failed = False
         self._context, self._node, self._replica = context, context.node, replica
         self._members = Gathering(context)
@@ -71,7 +71,7 @@ class Coordination:
         except (AttemptFailed, Refused, WireError, UserError) as error:
             self._fail(str(error))
         except Exception:
-            logger.exception("coordinating round %d failed", self.commit.round + 1)
+            logger.exception("coordinating round %d failed", self.parent.round + 1)
             self._fail("an error at the coordinator")
 
     @property
@@ -95,7 +95,7 @@ class Coordination:
     async def serve(self, stream: Stream, signed: Signed) -> None:
         """Serve one member's stream, from its announcement to the decided commit."""
         node = self._node
-        announcement = read_announcement(signed, self.commit, node.peer_id, node.rules, node.world.identity)
+        announcement = read_announcement(signed, self.parent, node.peer_id, node.rules, node.world.identity)
         if self._plan.done():
             self._context.too_late.add(stream.remote)
             raise Refused(Code.CLOSED, "the plan of this attempt is made")
@@ -103,13 +103,13 @@ class Coordination:
         try:
             plan = await stream.alive(asyncio.shield(self._plan))
             if isinstance(plan, Plan):
-                await self._serve_plan(stream, plan, announcement)
+                await self._serve_proposal(stream, plan, announcement)
             decided = await stream.alive(asyncio.shield(self._decided))
             await self._send_record(stream, Kind.DECIDED, pack(decided), decided.commit.members)
         finally:
-            self._members.part(stream)
+            self._members.leave(stream)
 
-    async def _serve_plan(self, stream: Stream, plan: Plan, announcement: Announcement) -> None:
+    async def _serve_proposal(self, stream: Stream, plan: Plan, announcement: Announcement) -> None:
         """Send the plan and its revisions and take the member's reports, until there is a decision."""
         index, reports = plan.index(stream.remote), self._reports
         assert reports is not None
@@ -117,7 +117,7 @@ class Coordination:
             raise Refused(Code.DIGEST, "your base differs from most members' bases")
         if index is None:
             raise Refused(Code.CLOSED, "the plan of this attempt was being made")
-        await self._send_record(stream, Kind.PLAN, pack(plan.proposal), [member.peer for member in plan.members])
+        await self._send_record(stream, Kind.PROPOSAL, pack(plan.proposal), [member.peer for member in plan.members])
         report: asyncio.Future[Message] | None = None
         try:
             await reports.begin(stream)
@@ -148,17 +148,17 @@ class Coordination:
 
     async def _sit_out_pause(self) -> None:
         """Wait while the last commit pauses the campaign and there is no newer control record."""
-        while is_paused(self.commit.control) and self._next_control() == self.commit.control:
+        while is_paused(self.parent.control) and self._next_control() == self.parent.control:
             self._context.require_open()
             await asyncio.sleep(PING_EVERY_S)
 
     def _next_control(self) -> Control | None:
         """Return the record for the next commit: the newest one, but a rollback only while a member keeps the base for it."""
         control = self._node.controls.newest
-        if control is None or not rolls_back(control, self.commit):
+        if control is None or not rolls_back(control, self.parent):
             return control
         kept = self._members.keeps_base_of(control.rollback)
-        return control if kept and self._node.log.rolled_back(self.commit, control) is not None else self.commit.control
+        return control if kept and self._node.log.rolled_back(self.parent, control) is not None else self.parent.control
 
     async def _decide(self) -> CertifiedCommit:
         """Collect promises; plan and exchange, unless a promise or a control record names the commit; collect votes."""
@@ -168,17 +168,17 @@ class Coordination:
         await _drive(node, proposer, proposer.prepare(node.departures.farewells()))
         control = self._next_control()
         # Paxos: a commit that some elector accepted in an earlier ballot may be decided already and must be proposed again.
-        proposal = proposer.bound or node.log.rolled_back(self.commit, control)
+        proposal = proposer.bound or node.log.rolled_back(self.parent, control)
         if proposal is None:
             plan = await self._make_plan(proposer.ballot, control)
             self._reports = StagedReports(
                 self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
             )
-            self._node.invited = frozenset(member.peer for member in plan.members)
+            self._node.meet_members(plan)
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results
-            proposal = make_commit(self.commit, plan, results, self._reports.staged, self.commit.helpers)
+            proposal = make_commit(self.parent, plan, results, self._reports.staged)
             validity.hold(proposal, results, self._reports.signed())
         evidence = validity.evidence_of(proposal)
         await _drive(node, proposer, proposer.propose(proposal, evidence, node.departures.farewells()))
@@ -190,8 +190,8 @@ class Coordination:
 
     async def _make_plan(self, ballot: Ballot, control: Control | None) -> Plan:
         node, announced, left = self._node, self._members.announced, self._context.gone()
-        accused = node.decisions.validity.proofs.accused(self.commit)
-        excluded = {*self.commit.excluded, *(each.peer for each in accused)}
+        accused = node.decisions.validity.proofs.accused(self.parent)
+        excluded = {*self.parent.excluded, *(each.peer for each in accused)}
         there = {
             peer: announced[peer] for peer in self._members.alive
             if peer not in left and peer not in excluded and not is_banned(control, peer)
@@ -203,10 +203,10 @@ class Coordination:
         announcements, returned = fitting(agreeing, ANNOUNCED_BYTES), fitting(left.values(), RETURNED_BYTES)
         members = [each.peer for each in announcements]
         tokens = sum(announced[peer].tokens for peer in members)
-        donors = await self._choose_donors() if alpha_due(self.commit, tokens, node.rules) > 0 else None
-        absent = await absent_of(node.endpoint, sorted(set(self.commit.electorate) - {*members, *left}))
+        donors = await self._choose_donors() if alpha_due(self.parent, tokens, node.rules) > 0 else None
+        absent = await absent_of(node.endpoint, sorted(set(self.parent.electorate) - {*members, *left}))
         proposal = Proposal(
-            self.commit.round + 1, self.commit.id, ballot, announcements, returned, absent, donors,
+            self.parent.round + 1, self.parent.id, ballot, announcements, returned, absent, donors,
             self._members.arrivals(members), control, accused,
         )
         return await node.decisions.validity.derive_aside(proposal)
@@ -214,8 +214,8 @@ class Coordination:
     async def _choose_donors(self) -> Donors | None:
         """Return the merge donors; None, which leaves this merge out, when this peer does not hold the last base."""
         replica, top_k = self._replica, self._node.campaign.config.merge.merge_top_k
-        if not replica.has_base or replica.base.round != self.commit.round:
-            logger.warning("round %d goes without its merge: the coordinator is still catching up", self.commit.round + 1)
+        if not replica.has_base or replica.base.round != self.parent.round:
+            logger.warning("round %d goes without its merge: the coordinator is still catching up", self.parent.round + 1)
             return None
         run = self._node.world.run_blocking
         donors: Donors = await run(nearest_experts, replica.base.values, replica.layout, top_k)
@@ -223,7 +223,7 @@ class Coordination:
 
     async def _notify_electors(self, decided: CertifiedCommit) -> None:
         endpoint, request = self._node.endpoint, pack(Decide((decided,)))
-        outside = sorted(set(self.commit.electorate) - set(decided.commit.members))
+        outside = sorted(set(self.parent.electorate) - set(decided.commit.members))
         asked = (endpoint.ask(elector, DECIDE, request, endpoint.silence_s) for elector in outside)
         await asyncio.gather(*asked, return_exceptions=True)
 
@@ -247,7 +247,7 @@ async def _drive(node: Node, proposer: Proposer, sends: Sequence[Send]) -> None:
             sends = [more for send, reply in answered for more in proposer.receive(send.to, send.request, reply)]
     finally:
         await end_tasks(asked)
-    if proposer.phase is Phase.FAILED:
+    if proposer.state is ProposerState.FAILED:
         raise AttemptFailed(proposer.failure)
 
 

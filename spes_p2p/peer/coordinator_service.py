@@ -134,7 +134,7 @@ class CoordinatorService:
     def _is_open(self) -> bool:
         """Return whether an attempt at the next round is open here."""
         attempt = self._attempt
-        return attempt is not None and attempt.commit.id == self._node.log.last.id and not attempt.failed
+        return attempt is not None and attempt.parent.id == self._node.log.last.id and not attempt.failed
 
     def _current_attempt(self) -> Coordination:
         """Return the attempt that is open here; open one when the last has failed or its round is over."""
@@ -153,7 +153,7 @@ class CoordinatorService:
     async def _run(self, attempt: Coordination) -> None:
         await attempt.run()
         if attempt.failed:
-            self._failed_round = attempt.commit.round + 1
+            self._failed_round = attempt.parent.round + 1
             await self._node.decisions.learn_from_all(self._node.others())
 
     def _assigned_steps(self) -> Mapping[str, int]:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 COMMITS_PER_MESSAGE = 200
-ASKED_AT_ONCE = 16
+MAX_ASKED = 16
 """Bounds the peers that are asked for certificates at a time; one honest answer is enough."""
 
 
@@ -120,7 +120,7 @@ class Decisions:
             after = found[-1].commit.round
 
     async def learn_from_all(self, peers: Iterable[str]) -> None:
-        """Fetch missing certificates from the first ASKED_AT_ONCE of these peers.
+        """Fetch missing certificates from the first MAX_ASKED of these peers.
 
         Those that do not answer are skipped. Ends when nothing new was learned for `silence_s`: a peer that gives commits one
         by one holds up nobody.
@@ -130,7 +130,7 @@ class Decisions:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
                 await self.learn_from(peer)
 
-        asked = [asyncio.ensure_future(learn_from(peer)) for peer in islice(peers, ASKED_AT_ONCE)]
+        asked = [asyncio.ensure_future(learn_from(peer)) for peer in islice(peers, MAX_ASKED)]
         known = None
         try:
             while any(not each.done() for each in asked) and known != self.log.last.id:

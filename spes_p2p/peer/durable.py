@@ -19,7 +19,7 @@ T = TypeVar("T")
 def open_participant(
     store: Store, identity: Identity, genesis: Commit, rng: random.Random, is_valid: IsValid
 ) -> Participant:
-    """This peer's part in the decisions, from its files. Damaged ones are replaced; raises UserError when that fails."""
+    """Open the consensus core from its files. Damaged ones are replaced; raises UserError when that fails."""
     records = store.records(LOG)
     files = Files(read_record(store, VOTES), records, read_record(store, CONTROL))
     participant = Participant(identity, genesis, files, rng, is_valid)
@@ -33,7 +33,10 @@ def open_participant(
 
 
 def perform(store: Store, participant: Participant, output: Output[T]) -> T:
-    """Make the writes durable, apply them, and return the reply. Raises UserError where a write fails: it did not happen."""
+    """Make the writes durable, apply them, and return the reply. Raises UserError where a write fails: it did not happen.
+
+    The caller's thread waits for the disk: no other request may come between a write and its effect on the participant.
+    """
     for write in output.writes:
         _write(store, write)
         participant.apply(write)
@@ -41,14 +44,14 @@ def perform(store: Store, participant: Participant, output: Output[T]) -> T:
 
 
 def read_record(store: Store, name: str) -> bytes | None:
-    """The only record of a file; None when it is missing or damaged."""
+    """Return the only record of a file; None when it is missing or damaged."""
     blob = store.read(name)
     records = parse_records(bytes(blob)) if blob is not None else []
     return records[0] if len(records) == 1 else None
 
 
 def voter_incarnation(store: Store, rng: random.Random) -> str:
-    """The incarnation that the peer of this store votes with, made durable if it is new."""
+    """Return the incarnation that the peer of this store votes with; make it durable if it is new."""
     votes = read_votes(read_record(store, VOTES))
     if votes is not None:
         return votes.incarnation

@@ -28,7 +28,7 @@ from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Signed
-from spes_p2p.messages.fields import UPDATES_A_SIGNATURE
+from spes_p2p.messages.fields import UPDATES_PER_SIGNATURE
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
@@ -241,8 +241,8 @@ class Exchange:
         if len(self._closed) < len(self._mine):
             self._require_going_on()
         unsigned = self._unsigned.setdefault(sender, {})
-        if len(unsigned) == UPDATES_A_SIGNATURE:
-            raise Refused(Code.MALFORMED, f"more than {UPDATES_A_SIGNATURE} updates without a signature")
+        if len(unsigned) == UPDATES_PER_SIGNATURE:
+            raise Refused(Code.MALFORMED, f"more than {UPDATES_PER_SIGNATURE} updates without a signature")
         if len(body) != part.encoded_bytes:
             raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
@@ -445,7 +445,7 @@ class Exchange:
             await stream.send(_numbered(part.index), tokens.to_bytes(WEIGHT_BYTES, "little"), codes, kind=Kind.PART)
             self._moved(part.encoded_bytes)
             unsigned.append(Update(part.index, tokens, content_digest(codes)))
-            if len(unsigned) == UPDATES_A_SIGNATURE:
+            if len(unsigned) == UPDATES_PER_SIGNATURE:
                 await self._send_signature(stream, unsigned)
                 unsigned = []
         if unsigned:

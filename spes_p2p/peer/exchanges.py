@@ -17,7 +17,7 @@ from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
-from spes_p2p.rounds.base import Base, StagedBase
+from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.next_base import NextBaseBuilder
 from spes_p2p.rounds.parts import longest_exchange_s
 from spes_p2p.rounds.planned import Plan
@@ -36,7 +36,7 @@ class Exchanges:
         """By plan id: the round, and what this member's means were made from, by revision."""
         self._node, self._layout, self._results, self._work, self._scratch = node, layout, results, work, scratch
         self._in_memory = in_memory
-        self._staging: NextBaseBuilder | None = None
+        self._builder: NextBaseBuilder | None = None
         """The next base by the last plan."""
         self._news = asyncio.Event()
 
@@ -50,7 +50,7 @@ class Exchanges:
 
         The update that an earlier attempt sent stays as it is: that attempt may turn out to be the decided one.
         """
-        self._node.invited = frozenset(member.peer for member in plan.members)
+        self._node.meet_members(plan)
         results, ledger, sync = self._results.begin(plan), self._work.ledger, self._node.campaign.config.sync
         update = ledger.copy_update() if self.by_plan else ledger.update
         exchange = self.by_plan[plan.id, 0] = Exchange(
@@ -59,13 +59,13 @@ class Exchanges:
             clips=sync.bound_influence,
         )
         self._inputs[plan.id] = plan.round, [exchange.inputs]
-        if self._staging is not None:
-            self._staging.drop()
-        self._staging = self.builder(base, results)
+        if self._builder is not None:
+            self._builder.drop()
+        self._builder = self.make_builder(base, results)
         self._news.set()
         return exchange
 
-    def builder(self, base: Base, results: Results) -> NextBaseBuilder:
+    def make_builder(self, base: Base, results: Results) -> NextBaseBuilder:
         """Return a builder of the next base by the plan of these results, which may still arrive."""
         config, world = self._node.campaign.config, self._node.world
         return NextBaseBuilder(
@@ -99,9 +99,9 @@ class Exchanges:
         """Return whether this member took part in one of these plans."""
         return any(plan in plans for plan, _ in self.by_plan)
 
-    async def finish_staging(self, commit: Commit, results: Results, base: Base) -> StagedBase | None:
+    async def finish_base(self, commit: Commit, results: Results, base: Base) -> BuiltBase | None:
         """Return the base after this commit if it was computed ahead, else None."""
-        ahead, self._staging = self._staging, None
+        ahead, self._builder = self._builder, None
         if ahead is None:
             return None
         if ahead.plan.id == results.plan.id and ahead.base is base.values:

@@ -64,8 +64,8 @@ class RoundContext:
     """One round, and the peer that coordinates it."""
 
     node: Node
-    commit: Commit
-    """The last one: the round is the one after it."""
+    parent: Commit
+    """The last commit: the round is the one after it."""
     phase_began: float
     """Loop time."""
     assigned_steps: Mapping[str, int]
@@ -76,11 +76,11 @@ class RoundContext:
 
     def gone(self) -> Mapping[str, Signed]:
         """Return the statements of the peers that have left this round."""
-        return self.node.departures.gone(self.commit.id)
+        return self.node.departures.gone(self.parent.id)
 
     def require_open(self) -> None:
         """Raise AttemptFailed when another coordinator has brought this round to its decision."""
-        if self.node.log.last.id != self.commit.id:
+        if self.node.log.last.id != self.parent.id:
             raise AttemptFailed("this round is decided already")
 
 
@@ -112,7 +112,7 @@ class Gathering:
         self._dead.pop(peer, None)
         self.changed.set()
 
-    def part(self, stream: Stream) -> None:
+    def leave(self, stream: Stream) -> None:
         """Note that a member's stream has ended."""
         if self.alive.get(stream.remote) is stream:
             del self.alive[stream.remote]
@@ -130,7 +130,7 @@ class Gathering:
         quorum. Raises AttemptFailed when the round is decided elsewhere.
         """
         context, all_there_at, budget_s, limit_s = self._context, None, 0.0, 0.0
-        sync, helpers, waited_for = context.node.rules.config.sync, set(context.commit.helpers), set[str]()
+        sync, helpers, waited_for = context.node.rules.config.sync, set(context.parent.helpers), set[str]()
         while True:
             context.require_open()
             self.changed.clear()
@@ -145,7 +145,7 @@ class Gathering:
             waited_s = now - self._quorum_at if self._quorum_at is not None and trainers else 0.0
             if trainers and expected and not missing:
                 if all_there_at is None:
-                    all_there_at, budget_s = now, context.too_late.patience_s(len(context.commit.electorate))
+                    all_there_at, budget_s = now, context.too_late.patience_s(len(context.parent.electorate))
                 waited_for |= coming
                 limit_s = sync.silence_s if coming & helpers else budget_s
                 if not coming or now - all_there_at >= limit_s:
@@ -189,7 +189,7 @@ class Gathering:
         None before that. Phases are planned to take all trainers as long, so half of them are a quorum after twice their time:
         a member with most of the work that never announces it holds up nobody for longer.
         """
-        enough = self._context.node.rules.config.sync.min_peers if self._context.commit.round < 0 else 1
+        enough = self._context.node.rules.config.sync.min_peers if self._context.parent.round < 0 else 1
         needed, there = (sum(expected.values()) / 2 if expected else enough), 0
         done_at = sorted(self._done_at[peer] for peer in trainers if peer in expected)
         halved = done_at[(len(expected) - 1) // 2] if 2 * len(done_at) >= max(1, len(expected)) else None
@@ -209,7 +209,7 @@ class Gathering:
 
     async def _ping(self, peer: str, stop: bool) -> None:
         """Find out whether a peer is there. One that claims later rounds is not waited for: it proves them, or it lies."""
-        commit = self._context.commit
+        commit = self._context.parent
         returns = self._context.node.departures.returns[peer]
         answer = await self._context.node.endpoint.is_there(peer, PING, pack(Ping(commit.round if stop else -1)))
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from spes_p2p.campaign.orders import Standing, pause, rollback
+from spes_p2p.campaign.orders import CampaignView, pause, rollback
 from spes_p2p.consensus.control import owner_of, runs, signed
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.archive import archived_rounds
@@ -47,7 +47,7 @@ class Guard:
         node = self._node
         archived = archived_rounds(node.world.store)
         target = max((kept for kept in archived if kept <= good), default=-1)
-        standing = Standing(
+        view = CampaignView(
             node.campaign_hash, node.peer_id, node.campaign.config, node.controls.newest, node.log.round, tuple(archived)
         )
         found = (
@@ -60,10 +60,10 @@ class Guard:
                 "%s; %s: pausing the campaign; look for peers in 'clipped' warnings and ban them, or reduce the learning rate; "
                 "continue with spes-p2p control ADDRESS resume", found, why,
             )
-            order = pause(standing)
+            order = pause(view)
         else:
             logger.error("%s; rolling back to round %d", found, target)
-            order = rollback(target, standing)
+            order = rollback(target, view)
         node.decisions.take_control(signed(order, node.world.identity))
         self._returned_to = target
         del self._evaluations[-CONFIRMATIONS:]

@@ -19,10 +19,10 @@ from spes_p2p.observe.history import History
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.node import Node
 
-RECORDS_A_MESSAGE = 256
-CONTRIBUTIONS_A_MESSAGE = 2**14
+RECORDS_PER_MESSAGE = 256
+CONTRIBUTIONS_PER_MESSAGE = 2**14
 """About 70 bytes each: keeps a page near 1 MB, well below the frame limit, whatever the size of the swarm."""
-LEAST_RECORDS = CONTRIBUTIONS_A_MESSAGE // MAX_MEMBERS
+LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // MAX_MEMBERS
 """Records that fit in a page whatever the size of the swarm."""
 MAX_PAGES = 2**12
 """Bounds the pages from one peer, whatever round it claims to know."""
@@ -38,9 +38,9 @@ def serving(rounds: Rounds, wall_time: Callable[[], float]) -> Callable[[Stream]
 
     async def on_history(stream: Stream) -> None:
         request = unpack(HistoryRequest, await stream.message())
-        records = rounds.after(request.after, max(0, min(request.at_most, RECORDS_A_MESSAGE)))
+        records = rounds.after(request.after, max(0, min(request.at_most, RECORDS_PER_MESSAGE)))
         sizes = accumulate(len(record.contributions) for record in records)
-        fitting = sum(size <= CONTRIBUTIONS_A_MESSAGE for size in sizes)
+        fitting = sum(size <= CONTRIBUTIONS_PER_MESSAGE for size in sizes)
         await stream.send(pack(HistoryPage(wall_time(), records[:fitting])))
 
     return on_history
@@ -53,10 +53,10 @@ async def pages(endpoint: RpcEndpoint, peer: str, after: int, newest: int) -> As
     """
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
         for _ in range(min(MAX_PAGES, (newest - after) // LEAST_RECORDS + 2)):
-            request = pack(HistoryRequest(after, RECORDS_A_MESSAGE))
+            request = pack(HistoryRequest(after, RECORDS_PER_MESSAGE))
             page = await unpack_beside(HistoryPage, await endpoint.ask(peer, HISTORY, request, endpoint.silence_s))
             numbers = [after, *(record.round for record in page.records)]
-            if len(page.records) > RECORDS_A_MESSAGE or any(a >= b for a, b in pairwise(numbers)):
+            if len(page.records) > RECORDS_PER_MESSAGE or any(a >= b for a, b in pairwise(numbers)):
                 raise WireError("a page of other records than were asked for")
             known = tuple(record for record in page.records if record.round <= newest)
             if not known:

@@ -38,7 +38,7 @@ from spes_p2p.rounds.results import (
 
 logger = logging.getLogger(__name__)
 
-UPLOADS_AT_ONCE = 8
+MAX_CONCURRENT_UPLOADS = 8
 """Bounds the peers that replay rounds from this one at the same time."""
 
 
@@ -65,9 +65,9 @@ class KeptResults:
 
     async def serve(self, server: ContentServer) -> None:
         """Answer requests from now on."""
-        await server.serve("plan", self._plan, UPLOADS_AT_ONCE)
-        await server.serve("manifests", self._manifest, UPLOADS_AT_ONCE)
-        await server.serve("parts", self._part, UPLOADS_AT_ONCE)
+        await server.serve("plan", self._plan, MAX_CONCURRENT_UPLOADS)
+        await server.serve("manifests", self._manifest, MAX_CONCURRENT_UPLOADS)
+        await server.serve("parts", self._part, MAX_CONCURRENT_UPLOADS)
 
     def begin(self, plan: Plan, lost: tuple[tuple[int, ...], ...] = ()) -> Results:
         """Begin to keep the results of a plan. Raises WireError when `lost` names other than members of the plan."""

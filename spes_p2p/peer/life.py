@@ -166,7 +166,7 @@ class Peer:
         before, seconds = self.replica.base.commit, dict[str, float]()
         await self.announcer.freeze_update()
         while self.replica.base.commit == before and not self._leave.is_made:
-            await self._member.decide(seconds)
+            await self._member.take_part(seconds)
             await self._advance(seconds)
 
     async def _train_during_round(self) -> None:
@@ -182,7 +182,7 @@ class Peer:
         await self._advance(seconds)
 
     async def _decide_and_prepare(self, seconds: dict[str, float]) -> None:
-        await self._member.decide(seconds)
+        await self._member.take_part(seconds)
         await self.replica.prepare()
 
     async def _advance(self, seconds: dict[str, float]) -> None:

@@ -34,13 +34,19 @@ from spes_p2p.observe.events import Observer, PeersSeen
 from spes_p2p.peer.decisions import Decisions
 from spes_p2p.peer.departures import Departures
 from spes_p2p.rounds.plan import Rules
+from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.stragglers import KEPT_ARRIVALS
 
 logger = logging.getLogger(__name__)
 
-CONTACT_EVERY_S, CONTACT_TTL_S = 5.0, 20.0
-CLAIMS_AT_ONCE, DOUBT_S = 4, 30.0
-"""Bounds the peers that are asked at a time to prove what they claim to know; how long one that proves nothing is ignored."""
+CONTACT_EVERY_S = 5.0
+"""Refresh this peer's contact in the DHT this often."""
+CONTACT_TTL_S = 20.0
+"""A contact that is not refreshed for this long expires."""
+MAX_CONCURRENT_CLAIMS = 4
+"""Ask at most this many peers concurrently to prove rounds that they claim to know."""
+DOUBT_S = 30.0
+"""Ignore the claims of a peer that proved nothing for this long."""
 MAX_CONTACT_ADDRESSES = 4
 """Keeps a contact below the DHT's limit for a value."""
 
@@ -80,7 +86,7 @@ class Node:
         """The commit whose base this peer evaluated last, and that base's held-out loss, in nats per token."""
         self._blobs = blobs
         self._observer = observer
-        self.invited: frozenset[str] = frozenset()
+        self._planned_members: frozenset[str] = frozenset()
         """Members of the newest plan here, which may become participants."""
         self.endpoint.shares.is_known = self._is_known
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,9 +100,13 @@ class Node:
         """This peer's id."""
         return self.endpoint.peer_id
 
+    def meet_members(self, plan: Plan) -> None:
+        """Take the members of a new plan for participants, with their share of this peer's resources."""
+        self._planned_members = frozenset(member.peer for member in plan.members)
+
     def _is_known(self, peer: str) -> bool:
         """Return whether a peer takes part in the rounds; all others are strangers."""
-        return peer in self.log.last.participants or peer in self.invited or peer == self.peer_id
+        return peer in self.log.last.participants or peer in self._planned_members or peer == self.peer_id
 
     @property
     def base_loss(self) -> float | None:
@@ -195,7 +205,7 @@ class Node:
         forks = 0 <= round_number <= self.log.round and commit not in ("", self.log.commit_at(round_number).id)
         claims = forks or round_number > self.log.round or control > self.controls.number
         is_doubted = self._doubted_until.get(peer, 0.0) > asyncio.get_running_loop().time()
-        if claims and not is_doubted and peer not in self._proving and len(self._proving) < CLAIMS_AT_ONCE:
+        if claims and not is_doubted and peer not in self._proving and len(self._proving) < MAX_CONCURRENT_CLAIMS:
             self._proving.add(peer)
             self.spawn(self._prove(peer, -1 if forks else None, control > self.controls.number))
 

@@ -27,7 +27,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Accused, Proposal, Update, WrongSum
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.peer.kept_results import UPLOADS_AT_ONCE, KeptResults
+from spes_p2p.peer.kept_results import MAX_CONCURRENT_UPLOADS, KeptResults
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.proposal import may_exclude
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 HELD_PROOFS = 8
 """Bounds the proofs, with their updates, that a peer keeps for others. One that is dropped is found again by a later check."""
-TOLD_AT_ONCE = 8
+MAX_CONCURRENT_SENDS = 8
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Proofs:
     async def serve(self, server: ContentServer) -> None:
         """Hear proofs, and serve those that hold, from now on."""
         await self._endpoint.serve(ACCUSE, self._on_accuse)
-        await server.serve("proof", self._proof, UPLOADS_AT_ONCE)
+        await server.serve("proof", self._proof, MAX_CONCURRENT_UPLOADS)
 
     def body(self, plan: str, part: int, member: int) -> Body | None:
         """Return an encoded update of a proof that holds."""
@@ -126,7 +126,7 @@ class Proofs:
 
     async def tell(self, proof: WrongSum, peers: Iterable[str]) -> None:
         """Tell these peers of a proof that holds."""
-        record, endpoint, turn = pack(proof), self._endpoint, asyncio.Semaphore(TOLD_AT_ONCE)
+        record, endpoint, turn = pack(proof), self._endpoint, asyncio.Semaphore(MAX_CONCURRENT_SENDS)
 
         async def tell(peer: str) -> None:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):

@@ -30,7 +30,7 @@ from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.accounting import Ledger
 from spes_p2p.rounds.archive import load_archived
-from spes_p2p.rounds.base import Base, StagedBase
+from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.planned import Plan
@@ -92,7 +92,7 @@ class Replica:
         self.leaves: Callable[[], bool] = lambda: False
         """Whether this peer was asked to leave."""
         self._observer = observer
-        self._prepared: StagedBase | None = None
+        self._prepared: BuiltBase | None = None
         self._refused = ""
         """Id of the certified commit that was refused last."""
 
@@ -286,23 +286,23 @@ class Replica:
             except Refused:
                 return  # `advance` says so
             if results is not None:
-                self._prepared = staged = await self._stage_base(commit, results)
-                await self.node.world.run_blocking(self.store.serve, staged.base)
+                self._prepared = built = await self._build_base(commit, results)
+                await self.node.world.run_blocking(self.store.serve, built.base)
 
     async def _apply(self, commit: Commit, results: Results) -> tuple[tuple[str, float], ...]:
         """Apply a decided round to the base; return the groups whose step was scaled down. Every member gets the same bits."""
-        staged, self._prepared = self._prepared, None
-        if staged is None or staged.base.commit != commit.id:
-            staged = await self._stage_base(commit, results)
-        new, run = staged.base, self.node.world.run_blocking
+        built, self._prepared = self._prepared, None
+        if built is None or built.base.commit != commit.id:
+            built = await self._build_base(commit, results)
+        new, run = built.base, self.node.world.run_blocking
         dropped = await run(self._settle, new, results, {part.index for part in results.committed(commit)})
         self.work.codes_lost = False
         self.store.replace(new)
         self._report_dropped(dropped, "left out of more than two rounds")
-        await self._save(staged.draft)
+        await self._save(built.draft)
         await run(self.results.forget, new.round, self.store.durable_round, self.store.snapshots.oldest_pinned_round)
         await run(self.exchanges.forget, new.round, results.plan.id)
-        return staged.bounded
+        return built.bounded
 
     def _settle(self, new: Base, results: Results, committed: set[int]) -> int:
         """Serve the next base, and account for what it includes of this peer's work; return the tokens that are dropped."""
@@ -317,11 +317,11 @@ class Replica:
         peers = sorted({*commit.members, *self.node.others()} - {self.node.peer_id})
         return await self.results.complete(commit, self.node.fetcher, peers)
 
-    async def _stage_base(self, commit: Commit, results: Results) -> StagedBase:
-        ahead = await self.exchanges.finish_staging(commit, results, self.base)
+    async def _build_base(self, commit: Commit, results: Results) -> BuiltBase:
+        ahead = await self.exchanges.finish_base(commit, results, self.base)
         if ahead is not None:
             return ahead
-        builder = self.exchanges.builder(self.base, results)
+        builder = self.exchanges.make_builder(self.base, results)
         return await builder.finish(commit, results)
 
     async def _pass_reform(self, commit: Commit) -> None:

@@ -15,10 +15,10 @@ from spes_p2p.observe.events import (
     DownloadProgress,
     Evaluated,
     Observer,
-    PhaseEntered,
     RoundCommitted,
     RoundFailed,
     RoundMeasured,
+    StateEntered,
     UpdatesClipped,
 )
 from spes_p2p.peer.node import Node
@@ -47,7 +47,7 @@ class EventReporter:
     def set_state(self, state: str) -> None:
         """Report the peer's new state."""
         self.state = state
-        self._observer(PhaseEntered(state))
+        self._observer(StateEntered(state))
 
     def failed(self, round_number: int, attempt: int, reason: str, detail: str) -> None:
         """Report an attempt at a round that failed."""

@@ -48,7 +48,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class StagedBase:
+class BuiltBase:
     """A base that is computed and usable, but not yet durable."""
 
     base: Base
@@ -67,10 +67,10 @@ class _Header:
     proposal: Proposal | None
 
 
-def stage_base(
+def write_base(
     store: Store, commit: str, round_number: int, plan: Plan | None, pieces: Iterable[np.ndarray], name: str = BASE,
     threads: int = 1,
-) -> StagedBase:
+) -> BuiltBase:
     """Write a base to a draft. `pieces`: float32 `[PIECE_ELEMENTS]`, the last one shorter.
 
     The stored base stays until the draft is published.
@@ -96,19 +96,19 @@ def write_piece(draft: Draft, number: int, piece: np.ndarray) -> bytes:
 
 def close_base(
     draft: Draft, commit: str, round_number: int, plan: Plan | None, elements: int, digests: bytes
-) -> StagedBase:
+) -> BuiltBase:
     """Write a base's header after its pieces, and map the base."""
     digest = root_digest(digests)
     header = frame_record(pack(_Header(commit, round_number, elements, digest, plan.proposal if plan else None)))
     draft.write(4 * elements, header + len(header).to_bytes(LENGTH_BYTES, "little"))
     values = np.frombuffer(draft.view(), "<f4", elements)
-    return StagedBase(Base(commit, round_number, values, digest, plan, digests), draft)
+    return BuiltBase(Base(commit, round_number, values, digest, plan, digests), draft)
 
 
-def close_in_memory(values: np.ndarray, commit: str, round_number: int, plan: Plan | None, digests: bytes) -> StagedBase:
+def close_in_memory(values: np.ndarray, commit: str, round_number: int, plan: Plan | None, digests: bytes) -> BuiltBase:
     """Return a base whose pieces are all in this array, float32, which must not change any more."""
     values.flags.writeable = False
-    return StagedBase(Base(commit, round_number, values, root_digest(digests), plan, digests), None)
+    return BuiltBase(Base(commit, round_number, values, root_digest(digests), plan, digests), None)
 
 
 def in_memory(base: Base) -> Base:
@@ -125,7 +125,7 @@ def pieces_of(values: np.ndarray) -> Iterable[np.ndarray]:
 
 def save_base(store: Store, base: Base, name: str = BASE, threads: int = 1) -> None:
     """Replace the stored base durably."""
-    draft = stage_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name, threads).draft
+    draft = write_base(store, base.commit, base.round, base.plan, pieces_of(base.values), name, threads).draft
     assert draft is not None
     draft.publish()
 

@@ -20,7 +20,7 @@ from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT, Results
 
 
-def contributions(commit: Commit, results: Results, tokens_a_step: int) -> tuple[tuple[str, int, int], ...]:
+def contributions(commit: Commit, results: Results, tokens_per_step: int) -> tuple[tuple[str, int, int], ...]:
     """Return each trainer's part in a committed round: peer id, tokens, and steps times experts trained."""
     heard, trained = set(), set()
     for part in results.committed(commit):
@@ -32,7 +32,7 @@ def contributions(commit: Commit, results: Results, tokens_a_step: int) -> tuple
     experts = Counter(member for member, _ in trained)
     members = results.plan.members
     return tuple(
-        (member.peer, member.tokens if i in heard else 0, round(member.tokens / tokens_a_step) * experts[i])
+        (member.peer, member.tokens if i in heard else 0, round(member.tokens / tokens_per_step) * experts[i])
         for i, member in enumerate(members)
         if member.trains
     )
@@ -44,8 +44,8 @@ def clipped_parts(commit: Commit, results: Results) -> tuple[tuple[str, int], ..
     return tuple((results.plan.members[i].peer, count) for i, count in sorted(counts.items()))
 
 
-def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged], helpers: tuple[str, ...]) -> Commit:
-    """Return the commit to propose after `commit`. It includes each part that two members (of two or more) hold durably.
+def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged]) -> Commit:
+    """Return the commit to propose after `parent`. It includes each part that two members (of two or more) hold durably.
 
     `staged`: reports by member index. `results`: the reducers' manifests. Raises Refused if the plan has parts and none is
     included, or too few members report.
@@ -62,31 +62,26 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
     if len(staged) < needed:
         raise Refused(Code.FAILED, "too few members hold the plan")
     peers = tuple(member.peer for member in plan.members)
-    incarnations = {**incarnations_of(commit), **{peers[i]: report.incarnation for i, report in staged.items()}}
-    kept = kept_electors(plan, commit)
-    voting_helpers = tuple(helper for helper in helpers if helper in incarnations and helper in {*peers, *kept})
-    voting_members = [peer for peer in (*_voters(plan), *kept) if peer in incarnations]
-    staying = tuple(elector for elector in commit.electorate if plan.takes_part(elector))
-    chosen = choose_electorate(voting_helpers, voting_members, commit.electorate, alone=_all_vouched(plan))
-    electorate = chosen or staying or commit.electorate
+    incarnations = {**incarnations_of(parent), **{peers[i]: report.incarnation for i, report in staged.items()}}
+    electorate = _next_electorate(parent, plan, incarnations)
     heard = tuple(sorted({i for part in included if part.group.kind == "shared" for i in results.contributors(part)}))
-    experts = len(commit.owners)
+    experts = len(parent.owners)
     owners = tuple(tuple(each.member for each in plan.assignments if expert in each.owned) for expert in range(experts))
     return Commit(
         campaign=plan.campaign,
         term=plan.term,
         round=plan.round,
-        parent=commit.id,
+        parent=parent.id,
         plan=plan.id,
         roots=roots,
         dropped=dropped,
         base_digest=plan.base_digest,
         step=plan.step,
-        tokens=commit.tokens + sum(plan.members[i].tokens for i in heard),
+        tokens=parent.tokens + sum(plan.members[i].tokens for i in heard),
         members=peers,
         owners=owners,
         cursor=plan.cursor,
-        helpers=helpers,
+        helpers=parent.helpers,
         electorate=electorate,
         incarnations=tuple(incarnations[peer] for peer in electorate),
         lost=results.lost,
@@ -98,8 +93,19 @@ def make_commit(commit: Commit, plan: Plan, results: Results, staged: Mapping[in
     )
 
 
-def derive_commit(commit: Commit, results: Results, reports: Sequence[Signed], identity: Identity) -> Commit:
-    """Return the commit to propose after `commit` by these signed reports.
+def _next_electorate(parent: Commit, plan: Plan, incarnations: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the electors of the next round. `incarnations`: of the peers that may become electors."""
+    kept = kept_electors(plan, parent)
+    present = {*(member.peer for member in plan.members), *kept}
+    helpers = tuple(helper for helper in parent.helpers if helper in incarnations and helper in present)
+    members = [peer for peer in (*_voters(plan), *kept) if peer in incarnations]
+    staying = tuple(elector for elector in parent.electorate if plan.takes_part(elector))
+    chosen = choose_electorate(helpers, members, parent.electorate, alone=_all_vouched(plan))
+    return chosen or staying or parent.electorate
+
+
+def derive_commit(parent: Commit, results: Results, reports: Sequence[Signed], identity: Identity) -> Commit:
+    """Return the commit to propose after `parent` by these signed reports.
 
     `results`: of the plan and the revisions, with the reducers' manifests. Raises Refused, WireError for reports of another
     plan, or that are not signed.
@@ -113,7 +119,7 @@ def derive_commit(commit: Commit, results: Results, reports: Sequence[Signed], i
         check_staged(staged[index], results)
     if not {root for report in staged.values() for root in report.manifests} <= set(results.roots()):
         raise Refused(Code.NOT_PROVEN, "a manifest that its reducer reported is left out")
-    return make_commit(commit, results.plan, results, staged, commit.helpers)
+    return make_commit(parent, results.plan, results, staged)
 
 
 def misfit(commit: Commit, plan: Plan) -> str:
@@ -136,13 +142,13 @@ def workloads_of(plan: Plan) -> tuple[Workload, ...]:
     return tuple(Workload(each.steps, each.slices) for each in plan.assignments)
 
 
-def kept_electors(plan: Plan, commit: Commit) -> list[str]:
+def kept_electors(plan: Plan, parent: Commit) -> list[str]:
     """Return the electors that are no members of the plan and keep their seats: neither absent, left nor excluded.
 
     A coordinator can leave a peer out of a plan, and nobody can prove that the peer announced; but it cannot vote for it.
     """
     gone = {*(member.peer for member in plan.members), *plan.proposal.absent, *(each.peer for each in plan.proposal.returned)}
-    return [peer for peer in commit.electorate if peer not in gone and plan.takes_part(peer)]
+    return [peer for peer in parent.electorate if peer not in gone and plan.takes_part(peer)]
 
 
 def check_staged(staged: Staged, results: Results) -> None:

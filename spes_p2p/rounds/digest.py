@@ -13,7 +13,7 @@ from spes_p2p.storage.threads import in_threads, spans
 
 PIECE_ELEMENTS = 2**16
 """float32 elements in a piece: 256 KiB."""
-PIECES_AT_ONCE = 16
+PIECES_PER_BATCH = 16
 """Pieces that a thread works on in one go: 4 MiB, so that handing them over costs nothing."""
 
 
@@ -29,7 +29,7 @@ def piece_digests(state: np.ndarray, threads: int = 1) -> bytes:
         pieces = (state[n * PIECE_ELEMENTS : (n + 1) * PIECE_ELEMENTS] for n in numbers)
         return b"".join(map(piece_digest, released(pieces)))
 
-    return b"".join(in_threads(digests, spans(num_pieces(state.size), PIECES_AT_ONCE), threads))
+    return b"".join(in_threads(digests, spans(num_pieces(state.size), PIECES_PER_BATCH), threads))
 
 
 def num_pieces(elements: int) -> int:

@@ -20,14 +20,14 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.apply import NextBase
-from spes_p2p.rounds.base import BASE, StagedBase, close_base, close_in_memory, write_piece
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_AT_ONCE, piece_digest
+from spes_p2p.rounds.base import BASE, BuiltBase, close_base, close_in_memory, write_piece
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_PER_BATCH, piece_digest
 from spes_p2p.rounds.influence import bounds_of
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.threads import in_threads, spans
 
-PIECES_PER_CALL = 4 * PIECES_AT_ONCE
+PIECES_PER_CALL = 4 * PIECES_PER_BATCH
 """Pieces that each thread builds in one call, so that it is not occupied for long."""
 
 
@@ -66,12 +66,12 @@ class NextBaseBuilder:
         self._building: asyncio.Task[None] | None = None
         results.on_put = self._note
 
-    async def finish(self, commit: Commit, results: Results) -> StagedBase:
+    async def finish(self, commit: Commit, results: Results) -> BuiltBase:
         """Return the base after this commit of the plan, written and mapped. `results`: complete for the commit."""
         self.drop()
         if self._building is not None:
             await asyncio.wait({self._building})
-        staged: StagedBase = await self._run(self._finish, commit, results)
+        staged: BuiltBase = await self._run(self._finish, commit, results)
         return staged
 
     def drop(self) -> None:
@@ -100,8 +100,8 @@ class NextBaseBuilder:
                 await self._run(self._in_threads, self._build, batch)
 
     def _in_threads(self, work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> None:
-        """Do the work on these pieces, in runs of PIECES_AT_ONCE."""
-        runs = (numbers[run.start : run.stop] for run in spans(len(numbers), PIECES_AT_ONCE))
+        """Do the work on these pieces, in runs of PIECES_PER_BATCH."""
+        runs = (numbers[run.start : run.stop] for run in spans(len(numbers), PIECES_PER_BATCH))
         for _ in in_threads(work, runs, self._threads):
             pass
 
@@ -121,7 +121,7 @@ class NextBaseBuilder:
             if all(digests.get(index) == digest for index, digest in before.items()):
                 self._built_from[number] = before
 
-    def _finish(self, commit: Commit, results: Results) -> StagedBase:
+    def _finish(self, commit: Commit, results: Results) -> BuiltBase:
         committed = results.committed(commit)
         right = {part.index: results.digest_of(part) for part in committed}
         known = {index: total for (index, digest), total in self._square_sums.items() if right.get(index) == digest}

@@ -26,7 +26,7 @@ import numpy as np
 
 from spes_p2p.errors import UserError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _TEMPORARY = ".tmp"
@@ -111,7 +111,7 @@ class DirectoryStore:
         content = self._log_content(name)
         torn = len(content) - _whole_bytes(content)
         if torn:
-            log.warning("%s: dropped %d bytes of an unfinished record at the end", self._file(name), torn)
+            logger.warning("%s: dropped %d bytes of an unfinished record at the end", self._file(name), torn)
         return parse_records(content)
 
     def delete(self, name: str) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 UNREAD_FRAMES = 64
 """`send` blocks while this many frames of the channel are unread at the other end."""
@@ -661,7 +661,7 @@ async def _serve(handler: Handler, channel: MemoryChannel) -> None:
     try:
         await handler(channel)
     except Exception:
-        log.debug("the handler for a channel of %s failed", channel.remote, exc_info=True)
+        logger.debug("the handler for a channel of %s failed", channel.remote, exc_info=True)
     finally:
         channel.abort()
 

@@ -23,8 +23,8 @@ from spes_p2p.observe.status import swarm_status
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Poll interval in a swarm of up to PEERS_A_SECOND peers; larger swarms are polled less often."""
-PEERS_A_SECOND = 16
+"""Poll interval in a swarm of up to PEERS_PER_SECOND peers; larger swarms are polled less often."""
+PEERS_PER_SECOND = 16
 RETRY_S = 3.0
 LOST_AFTER = 5
 """Reconnect after this many polls without an answer: the addresses may lead to other peers by now."""
@@ -133,7 +133,7 @@ async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: Swarm
         else:
             silent_polls += 1
             published.lost("no peer of the campaign answers; retrying")
-        await asyncio.sleep(max(LOOK_EVERY_S, len(statuses) / PEERS_A_SECOND))
+        await asyncio.sleep(max(LOOK_EVERY_S, len(statuses) / PEERS_PER_SECOND))
 
 
 def _publish(statuses: Sequence[PeerStatus], config: CampaignConfig, history: SwarmHistory, published: Published) -> None:

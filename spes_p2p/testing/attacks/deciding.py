@@ -149,7 +149,7 @@ class LyingCoordinator(Tamper):
 
     async def send(self, frame: Frame) -> Frame:
         """Change proposals and commits on their way to members and electors."""
-        if frame.method == ROUND and frame.is_answer and frame.kind == Kind.PLAN:
+        if frame.method == ROUND and frame.is_answer and frame.kind == Kind.PROPOSAL:
             return changed(frame, Proposal, self._proposal)
         if frame.method == ROUND and frame.is_answer and frame.kind == Kind.DECIDED:
             return changed(frame, CertifiedCommit, self._certificate)
@@ -282,7 +282,7 @@ class Equivocation(Tamper):
         """Tell the peers of one half something else."""
         if not self._is_other_half(frame.receiver):
             return frame
-        if frame.method == ROUND and frame.is_answer and frame.kind == Kind.PLAN:
+        if frame.method == ROUND and frame.is_answer and frame.kind == Kind.PROPOSAL:
             return changed(frame, Proposal, self._shorter)
         if frame.method == ACCEPT and not frame.is_answer:
             return changed(frame, Accept, self._other)

@@ -19,7 +19,7 @@ from spes_p2p.testing.wrapped import Wrapped
 
 FAR = 2**40
 FOREVER_S = 10.0**6
-HELD_STREAMS, STREAMS_A_SECOND, HOSTILE_A_SECOND = 300, 20, 10
+HELD_STREAMS, STREAMS_PER_SECOND, HOSTILE_PER_SECOND = 300, 20, 10
 OPEN_TIMEOUT_S = 5.0
 
 Onslaught = Callable[[World, list[str], random.Random], Awaitable[None]]
@@ -95,7 +95,7 @@ class Flood:
 
     async def __call__(self, world: World, victims: list[str], rng: random.Random) -> None:
         """Attack for one second."""
-        for number in range(STREAMS_A_SECOND):
+        for number in range(STREAMS_PER_SECOND):
             with contextlib.suppress(Exception):
                 self._held.append(await world.transport.open(victims[number % len(victims)], PING))
         while len(self._held) > HELD_STREAMS:
@@ -110,7 +110,7 @@ class Flood:
 
 async def hostile_bytes(world: World, victims: list[str], rng: random.Random) -> None:
     """Send bytes of any kind to any method."""
-    for _ in range(HOSTILE_A_SECOND):
+    for _ in range(HOSTILE_PER_SECOND):
         with contextlib.suppress(Exception):
             channel = await world.transport.open(rng.choice(victims), rng.choice(sorted(METHODS)))
             for _ in range(rng.randrange(1, 4)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from spes_p2p.testing.simulate.points import AT_ONCE, POINTS
+from spes_p2p.testing.simulate.points import IMMEDIATELY, POINTS
 
 Kind = Literal["kill", "restart", "stop", "partition", "slow", "corrupt", "join", "leave", "disconnect"]
 Corruption = Literal["parts", "pieces", "push", "garbage", "base"]
@@ -30,7 +30,7 @@ class Fault:
     """One of KINDS. `restart` kills and starts the peer on the same disk after `seconds`; `kill` is permanent; `disconnect`
     ends all streams with one other peer, and both can open new ones at once."""
     round: int
-    at: str = AT_ONCE
+    at: str = IMMEDIATELY
     """One of POINTS."""
     reached_by: str | None = None
     """The peer that must reach the point; None: any peer."""
@@ -59,7 +59,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Standing:
+class SwarmView:
     """State of the swarm when a random fault is chosen."""
 
     round: int
@@ -74,28 +74,28 @@ class Standing:
     """Name of the next joiner."""
 
 
-def random_fault(rng: random.Random, kinds: Sequence[str], points: Sequence[str], standing: Standing) -> Fault | None:
+def random_fault(rng: random.Random, kinds: Sequence[str], points: Sequence[str], view: SwarmView) -> Fault | None:
     """Return a fault for the next round, or None if there are too few trainers: two are always unaffected."""
-    trainers = standing.trainers
+    trainers = view.trainers
     possible = list(kinds)
     if len(trainers) < 3:
         possible = [kind for kind in kinds if kind == "join" or (kind in HARMLESS and trainers)]
-    if len(trainers) >= standing.wanted + 2:
+    if len(trainers) >= view.wanted + 2:
         possible = [kind for kind in possible if kind != "join"]
-    if len(trainers) < standing.wanted:
+    if len(trainers) < view.wanted:
         possible = [kind for kind in possible if kind not in ("kill", "leave")] or possible
     if not possible:
         return None
     kind = rng.choice(possible)
     if kind == "join":
         return Fault(
-            kind, standing.round, rng.choice(points), peers=(standing.next_name,), skip=rng.randrange(4), is_scripted=False
+            kind, view.round, rng.choice(points), peers=(view.next_name,), skip=rng.randrange(4), is_scripted=False
         )
-    helper_too = standing.bootstrap is not None and kind in ("restart", "stop", "slow") and rng.random() < 0.1
-    victim = standing.bootstrap if helper_too and standing.bootstrap is not None else rng.choice(trainers)
+    helper_too = view.bootstrap is not None and kind in ("restart", "stop", "slow") and rng.random() < 0.1
+    victim = view.bootstrap if helper_too and view.bootstrap is not None else rng.choice(trainers)
     return Fault(
         kind,
-        standing.round,
+        view.round,
         at=rng.choice(points),
         reached_by=victim if rng.random() < 0.5 else None,
         peers=_side(rng, trainers, victim) if kind == "partition" else (victim,) if rng.random() < 0.3 or helper_too else (),

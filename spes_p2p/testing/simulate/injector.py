@@ -14,8 +14,8 @@ from spes_p2p.consensus.electorate import quorum
 from spes_p2p.testing.memory import Frame
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.corruption import corrupted
-from spes_p2p.testing.simulate.faults import HARMLESS, Fault, Standing, random_fault, random_points
-from spes_p2p.testing.simulate.points import AT_ONCE, point_of_frame
+from spes_p2p.testing.simulate.faults import HARMLESS, Fault, SwarmView, random_fault, random_points
+from spes_p2p.testing.simulate.points import IMMEDIATELY, point_of_frame
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.testing.simulate.swarm import VirtualSwarm
 
@@ -59,10 +59,10 @@ class Injector:
         due = [fault for fault in self._script if fault.round <= number + 1]
         del self._script[: len(due)]
         if number >= 0 and self._rng.random() < self._scenario.fault_rate:
-            fault = random_fault(self._rng, self._scenario.kinds, self._points, self._standing(number + 1))
+            fault = random_fault(self._rng, self._scenario.kinds, self._points, self._view(number + 1))
             due += [fault] if fault is not None else []
         for fault in due:
-            if fault.at == AT_ONCE:
+            if fault.at == IMMEDIATELY:
                 self._soon(fault, self._any_peer())
             else:
                 self._armed.append(fault)
@@ -114,13 +114,13 @@ class Injector:
     def _later(self, seconds: float, end: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_later(seconds, lambda: None if self._over else end())
 
-    def _standing(self, number: int) -> Standing:
+    def _view(self, number: int) -> SwarmView:
         free = tuple(name for name in self._swarm.peers if name not in self._held and not self._swarm.tasks[name].done())
         bootstrap = BOOTSTRAP if BOOTSTRAP not in self._held else None
-        return Standing(number, free, len(self._scenario.peer_names), bootstrap, f"joiner-{self._joined}")
+        return SwarmView(number, free, len(self._scenario.peer_names), bootstrap, f"joiner-{self._joined}")
 
     def _any_peer(self) -> str:
-        return self._rng.choice(self._standing(0).trainers or tuple(self._swarm.peers) or (BOOTSTRAP,))
+        return self._rng.choice(self._view(0).trainers or tuple(self._swarm.peers) or (BOOTSTRAP,))
 
     def _possible(self, fault: Fault, victims: Sequence[str]) -> bool:
         """Return whether all victims are present, and a random fault leaves two trainers unaffected."""
@@ -131,7 +131,7 @@ class Injector:
             return False
         if fault.kind == "disconnect" and not self._others_there(victims[0]):
             return False
-        left_alone = set(self._standing(0).trainers) - set(victims)
+        left_alone = set(self._view(0).trainers) - set(victims)
         return fault.is_scripted or fault.kind in HARMLESS or len(left_alone) >= 2
 
     def _strike(self, fault: Fault, peer: str) -> None:

@@ -6,14 +6,14 @@ import difflib
 import re
 
 from spes_p2p.messages.framing import Kind
-from spes_p2p.observe.events import Event, PhaseEntered
+from spes_p2p.observe.events import Event, StateEntered
 from spes_p2p.testing.memory import Frame
 
-AT_ONCE = "start"
+IMMEDIATELY = "start"
 """Not a point: strike as soon as the previous round is committed."""
 
 POINTS = {
-    AT_ONCE: "a peer has committed the previous round",
+    IMMEDIATELY: "a peer has committed the previous round",
     "training": "it starts the phase's local steps",
     "announce": "it sends its announcement to the coordinator",
     "prepare": "as coordinator, it asks an elector for a promise",
@@ -45,10 +45,10 @@ _REQUESTS = {
     "base": "download", "base_hashes": "download", "snapshot": "download",
 }
 _ANSWERS = {"prepare": "promise", "accept": "vote", "pull": "reduce", "base": "donate", "plan": "replay"}
-_ROUND_ANSWERS: dict[int, str] = {Kind.PLAN: "plan", Kind.DECIDED: "decided"}
+_ROUND_ANSWERS: dict[int, str] = {Kind.PROPOSAL: "plan", Kind.DECIDED: "decided"}
 _WRITES = {"results": "stage", "votes": "remember", "commits": "log", "base": "save", "checkpoint": "checkpoint"}
 """By the first word of the blob's name."""
-_PHASES = {"training": "training", "applying": "apply", "downloading": "download"}
+_STATES = {"training": "training", "applying": "apply", "downloading": "download"}
 
 
 def point_of_frame(frame: Frame) -> str | None:
@@ -69,7 +69,7 @@ def point_of_write(blob: str) -> str | None:
 
 def point_of_event(event: Event) -> str | None:
     """Return the point of an event."""
-    return _PHASES.get(event.name) if isinstance(event, PhaseEntered) else None
+    return _STATES.get(event.name) if isinstance(event, StateEntered) else None
 
 
 def known_point(name: str) -> str:

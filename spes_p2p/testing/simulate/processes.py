@@ -28,9 +28,9 @@ from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.decisions import Held, commits_of, compare
-from spes_p2p.testing.simulate.faults import CORRUPTIONS, KINDS, Fault, Standing, random_fault
+from spes_p2p.testing.simulate.faults import CORRUPTIONS, KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
-from spes_p2p.testing.simulate.points import AT_ONCE
+from spes_p2p.testing.simulate.points import IMMEDIATELY
 from spes_p2p.testing.simulate.report import RunReport
 from spes_p2p.testing.simulate.scenario import Scenario
 from spes_p2p.testing.simulate.slowing import Slowing
@@ -318,18 +318,18 @@ class _Run:
         due = [fault for fault in self._script if fault.round <= number]
         del self._script[: len(due)]
         if self._kinds and self._rng.random() < self._scenario.fault_rate:
-            fault = random_fault(self._rng, self._kinds, self._scenario.points or (AT_ONCE,), self._standing(number))
+            fault = random_fault(self._rng, self._kinds, self._scenario.points or (IMMEDIATELY,), self._view(number))
             if fault is not None:
                 due.append(self._as_of_processes(fault))
         for fault in due:
-            if fault.at == AT_ONCE:
+            if fault.at == IMMEDIATELY:
                 self._later(fault.delay_s, partial(self._strike, fault))
             else:
                 self._armed[self._orders.stop_at(fault.at, fault.reached_by, fault.skip)] = fault
 
     def _as_of_processes(self, fault: Fault) -> Fault:
         """Adapt a random fault to the duration of rounds and the corruptions that are possible here."""
-        moment_s = self._rng.random() * self._round_s() if fault.at == AT_ONCE else 0.0
+        moment_s = self._rng.random() * self._round_s() if fault.at == IMMEDIATELY else 0.0
         seconds = fault.seconds and self._rng.choice(DURATIONS_S)
         what = self._rng.choice([each for each in CORRUPTIONS if each != NOT_CORRUPTIBLE])
         return replace(fault, delay_s=moment_s, seconds=seconds, what=what)
@@ -343,9 +343,9 @@ class _Run:
         known = self._audit.measured.round_s[-5:]
         return sorted(known)[len(known) // 2] if known else 5.0
 
-    def _standing(self, number: int) -> Standing:
+    def _view(self, number: int) -> SwarmView:
         free = tuple(peer.name for peer in self._trainers() if peer.name not in self._held)
-        return Standing(number, free, len(self._scenario.peer_names), None, f"joiner-{self._joined}")
+        return SwarmView(number, free, len(self._scenario.peer_names), None, f"joiner-{self._joined}")
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._due.append((time.time() + seconds, what))
@@ -370,7 +370,7 @@ class _Run:
                 peer.process.send_signal(signal.SIGCONT)
 
     def _strike(self, fault: Fault, reached_by: str | None = None) -> None:
-        free = self._standing(0).trainers
+        free = self._view(0).trainers
         victims = fault.peers or ((reached_by,) if reached_by else (self._rng.choice(free),) if free else ())
         if fault.kind == "partition" and not fault.is_scripted:
             victims = tuple(name for name in victims if self._peers[name].round >= 0)  # a joiner would find no peer

@@ -22,7 +22,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate.faults import KINDS, Corruption, Fault, Kind
-from spes_p2p.testing.simulate.points import AT_ONCE, known_point
+from spes_p2p.testing.simulate.points import IMMEDIATELY, known_point
 
 BOOTSTRAP = "bootstrap"
 OPTIONS = {"kinds": "faults"}
@@ -84,7 +84,7 @@ class FaultSettings(Section):
     peer: Text | None = Field(None, description="The victim. Default: the peer that reaches the point first.")
     peers: tuple[Text, ...] = Field(
         (), description="For a partition, the peers of one side; for a disconnect, the two peers. Default: `peer` alone.")
-    at: Point = Field(AT_ONCE, description="Point of the round at which it strikes.")
+    at: Point = Field(IMMEDIATELY, description="Point of the round at which it strikes.")
     skip: Count = Field(0, description="Times that the point is passed before.")
     delay_s: NonNegative = Field(0.0, description="Seconds from the point to the fault.")
     seconds: PositiveNumber | None = Field(

@@ -249,9 +249,9 @@ class _Run:
         if trainer is None or replica.base.round != event.round or self._audit.is_suspect(peer):
             self._work.forget(peer)
             return
-        standing = self._work.standing(event.round, replica.base.values, trainer.local, trainer.changes, trainer.tokens)
+        state = self._work.state(event.round, replica.base.values, trainer.local, trainer.changes, trainer.tokens)
         contributors = {name: tokens for name, tokens, _ in event.contributions if tokens}
-        error = self._work.committed(peer, standing, event.base_digest, contributors)
+        error = self._work.committed(peer, state, event.base_digest, contributors)
         if error is not None:
             text = f"round {event.round} changed the base by something else than what was sent: {error:.2g}"
             self._audit.violated(now(), "work", text)

@@ -26,7 +26,7 @@ KEPT_ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Standing:
+class WorkState:
     """State of a trainer between two phases: float64, of the weights that all peers train."""
 
     round: int
@@ -49,7 +49,7 @@ class Work:
     """The campaign codec's entry in ROUNDING."""
     _largest: dict[str, float] = field(default_factory=dict)
     """By peer: largest change of the base in its last round."""
-    _last: dict[str, Standing] = field(default_factory=dict)
+    _last: dict[str, WorkState] = field(default_factory=dict)
     _taken: dict[str, np.ndarray] = field(default_factory=dict)
     """By peer, for each chunk: tokens trained in this life when a round last took it; -1: unknown."""
     _sent: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
@@ -60,16 +60,16 @@ class Work:
         self._last.pop(peer, None)
         self._taken.pop(peer, None)
 
-    def standing(
+    def state(
         self, round_number: int, base: np.ndarray, local: np.ndarray, trained: np.ndarray, tokens: int
-    ) -> Standing:
+    ) -> WorkState:
         """Return a trainer's state. `base`: with or without momentum. `local`, `trained`: weights, and changes by training."""
         everyones = np.concatenate([np.arange(g.start, g.stop) for g in self.layout.groups if g.expert is None])
         values = base[everyones].astype(np.float64)
         pending = local[everyones] - values
-        return Standing(round_number, values, trained[everyones] - pending, pending, tokens)
+        return WorkState(round_number, values, trained[everyones] - pending, pending, tokens)
 
-    def committed(self, peer: str, now: Standing, digest: str, contributors: Mapping[str, int]) -> float | None:
+    def committed(self, peer: str, now: WorkState, digest: str, contributors: Mapping[str, int]) -> float | None:
         """Return the error of a round that the peer applied: root mean square over the worst chunk.
 
         None until all of the round's contributors were observed, or if the error is rounding. `contributors`: with their tokens
