@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from spes_p2p.campaign import free_memory
 from spes_p2p.campaign.free_memory import available_bytes
-from spes_p2p.campaign.host_memory import host_bytes
+from spes_p2p.campaign.host_memory import PROGRAM_BYTES, host_bytes
 from spes_p2p.campaign.plan_table import join_flags
 from spes_p2p.campaign.planner import alternatives, bootstrap_disk_bytes, disk_bytes, plan_peer, round_traffic, written_bytes
 from spes_p2p.campaign.room import Device, find_room, needed_bytes
@@ -233,6 +233,12 @@ def test_one_expert_more_would_not_fit() -> None:
 
 def test_the_campaigns_number_of_experts_stays_the_limit() -> None:
     assert find_room(recipe_1b(experts_per_peer=3), Device("cuda", 80 * GIB), "x").setup.owned == 3
+
+
+def test_a_plan_counts_the_process_itself_in_host_memory() -> None:
+    made = plan_peer(tiny_campaign(), Device("cuda", GIB), 1e8, None, "--memory")
+    assert made.host.total == PROGRAM_BYTES + made.host.pieces
+    assert made.host_with_base.program == PROGRAM_BYTES
 
 
 def test_on_a_cpu_the_host_data_take_from_the_same_memory() -> None:

@@ -1,4 +1,4 @@
-"""Main memory that a peer needs, without the program itself (about 1 GB with torch)."""
+"""Main memory that a peer needs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ PIECES_BYTES = 2**28
 
 BASES_IN_MEMORY = KEPT_SNAPSHOTS + 1
 """Those that are served, and the next one."""
+PROGRAM_BYTES = 600 * 10**6
+"""A trainer's process and its p2pd, without what grows with the model: Python, torch and transformers. 0.55 GB resident were
+measured on a CPU after a step of the demo's model (`./tools/bench startup`); CUDA's context comes on top."""
 SHARE_FOR_THE_BASE = 0.5
 """Of the free memory: with less than that, bases are in memory unless a setting says otherwise."""
 
@@ -39,11 +42,13 @@ class HostBytes:
     """Buffers for parts and pieces in a round."""
     stored: int
     """Foreign experts stored on the host, by each device's process."""
+    program: int = 0
+    """The processes, one per device; 0 where free memory was measured in this process, which holds it already."""
 
     @property
     def total(self) -> int:
         """Sum of all."""
-        return self.base + self.update + self.sums + self.pieces + self.stored
+        return self.base + self.update + self.sums + self.pieces + self.stored + self.program
 
 
 def host_bytes(config: CampaignConfig, setup: Setup, base_in_memory: bool = False) -> HostBytes:

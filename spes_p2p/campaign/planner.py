@@ -10,7 +10,15 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
-from spes_p2p.campaign.host_memory import HostBytes, all_sums_bytes, host_bytes, inputs_bytes, pending_bytes, sums_bytes
+from spes_p2p.campaign.host_memory import (
+    PROGRAM_BYTES,
+    HostBytes,
+    all_sums_bytes,
+    host_bytes,
+    inputs_bytes,
+    pending_bytes,
+    sums_bytes,
+)
 from spes_p2p.campaign.room import Choice, Device, find_room
 from spes_p2p.campaign.speed import Costs, costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
@@ -149,6 +157,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
         raise UserError(f"--peers {peers}: must be 1 to {MAX_PEERS}")
     layout = layout_of(config.model)
     choice = find_room(config, target, memory_name)
+    program = choice.setup.ranks * PROGRAM_BYTES
     return PeerPlan(
         campaign=config.name,
         parameters=layout.size,
@@ -159,8 +168,8 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
         choice=choice,
         costs=costs_of(config, choice.setup),
         alternatives=alternatives(config, target),
-        host=host_bytes(config, choice.setup),
-        host_with_base=host_bytes(config, choice.setup, base_in_memory=True),
+        host=replace(host_bytes(config, choice.setup), program=program),
+        host_with_base=replace(host_bytes(config, choice.setup, base_in_memory=True), program=program),
         disk=disk_bytes(config, choice),
         bootstrap_disk=bootstrap_disk_bytes(config, PeerConfig.model_fields["archive_keep"].default),
         written=written_bytes(config, choice),
