@@ -135,6 +135,27 @@ def test_a_weight_counts_up_to_a_few_medians() -> None:
     assert mean_of(updates, lied)[1] == (2,)
 
 
+@pytest.mark.parametrize("size", [0, 1e-6, 0.1, 1e6])
+def test_strangers_set_no_median_whatever_their_number(size: float) -> None:
+    """Three known contributors and eight strangers, which agree on the size of their updates and on their weights."""
+    updates = [*honest(3), *(each * np.float32(size) for each in honest(8, seed=1))]
+    tokens, mean = [10, 10, 10, *[10**6] * 8], np.empty(SIZE, np.float32)
+    contributions = [
+        Contribution(tokens[i], partial(np.copy, update), is_stranger=i >= 3) for i, update in enumerate(updates)
+    ]
+    clipped = clipped_mean(contributions, mean, clips=True)
+    assert set(clipped) == set(range(3, 11))
+    fair = [replace(each, tokens=min(each.tokens, int(WEIGHT_RATIO * 10))) for each in contributions]
+    again = np.empty_like(mean)
+    clipped_mean(fair, again, clips=True)
+    assert again.tobytes() == mean.tobytes()
+
+
+def test_strangers_alone_are_clipped_against_each_other() -> None:
+    updates, mean = [*honest(5), WORST["huge"]], np.empty(SIZE, np.float32)
+    assert clipped_mean([Contribution(10, partial(np.copy, each), True) for each in updates], mean, clips=True) == (5,)
+
+
 def test_two_contributors_are_not_clipped_against_each_other() -> None:
     """Nobody can tell which of two lies: a zero update would clip away the honest one."""
     updates = [honest(1)[0], WORST["zero"]]

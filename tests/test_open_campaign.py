@@ -20,9 +20,12 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation, Role, Standing
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Workload
 from spes_p2p.messages.rounds import Announcement, Proposal
+from spes_p2p.rounds.claims import bounded_strangers
 from spes_p2p.rounds.parts import moved_parts, part_table, weight
 from spes_p2p.rounds.plan import NEWCOMER_WEIGHT, Rules, make_plan
 from spes_p2p.rounds.planned import Member, Plan
+from spes_p2p.testing.attacks.kinds import ATTACKS
+from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -104,6 +107,29 @@ def test_a_newcomers_weight_is_bounded_in_every_group(tokens: int, rounds: int) 
     most = NEWCOMER_WEIGHT * PHASE_TOKENS
     for group in LAYOUT.groups:
         assert weight(newcomer, group) == min(tokens, int(most)), "below the bound it counts as everybody's"
+
+
+@given(MEMBERS)
+def test_all_strangers_together_weigh_at_most_as_much_as_the_others(members: tuple[Member, ...]) -> None:
+    bounded = bounded_strangers(members)
+    for group in LAYOUT.groups:
+        pairs = [(weight(before, group), weight(after, group)) for before, after in zip(members, bounded, strict=True)]
+        known = sum(before for (before, _), member in zip(pairs, members, strict=True) if not member.is_stranger)
+        strange = [pair for pair, member in zip(pairs, members, strict=True) if member.is_stranger and pair[0]]
+        assert all(member.is_stranger or before == after for (before, after), member in zip(pairs, members, strict=True))
+        if known:
+            assert sum(after for _, after in strange) <= max(known, len(strange)), "one token each at least"
+            assert all(after >= min(before, known // len(strange)) for before, after in strange), "an equal share at least"
+        if not known or sum(before for before, _ in strange) <= known:
+            assert all(before == after for before, after in strange)
+
+
+def test_strangers_cannot_change_how_many_steps_the_others_do() -> None:
+    known = {name: announce(invitation=elector(name), tokens_per_second=10.0) for name in "AB"}
+    sybils = {name: announce(tokens_per_second=1000.0) for name in "UVXYZ"}
+    plan = plan_of(known | sybils)
+    steps = {plan.members[each.member].peer: each.steps for each in plan.assignments}
+    assert steps == dict.fromkeys("AB", 10) | dict.fromkeys("UVXYZ", 40)
 
 
 @given(st.dictionaries(st.sampled_from("ABCDEF"), st.tuples(st.sampled_from(["elector", "proven", "newcomer"]),
@@ -221,6 +247,22 @@ def test_strangers_train_and_decide_nothing_reduce_nothing_and_own_nothing_alone
         assert all(each == counts["W"] for each in counts.values()), "everybody counts alike, after a restart and joining late"
         swarm.assert_same_commits()
         swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_strangers_that_train_one_step_and_claim_a_phase_stop_nobody_early() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=30, admission="open", sync={"min_peers": 6}))
+        for name in "VXYZ":
+            swarm.around[name] = lambda world: ATTACKS["sybils"].around(Liar(world, swarm.campaign.config))
+        for name in "AB":
+            swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+        swarm.start_all("ABVXYZ")
+        await swarm.until_finished()
+        for name in "AB":
+            samples = sum(len(each) for of_round in swarm.samples[name].values() for each in of_round)
+            assert samples == 30 * swarm.campaign.config.training.batch_size, "a full phase in every round"
 
     simulate(main)
 

@@ -10,6 +10,7 @@ from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
 CAPACITIES = st.dictionaries(st.sampled_from("ABCDEFGH"), st.integers(0, 12), max_size=8)
 EXPERTS = st.integers(1, 16)
 REDUNDANCY = st.integers(1, 3)
+TRUSTED = st.sets(st.sampled_from("ABCDEFGH"))
 
 
 def loads(owners: Owners, peers: object) -> dict[str, int]:
@@ -70,32 +71,43 @@ def test_when_a_peer_goes_only_its_experts_move(experts: int, peers: set[str]) -
     assert all(after[expert] == before[expert] for expert in range(experts) if before[expert] != (gone,))
 
 
-def guarded(experts: int, capacities: dict[str, int], last: list[list[str]], redundancy: int, trusted: set[str]) -> Owners:
+def guarded(
+    experts: int, capacities: dict[str, int], last: list[list[str]], redundancy: int, vouched: set[str], proven: set[str]
+) -> Owners:
     owners = assign_experts(experts, capacities, last, redundancy, "salt")
-    return guard_experts(owners, capacities, last, redundancy, trusted)
+    return guard_experts(owners, capacities, last, redundancy, vouched, proven)
 
 
-@given(EXPERTS, CAPACITIES, st.integers(2, 3), st.sets(st.sampled_from("ABCDEFGH")), st.data())
+@given(EXPERTS, CAPACITIES, st.integers(2, 3), TRUSTED, TRUSTED, st.data())
 def test_where_not_all_are_trusted_every_owned_expert_has_a_trusted_owner(
-    experts: int, capacities: dict[str, int], redundancy: int, trusted: set[str], data: st.DataObject
+    experts: int, capacities: dict[str, int], redundancy: int, vouched: set[str], proven: set[str], data: st.DataObject
 ) -> None:
+    trusted = vouched | proven
     before = st.lists(st.sampled_from("ABCDEFGHXY"), unique=True, max_size=3)
     last = data.draw(st.lists(before, min_size=experts, max_size=experts))
-    owners = guarded(experts, capacities, last, redundancy, trusted)
+    owners = guarded(experts, capacities, last, redundancy, vouched, proven)
     load = loads(owners, capacities)
     assert all(not its or trusted & set(its) for its in owners)
     assert all(load[peer] <= capacities[peer] for peer in capacities)
     assert all(len(its) <= redundancy for its in owners)
-    room = sum(min(capacities[peer], experts) for peer in trusted & capacities.keys())
+    room, vouched_room = (
+        sum(min(capacities[peer], experts) for peer in peers & capacities.keys()) for peers in (trusted, vouched)
+    )
     assert sum(map(bool, owners)) == min(experts, room), "as many are owned as trusted peers have room for"
+    assert sum(bool(vouched & set(its)) for its in owners) >= min(experts, vouched_room)
     if sum(capacity >= experts for capacity in capacities.values()) >= 2 and room >= experts:
         assert all(len(its) >= 2 for its in owners)
 
 
-@given(EXPERTS, st.sets(st.sampled_from("ABCDEFGH"), min_size=1), st.sets(st.sampled_from("ABCDEFGH"), min_size=1))
-def test_where_not_all_are_trusted_experts_soon_stay_in_place(experts: int, peers: set[str], trusted: set[str]) -> None:
+@given(EXPERTS, st.sets(st.sampled_from("ABCDEFGH"), min_size=1), TRUSTED, TRUSTED)
+def test_where_not_all_are_trusted_experts_soon_stay_in_place(
+    experts: int, peers: set[str], vouched: set[str], proven: set[str]
+) -> None:
     owners: Owners = ((),) * experts
-    history = [owners := guarded(experts, dict.fromkeys(peers, experts), list(map(list, owners)), 2, trusted) for _ in range(8)]
+    history = [
+        owners := guarded(experts, dict.fromkeys(peers, experts), list(map(list, owners)), 2, vouched, proven)
+        for _ in range(8)
+    ]
     assert history[-1] == history[-2]
 
 

@@ -215,10 +215,15 @@ def test_duties_are_disjoint_and_move_the_cursor_by_what_they_hand_out(speeds: l
 
 
 def test_faster_peers_do_more_steps_within_bounds() -> None:
-    assert local_steps(10, {"A": 100.0, "B": 100.0, "C": 25.0}) == {"A": 10, "B": 10, "C": 2}
-    assert local_steps(10, {"A": 1.0, "B": 10.0, "C": 1000.0}) == {"A": 2, "B": 10, "C": 40}
-    assert local_steps(10, {"A": 0.0, "B": 50.0}) == {"A": 10, "B": 10}
-    assert local_steps(10, {"A": 0.0}) == {"A": 10}
+    assert local_steps(10, {"A": 100.0, "B": 100.0, "C": 25.0}, "ABC") == {"A": 10, "B": 10, "C": 2}
+    assert local_steps(10, {"A": 1.0, "B": 10.0, "C": 1000.0}, "ABC") == {"A": 2, "B": 10, "C": 40}
+    assert local_steps(10, {"A": 0.0, "B": 50.0}, "AB") == {"A": 10, "B": 10}
+    assert local_steps(10, {"A": 0.0}, "A") == {"A": 10}
+
+
+def test_the_pace_is_set_by_those_named_where_their_speed_is_known() -> None:
+    assert local_steps(10, {"A": 10.0, "X": 20.0, "Y": 20.0}, "A") == {"A": 10, "X": 20, "Y": 20}
+    assert local_steps(10, {"A": 0.0, "X": 10.0, "Y": 20.0, "Z": 10.0}, "A") == {"A": 10, "X": 10, "Y": 20, "Z": 10}
 
 
 def test_merges_are_due_every_interval_and_only_after_training() -> None:

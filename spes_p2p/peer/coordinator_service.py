@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from spes_p2p.consensus.control import takes_part
@@ -22,6 +22,7 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
+from spes_p2p.rounds.planned import Plan, pacemakers
 
 
 class CoordinatorService:
@@ -143,7 +144,8 @@ class CoordinatorService:
         node, (during, began) = self._node, self._phase_during
         phase_began = began if during == node.log.round else node.decisions.learned_at
         stalled = self._stalled_in(node.log.round + 1)
-        context = RoundContext(node, node.log.last, phase_began, self._assigned_steps(), self.too_late, stalled)
+        steps = self._assigned_steps()
+        context = RoundContext(node, node.log.last, phase_began, steps, self._pace(steps), self.too_late, stalled)
         self._attempt = attempt = Coordination(context, self._replica)
         self._opened.set()
         self._opened = asyncio.Event()
@@ -158,13 +160,23 @@ class CoordinatorService:
 
     def _assigned_steps(self) -> Mapping[str, int]:
         """Steps by peer in this phase. Without the last plan, the same is expected of every trainer."""
-        last, base = self._node.log.last, self._replica.base if self._replica.has_base else None
-        if base is None or base.commit != last.id or base.plan is None:
+        last, plan = self._node.log.last, self._last_plan()
+        if plan is None:
             trainers = set(last.members) - set(last.helpers)
             return {peer: 1 for peer in trainers if takes_part(last, peer)}
-        members, overlap = base.plan.members, self._node.campaign.config.sync.overlap
-        steps = {members[a.member].peer: max(a.steps, overlap and members[a.member].trains) for a in base.plan.assignments}
+        members, overlap = plan.members, self._node.campaign.config.sync.overlap
+        steps = {members[a.member].peer: max(a.steps, overlap and members[a.member].trains) for a in plan.assignments}
         return {peer: each for peer, each in steps.items() if each}
+
+    def _pace(self, steps: Mapping[str, int]) -> Collection[str]:
+        """Return those of the peers with steps that decide how long the others may take."""
+        plan = self._last_plan()
+        return (pacemakers(plan.members) & steps.keys() if plan is not None else ()) or steps.keys()
+
+    def _last_plan(self) -> Plan | None:
+        """Return the plan of the last commit, if this peer has that commit's base."""
+        base = self._replica.base if self._replica.has_base else None
+        return base.plan if base is not None and base.commit == self._node.log.last.id else None
 
 
 def _has_failed(pong: bytes, round_number: int) -> bool:

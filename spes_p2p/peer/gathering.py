@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -70,6 +70,8 @@ class RoundContext:
     """Loop time."""
     assigned_steps: Mapping[str, int]
     """Steps of this phase by peer."""
+    pace: Collection[str]
+    """Those of these peers that make a quorum (`planned.pacemakers`)."""
     too_late: LateArrivals
     stalled: set[str]
     """Members that stalled as reducers in an attempt at this round: later attempts go on without them."""
@@ -166,12 +168,12 @@ class Gathering:
                 await asyncio.wait_for(self.changed.wait(), waits_s)
 
     def arrivals(self, members: Iterable[str]) -> tuple[float, ...]:
-        """Return the straggler delay of each member with an assignment; unknown, thus empty, after a failed attempt."""
+        """Return the straggler delay of each member that sets the pace; unknown, thus empty, after a failed attempt."""
         if self._quorum_at is None or any(self.announced[peer].attempt for peer in members):
             return ()
         began = self._context.phase_began
         quorum_s = self._quorum_at - began
-        timed = [peer for peer in members if peer in self._context.assigned_steps]
+        timed = [peer for peer in members if peer in self._context.pace]
         return tuple(straggler_delay(self._done_at[peer] - began, quorum_s) for peer in timed)
 
     def _expected(self) -> dict[str, int]:
@@ -184,12 +186,13 @@ class Gathering:
         return {peer for peer, count in self._dead.items() if returns[peer] == count}
 
     def _quorum_of(self, trainers: set[str], expected: Mapping[str, int]) -> float | None:
-        """Loop time at which half of the phase's work was done or, without assignments, enough trainers were there to begin.
+        """Loop time at which half of `pace`'s work was done or, without assignments, enough trainers were there to begin.
 
         None before that. Phases are planned to take all trainers as long, so half of them are a quorum after twice their time:
         a member with most of the work that never announces it holds up nobody for longer.
         """
         enough = self._context.node.rules.config.sync.min_peers if self._context.parent.round < 0 else 1
+        expected = {peer: steps for peer, steps in expected.items() if peer in self._context.pace} or expected
         needed, there = (sum(expected.values()) / 2 if expected else enough), 0
         done_at = sorted(self._done_at[peer] for peer in trainers if peer in expected)
         halved = done_at[(len(expected) - 1) // 2] if 2 * len(done_at) >= max(1, len(expected)) else None

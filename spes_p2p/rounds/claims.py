@@ -19,6 +19,7 @@ from spes_p2p.messages.rounds import Announcement
 from spes_p2p.messages.samples import Interval
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.checks import disputed
+from spes_p2p.rounds.planned import Member
 
 BANDWIDTH_RATIO = 4.0
 """Bounds a member's bandwidth in a plan, as a multiple of the median member's. Only the member itself measures it, and an
@@ -92,6 +93,29 @@ def clamped(
         )
         for peer, each in found.items()
     }
+
+
+def bounded_strangers(members: Sequence[Member]) -> tuple[Member, ...]:
+    """Return the members with weights such that in every mean all strangers together weigh at most as much as the others.
+
+    Identities cost nothing, so only a bound on all strangers holds against many of one attacker. Where they would weigh more,
+    each weighs at most an equal share: the slow among them lose least. Where nobody else contributes, they keep their weights.
+    """
+    weights = [(member.tokens, *member.routed) for member in members]
+    caps = [_strangers_cap(members, mean) for mean in zip(*weights, strict=True)]
+
+    def bounded(member: Member, own: Sequence[int]) -> Member:
+        tokens, *routed = map(min, own, caps)
+        return replace(member, tokens=tokens, routed=tuple(routed))
+
+    return tuple(bounded(each, own) if each.is_stranger else each for each, own in zip(members, weights, strict=True))
+
+
+def _strangers_cap(members: Sequence[Member], weights: Sequence[int]) -> int:
+    """Return the largest weight of a stranger in a mean, from the weights by member."""
+    strangers = [weight for member, weight in zip(members, weights, strict=True) if member.is_stranger and weight]
+    others = sum(weights) - sum(strangers)
+    return max(1, others // len(strangers)) if 0 < others < sum(strangers) else max(weights)
 
 
 def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:

@@ -9,6 +9,8 @@ Two checks, on different machines, of different evidence:
   own record, which is in the base, and an expert also by the other experts. This is what bounds the sole owner of an expert,
   a reducer, and one of two contributors.
 
+Medians are of the contributors that are no strangers, where there are any: an attacker has as many identities as it wants.
+
 Norms are compared per root of tokens: the update of t tokens grows between sqrt(t), if steps are noise, and t, if they agree.
 What clipping takes away is gone, as in gradient clipping: it does not return as pending work, and the round's report counts it.
 All arithmetic gives the same bits on every machine: elementwise float32, sums in a fixed order, scalars in float64.
@@ -72,6 +74,8 @@ class Contribution:
     tokens: int
     decode: Callable[[], np.ndarray]
     """Returns the update: float32, finite."""
+    is_stranger: bool = False
+    """Whether its sender is one (`planned.Member`)."""
 
 
 def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips: bool) -> tuple[int, ...]:
@@ -80,13 +84,14 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     Without clipped ones the result is the plain mean, bit for bit. The order of the contributions matters to the bits.
     """
     tokens = [each.tokens for each in contributions]
+    judges = [i for i, each in enumerate(contributions) if not each.is_stranger] or list(range(len(tokens)))
     if clips and len(tokens) >= ENOUGH_TO_CLIP:
-        bound = int(WEIGHT_RATIO * statistics.median_low(tokens))
+        bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] for i in judges))
         tokens = [min(count, bound) for count in tokens]
     updates = _Updates(contributions, mean.size)
     factors = [1.0] * len(tokens)
     if clips and len(tokens) >= ENOUGH_TO_CLIP:
-        factors = _factors([square_sum(updates[i]) for i in range(len(tokens))], tokens, NORM_RATIO)
+        factors = _factors([square_sum(updates[i]) for i in range(len(tokens))], tokens, judges, NORM_RATIO)
     total, scratch = sum(tokens), np.empty_like(mean)
     for i, (count, factor) in enumerate(zip(tokens, factors, strict=True)):
         np.multiply(updates[i], np.float32(factor * count / total), out=scratch if i else mean)
@@ -94,14 +99,15 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
             np.add(mean, scratch, out=mean)
     centred = [1.0] * len(tokens)
     if clips and len(tokens) >= ENOUGH_TO_CENTRE:
-        centred = _centre(updates, tokens, factors, mean, scratch)
+        centred = _centre(updates, tokens, judges, factors, mean, scratch)
     return tuple(
         i for i, each in enumerate(contributions) if factors[i] < 1 or centred[i] < 1 or tokens[i] < each.tokens
     )
 
 
 def _centre(
-    updates: _Updates, tokens: Sequence[int], factors: Sequence[float], mean: np.ndarray, scratch: np.ndarray
+    updates: _Updates, tokens: Sequence[int], judges: Sequence[int], factors: Sequence[float], mean: np.ndarray,
+    scratch: np.ndarray,
 ) -> list[float]:
     """Move the mean by one step of CenteredClip from itself; return the factors of the distances.
 
@@ -113,7 +119,7 @@ def _centre(
         np.subtract(update, mean, out=scratch)
         return scratch
 
-    clip = _factors([square_sum(distance(i)) for i in range(len(tokens))], tokens, DISTANCE_RATIO)
+    clip = _factors([square_sum(distance(i)) for i in range(len(tokens))], tokens, judges, DISTANCE_RATIO)
     step, total = np.zeros_like(mean), sum(tokens)
     for i, factor in enumerate(clip):
         if factor < 1:
@@ -125,14 +131,15 @@ def _centre(
     return clip
 
 
-def _factors(square_sums: Sequence[float], tokens: Sequence[int], ratio: float) -> list[float]:
+def _factors(square_sums: Sequence[float], tokens: Sequence[int], judges: Sequence[int], ratio: float) -> list[float]:
     """Return the factor of each vector that brings its norm per root of tokens to at most `ratio` times the lower median.
 
     Fewer tokens than the upper median count as that: a straggler's small update is as far from the mean as the mean is long.
+    Both medians are of the judges, the contributors at these places.
     """
-    least = statistics.median_high(tokens)
+    least = statistics.median_high(tokens[i] for i in judges)
     norms = [math.sqrt(total / max(count, least)) for total, count in zip(square_sums, tokens, strict=True)]
-    bound = ratio * statistics.median_low(norms)
+    bound = ratio * statistics.median_low(norms[i] for i in judges)
     return [bound / norm if norm > bound else 1.0 for norm in norms]
 
 

@@ -78,16 +78,25 @@ def _rank(salt: str, name: str) -> bytes:
 
 
 def guard_experts(
-    owners: Owners, capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, trusted: Set[str]
+    owners: Owners, capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, vouched: Set[str],
+    proven: Set[str],
 ) -> Owners:
-    """Return these owners with a trusted one for each expert, and none for an expert beyond the trusted peers' capacity.
+    """Return these owners with a vouched one for each expert; beyond these peers' capacity a proven one, or else none.
 
-    A trusted peer with room takes the place of another owner; where none has room, one of two that own the same expert does.
-    Arguments as in `assign_experts`.
+    Other arguments as in `assign_experts`.
     """
     found = [set(peers) for peers in owners]
-    load = Counter(peer for peers in owners for peer in peers)
-    room = {peer: min(capacities[peer], len(owners)) - load[peer] for peer in trusted & capacities.keys()}
+    for trusted in (vouched, vouched | proven):
+        _spread(found, capacities, last, redundancy, trusted)
+    return tuple(tuple(sorted(peers)) if peers & (vouched | proven) else () for peers in found)
+
+
+def _spread(
+    found: list[set[str]], capacities: Mapping[str, int], last: Sequence[Sequence[str]], redundancy: int, trusted: Set[str]
+) -> None:
+    """Give each expert without a trusted owner one that has room or, where none has, one of two that own the same expert."""
+    load = Counter(peer for peers in found for peer in peers)
+    room = {peer: min(capacities[peer], len(found)) - load[peer] for peer in trusted & capacities.keys()}
     for expert, peers in enumerate(found):
         if not peers.isdisjoint(trusted):
             continue
@@ -95,7 +104,6 @@ def guard_experts(
         roomy = [peer for peer in room if room[peer] > 0]
         doubled = next((other for other in found if len(other & trusted) > 1), None)
         if not roomy and doubled is None:
-            peers.clear()
             continue
         leaving = max(peers, key=lambda peer: (peer not in before, peer)) if len(peers) >= redundancy else None
         peers.discard(leaving or "")
@@ -108,4 +116,3 @@ def guard_experts(
             if leaving is not None:
                 doubled.add(leaving)
         peers.add(taker)
-    return tuple(tuple(sorted(peers)) for peers in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,10 +18,10 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds.checks import disputed
-from spes_p2p.rounds.claims import clamped, held_out_loss
+from spes_p2p.rounds.claims import bounded_strangers, clamped, held_out_loss
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
-from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan
+from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan, pacemakers
 from spes_p2p.rounds.schedule import scheduled
 
 MAX_TOKENS, MAX_RATE = 2**48, 1e15
@@ -105,6 +105,8 @@ def make_plan(
     members = tuple(
         _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0)) for peer in peers
     )
+    if config.sync.bound_influence:
+        members = bounded_strangers(members)
     tokens = sum(member.tokens for member in members)
     step = campaign_step(commit, tokens, rules)
     alpha = alpha_due(commit, tokens, rules)
@@ -114,7 +116,8 @@ def make_plan(
     owners = _owners(members, announcements, commit, rules)
     back = [interval for peer in peers for interval in announcements[peer].untrained]
     cursor = give_back(commit.cursor, (*returned, *back))
-    steps = _next_steps(announcements, phase_step, rules.training(control, commit.round + 2)) if runs(control) else {}
+    training = rules.training(control, commit.round + 2)
+    steps = _next_steps(announcements, pacemakers(members), phase_step, training) if runs(control) else {}
     assignments, cursor = _assignments(peers, owners, steps, cursor, rules)
     return Plan(
         proposal=proposal,
@@ -149,8 +152,9 @@ def _owners(
     last = [[commit.members[i] for i in owners] for owners in commit.owners]
     redundancy = max(config.experts.redundancy, OPEN_REDUNDANCY if config.admission == "open" else 1)
     owners = assign_experts(config.model.moe_num_experts, capacities, last, redundancy, rules.campaign_hash)
-    trusted = {member.peer for member in members if member.standing != "newcomer"}
-    return owners if len(trusted) == len(members) else guard_experts(owners, capacities, last, redundancy, trusted)
+    vouched = {member.peer for member in members if not member.is_stranger}
+    proven = {member.peer for member in members if member.standing == "proven"}
+    return owners if len(vouched) == len(members) else guard_experts(owners, capacities, last, redundancy, vouched, proven)
 
 
 def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, rounds_served: int) -> Member:
@@ -165,9 +169,13 @@ def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, ro
     return Member(peer, tokens, routed, announced.bandwidth, announced.trains, standing)
 
 
-def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float]) -> dict[str, int]:
-    """Return each peer's steps in the next phase: `sync_steps` at median or unknown speed, otherwise proportional to speed."""
+def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float], pace: Collection[str]) -> dict[str, int]:
+    """Return each peer's steps in the next phase: `sync_steps` at median or unknown speed, otherwise proportional to speed.
+
+    `pace`: the peers of which the median is taken; of all while their speeds are unknown.
+    """
     known = [speed for speed in tokens_per_second.values() if speed > 0]
+    known = [speed for peer, speed in tokens_per_second.items() if speed > 0 and peer in pace] or known
     median = statistics.median(known) if known else 0.0
     steps = {}
     for peer, speed in tokens_per_second.items():
@@ -176,11 +184,14 @@ def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float]) -> dict
     return steps
 
 
-def _next_steps(announcements: Mapping[str, Announcement], step: int, training: TrainingConfig) -> dict[str, int]:
+def _next_steps(
+    announcements: Mapping[str, Announcement], pace: Collection[str], step: int, training: TrainingConfig
+) -> dict[str, int]:
     """Return each trainer's steps in the next phase; empty at the end of the schedule."""
     if step >= training.total_steps:
         return {}
-    return local_steps(training.sync_steps, {peer: a.tokens_per_second for peer, a in announcements.items() if a.trains})
+    speeds = {peer: a.tokens_per_second for peer, a in announcements.items() if a.trains}
+    return local_steps(training.sync_steps, speeds, pace)
 
 
 def _assignments(

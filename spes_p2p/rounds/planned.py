@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.consensus.control import is_banned
@@ -24,6 +24,17 @@ class Member:
     trains: bool = True
     standing: Standing = "vouched"
     """What it may do beyond training; among friends everything."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether the owner neither invited nor vouched for it: it may be one of many identities of one attacker."""
+        return self.standing in ("newcomer", "proven")
+
+
+def pacemakers(members: Sequence[Member]) -> frozenset[str]:
+    """Return the trainers whose speed and progress set everybody's pace: no strangers, unless they are alone."""
+    trainers = [member for member in members if member.trains]
+    return frozenset(member.peer for member in [each for each in trainers if not each.is_stranger] or trainers)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def make_mean(
     `updates`: tokens and decoder, by member. They are summed in the order of the members, which matters to the bits.
     """
     order = sorted(updates)
-    found = [Contribution(weight_of(part, members[i], updates[i][0], clips), updates[i][1]) for i in order]
+    found = [
+        Contribution(weight_of(part, members[i], updates[i][0], clips), updates[i][1], members[i].is_stranger) for i in order
+    ]
     return {order[place] for place in clipped_mean(found, mean, clips)}
 
 
