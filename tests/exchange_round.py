@@ -17,6 +17,7 @@ from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.rounds.apply import next_base_pieces
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.commit import make_commit, own_manifests, staged_report
@@ -115,7 +116,9 @@ class Round:
             board = RpcEndpoint(network.transport(m.peer), SILENCE_S)
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
-            exchange = Exchange(board, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, clips=clips)
+            exchange = Exchange(ExchangeContext(
+                board, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, clips=clips
+            ))
             opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
             await _serve(board, exchange)
         return opened

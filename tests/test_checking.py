@@ -21,9 +21,9 @@ from spes_p2p.messages.methods import ACCUSE, PUSH
 from spes_p2p.messages.rounds import Accused, Inputs, Pushed, WrongSum
 from spes_p2p.model.layout import Group
 from spes_p2p.observe.events import ResultsChecked, RoundFailed
-from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.proofs import Proofs
+from spes_p2p.peer.reducer import Reducer
 from spes_p2p.rounds.checks import checkers, means_by_reducer
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part
@@ -34,40 +34,40 @@ from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 GENESIS = VirtualSwarm(campaign()).genesis
 
-Lie = Callable[[Exchange, Part, dict[int, Input], bytes], bytes]
+Lie = Callable[[Reducer, Part, dict[int, Input], bytes], bytes]
 """(The exchange, the part, its inputs, the honest result) -> what the liar serves."""
 
 
-def scale(exchange: Exchange, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
+def scale(reducer: Reducer, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
     return part.codec.encode(part.codec.decode(honest, part.size) * np.float32(1.5))
 
 
-def swap(exchange: Exchange, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
+def swap(reducer: Reducer, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
     return part.codec.encode(part.codec.decode(honest, part.size)[::-1].copy())
 
 
-def drop(exchange: Exchange, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
+def drop(reducer: Reducer, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
     """Leave a contributor out, and name it."""
-    left_out = min(set(inputs) - {exchange.me})
+    left_out = min(set(inputs) - {reducer.context.me})
     rest = {i: (each.update.tokens, lambda body=each.body: part.codec.decode(body, part.size))
             for i, each in inputs.items() if i != left_out}
     mean = np.empty(part.size, np.float32)
-    make_mean(part, exchange.plan.members, rest, mean, False)
+    make_mean(part, reducer.context.plan.members, rest, mean, False)
     return part.codec.encode(mean)
 
 
 def lying(liar: str, lie: Lie, monkeypatch: pytest.MonkeyPatch, from_round: int = 2) -> list[int]:
     """Let one peer lie in all its means from a round on; returns the rounds of its lies."""
-    honest, lied = Exchange._encode_mean, list[int]()
+    honest, lied = Reducer.encode_mean, list[int]()
 
-    def encode_mean(self: Exchange, part: Part, arrived: dict[int, Input]) -> bytes:
+    def encode_mean(self: Reducer, part: Part, arrived: dict[int, Input]) -> bytes:
         codes = honest(self, part, arrived)
-        if self._names[self.me] != liar or self.plan.round < from_round or len(arrived) < 2:
+        if self.context.endpoint.peer_id != liar or self.context.plan.round < from_round or len(arrived) < 2:
             return codes
-        lied.append(self.plan.round)
+        lied.append(self.context.plan.round)
         return lie(self, part, arrived, codes)
 
-    monkeypatch.setattr(Exchange, "_encode_mean", encode_mean)
+    monkeypatch.setattr(Reducer, "encode_mean", encode_mean)
     return lied
 
 

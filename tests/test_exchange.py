@@ -21,7 +21,8 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
-from spes_p2p.peer.exchange import IN_FLIGHT_S, INDEX_BYTES, WINDOW_BYTES
+from spes_p2p.peer.part_frames import INDEX_BYTES
+from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, to_mask
@@ -201,7 +202,7 @@ def test_traffic_is_at_the_floor() -> None:
 
 
 @pytest.mark.parametrize(("bandwidth", "lanes"), [(UNKNOWN_BYTES_PER_S, 8), (4 * WINDOW_BYTES / IN_FLIGHT_S, 2), (1.0, 1)])
-def test_results_come_in_as_many_talks_as_lines_bear(bandwidth: float, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_come_in_as_many_streams_as_lines_bear(bandwidth: float, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[tuple[str, str], list[PullRequest]] = {}
 
     def see(frame: Frame) -> Frame:
@@ -210,7 +211,7 @@ def test_results_come_in_as_many_talks_as_lines_bear(bandwidth: float, lanes: in
         return frame
 
     async def main() -> None:
-        monkeypatch.setattr("spes_p2p.peer.exchange.LANE_BYTES", 100)
+        monkeypatch.setattr("spes_p2p.peer.transfers.LANE_BYTES", 100)
         experts = {"A": (9, 0, 0, 0), "B": (0, 9, 0, 0), "C": (0, 0, 9, 9)}
         plan = make_plan_of([member(name, 10, routed, bandwidth) for name, routed in experts.items()])
         updates = random_updates(plan)
@@ -575,6 +576,6 @@ def test_a_member_that_gives_up_is_neither_waited_for_nor_sent_more_on_thin_line
         if thin == "A":
             assert network.sent_bytes["A", "B"] < to_b / 2
         else:
-            assert asyncio.get_running_loop().time() < played.exchanges["B"]._push_s()
+            assert asyncio.get_running_loop().time() < played.exchanges["B"]._transfers.push_s()
 
     simulate(main)

@@ -71,7 +71,7 @@ def test_a_silent_contributor_is_left_out_by_the_reducers() -> None:
             async def send_nothing(stream: Stream, parts: object) -> None:
                 await asyncio.sleep(10**6)
 
-            exchange._send_updates = send_nothing  # type: ignore[method-assign]
+            exchange._transfers._send_updates = send_nothing  # type: ignore[method-assign]
             return exchange
 
         exchanges.open = silent  # type: ignore[assignment, method-assign]

@@ -22,8 +22,8 @@ from network_swarm import CHILDREN_END_WITHIN_S, ENVIRONMENT, ROOT, START_TIMEOU
 from spes_p2p.consensus.acceptor import Acceptor, VoteState
 from spes_p2p.errors import UserError
 from spes_p2p.observe.events import PhaseTrained, RoundCommitted
-from spes_p2p.peer import exchange
-from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer import reducer as reducing
+from spes_p2p.peer.exchange_context import SentUpdate
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.rounds import next_base as staging
 from spes_p2p.rounds import plan, sums
@@ -361,19 +361,19 @@ def _reducers_leave_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
             updates = {**updates, 1: (updates[1][0], lambda: np.zeros(part.size, np.float32))}
         return make_mean(part, members, updates, mean, clips)
 
-    for user in (sums, exchange):  # checkers make the same mean
+    for user in (sums, reducing):  # checkers make the same mean
         monkeypatch.setattr(user, "make_mean", broken)
 
 
 def _somebody_weighs_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_update = Exchange._has_update
+    has_update = SentUpdate.has
 
-    def broken(self: Exchange, part: Any) -> bool:
-        if has_update(self, part) and self._names[self.me] == "peer-1":
-            self._behind = lambda part: self.plan.members[self.me].tokens // 2  # a greater weight is clamped
+    def broken(self: SentUpdate, part: Any) -> bool:
+        if has_update(self, part) and self.context.endpoint.peer_id == "peer-1":
+            self.tokens_of = lambda part: self.context.plan.members[self.context.me].tokens // 2  # a greater weight is clamped
         return has_update(self, part)
 
-    monkeypatch.setattr(Exchange, "_has_update", broken)
+    monkeypatch.setattr(SentUpdate, "has", broken)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -26,6 +26,7 @@ from spes_p2p.messages.samples import Cursor
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.parts import Part, part_table, weight
 from spes_p2p.rounds.planned import Member, Plan
@@ -115,9 +116,9 @@ async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...],
     for m in plan.members:
         pending = {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g)}
         endpoint = RpcEndpoint(network.transport(m.peer), PATIENCE_S)
-        exchanges[m.peer] = Exchange(
+        exchanges[m.peer] = Exchange(ExchangeContext(
             endpoint, SimulatedIdentity(m.peer), Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1
-        )
+        ))
         await _serve(endpoint, exchanges[m.peer])
     started = asyncio.get_running_loop().time()
     await asyncio.gather(*(network.run_peer(peer, exchange.run()) for peer, exchange in exchanges.items()))

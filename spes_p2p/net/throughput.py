@@ -16,8 +16,8 @@ KEPT_WINDOWS = 2**12
 UNKNOWN_BYTES_PER_S = 12.5e6
 """Assumed for an unmeasured line: 100 Mbit/s."""
 WEIGHT_OF_NEWS = 0.5
-SLOWEST_BYTES_PER_S = 62.5e3
-"""0.5 Mbit/s: a slower transfer did not saturate the line."""
+LEAST_BYTES_PER_S = 62.5e3
+"""0.5 Mbit/s: a slower transfer did not saturate the line, so it measures nothing."""
 FASTEST_BYTES_PER_S = 25e6
 """200 Mbit/s: upper bound of the estimate."""
 
@@ -45,7 +45,7 @@ class Throughput:
     def bytes_per_s(self) -> float:
         """Update the estimate with the traffic since the last call, and return it."""
         found = self._fullest() / WINDOW_S
-        if found >= SLOWEST_BYTES_PER_S:
+        if found >= LEAST_BYTES_PER_S:
             news = WEIGHT_OF_NEWS if self._is_measured else 1.0
             self._estimate += news * (found - self._estimate)
             self._is_measured = True

@@ -192,8 +192,7 @@ class RoundMember:
         async def complain(reducer: int, revision: int) -> None:
             await stream.send(pack(Stalled(plan.id, revision, reducer)), kind=Kind.STALLED)
 
-        exchange.tell_stalled = complain
-        work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run())
+        work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run(complain))
         answer = asyncio.ensure_future(stream.any_message())
         try:
             while True:
@@ -204,7 +203,7 @@ class RoundMember:
                         await stream.send(self._report(exchange, in_full=True), kind=Kind.REPORT)
                     elif reply.kind == Kind.REVISION:
                         more = self._replica.exchanges.revise(plan, unpack(Revision, reply.body))
-                        work = asyncio.gather(*([work] if work else []), *(each.run() for each in more))
+                        work = asyncio.gather(*([work] if work else []), *(each.run(complain) for each in more))
                     else:
                         seconds["commit"] = clock() - started - seconds.get("exchange", 0.0)
                         return await stream.alive(self._node.relay.received(reply))

@@ -15,8 +15,8 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Report, Revision, Staged, Stalled
 from spes_p2p.net.rpc import Stream
-from spes_p2p.peer.exchange import STALLED_SILENCES
 from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
+from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
 from spes_p2p.rounds.parts import longest_exchange_s
 from spes_p2p.rounds.results import Results
@@ -121,7 +121,7 @@ class StagedReports:
         for reducer, since in self._complaints.items():
             living = {i for i, peer in enumerate(names) if peer in alive and i != reducer}
             concerned = {i for part in self.results.parts if part.reducer == reducer for i in part.contributors} & living
-            patience_s = 0.0 if concerned <= since.keys() else STALLED_SILENCES * self._sync.silence_s
+            patience_s = 0.0 if concerned <= since.keys() else COMPLAINT_SILENCES * self._sync.silence_s
             by = [i for i in since.keys() & living if now - since[i] >= patience_s]
             if names[reducer] in alive and by and 2 * len(by) >= len(living):
                 stalled.append(reducer)

@@ -13,6 +13,7 @@ from spes_p2p.messages.rounds import PullRequest, PushHeader, Revision
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer.exchange_context import ExchangeContext
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.node import Node
@@ -53,11 +54,10 @@ class Exchanges:
         self._node.meet_members(plan)
         results, ledger, sync = self._results.begin(plan), self._work.ledger, self._node.campaign.config.sync
         update = ledger.copy_update() if self.by_plan else ledger.update
-        exchange = self.by_plan[plan.id, 0] = Exchange(
+        exchange = self.by_plan[plan.id, 0] = Exchange(ExchangeContext(
             self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_start,
-            longest_exchange_s(results.parts, plan.members), ledger.tokens_behind, scratch=self._scratch,
-            clips=sync.bound_influence,
-        )
+            longest_exchange_s(results.parts, plan.members), ledger.tokens_behind, self._scratch, sync.bound_influence,
+        ))
         self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._builder is not None:
             self._builder.drop()

@@ -19,9 +19,11 @@ SPREAD, SMALL_BYTES = 64, 2**14
 """Cut a group into at least this many parts, to balance its reducers, but not into parts below this size."""
 SHORTEST_LIMIT_S, PATIENCE = 60.0, 6.0
 """The time limit of an exchange: this long, plus this many times what the slowest line needs at the announced bandwidth. An
-unmeasured line counts as 100 Mbit/s, so one of 20 Mbit/s is in time, too."""
-SLOWEST_BYTES_PER_S, UNKNOWN_BYTES_PER_S = SLOWEST_LINE_BITS / 8, 12.5e6
-"""Bounds what a member's claim of a slow line adds to the limit; the most that is assumed of a member that announces none."""
+unmeasured line counts as 100 Mbit/s, so one of 20 Mbit/s is in time."""
+SLOWEST_BYTES_PER_S: float = SLOWEST_LINE_BITS / 8
+"""The slowest permitted line. A claim of less does not lengthen the limit, and a transfer that moves less has stalled."""
+ASSUMED_BYTES_PER_S = 12.5e6
+"""The most that is assumed of a member that announces no bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def longest_exchange_s(parts: Sequence[Part], members: Sequence[Member]) -> floa
                 down[reducer] += size
         up[reducer] += extra_copies(part, reducer, len(members)) * size
     rates = [max(SLOWEST_BYTES_PER_S, member.bandwidth) for member in members if member.bandwidth > 0]
-    unknown = min([UNKNOWN_BYTES_PER_S, *rates])
+    unknown = min([ASSUMED_BYTES_PER_S, *rates])
     seconds = (
         max(up[i], down[i] + results) / (max(SLOWEST_BYTES_PER_S, member.bandwidth) if member.bandwidth > 0 else unknown)
         for i, member in enumerate(members)

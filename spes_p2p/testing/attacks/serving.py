@@ -16,8 +16,9 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH, SNAPSHOT
 from spes_p2p.messages.rounds import Pushed
 from spes_p2p.net.interfaces import Identity, World
-from spes_p2p.peer.exchange import INDEX_BYTES, WEIGHT_BYTES, Exchange
 from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
+from spes_p2p.peer.reducer import Reducer
 from spes_p2p.rounds.codecs import CODECS, Codec
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part
@@ -72,11 +73,11 @@ class _Lying(Wrapped):
     tell: Tell
 
 
-_encode_mean = Exchange._encode_mean
+_encode_mean = Reducer.encode_mean
 
 
-def _encode_lie(exchange: Exchange, part: Part, arrived: dict[int, Input]) -> bytes:
-    codes, identity = _encode_mean(exchange, part, arrived), exchange._identity
+def _encode_lie(reducer: Reducer, part: Part, arrived: dict[int, Input]) -> bytes:
+    codes, identity = _encode_mean(reducer, part, arrived), reducer.context.identity
     if not isinstance(identity, _Lying):
         return codes
     identity.tell(f"mean {part.index}")
@@ -122,7 +123,7 @@ def lying_reducer(liar: Liar) -> World:
 
     A mean is made inside the exchange, where no world reaches: its method is replaced, and lies for this identity only.
     """
-    Exchange._encode_mean = _encode_lie  # type: ignore[method-assign, assignment]
+    Reducer.encode_mean = _encode_lie  # type: ignore[method-assign, assignment]
     identity = _Lying(liar.world.identity)
     identity.tell = liar.tell
     return replace(with_bandwidth(liar), identity=cast(Identity, identity))

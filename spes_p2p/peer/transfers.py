@@ -1,0 +1,208 @@
+"""What a member pushes to and pulls from the reducers in one exchange, and which of them stall."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from itertools import chain
+
+from spes_p2p.consensus.signed import sign
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.fields import UPDATES_PER_SIGNATURE
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import PULL, PUSH
+from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
+from spes_p2p.net.rpc import Stream
+from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
+from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
+from spes_p2p.rounds.digest import content_digest
+from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, pulls
+
+logger = logging.getLogger(__name__)
+
+PUSH_FIRST = 2.0
+"""Bounds how long results wait for this peer's updates, which go first because reducers wait for them: in multiples of the time
+that the upload bandwidth needs for the updates."""
+PULL_STREAMS = 16
+"""Bounds the streams in which results arrive, over all reducers (but one each). libp2p's muxer keeps 256 KiB of a stream in
+flight: window updates queue behind this peer's own uploads, so one stream would leave a slow link's downstream half empty."""
+LANE_BYTES = 2**20
+"""Give each of these streams at least this many bytes to carry."""
+WINDOW_BYTES, IN_FLIGHT_S = 2**18, 1.5
+"""Bounds the time that the data in flight of all streams takes on the slower link: everything else queues behind it."""
+COMPLAINT_SILENCES = 2.0
+"""A member complains about a reducer after this many times `silence_s`: a reducer leaves out silent contributors after one."""
+
+TellStalled = Callable[[int, int], Awaitable[None]]
+"""Called with a reducer that lives and makes no progress, and the revision."""
+
+
+class Transfers:
+    """The streams that this member opens to the reducers of one part table."""
+
+    def __init__(self, context: ExchangeContext, update: SentUpdate, revision: int):
+        self._context, self._update, self._revision = context, update, revision
+        self._sent_to = {i: asyncio.Event() for i in range(len(context.names))}
+        """By member; set when its updates are sent or, for a member that reduces nothing, when all are."""
+        self._unsent = set(context.others)
+        """Members to which updates are still being sent."""
+        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
+        """By reducer."""
+        self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
+        self._deadline = Deadline(len(context.others))
+        """Until it, something must move between this member and a reducer."""
+        self._is_over = False
+
+    def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
+        """Open all streams; return their tasks."""
+        for i in self._context.others:
+            transfers = (self._push_to(i), *self._pulls_from(i, tell_stalled))
+            self._tasks[i] = [asyncio.create_task(each) for each in transfers]
+        self._moved(0)
+        return list(chain(*self._tasks.values()))
+
+    def give_up(self, lost: Collection[int]) -> None:
+        """Cancel the transfers with these members."""
+        for member in lost:
+            for task in self._tasks.get(member, ()):
+                task.cancel()
+
+    def end(self) -> None:
+        """Complain about nobody and hold up no results from now on."""
+        self._is_over = True
+        for sent in self._sent_to.values():
+            sent.set()
+        self._tasks.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
+
+    async def wait_until_sent_to(self, member: int) -> None:
+        """Wait until this member has what this peer sends it, but no longer than results may wait."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._sent_to[member].wait(), PUSH_FIRST * self.push_s())
+
+    def push_s(self) -> float:
+        """Return the seconds that this peer's updates take at its announced bandwidth; 0 when that is 0 (not dialable)."""
+        me = self._context.me
+        others = (part for i in self._context.others for part in self._reduced_by(i))
+        pushed = sum(part.encoded_bytes for part in others if me in part.contributors)
+        bandwidth = self._context.plan.members[me].bandwidth
+        return pushed / bandwidth if bandwidth else 0.0
+
+    async def watch(self, tell_stalled: TellStalled) -> None:
+        """Complain about each reducer that is not done when nothing moves any more."""
+        told, clock = set[int](), asyncio.get_running_loop().time
+        while not self._is_over:
+            await asyncio.sleep(self._context.endpoint.silence_s / 4)
+            if self._deadline.at is not None and clock() >= self._deadline.at:
+                stalled = {i for i, tasks in self._tasks.items() if any(not task.done() for task in tasks)} - told
+                told |= stalled
+                for reducer in sorted(stalled):
+                    logger.info("nothing moves between %s and this peer", self._context.names[reducer][-6:])
+                    await tell_stalled(reducer, self._context.results.revision)
+
+    def _moved(self, size: int) -> None:
+        """Note that these bytes went to a reducer or came from one. The slowest line carries a part of each stream."""
+        open_streams = sum(not task.done() for tasks in self._tasks.values() for task in tasks)
+        silence_s = COMPLAINT_SILENCES * self._context.endpoint.silence_s
+        self._deadline.extend(size, silence_s + open_streams * self._part_bytes / SLOWEST_BYTES_PER_S)
+
+    def _reduced_by(self, reducer: int) -> list[Part]:
+        return self._context.results.reduced_by(reducer, self._revision)
+
+    async def _push_to(self, reducer: int) -> None:
+        mine = [part for part in self._reduced_by(reducer) if self._context.me in part.contributors]
+        if mine:
+            try:
+                async with self._context.endpoint.stream(self._context.names[reducer], PUSH) as stream:
+                    await self._send_updates(stream, mine)
+                    self._sent_to[reducer].set()
+                    self._has_sent(reducer)
+                    await stream.message()
+            except (PeerUnreachable, Refused, WireError) as error:
+                logger.info("push to %s: %s", self._context.names[reducer][-6:], error)
+        self._has_sent(reducer)
+
+    async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
+        await stream.send(pack(PushHeader(self._context.plan.id, self._revision)))
+        unsigned: list[Update] = []
+        for part in filter(self._update.has, parts):
+            tokens = self._update.tokens_of(part)
+            encoded = self._update.encode(part)
+            if not pulls(part, self._context.me):
+                self._context.put(part, self._revision, encoded)
+            await stream.send(numbered(part.index), weighted(tokens), encoded, kind=Kind.PART)
+            self._moved(part.encoded_bytes)
+            unsigned.append(Update(part.index, tokens, content_digest(encoded)))
+            if len(unsigned) == UPDATES_PER_SIGNATURE:
+                await self._send_signature(stream, unsigned)
+                unsigned = []
+        if unsigned:
+            await self._send_signature(stream, unsigned)
+        await stream.send(kind=Kind.END)
+
+    async def _send_signature(self, stream: Stream, updates: list[Update]) -> None:
+        pushed = Pushed(self._context.plan.id, tuple(updates))
+        await stream.send(pack(sign(pushed, self._context.identity)), kind=Kind.PUSHED)
+
+    def _has_sent(self, reducer: int) -> None:
+        """Note that this reducer has this peer's updates, or will not get them."""
+        self._unsent.discard(reducer)
+        if not self._unsent:
+            for sent in self._sent_to.values():
+                sent.set()
+
+    def _pulls_from(self, reducer: int, tell_stalled: TellStalled) -> Iterator[Coroutine[None, None, None]]:
+        """Yield one coroutine for each stream in which this reducer's results come."""
+        reduced = self._reduced_by(reducer)
+        if reduced:
+            wanted = [part for part in reduced if pulls(part, self._context.me)]
+            lanes = self._lanes(reducer, sum(part.encoded_bytes for part in wanted))
+            for lane in range(lanes):
+                in_lane = {part.index: part for part in wanted[lane::lanes]}
+                yield self._pull(reducer, lane, lanes, in_lane, tell_stalled)
+
+    def _lanes(self, reducer: int, size: int) -> int:
+        """Return the number of streams for `size` bytes from this reducer."""
+        others = len(self._context.others)
+        bandwidth = min(self._context.endpoint.upload.last_bytes_per_s, self._context.plan.members[reducer].bandwidth)
+        bearable = bandwidth * IN_FLIGHT_S / WINDOW_BYTES / others
+        return max(1, int(min(bearable, PULL_STREAMS / others, size / LANE_BYTES)))
+
+    async def _pull(
+        self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part], tell_stalled: TellStalled
+    ) -> None:
+        try:
+            async with self._context.endpoint.stream(self._context.names[reducer], PULL) as stream:
+                await stream.send(pack(PullRequest(self._context.plan.id, self._revision, lane, lanes)))
+                for _ in range(len(wanted)):
+                    message = await stream.message_view(Kind.PART)
+                    self._moved(len(message))
+                    self._store(message, wanted)
+                if lane == 0:
+                    self._take_manifest(reducer, await stream.message(Kind.MANIFEST))
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.info("pull from %s: %s", self._context.names[reducer][-6:], error)
+            if not self._is_over:  # one that lives and ends its streams early would cost its parts in every round
+                with contextlib.suppress(PeerUnreachable):
+                    await tell_stalled(reducer, self._revision)
+
+    def _store(self, message: memoryview, wanted: dict[int, Part]) -> None:
+        """Store one of the wanted parts (by index). Raises WireError when it is none of them or has another size."""
+        index, body = read_part(message)
+        part = wanted.pop(index, None)
+        if part is None:
+            raise WireError(f"part {index} was not asked for")
+        if body:
+            if len(body) != part.encoded_bytes:
+                raise WireError(f"part {index} has {len(body)} bytes")
+            if not part.codec.is_finite(body, part.size):
+                raise WireError(f"part {index} has values that are not finite")
+            self._context.put(part, part.revision, body)
+
+    def _take_manifest(self, reducer: int, message: bytes) -> None:
+        manifest = unpack(Manifest, message)
+        if (manifest.revision, manifest.reducer) != (self._revision, reducer):
+            raise WireError("a manifest of another reducer")
+        self._context.results.add_manifest(manifest)
