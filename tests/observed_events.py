@@ -21,6 +21,7 @@ from spes_p2p.observe.events import (
     RoundCommitted,
     RoundFailed,
     RoundMeasured,
+    StepsJudged,
     TrainingProgress,
     WorkDropped,
 )
@@ -115,6 +116,7 @@ EVENTS: tuple[Event, ...] = (
     RoundFailed(8, 1, "timeout", "no plan"),
     RoundFailed(8, 2, "timeout", "no plan"),
     WorkDropped(8, 77, "old"),
+    StepsJudged(8, (("X", -0.25),), ("expert.1",)),
     DigestMismatch(7, "a", "b"),
     Evaluated(7, 4.25),
     PeersSeen(5, 2),

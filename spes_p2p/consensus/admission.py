@@ -8,6 +8,7 @@ the owner vouches for. The campaign's helpers of the genesis commit need no invi
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 from spes_p2p.consensus.control import is_banned, owner_of
@@ -98,9 +99,11 @@ def is_past_probation(rounds_served: int) -> bool:
     return rounds_served >= PROBATION_ROUNDS
 
 
-def served(commit: Commit) -> list[str]:
-    """Return the peers whose work this commit includes."""
-    return [commit.members[index] for index in commit.heard if index < len(commit.members)]
+def served(commit: Commit) -> Counter[str]:
+    """Return by peer what this commit adds to its rounds of service: 1 for its work, a whole probation less if it did harm."""
+    counts = Counter(commit.members[index] for index in commit.heard if index < len(commit.members))
+    counts.subtract({commit.members[index]: PROBATION_ROUNDS for index in commit.rejected if index < len(commit.members)})
+    return counts
 
 
 def utc(unix_s: float) -> str:

@@ -34,7 +34,7 @@ class CommitLog:
         self._decided: list[CertifiedCommit] = []
         self._given_up: set[str] = set()
         self._served: Counter[str] = Counter()
-        """By peer, the rounds of this log that include its work."""
+        """By peer, its rounds of service in this log."""
         self.intact = 0
         """How many records of the durable file were loaded."""
         while self.intact < len(records) and self._load(records[self.intact]):
@@ -75,8 +75,10 @@ class CommitLog:
         return tuple(self.commit_at(each) for each in range(round_number, max(-2, round_number - RECENT), -1))
 
     def rounds_served(self, round_number: int) -> Mapping[str, int]:
-        """Return by peer how many commits up to this round include its work. In an open campaign they end its probation."""
-        later = Counter(peer for decided in self.since(round_number) for peer in served(decided.commit))
+        """Return by peer its rounds of service up to this one (`admission.served`), which end its probation."""
+        later = Counter[str]()
+        for decided in self.since(round_number):
+            later.update(served(decided.commit))
         return self._served - later
 
     def since(self, round_number: int) -> tuple[CertifiedCommit, ...]:

@@ -111,6 +111,7 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         control=control,
         heard=(),
         workloads=(),
+        rejected=(),
         disputed=(),
     )
 

@@ -32,6 +32,7 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> C
         members=(),
         heard=(),
         workloads=(),
+        rejected=(),
         disputed=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),

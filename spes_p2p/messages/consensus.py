@@ -150,6 +150,8 @@ class Commit:
     Sorted."""
     disputed: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Members of which one did not show its checker what a mean was made from: both, as indices into `members`."""
+    rejected: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Members that trained an expert whose step is left out as harmful (`rounds/gate.py`), as indices into `members`."""
 
     @cached_property
     def id(self) -> str:

@@ -125,6 +125,8 @@ class PeerStatus:
     """State of the campaign: running, paused, stopped."""
     control: Word = ""
     """The owner's orders in words; empty for none."""
+    scores: Annotated[dict[Word, Real], MaxLen(MAX_MEMBERS)] = field(default_factory=dict)
+    """By member of the round that this peer judged last: nats per token by which its experts' steps lower the held-out loss."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""

@@ -14,6 +14,7 @@ from spes_p2p.messages.codec import Extensible, pack, record_id
 from spes_p2p.messages.consensus import Ballot, Control, Signed
 from spes_p2p.messages.fields import (
     MAX_BANNED,
+    MAX_EXPERTS,
     MAX_INTERVALS,
     MAX_MEMBERS,
     MAX_PARTS,
@@ -46,6 +47,7 @@ from spes_p2p.messages.fields import (
     Share,
     Tokens,
     Version,
+    Word,
 )
 from spes_p2p.messages.framing import MAX_FRAME_BYTES
 from spes_p2p.messages.samples import Interval
@@ -227,6 +229,10 @@ class Staged(Extensible):
     """One bit per part of the plan: held, and matching its manifest."""
     incarnation: Incarnation
     """The member's incarnation, if the commit makes it an elector."""
+    judged: bool = False
+    """Whether this member measured what the steps of groups do to the held-out loss (`rounds/gate.py`)."""
+    harmful: Annotated[tuple[Word, ...], MaxLen(MAX_EXPERTS + 2)] = ()
+    """Names of the groups whose step makes it worse. Sorted."""
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ class RoundLog:
                 wrong = [f"{peer[-6:]} served a wrong result and is excluded by proof" for peer in event.wrong]
                 silent = [f"{peer[-6:]} did not show what its result was made from" for peer in event.unanswered]
                 return f"{self._nth(event.round)}: {', '.join(wrong + silent)}"
+            case events.StepsRejected():
+                who = ", ".join(peer[-6:] for peer in event.peers)
+                return f"{self._nth(event.round)}: left out experts of {who}, whose step makes the held-out loss worse"
             case events.DigestMismatch():
                 digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
                 return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"
@@ -185,5 +188,6 @@ _LEVELS: dict[type, int] = {
     events.WorkDropped: logging.WARNING,
     events.UpdatesClipped: logging.WARNING,
     events.ResultsChecked: logging.WARNING,
+    events.StepsRejected: logging.WARNING,
     events.DigestMismatch: logging.ERROR,
 }

@@ -197,6 +197,26 @@ class ResultsChecked(Event):
 
 
 @dataclass(frozen=True)
+class StepsJudged(Event):
+    """This peer, whom the owner vouches for, measured what experts' steps do to the held-out loss, before the round's vote."""
+
+    round: int
+    scores: tuple[tuple[str, float], ...]
+    """By member: nats per token by which the steps of its experts lower the loss, on average; negative: harm."""
+    harmful: tuple[str, ...]
+    """Names of the groups whose step it finds harmful."""
+
+
+@dataclass(frozen=True)
+class StepsRejected(Event):
+    """A round left out experts whose step made the held-out loss worse."""
+
+    round: int
+    peers: tuple[str, ...]
+    """Members that trained them."""
+
+
+@dataclass(frozen=True)
 class DigestMismatch(Event):
     """This peer's base differs from the one the members agreed on; it is downloaded again."""
 

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 HISTORY_FILE = "history.jsonl"
 
 KEPT = (BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, events.Evaluated, events.RoundFailed,
-        events.WorkDropped, events.UpdatesClipped, events.ResultsChecked, events.DigestMismatch)
+        events.WorkDropped, events.UpdatesClipped, events.ResultsChecked, events.StepsJudged, events.StepsRejected,
+        events.DigestMismatch)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*KEPT, RoundRecord)}
 
 

@@ -116,6 +116,8 @@ METRICS = (
            PhaseTrained, lambda e: dict(enumerate(e.load_violation)), "layer"),
     _gauge("spes_owned_routing_share", "Share of this peer's token routings that go to experts it trains.",
            PhaseTrained, lambda e: e.owned_routing),
+    _gauge("spes_member_score", "Nats per token by which the last steps of a member's experts lower the held-out loss, as"
+           " this judge of an open campaign measured; negative: harm.", events.StepsJudged, lambda e: dict(e.scores), "peer"),
     _counter("spes_round_failures_total",
              f"Attempts at a round that did not commit, by reason: {', '.join(FAILURE_REASONS)}.",
              events.RoundFailed, lambda e: {e.reason: 1}, "reason"),

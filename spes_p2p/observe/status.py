@@ -75,6 +75,8 @@ class StatusBoard:
                 self._set(digest_mismatches=self._status.digest_mismatches + 1)
             case events.Evaluated():
                 self._set(validation_loss=event.validation_loss, validation_round=max(0, event.round))
+            case events.StepsJudged():
+                self._set(scores=dict(event.scores))
             case events.PeersSeen():
                 self._set(trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate)
 
@@ -189,6 +191,9 @@ class SwarmStatus:
     """State set by the owner: running, paused, stopped."""
     control: str
     """Description of the owner's orders; empty if there are none."""
+    scores: Mapping[str, float]
+    """By member, in an open campaign: nats per token by which its experts' last steps lower the held-out loss. The median over
+    the vouched trainers that judged; negative: harm."""
 
     @property
     def assembled(self) -> bool:
@@ -240,7 +245,13 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         digest_mismatches=sum(status.digest_mismatches for status in peers),
         dropped_tokens=sum(status.dropped_tokens for status in peers),
         peers=peers,
+        scores=_scores(peers),
     )
+
+
+def _scores(peers: Sequence[PeerStatus]) -> dict[str, float]:
+    members = sorted({member for status in peers for member in status.scores})
+    return {each: statistics.median(status.scores[each] for status in peers if each in status.scores) for each in members}
 
 
 def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.announcing import Announcer
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
@@ -48,9 +49,11 @@ class RoundMember:
         samples: AssignedSamples,
         phases: PhaseRunner,
         coordinators: CoordinatorService,
+        judge: Judge,
         reporter: EventReporter,
         leave: LeaveRequest,
     ):
+        self._judge = judge
         self._node, self._replica, self._announcer, self._samples = node, replica, announcer, samples
         self._phases, self._coordinators, self._reporter, self._leave = phases, coordinators, reporter, leave
 
@@ -181,7 +184,7 @@ class RoundMember:
             answer.cancel()
 
     async def _exchange(self, stream: Stream, plan: Plan, seconds: dict[str, float]) -> Message:
-        """Exchange, stage and report, again for each revision of the plan; returns the message with the commit."""
+        """Exchange, stage, judge and report, again for each revision of the plan; returns the message with the commit."""
         clock = asyncio.get_running_loop().time
         self._set_state("exchanging")
         started = clock()
@@ -193,6 +196,7 @@ class RoundMember:
             await stream.send(pack(Stalled(plan.id, revision, reducer)), kind=Kind.STALLED)
 
         work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run(complain))
+        judging: asyncio.Future[None] | None = None
         answer = asyncio.ensure_future(stream.any_message())
         try:
             while True:
@@ -208,10 +212,13 @@ class RoundMember:
                         seconds["commit"] = clock() - started - seconds.get("exchange", 0.0)
                         return await stream.alive(self._node.relay.received(reply))
                     answer = asyncio.ensure_future(stream.any_message())
+                elif work is not None and work is not judging:
+                    work.result()
+                    await self._replica.results.stage(exchange.results)
+                    work = judging = asyncio.ensure_future(self._judge.judge(exchange.results))
                 elif work is not None:
                     work.result()
                     work = None
-                    await self._replica.results.stage(exchange.results)
                     await stream.send(self._report(exchange), kind=Kind.REPORT)
                     seconds["exchange"] = clock() - started
                     self._set_state("committing")
@@ -219,7 +226,8 @@ class RoundMember:
             await end_tasks([answer] if work is None else [answer, work])
 
     def _report(self, exchange: Exchange, in_full: bool = False) -> bytes:
-        staged = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation, in_full)
+        harmful = self._judge.harmful(exchange.plan.id)
+        staged = staged_report(exchange.results, exchange.me, self._node.decisions.incarnation, in_full, harmful)
         return pack(Report(sign(staged, self._node.world.identity), own_manifests(exchange.results, exchange.me)))
 
     async def _plan(self, proposal: Proposal, coordinator: str) -> Plan:

@@ -18,6 +18,7 @@ from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.own_work import OwnWork
+from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.next_base import NextBaseBuilder
 from spes_p2p.rounds.parts import longest_exchange_s
@@ -72,6 +73,11 @@ class Exchanges:
             world.store, base.values, self._layout, config.outer, results, world.run_blocking, config.sync.bound_influence,
             world.threads, self._in_memory,
         )
+
+    def candidate(self, plan: Plan) -> NextBase | None:
+        """Return the base that the last plan's results would make; None for another plan."""
+        ahead = self._builder
+        return ahead.candidate() if ahead is not None and ahead.plan.id == plan.id else None
 
     def revise(self, plan: Plan, revision: Revision) -> list[Exchange]:
         """Open exchanges over the parts of lost reducers. Raises WireError when the revision does not follow the plan."""

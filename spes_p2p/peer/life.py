@@ -22,6 +22,7 @@ from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
 from spes_p2p.peer.guard import Guard
+from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.leaving import LeaveRequest, serve_last_results, serve_until_asked_to_leave
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
@@ -76,7 +77,8 @@ class Peer:
         self.coordinators = CoordinatorService(node, self.replica, self.phases, self._reporter)
         self.reforms = ReformService(node, self.replica.newest)
         self._member = RoundMember(
-            node, self.replica, self.announcer, self._samples, self.phases, self.coordinators, self._reporter, self._leave,
+            node, self.replica, self.announcer, self._samples, self.phases, self.coordinators,
+            Judge(node, self.replica, self.phases, observer), self._reporter, self._leave,
         )
 
     @property

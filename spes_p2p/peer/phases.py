@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from spes_p2p.observe.events import Observer, PhaseTrained, TrainingProgress
 from spes_p2p.peer.leaving import LeaveRequest
@@ -16,6 +17,8 @@ from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.training.balance import load_violation, share_of
 from spes_p2p.training.batches import split_samples
 from spes_p2p.training.interface import Phase, PhaseReport, averaged_peers, joined
+
+T = TypeVar("T")
 
 
 class PhaseRunner:
@@ -37,6 +40,8 @@ class PhaseRunner:
         """Speed in the last phase."""
         self._samples, self._reporter, self._observer, self._leave = samples, reporter, observer, leave
         self._stop_after_round: int | None = None
+        self._waiting = 0
+        """Works that wait for the phase to pause."""
 
     @property
     def assigned_steps(self) -> int:
@@ -56,6 +61,15 @@ class PhaseRunner:
     def round_applied(self) -> None:
         """Forget a request to stop: its phase is over."""
         self._stop_after_round = None
+
+    async def between_steps(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work with the trainer's weights, between two steps of the phase if one runs."""
+        self._waiting += 1
+        try:
+            async with self.lock:
+                return await work()
+        finally:
+            self._waiting -= 1
 
     async def train(self, round_under_way: asyncio.Future[None] | None = None) -> None:
         """Train the assigned phase, if there is one; it ends early when the round under way fails."""
@@ -91,7 +105,7 @@ class PhaseRunner:
             return self._should_stop(round_under_way)
 
         def is_interrupted() -> bool:
-            return is_over() or (replica.checkpoints_in_phase and replica.store.is_due)
+            return is_over() or self._waiting > 0 or (replica.checkpoints_in_phase and replica.store.is_due)
 
         reports: list[PhaseReport] = []
         while True:
@@ -101,9 +115,13 @@ class PhaseRunner:
                 return joined(reports)
             replica.ledger.add_phase(report)
             phase = replace(phase, slices=report.untrained, done=phase.done + report.steps)
-            if is_over() or phase.done >= phase.steps or not replica.store.is_due:
+            if is_over() or phase.done >= phase.steps or not (self._waiting or replica.store.is_due):
                 return joined(reports)
-            await replica.save_in_phase(phase.done)
+            if self._waiting:
+                self.lock.release()
+                await self.lock.acquire()  # the lock is fair: whoever waits goes first
+            else:
+                await replica.save_in_phase(phase.done)
 
     def _should_stop(self, round_under_way: asyncio.Future[None] | None) -> bool:
         last_base = self.replica.base.round + (round_under_way is not None)

@@ -19,6 +19,7 @@ from spes_p2p.observe.events import (
     RoundFailed,
     RoundMeasured,
     StateEntered,
+    StepsRejected,
     UpdatesClipped,
 )
 from spes_p2p.peer.node import Node
@@ -109,6 +110,8 @@ class EventReporter:
         clipped = clipped_parts(commit, applied.results)
         if clipped or applied.bounded:
             self._observer(UpdatesClipped(commit.round, clipped, applied.bounded))
+        if commit.rejected:
+            self._observer(StepsRejected(commit.round, tuple(commit.members[i] for i in commit.rejected)))
         if commit.round == self._replica.base.round:
             drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
             self._observer(RoundMeasured(commit.round, drift, expert_tokens_of(plan)))

@@ -63,6 +63,10 @@ class NextBase:
             values[first - start :] = self._bounds.records[first - self._records_start : stop - self._records_start]
         return values
 
+    def values(self, start: int, stop: int) -> np.ndarray:
+        """Return a range before the merge, float32 `[stop - start]`, as a new array."""
+        return self._stepped.values(start, stop)
+
     def square_sum_of(self, part: Part) -> float:
         """Return the sum of squares of a part's update, before it is bounded."""
         return square_sum(self._stepped.decoded(part))

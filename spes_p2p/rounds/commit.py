@@ -15,6 +15,7 @@ from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.consensus import Commit, Signed, Workload
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Staged
+from spes_p2p.rounds.gate import harmful_groups, rejected_members
 from spes_p2p.rounds.parts import Part, mask_bytes
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT, Results
@@ -45,7 +46,9 @@ def clipped_parts(commit: Commit, results: Results) -> tuple[tuple[str, int], ..
 
 
 def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[int, Staged]) -> Commit:
-    """Return the commit to propose after `parent`. It includes each part that two members (of two or more) hold durably.
+    """Return the commit to propose after `parent`.
+
+    It includes each part that two members (of two or more) hold durably, but for groups that judges call harmful.
 
     `staged`: reports by member index. `results`: the reducers' manifests. Raises Refused if the plan has parts and none is
     included, or too few members report.
@@ -55,9 +58,11 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
     roots = results.roots()
     reduced = [part for part in results.parts if results.digest_of(part) not in (None, ABSENT)]
     counts = holder_counts(staged, results)
-    dropped = tuple(part.index for part in reduced if counts[part.index] < needed)
-    included = [part for part in reduced if part.index not in set(dropped)]
-    if results.parts and not included:
+    harmful = harmful_groups(plan, staged)
+    held = [part for part in reduced if counts[part.index] >= needed]
+    included = [part for part in held if part.group.name not in harmful]
+    kept = {part.index for part in included}
+    if results.parts and not held:
         raise Refused(Code.FAILED, "too few members hold any part")
     if len(staged) < needed:
         raise Refused(Code.FAILED, "too few members hold the plan")
@@ -74,7 +79,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
         parent=parent.id,
         plan=plan.id,
         roots=roots,
-        dropped=dropped,
+        dropped=tuple(part.index for part in reduced if part.index not in kept),
         base_digest=plan.base_digest,
         step=plan.step,
         tokens=parent.tokens + sum(plan.members[i].tokens for i in heard),
@@ -90,6 +95,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
         workloads=workloads_of(plan),
         excluded=plan.excluded,
         disputed=plan.disputed,
+        rejected=rejected_members(results, [part for part in held if part.index not in kept]),
     )
 
 
@@ -215,14 +221,19 @@ def disagreeing(results: Results, staged: Mapping[int, Staged]) -> list[int]:
     return [i for i, report in staged.items() if not report.roots and not _agrees(report, collected)]
 
 
-def staged_report(results: Results, member: int, incarnation: str, in_full: bool = False) -> Staged:
-    """Return the report of a member that holds these results durably. `incarnation`: of its vote file."""
+def staged_report(
+    results: Results, member: int, incarnation: str, in_full: bool = False, harmful: Sequence[str] | None = None
+) -> Staged:
+    """Return the report of a member that holds these results durably.
+
+    `incarnation`: of its vote file. `harmful`: the groups that it found harmful; None: it has not judged.
+    """
     own = tuple(manifest.root for manifest in own_manifests(results, member))
     roots = results.roots()
     missing = tuple(place for place, root in enumerate(roots) if not root)
     return Staged(
         results.plan.id, own, results.revision, missing, _roots_digest(roots, missing), roots if in_full else (),
-        _held_bits(results), incarnation,
+        _held_bits(results), incarnation, harmful is not None, tuple(sorted(harmful or ())),
     )
 
 

@@ -22,7 +22,8 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import BASE, BuiltBase, close_base, close_in_memory, write_piece
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_PER_BATCH, piece_digest
-from spes_p2p.rounds.influence import bounds_of
+from spes_p2p.rounds.influence import bound_steps, bounds_of
+from spes_p2p.rounds.outer import records_of
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.threads import in_threads, spans
@@ -73,6 +74,16 @@ class NextBaseBuilder:
             await asyncio.wait({self._building})
         staged: BuiltBase = await self._run(self._finish, commit, results)
         return staged
+
+    def candidate(self) -> NextBase:
+        """Return the base that the results so far would make, without the merge."""
+        encoded, bounds = dict(self._results.encoded), None
+        parts = [part for part in self._results.parts if part.index in encoded and self._results.verified(part)]
+        stepped = NextBase(self.base, self._layout, parts, encoded, None, self._outer)
+        if self._clips:
+            square_sums = {part.index: stepped.square_sum_of(part) for part in parts}
+            bounds = bound_steps(self._layout, self.plan.members, parts, square_sums, records_of(self.base, self._layout))
+        return NextBase(self.base, self._layout, parts, encoded, None, self._outer, bounds)
 
     def drop(self) -> None:
         """Build no more pieces ahead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
@@ -19,6 +19,7 @@ from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds.checks import disputed
 from spes_p2p.rounds.claims import bounded_strangers, clamped, held_out_loss
+from spes_p2p.rounds.gate import barred
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
 from spes_p2p.rounds.planned import Assignment, Member, Merge, Plan, pacemakers
@@ -102,6 +103,8 @@ def make_plan(
     if config.sync.bound_influence:
         announcements = clamped(announcements, recent, config)
     peers = sorted(announcements)
+    idle = barred(recent)
+    announcements = _without_work(announcements, idle)
     members = tuple(
         _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0)) for peer in peers
     )
@@ -118,6 +121,7 @@ def make_plan(
     cursor = give_back(commit.cursor, (*returned, *back))
     training = rules.training(control, commit.round + 2)
     steps = _next_steps(announcements, pacemakers(members), phase_step, training) if runs(control) else {}
+    steps = {peer: count for peer, count in steps.items() if peer not in idle}
     assignments, cursor = _assignments(peers, owners, steps, cursor, rules)
     return Plan(
         proposal=proposal,
@@ -136,6 +140,14 @@ def make_plan(
         disputed=tuple(peers.index(peer) for peer in sorted(disputed(recent, announcements, config.admission))),
         phase_step=phase_step,
     )
+
+
+def _without_work(announcements: Mapping[str, Announcement], peers: Collection[str]) -> dict[str, Announcement]:
+    """Return the announcements with neither pending work nor room for experts from these peers."""
+    return {
+        peer: replace(each, capacity=0, tokens=0, routed=(0,) * len(each.routed)) if peer in peers else each
+        for peer, each in announcements.items()
+    }
 
 
 def excluded_after(commit: Commit, proposal: Proposal) -> tuple[str, ...]:

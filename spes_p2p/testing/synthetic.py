@@ -77,6 +77,14 @@ class SyntheticTrainer:
         """See Trainer."""
         self._local[group.start : group.stop] = values
 
+    def write(self, group: Group, values: np.ndarray) -> None:
+        """See Trainer."""
+        self._local[group.start : group.stop] = values
+
+    def held_out_losses(self, seed: int, count: int) -> np.ndarray:
+        """Return the same loss for each sample."""
+        return np.full(count, self.validation_loss())
+
     def validation_loss(self) -> float:
         """Return the root mean square of the weights, which depends on all of them."""
         return float(np.sqrt(np.mean(self._local.astype(np.float64) ** 2)))

@@ -127,6 +127,12 @@ class Trainer(Protocol):
     def refresh(self, group: Group, values: np.ndarray) -> None:
         """Set a group that is not trained here (a foreign expert) to these values."""
 
+    def write(self, group: Group, values: np.ndarray) -> None:
+        """Set a group's weights, trained here or not, to these values for a measurement; moments stay as they are."""
+
+    def held_out_losses(self, seed: int, count: int) -> np.ndarray:
+        """Return the cross-entropy per token (nats) of each of `count` random held-out samples, float64; empty without text."""
+
     def validation_loss(self) -> float:
         """Return the mean cross-entropy per token (nats) of the local weights on the held-out text; NaN without such text."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -128,7 +129,7 @@ class TorchTrainer:
     def load_base(self, base: State) -> None:
         """See Trainer."""
         for group in self._layout.groups:
-            self._write(group, base[group.start : group.stop])
+            self.write(group, base[group.start : group.stop])
 
     def assign(self, owned: tuple[int, ...], base: State) -> None:
         """See Trainer."""
@@ -214,21 +215,50 @@ class TorchTrainer:
         """See Trainer."""
         if group.expert is None or group.expert in self._owned:
             raise ValueError(f"{group.name} is trained here; only add() changes it")
-        self._write(group, values)
+        self.write(group, values)
+
+    def write(self, group: Group, values: State) -> None:
+        """See Trainer."""
+        if group.expert is None or group.expert in self._owned:
+            for start in range(0, group.size, COPY_ELEMENTS):
+                stop = min(start + COPY_ELEMENTS, group.size)
+                for place, weights in self._trained_views(group, start, stop):
+                    weights.copy_(_tensor(values[start:stop][place]))
+            return
+        for placed in self._layout.tensors_of(group):
+            expert, _, matrix = placed.spec.name.rpartition(".")
+            block, _, _ = expert.rpartition(".")
+            flat = _tensor(values[placed.start - group.start : placed.stop - group.start])
+            self._blocks[block].write_foreign(group.expert, matrix, flat.view(placed.spec.shape))
 
     def validation_loss(self) -> float:
         """See Trainer."""
         if self._validation is None:
             return float("nan")
         samples = self._validation.read_spread(self._config.evaluation.max_samples)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        return float(self._losses_of(samples).mean())
+
+    def held_out_losses(self, seed: int, count: int) -> npt.NDArray[np.float64]:
+        """See Trainer."""
+        if self._validation is None:
+            return np.zeros(0)
+        there = self._validation.num_samples
+        positions = random.Random(seed).sample(range(there), min(count, there))
+        samples = [self._validation.read(Interval(0, position, position + 1)) for position in positions]
+        return self._losses_of(np.concatenate(samples)) if samples else np.zeros(0)
+
+    def _losses_of(self, samples: Samples) -> npt.NDArray[np.float64]:
+        """Return the mean cross-entropy of each sample."""
+        losses = []
         self._model.eval()
         with torch.no_grad(), self._selected(), self._autocast():
             for start in range(0, len(samples), self._micro_batch_size):
-                chunk = self._to_device(samples[start : start + self._micro_batch_size])
-                hidden = self._model.base_model(input_ids=chunk, use_cache=False).last_hidden_state
-                total += next_token_loss(self._model, hidden, chunk).cross_entropy * len(chunk)
-        return float(total) / len(samples)
+                ids = self._to_device(samples[start : start + self._micro_batch_size])
+                hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                for i in range(len(ids)):
+                    loss = next_token_loss(self._model, hidden[i : i + 1], ids[i : i + 1]).cross_entropy
+                    losses.append(loss.double())
+        return torch.stack(losses).cpu().numpy()
 
     def optimizer_state(self) -> dict[str, Source]:
         """See Trainer."""
@@ -336,19 +366,6 @@ class TorchTrainer:
             a, b = max(begin, placed.start), min(end, placed.stop)
             weights = self._parameters[placed.spec.name].detach().view(-1)
             yield slice(a - begin, b - begin), weights[a - placed.start : b - placed.start]
-
-    def _write(self, group: Group, values: State) -> None:
-        if group.expert is None or group.expert in self._owned:
-            for start in range(0, group.size, COPY_ELEMENTS):
-                stop = min(start + COPY_ELEMENTS, group.size)
-                for place, weights in self._trained_views(group, start, stop):
-                    weights.copy_(_tensor(values[start:stop][place]))
-            return
-        for placed in self._layout.tensors_of(group):
-            expert, _, matrix = placed.spec.name.rpartition(".")
-            block, _, _ = expert.rpartition(".")
-            flat = _tensor(values[placed.start - group.start : placed.stop - group.start])
-            self._blocks[block].write_foreign(group.expert, matrix, flat.view(placed.spec.shape))
 
 
 class _Totals:

@@ -42,6 +42,7 @@ def swarm_view(
             **_lean(status),
             "tokens": tokens.get(status.peer_id, 0),
             "expert_steps": steps.get(status.peer_id, 0),
+            "score": swarm.scores.get(status.peer_id),
             "timeline": _timeline(status, rounds.get(status.peer_id, ()), now),
         }
         for status in swarm.peers
@@ -102,8 +103,8 @@ def thinned(count: int, at_most: int) -> list[int]:
 
 def _lean(status: PeerStatus) -> dict[str, Any]:
     """Return a status without long fields that are the same for all peers."""
-    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=()))
-    for name in ("owners", "members", "electorate", "phases"):
+    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=(), scores={}))
+    for name in ("owners", "members", "electorate", "phases", "scores"):
         del document[name]
     return document
 
