@@ -21,6 +21,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
+from spes_p2p.peer.own_work import taken
 from spes_p2p.peer.part_frames import INDEX_BYTES
 from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
 from spes_p2p.rounds.codecs import CODECS
@@ -52,7 +53,7 @@ MEMBERS = {
 }
 
 
-ROUNDING = {"none": 0.0, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7}
+ROUNDING = {"none": 0.0, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7, "sparse": 1.0}
 """Of a sum of two encodings, the sender's and the reducer's, as a share of the largest value."""
 
 
@@ -173,7 +174,8 @@ def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_what_is_pend
             for peer, exchange in played.exchanges.items():
                 residuals[peer] = exchange.new_residuals
                 for part, sent in exchange.sent.values():
-                    pending[peer][part.group.name][part.start - part.group.start : part.stop - part.group.start] -= sent
+                    values = taken(exchange.results, part, sent)
+                    pending[peer][part.group.name][part.start - part.group.start : part.stop - part.group.start] -= values
         accounted = reference(plan, pending, now)
         for each in residuals.values():
             for start, dropped in each.items():

@@ -29,7 +29,7 @@ from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
 
 from spes_p2p.net import die_with_parent
 
-CODECS = ("none", "fp16", "int8", "int4")
+CODECS = ("none", "fp16", "int8", "int4", "sparse")
 CONTENDERS = (*CODECS, "dense", "server")
 BASELINES = ("dense", "server")
 WARM_UP, OUR_WARM_UP = dict.fromkeys(BASELINES, 1), 5
@@ -40,7 +40,7 @@ PROGRAM = Path(__file__).with_name("round_contenders.py")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the numbers there, too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as PNG")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each contender, at least 5 (default 5)")
     parser.add_argument("--megabytes", type=int, default=400, help="fp32 state (default 400)")
@@ -58,8 +58,8 @@ def main() -> int:
     report = summary(measured, elements)
     text = json.dumps(report, indent=2)
     print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    if arguments.json not in (None, "-"):
+        Path(arguments.json).write_text(text + "\n")
     if arguments.plot is not None:
         plot(report, arguments.plot)
     return 0
@@ -243,8 +243,9 @@ def summary(measured: dict[str, list[Report]], elements: int) -> Report:
         "int8_vs_dense_seconds": ratio("int8", "seconds", "dense"),
         "fp32_vs_server_seconds": ratio("none", "seconds", "server"),
         "fp32_vs_server_memory": ratio("none", "peak_bytes", "server"),
+        "sparse_vs_int4_seconds": ratio("sparse", "seconds", "int4"),
     }
-    for codec, name in (("none", "fp32"), ("int8", "int8"), ("int4", "int4")):
+    for codec, name in (("none", "fp32"), ("int8", "int8"), ("int4", "int4"), ("sparse", "sparse")):
         report[f"bytes_vs_floor_{name}"] = contenders[codec]["sent_bytes"] / floor if codec in contenders else None
     report["replicas_identical"] = all(entry["identical"] for name, entry in contenders.items() if name not in BASELINES)
     return {**report, "state_bytes": 4 * elements, "members": MEMBERS, "floor_bytes": floor, "contenders": contenders}

@@ -75,7 +75,7 @@ class OwnWork:
         sent = {index: each for exchange in exchanges for index, each in exchange.sent.items()}
         if not exchanges:
             sent = self._sent_before_restart(old, results, included)
-        accepted = [each for index, each in sent.items() if included(index)]
+        accepted = [(part, taken(results, part, values)) for index, (part, values) in sent.items() if included(index)]
         dropped = self.ledger.settle(self.trainer, old.values, new.values, accepted)
         self.take_assignment(new)
         return dropped
@@ -124,3 +124,11 @@ class OwnWork:
                 if values is not None:
                     sent[part.index] = (part, values[start : start + part.size])
         return sent
+
+
+def taken(results: Results, part: Part, sent: np.ndarray) -> np.ndarray:
+    """Return what a committed result contains of this peer's update: all but what the codec left out of the mean."""
+    if not part.codec.leaves_out or len(part.contributors) == 1:
+        return sent
+    values: np.ndarray = sent * (part.codec.decode(results.encoded[part.index], part.size) != 0)
+    return values

@@ -153,7 +153,7 @@ class Proofs:
         wanted = [part.index * MAX_MEMBERS + i for i in updates]
         if await self._fetcher.fetch(Content("updates", plan, piece), wanted, [self._fetcher.peers(donors)], keep):
             raise PeerUnreachable(f"nobody has the updates of part {part.index}")
-        if any(len(body) != part.encoded_bytes or not part.codec.is_finite(body, part.size) for body in found.values()):
+        if any(len(body) != part.encoded_bytes or not part.codec.is_valid(body, part.size) for body in found.values()):
             raise Refused(Code.NOT_PROVEN, f"part {part.index}: no update of this part")
         return found
 

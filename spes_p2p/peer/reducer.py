@@ -25,7 +25,7 @@ from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, mask_bytes, pulls, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.results import ABSENT
-from spes_p2p.rounds.sums import carried, inputs_digest, make_mean
+from spes_p2p.rounds.sums import carried, inputs_digest, make_mean, to_residual
 from spes_p2p.storage.scratch import scratch_arrays
 
 PUSH_SHARE = 0.5
@@ -165,7 +165,7 @@ class Reducer:
             raise Refused(Code.MALFORMED, f"part {index}: {len(body)} bytes, the plan says {part.encoded_bytes}")
         if not 0 < tokens <= MAX_TOKENS:
             raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
-        if not part.codec.is_finite(body, part.size):
+        if not part.codec.is_valid(body, part.size):
             raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
         if index in unsigned or index in self._closed or sender in self._arrived.get(index, {}):
             body = memoryview(bytes(body))  # counts once: what came first stays as it is
@@ -232,13 +232,11 @@ class Reducer:
         clipped = make_mean(part, self.context.plan.members, updates, mean, self.context.clips)
         self._clipped[part.index] = to_mask(clipped, len(self.context.names))
         residual = self.context.residuals.get(part.start)
-        if residual is None or residual.size != mean.size:
-            encoded = part.codec.encode(mean)
-        else:
-            encoded = part.codec.encode(mean + carried(part, mean, residual))
-            np.add(mean, residual, out=mean)
+        if residual is not None and residual.size != mean.size:
+            residual = None
+        encoded = part.codec.encode(mean if residual is None else mean + carried(part, mean, residual))
         if part.codec.is_lossy:
-            np.subtract(mean, part.codec.decode(encoded, part.size), out=mean)
+            to_residual(part, mean, residual, part.codec.decode(encoded, part.size))
             self.new_residuals[part.start] = mean
         return encoded
 

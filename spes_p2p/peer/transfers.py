@@ -197,7 +197,7 @@ class Transfers:
         if body:
             if len(body) != part.encoded_bytes:
                 raise WireError(f"part {index} has {len(body)} bytes")
-            if not part.codec.is_finite(body, part.size):
+            if not part.codec.is_valid(body, part.size):
                 raise WireError(f"part {index} has values that are not finite")
             self._context.put(part, part.revision, body)
 

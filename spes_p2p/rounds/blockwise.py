@@ -18,7 +18,7 @@ class Blockwise:
     def __init__(self, name: str, bits: int):
         """`bits`: 8 or 4."""
         self.name = name
-        self.is_lossy = True
+        self.is_lossy, self.leaves_out = True, False
         self._bits = bits
         self._levels = np.float32(2 ** (bits - 1) - 1)
 
@@ -59,7 +59,7 @@ class Blockwise:
         values *= scales[:, None]
         return values.reshape(-1)[:elements]
 
-    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
+    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
         """Return whether all values are finite. The scales suffice, since codes are at most 2^(bits - 1)."""
         with np.errstate(over="ignore"):
             return bool(np.isfinite(self._scales(data, elements) * (self._levels + 1)).all())

@@ -15,6 +15,7 @@ import numpy as np
 from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Group, Layout
 from spes_p2p.rounds.blockwise import Blockwise
+from spes_p2p.rounds.sparse import Sparse
 
 FP16_MAX = np.float32(65504.0)
 FP16_NORMAL = np.float32(2**-14)
@@ -26,6 +27,8 @@ class Codec(Protocol):
     name: str
     is_lossy: bool
     """Whether decoding may give values that differ from the encoded ones."""
+    leaves_out: bool
+    """Whether a value that decodes to 0 was left out: of a mean, it then stays pending with the contributors."""
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the exact length of an encoded vector."""
@@ -37,16 +40,21 @@ class Codec(Protocol):
         """Encode float32 `[n]`."""
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
-        """Decode to read-only float32 `[elements]`. Raises ValueError for a length other than `encoded_bytes(elements)`."""
+        """Decode valid bytes to read-only float32 `[elements]`. Raises ValueError for another length."""
 
-    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
-        """Return whether all decoded values are finite. Raises ValueError as `decode`."""
+    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
+        """Return whether `decode` gives finite values. Raises ValueError for a length other than `encoded_bytes(elements)`."""
 
     def rounding(self, values: np.ndarray) -> np.ndarray:
-        """Return a bound, float32 `[n]`, of what encoding these values changes each of them by, but for float32 rounding."""
+        """Return a bound, float32 `[n]`, of what encoding these values changes each of them by, but for float32 rounding.
+
+        A value that the codec leaves out is not bounded. Members hold reducers to the bound (`sums.py`): one that is too small
+        has honest reducers excluded.
+        """
 
 
 class _FixedWidth(Codec):
+    leaves_out = False
     width: int
     """Bytes of an encoded element."""
 
@@ -56,7 +64,7 @@ class _FixedWidth(Codec):
     def elements(self, encoded_bytes: int) -> int:
         return encoded_bytes // self.width
 
-    def is_finite(self, data: bytes | memoryview, elements: int) -> bool:
+    def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
         return bool(np.isfinite(self.decode(data, elements)).all())
 
 
@@ -116,7 +124,7 @@ def _torch() -> Any:
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
-    for codec in (Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4))
+    for codec in (Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4), Sparse())
 }
 """All codecs, by the names that a campaign file uses (`CodecName`)."""
 

@@ -60,6 +60,18 @@ def carried(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:
     return limited
 
 
+def to_residual(part: Part, mean: np.ndarray, residual: np.ndarray | None, decoded: np.ndarray) -> None:
+    """Turn a mean into the residual of its encoding, in place. `residual`: from earlier rounds; `decoded`: the encoded mean.
+
+    A value that the codec left out is not in the residual, since it stays pending with the contributors.
+    """
+    if part.codec.leaves_out:
+        np.multiply(mean, decoded != 0, out=mean)
+    if residual is not None:
+        np.add(mean, residual, out=mean)
+    np.subtract(mean, decoded, out=mean)
+
+
 def inputs_digest(updates: Mapping[int, Update]) -> bytes:
     """Return the digest of a mean's inputs, 32 bytes, as manifests name it. `updates`: by member."""
     return content_digest(b"".join(
@@ -98,4 +110,6 @@ def is_wrong(
     decoders = {i: (tokens, partial(part.codec.decode, body, part.size)) for i, (tokens, body) in updates.items()}
     make_mean(part, members, decoders, mean, clips)
     bound = TOLERANCE * part.codec.rounding(mean) + (SLACK * np.abs(mean).max(initial=0) + TINY)
-    return bool((np.abs(part.codec.decode(result, part.size) - mean) > bound).any())
+    decoded = part.codec.decode(result, part.size)
+    apart = np.abs(decoded - mean) > bound
+    return bool((apart & (decoded != 0) if part.codec.leaves_out else apart).any())
