@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.errors import Broken
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of
@@ -47,20 +49,20 @@ class Text(Sentences):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Leader]]:
-    """The leader of two ranks; another one if a test ended the last."""
-    leaders: list[Leader] = []
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Leader]]:
+    """The leader of two ranks; another one if a test ended the last or needs another campaign."""
+    running: list[tuple[CampaignConfig, Leader]] = []
 
-    def leader() -> Leader:
-        if not leaders or not leaders[-1].is_whole:
+    def leader(config: CampaignConfig = CONFIG, options: TrainingOptions = HALF) -> Leader:
+        if not running or running[0][0] != config or not running[0][1].is_whole:
             close()
-            leaders.append(Leader((CPU, CPU), CONFIG, HALF, tmp_path_factory.mktemp("ranks")))
-            leaders[-1].meet()
-        return leaders[-1]
+            running.append((config, Leader((CPU, CPU), config, options, tmp_path_factory.mktemp("ranks"))))
+            running[0][1].meet()
+        return running[0][1]
 
     def close() -> None:
-        for each in leaders[-1:]:
-            each.close()
+        while running:
+            running.pop()[1].close()
 
     yield leader
     close()
@@ -75,6 +77,13 @@ def train(trainer: TorchTrainer, number: int, steps: int = 5) -> PhaseReport:
     samples = Interval(0, 100 * number, 100 * number + CONFIG.training.batch_size * steps)
     phase = Phase(number, 10 * number, 10, steps, (samples,), averaged_peers=2.0)
     return trainer.train(phase, lambda: False, lambda done, speed: None)
+
+
+def other_campaign() -> tuple[CampaignConfig, TrainingOptions]:
+    """Low-rank terms and tied weights; foreign experts in int8, activations recomputed."""
+    model = SETTINGS["model"] | {"moe_low_rank": 8, "tie_word_embeddings": True}
+    changed = campaign(60, "none", model=model, training=SETTINGS["training"])
+    return changed.config, replace(HALF, stored="int8", activation_checkpointing=True)
 
 
 def local_weights(trainer: TorchTrainer) -> dict[str, np.ndarray]:
@@ -115,7 +124,7 @@ def life(ranks: Ranks) -> Iterator[tuple[dict[str, np.ndarray], PhaseReport]]:
     yield local_weights(trainer), report
 
 
-def test_two_ranks_train_what_one_does(two_ranks: Callable[[], Leader]) -> None:
+def test_two_ranks_train_what_one_does(two_ranks: Callable[..., Leader]) -> None:
     for (weights, report), (of_two, report_of_two) in zip(life(ALONE), life(two_ranks()), strict=True):
         assert report_of_two.tokens == report.tokens < 5 * 4 * 32, "some samples are filtered"
         assert report_of_two.assignments == report.assignments
@@ -128,7 +137,7 @@ def test_two_ranks_train_what_one_does(two_ranks: Callable[[], Leader]) -> None:
 
 
 @pytest.mark.slow
-def test_a_swarm_of_peers_with_two_devices_decides_the_same_bases(two_ranks: Callable[[], Leader]) -> None:
+def test_a_swarm_of_peers_with_two_devices_decides_the_same_bases(two_ranks: Callable[..., Leader]) -> None:
     def bases_of(ranks: Ranks) -> np.ndarray:
         async def main() -> np.ndarray:
             options = HALF if ranks.count > 1 else TrainingOptions()
@@ -169,7 +178,7 @@ def test_buckets_hold_every_gradient_once_in_order() -> None:
     assert found[0][1] == found[1][1] == found[2][1] == [1.0] * 10 + [2.0] * 3000 + [3.0] + [0.0] * 1500
 
 
-def test_a_rank_that_dies_ends_the_peer_with_one_line(two_ranks: Callable[[], Leader]) -> None:
+def test_a_rank_that_dies_ends_the_peer_with_one_line(two_ranks: Callable[..., Leader]) -> None:
     leader = two_ranks()
     trainer = trainer_of(leader)
     (process,) = leader.processes
@@ -189,7 +198,23 @@ def test_a_rank_that_dies_ends_the_peer_with_one_line(two_ranks: Callable[[], Le
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_says_why(two_ranks: Callable[[], Leader]) -> None:
+def test_two_ranks_train_what_one_does_with_other_options(two_ranks: Callable[..., Leader]) -> None:
+    config, options = other_campaign()
+    found = []
+    for ranks in (ALONE, two_ranks(config, options)):
+        base, text = initial_state(config.model), Text(0)
+        own_options = options if ranks.count > 1 else replace(options, micro_batch_size=None)
+        trainer = TorchTrainer(config, base, (0, 3), text, options=own_options, ranks=ranks)
+        for number, owned in enumerate(((0, 3), (1, 2))):
+            trainer.assign(owned, base)
+            train(trainer, number)
+        groups = [group for group in trainer.layout.groups if group.expert is None or group.expert in owned]
+        found.append(np.concatenate([trainer.read(group) for group in groups]))
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=10 * ROUNDING)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_says_why(two_ranks: Callable[..., Leader]) -> None:
     leader = two_ranks()
     trainer = trainer_of(leader)
     train(trainer, 0)

@@ -223,16 +223,14 @@ def test_peers_with_different_setups_have_one_campaign_and_compute_the_same_base
 
 def test_several_devices_divide_a_batch_and_each_holds_everything_else() -> None:
     config = recipe("1b")
-    one, four = (find_room(config, card(24, ranks=ranks), "x") for ranks in (1, 4))
-    assert config.training.batch_size == 16
-    assert four.setup.ranks == 4
-    assert four.setup.micro_batch <= 4
-    assert four.setup.owned >= one.setup.owned, "less is needed for a pass"
-    same = replace(one.setup, micro_batch=four.setup.micro_batch)
+    one, many = (find_room(config, card(80, ranks=ranks), "x").setup for ranks in (1, 64))
+    assert (config.training.batch_size, many.ranks) == (256, 64)
+    assert many.micro_batch <= 256 // 64 < one.micro_batch
+    same = replace(one, micro_batch=many.micro_batch)
     sizes, of_four = (device_bytes(config.model, 2048, replace(same, ranks=ranks)) for ranks in (1, 4))
     assert (of_four.weights, of_four.gradients, of_four.moments) == (sizes.weights, sizes.gradients, sizes.moments)
     assert step_seconds(config, replace(same, ranks=4)) > step_seconds(config, same) / 4, "gradients are summed"
-    on_host = replace(one.setup, stored_on="host")
+    on_host = replace(one, stored_on="host")
     assert host_bytes(config, replace(on_host, ranks=4)).stored == 4 * host_bytes(config, on_host).stored
 
 

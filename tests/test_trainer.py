@@ -256,9 +256,9 @@ def test_a_peers_own_micro_batch_is_what_passes_through_the_model_and_gives_the_
 
     sizes: list[int] = []
 
-    def counted(model: Any, blocks: Any, ids: Tensor, config: Any, share: float) -> Any:
+    def counted(model: Any, blocks: Any, ids: Tensor, *others: Any) -> Any:
         sizes.append(len(ids))
-        return forward_losses(model, blocks, ids, config, share)
+        return forward_losses(model, blocks, ids, *others)
 
     monkeypatch.setattr(module, "forward_losses", counted)
     updates = []

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from spes_p2p.campaign.planner import PeerPlan, WrittenBytes
-from spes_p2p.campaign.room import Choice
+from spes_p2p.campaign.room import Choice, Device
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import Setup
@@ -43,7 +43,7 @@ def describe_setup(setup: Setup, num_experts: int) -> str:
 
 def render_plan(plan: PeerPlan) -> Table:
     """Render a plan as a table of two columns: resource, amount."""
-    table = Table("", title=f"{plan.campaign}: one peer with {human_bytes(plan.target.memory)}", show_header=False)
+    table = Table("", title=f"{plan.campaign}: one peer with {_memory(plan.target)}", show_header=False)
     whole, shared, expert = map(_parameters, (plan.parameters, plan.shared_parameters, plan.expert_parameters))
     table.add_row("parameters", f"{whole} ({shared} shared, {plan.num_experts} experts of {expert})")
     table.add_row("fits", describe_setup(plan.choice.setup, plan.num_experts))
@@ -68,13 +68,18 @@ def render_plan(plan: PeerPlan) -> Table:
     return table
 
 
-def join_flags(setup: Setup) -> str:
-    """Return the options of `spes-p2p join` for this setup."""
-    flags = [f"--experts {setup.owned}"] if setup.owned else []
+def join_flags(setup: Setup, devices: str = "all") -> str:
+    """Return the options of `spes-p2p join` for this setup; `devices` names those of a setup with several."""
+    flags = [f"--devices {devices}"] * (setup.ranks > 1) + [f"--experts {setup.owned}"] * (setup.owned > 0)
     flags += [f"--stored {setup.stored}", f"--micro-batch-size {setup.micro_batch}"]
     flags += ["--stored-on host"] * (setup.stored_on == "host")
     flags += [f"--optimizer {setup.optimizer}"] * (setup.optimizer != "adamw")
     return " ".join(flags + ["--activation-checkpointing"] * setup.checkpointing)
+
+
+def _memory(target: Device) -> str:
+    """'24 GiB' or '24 GiB on each of 4 GPUs'."""
+    return human_bytes(target.memory) + f" on each of {target.ranks} GPUs" * (target.ranks > 1)
 
 
 def _parameters(number: int) -> str:

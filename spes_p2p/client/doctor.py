@@ -182,7 +182,7 @@ async def _capacity(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaign
     found = f"{kind} with {human_bytes(device.memory)} free trains {resources.description}"
     values = {
         "device": device.kind, "devices": device.ranks, "free_bytes": device.memory, "experts": choice.setup.owned,
-        "join_with": join_flags(choice.setup), "slowdown_estimated": costs_of(config, choice.setup).total,
+        "join_with": join_flags(choice.setup, settings.devices), "slowdown_estimated": costs_of(config, choice.setup).total,
     }
     checks = [Check("device", "pass", found, values=values)]
     if choice.setup.owned == 0:

@@ -103,7 +103,10 @@ class Leader(Ranks):
 
     def lost(self, error: Exception) -> Exception:
         """Return the error that names the rank that ended first."""
-        wait([process.sentinel for process in self.processes], DYING_S)
+        ended = wait([process.sentinel for process in self.processes], DYING_S)
+        for process in self.processes:
+            if process.sentinel in ended:
+                process.join(DYING_S)  # the sentinel comes a moment before the exit code
         for follower in self._followers:
             why = follower.ending()
             if why is not None:
@@ -190,14 +193,10 @@ def _serve(job: _Job, pipe: Connection) -> None:
     pipe.send(READY)
     with ranks.explained():
         meet(job.rank, job.count, job.device, job.meeting)
-    trainer: TorchTrainer | None = None
+    base = no_base(job.config.model)
+    trainer = TorchTrainer(job.config, base, (), None, None, job.device, job.options, ranks)
     while True:
-        command: Begin | Step = pipe.recv()
-        if trainer is None and isinstance(command, Begin):
-            base = no_base(job.config.model)
-            trainer = TorchTrainer(job.config, base, command.owned, None, None, job.device, job.options, ranks)
-        assert trainer is not None
-        trainer.follow(command)
+        trainer.follow(pipe.recv())
 
 
 def _share_threads(device: torch.device, count: int) -> None:
