@@ -1,6 +1,7 @@
-"""The command line: one function per command, no logic. Invalid input prints one line and exits with code 2.
+"""The command line: one function per command, which reads options and prints results.
 
-Commands check their arguments before they import torch and hivemind, which takes seconds, so that a typo is reported at once.
+Invalid input prints one line and exits with code 2. Commands check their arguments before they import torch and hivemind, which
+takes seconds, so that a typo is reported at once.
 """
 
 from __future__ import annotations

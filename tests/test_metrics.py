@@ -23,6 +23,7 @@ from spes_p2p.observe.metrics import METRICS, Metrics, metrics_document
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 
+
 @pytest.fixture
 def told() -> Metrics:
     metrics = Metrics("me", "demo", "abc", wall_time=lambda: 1000.5)

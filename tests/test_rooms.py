@@ -1,4 +1,4 @@
-"""The layout of the code: each room imports only itself and rooms below it, and no imports run in a circle."""
+"""The layout of the code: each package imports only itself and lower layers, and no imports run in a circle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "spes_p2p"
 
-ROOMS = [
+LAYERS = [
     "messages", "errors", "config", "storage", "consensus", "observe", "data", "model", "training", "rounds", "net", "content",
     "campaign", "peer", "session", "client", "testing", "research", "cli",
 ]
@@ -43,21 +43,21 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def room(module: str) -> str:
+def layer(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_room_has_its_place() -> None:
-    assert {room(name) for name in modules()} - {"", "__main__"} == set(ROOMS)
+def test_every_package_is_a_layer() -> None:
+    assert {layer(name) for name in modules()} - {"", "__main__"} == set(LAYERS)
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_arrows_go_down_only(name: str) -> None:
-    allowed = {"", *ROOMS[: ROOMS.index(name) + 1]}
+@pytest.mark.parametrize("name", LAYERS)
+def test_imports_go_down_only(name: str) -> None:
+    allowed = {"", *LAYERS[: LAYERS.index(name) + 1]}
     upwards = [
         f"{module} imports {other}"
-        for module, others in imports().items() if room(module) == name
-        for other in others if room(other) not in allowed
+        for module, others in imports().items() if layer(module) == name
+        for other in others if layer(other) not in allowed
     ]
     assert upwards == []
 
@@ -80,11 +80,11 @@ def test_the_product_knows_no_fault_injection() -> None:
     """A trial wraps the world of a peer from outside; the command line starts the simulator, in the function of its command."""
     users = {
         (module, other) for module, others in imports().items() for other in others
-        if room(other) == "testing" and room(module) not in ("testing", "research")
+        if layer(other) == "testing" and layer(module) not in ("testing", "research")
     }
     assert users == {("spes_p2p.cli", "spes_p2p.testing.simulate.command")}
 
 
-def test_the_code_map_names_the_rooms_in_this_order() -> None:
+def test_the_code_map_names_the_layers_in_this_order() -> None:
     code_map = (ROOT / "docs/architecture.md").read_text().partition("## 3. Code map")[2]
-    assert re.findall(r"^\| `(\w+)(?:/|\.py)` \|", code_map, re.MULTILINE) == ROOMS
+    assert re.findall(r"^\| `(\w+)(?:/|\.py)` \|", code_map, re.MULTILINE) == LAYERS

@@ -91,6 +91,7 @@ class SampleReader:
         if not 0 <= interval.start <= interval.stop <= self.num_samples:
             raise IndexError(f"samples [{interval.start}, {interval.stop}) of {self.num_samples}")
         return self._gather(self.indices(interval))
+
     def read_spread(self, count: int) -> Samples:
         """Return up to `count` samples spread evenly over the files: a representative choice of held-out text."""
         count = min(count, self.num_samples)

@@ -95,8 +95,6 @@ class ByteStream(asyncio.BufferedProtocol):
         """Close at once."""
         self._transport.abort()
 
-    # What the event loop calls --------------------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start serving the connection."""
         self._transport = cast(asyncio.Transport, transport)

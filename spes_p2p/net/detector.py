@@ -61,7 +61,7 @@ class SilenceDetector:
         self._lost_at.pop(peer, None)
 
     def dead_at(self, peer: str, heard_s: float) -> float:
-        """When a stream with this peer is to be given up in which something last came at `heard_s`."""
+        """Return when to give up a stream with this peer that last received something at `heard_s`."""
         elsewhere_s = min(self._heard_at.get(peer, heard_s) + self.bound(peer), heard_s + ELSEWHERE_CEILINGS * self.ceiling_s)
         return max(heard_s + self.bound(peer), elsewhere_s)
 

@@ -41,8 +41,6 @@ STRANGER_SILENCES = 1.0
 """The same for strangers, from which no parts are on their way here."""
 QUEUED_FRAMES = 8
 """Received frames that may wait to be read; beyond this the sender is slowed down."""
-
-
 SEQUENCES = (Kind.CONTENT, Kind.PART, Kind.MANIFEST)
 """Kinds of which several follow each other until END."""
 TAKEN_KINDS = frozenset(int(kind) for kind in Kind) - {Kind.FINISHED}
@@ -108,7 +106,7 @@ class Stream:
             await self._send(pack(refused.refusal), kind=Kind.REFUSAL)
 
     async def receive(self, kind: Kind = Kind.MESSAGE) -> bytes | None:
-        """The next message; None when the other end has finished or ended the sequence.
+        """Return the next message; None when the other end has finished or ended the sequence.
 
         Raises PeerUnreachable, Refused, WireError (a message of another kind). What came before the stream broke is delivered.
         """

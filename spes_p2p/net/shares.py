@@ -12,10 +12,18 @@ from collections.abc import Callable
 
 from spes_p2p.net.limits import Pacer
 
-STREAMS_PER_PEER, STREAMS_PER_STRANGER, STREAMS_OF_STRANGERS = 256, 16, 128
-"""Streams that one peer, one stranger, and all strangers may have open here. A member opens some dozens in an exchange."""
-HELD_PER_PEER, HELD_PER_STRANGER, HELD_BY_STRANGERS = 2**25, 2**22, 2**26
-"""Bytes of frames that arrive or wait to be read; beyond this the sender waits."""
+STREAMS_PER_PEER = 256
+"""Streams that one peer may have open here. A member opens some dozens in an exchange."""
+STREAMS_PER_STRANGER = 16
+"""Streams that one stranger may have open here."""
+STREAMS_OF_STRANGERS = 128
+"""Streams that all strangers together may have open here."""
+HELD_PER_PEER = 2**25
+"""Bytes of one peer's frames that arrive or wait to be read; beyond this the sender waits."""
+HELD_PER_STRANGER = 2**22
+"""The same for one stranger."""
+HELD_BY_STRANGERS = 2**26
+"""The same for all strangers together."""
 STRANGER_FRAME_BYTES = 2**16
 """The longest frame that a stranger may send here, whatever its method allows: the announcement of a joiner fits."""
 STRANGER_BITS, STRANGERS_BITS, STRANGERS_BURST_S = 8 * 2**14, 8 * 2**15, 4.0

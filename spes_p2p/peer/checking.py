@@ -96,8 +96,6 @@ class Checking:
             await asyncio.sleep(endpoint.silence_s)
         raise AssertionError
 
-    # Answering -----------------------------------------------------------------------------------------------------------
-
     async def _on_inputs(self, stream: Stream) -> None:
         request, log = unpack(InputsRequest, await stream.message()), self._node.log
         commit = next((each.commit for each in log.since(log.round - 2) if each.commit.plan == request.plan), None)

@@ -90,8 +90,6 @@ class Coordination:
                 future.set_exception(Refused(Code.FAILED, f"attempt failed: {reason}"))
                 future.exception()
 
-    # Members -----------------------------------------------------------------------------------------------------------
-
     async def serve(self, stream: Stream, signed: Signed) -> None:
         """Serve one member's stream, from its announcement to the decided commit."""
         node = self._node
@@ -143,8 +141,6 @@ class Coordination:
         index = members.index(stream.remote) if stream.remote in members else 0
         message = self._node.relay.addressed(Message(record, kind), index, members)
         await stream.send(bytes(message.body), kind=message.kind)
-
-    # Deciding ----------------------------------------------------------------------------------------------------------
 
     async def _sit_out_pause(self) -> None:
         """Wait while the last commit pauses the campaign and there is no newer control record."""

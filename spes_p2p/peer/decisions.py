@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 COMMITS_PER_MESSAGE = 200
 MAX_ASKED = 16
-"""Bounds the peers that are asked for certificates at a time; one honest answer is enough."""
+"""Ask at most this many peers for certificates; one honest answer is enough."""
 
 
 class Decisions:
@@ -167,7 +167,7 @@ class Decisions:
         return self._perform(self._acceptor.leave())
 
     def farewell(self) -> Farewell | None:
-        """The farewell with which this peer gave up its seat in the next round; None when it has not."""
+        """Return the farewell with which this peer gave up its seat in the next round; None when it has not."""
         return self._acceptor.farewell()
 
     async def _on_commits(self, stream: Stream) -> None:

@@ -20,8 +20,10 @@ from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 logger = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
-COURTESY_SHARE, MAX_LATE = 0.05, 64
-"""Share of the time that rounds may wait for late arrivals; bounds the peers that are waited for."""
+COURTESY_SHARE = 0.05
+"""Wait for late arrivals for at most this share of the time."""
+MAX_LATE = 64
+"""Wait for at most this many late arrivals."""
 
 
 class AttemptFailed(Exception):
@@ -31,8 +33,8 @@ class AttemptFailed(Exception):
 class LateArrivals:
     """Peers that came too late for a round and were in none since. Kept by the coordinator from round to round.
 
-    The next round waits for them, so that the short phases of a few keep nobody out. Anybody can come too late every time:
-    the waiting comes out of a budget that fills with time.
+    The next round waits for them, so that the short phases of a few members keep no one out. Since a peer can arrive late in
+    every round, the waiting comes out of a budget that fills with time.
     """
 
     def __init__(self, silence_s: float):
@@ -177,7 +179,7 @@ class Gathering:
         return tuple(straggler_delay(self._done_at[peer] - began, quorum_s) for peer in timed)
 
     def _expected(self) -> dict[str, int]:
-        """Steps of the living peers with an assignment that have not left."""
+        """Return the steps of the living peers with an assignment that have not left."""
         gone = self._dead_peers() | set(self._context.gone())
         return {peer: steps for peer, steps in self._context.assigned_steps.items() if peer not in gone}
 
@@ -205,7 +207,7 @@ class Gathering:
         return None
 
     def _patience(self) -> float:
-        """Seconds after the quorum until stragglers are told to stop."""
+        """Return the seconds after the quorum until stragglers are told to stop."""
         if self._quorum_at is None:
             return 0.0
         return patience_s(self._context.node.straggler_delay, self._quorum_at - self._context.phase_began)

@@ -95,8 +95,6 @@ class KeptResults:
             if round_of(name) <= oldest:
                 self._store.delete(name)
 
-    # Completing what is missing ------------------------------------------------------------------------------------------
-
     async def complete(self, commit: Commit, fetcher: Fetcher, peers: Iterable[str]) -> Results | None:
         """Return the commit's results with every committed part, fetching missing ones from these peers.
 
@@ -206,8 +204,6 @@ class KeptResults:
 
         missing = [part.index for part in results.committed(commit) if part.index not in results.encoded]
         await fetcher.fetch(Content("parts", commit.plan, piece), missing, donors, keep)
-
-    # Serving -------------------------------------------------------------------------------------------------------------
 
     async def _plan(self, plan: str, index: int) -> Body | None:
         return self._evidence_piece(plan, 0) if index == 0 else None

@@ -36,6 +36,7 @@ from spes_p2p.rounds.selftest import check_arithmetic
 
 logger = logging.getLogger(__name__)
 
+
 class Peer:
     """One peer. `run` returns after `leave`; a trainer's also when the campaign is complete."""
 

@@ -126,8 +126,6 @@ class Replica:
         await self.results.serve(self.node.content)
         await self.store.snapshots.serve(self.node.endpoint, self.node.content)
 
-    # Getting a base ----------------------------------------------------------------------------------------------------
-
     async def restore(self, where: str) -> bool:
         """Load base and staged results from this run-dir; False when there is no base. Raises UserError when it is damaged."""
         if not await self.store.load(where, self.validity.derive):
@@ -206,8 +204,6 @@ class Replica:
             self.resumed = base.commit, found.steps
             self.announce()
 
-    # The current round -------------------------------------------------------------------------------------------------
-
     def announce(self) -> None:
         """Take all pending work as the update of the next round."""
         self.work.announce(self.base.values)
@@ -223,8 +219,6 @@ class Replica:
     async def durable(self) -> None:
         """Wait until what is being saved is on disk, as it must be before an announcement. Raises UserError (disk full)."""
         await self.store.durable()
-
-    # Following the commits -----------------------------------------------------------------------------------------------
 
     async def advance(self) -> list[Applied]:
         """Apply every decided commit after the base; return those applied that no reform gave up meanwhile.
@@ -332,8 +326,6 @@ class Replica:
             await run(self.work.take_assignment, base)
         self.store.replace(base)
         await self._save()
-
-    # Taking another base -----------------------------------------------------------------------------------------------
 
     async def repair(self) -> None:
         """Fetch the pieces whose digests differ from the majority's. Pending work stays on top. Raises PeerUnreachable."""

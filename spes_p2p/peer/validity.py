@@ -95,8 +95,6 @@ class Validity:
             raise Refused(Code.NOT_PROVEN, f"a proposal for round {proposal.round}, which does not follow this log")
         return proposal, self._log.recent(last), self._rules, self._world.identity, self._log.rounds_served(last)
 
-    # Commits -----------------------------------------------------------------------------------------------------------
-
     def is_valid(self, commit: Commit) -> bool:
         """Return whether this commit was derived here."""
         return commit.id in self._valid

@@ -33,8 +33,6 @@ NEWCOMER_WEIGHT = 0.25
 """Bounds the weight of a newcomer's update, as a share of a phase of `sync_steps` steps."""
 OPEN_REDUNDANCY = 2
 """Owners per expert in an open campaign, at least: one alone could do anything to its expert unnoticed."""
-
-
 NOBODY_SERVED: Mapping[str, int] = MappingProxyType({})
 
 

@@ -92,7 +92,7 @@ class DirectoryStore:
             size = self._log_sizes.get(name)
             if size is None:
                 size = _whole_bytes(self._log_content(name))
-            with target.open("r+b" if not is_new else "wb", buffering=0) as file:
+            with target.open("wb" if is_new else "r+b", buffering=0) as file:
                 file.truncate(size)
                 file.seek(size)
                 try:

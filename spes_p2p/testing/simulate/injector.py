@@ -148,30 +148,31 @@ class Injector:
         if fault.kind == "disconnect":
             self._disconnect(*victims)
             return
+        handlers: dict[str, Callable[[str], object]] = {
+            "kill": self._kill,
+            "restart": lambda victim: self._restart(victim, fault.seconds),
+            "stop": lambda victim: self._stop(victim, fault.seconds),
+            "slow": lambda victim: self._slow(victim, fault.factor, fault.seconds),
+            "corrupt": lambda victim: self._make_corrupt(victim, fault.what, fault.seconds),
+            "join": self._join,
+            "leave": lambda victim: self._leave(victim, fault.seconds),
+        }
         for victim in victims:
-            match fault.kind:
-                case "kill":
-                    self._kill(victim)
-                case "restart":
-                    self._kill(victim)
-                    self._dead[victim] = None
-                    self._later(fault.seconds, lambda victim=victim: self._start_again(victim))  # type: ignore[misc]
-                case "stop":
-                    self._hold(victim)
-                    self._swarm.network.stop(victim)
-                    self._later(fault.seconds, lambda victim=victim: self._release(victim))  # type: ignore[misc]
-                case "slow":
-                    self._slow(victim, fault.factor, fault.seconds)
-                case "corrupt":
-                    self._make_corrupt(victim, fault.what, fault.seconds)
-                case "join":
-                    self._join(victim)
-                case "leave":
-                    self._leave(victim, fault.seconds)
+            handlers[fault.kind](victim)
 
     def _kill(self, victim: str) -> None:
         self._hold(victim)
         self._swarm.kill(victim)
+
+    def _restart(self, victim: str, seconds: float) -> None:
+        self._kill(victim)
+        self._dead[victim] = None
+        self._later(seconds, lambda: self._start_again(victim))
+
+    def _stop(self, victim: str, seconds: float) -> None:
+        self._hold(victim)
+        self._swarm.network.stop(victim)
+        self._later(seconds, lambda: self._release(victim))
 
     def _start_again(self, victim: str) -> None:
         if victim in self._dead:

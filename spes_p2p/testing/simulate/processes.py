@@ -384,7 +384,11 @@ class _Run:
         with (self._run_dir / FAULTS_FILE).open("a") as log:
             log.write(f"{self._now():.1f} {replace(fault, peers=victims)}, {fault.seconds:g} s\n")
         self._last_fault_s = self._now()
-        getattr(self, f"_{fault.kind}")(victims, fault)
+        handlers: dict[str, Callable[[tuple[str, ...], Fault], None]] = {
+            "kill": self._kill, "restart": self._restart, "stop": self._stop, "slow": self._slow, "corrupt": self._corrupt,
+            "partition": self._partition, "join": self._join, "leave": self._leave,
+        }
+        handlers[fault.kind](victims, fault)
 
     def _kill(self, victims: tuple[str, ...], fault: Fault) -> None:
         for name in victims:

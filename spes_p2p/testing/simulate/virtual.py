@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -69,14 +68,13 @@ def run_seeds(
     All workers have the same hash seed, so that a seed gives the same run on every call.
     """
     runs = [(each, seed) for seed in seeds for each in runs_of(scenario)]
-    with patch.dict(os.environ, PYTHONHASHSEED="0", OMP_NUM_THREADS="1"):
-        results = {}
-        spawning = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(jobs, len(runs)), spawning, die_with, (os.getpid(),)) as pool:
-            futures = {pool.submit(run_seed, each, seed): place for place, (each, seed) in enumerate(runs)}
-            for future in as_completed(futures):
-                results[futures[future]] = future.result()
-                on_done(future.result())
+    os.environ.update(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")  # of the workers
+    results, spawning = {}, multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(runs)), spawning, die_with, (os.getpid(),)) as pool:
+        futures = {pool.submit(run_seed, each, seed): place for place, (each, seed) in enumerate(runs)}
+        for future in as_completed(futures):
+            results[futures[future]] = future.result()
+            on_done(future.result())
     return [results[place] for place in range(len(runs))]
 
 
