@@ -12,7 +12,7 @@ from network_swarm import call
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-LEAVES = 'trap "exit 0" TERM; kill -USR1 $PPID; sleep 100 & wait'
+LEAVES = 'trap "exit 0" TERM; kill -USR1 $PPID; while true; do :; done'
 """A peer whose node reaches its time limit, and which leaves when it is asked to."""
 
 
@@ -36,8 +36,8 @@ def test_the_dry_run_prints_a_command_that_join_accepts(tmp_path: Path) -> None:
     assert (program, made.returncode) == ("spes-p2p", 0)
     assert arguments == ["join", ADDRESS, "--devices", "all", "--run-dir", str(run_dir), "--max-upload", "20mbit"]
     ended = call(*arguments)
-    assert (ended.code, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert "--devices all: this machine has no GPU" in ended.stderr or "no peer answers" in ended.stderr
+    assert ended.code == 2, ended.stderr
+    assert "no peer answers" in ended.stderr.splitlines()[-1]
     assert not run_dir.exists()
 
 
