@@ -11,7 +11,7 @@ import contextvars
 import logging
 import random
 import selectors
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -170,6 +170,8 @@ class MemoryNetwork:
         self.tap: FrameTap | None = None
         self.sent_bytes: dict[tuple[str, str], int] = {}
         """Payload bytes sent, by (sender, receiver)."""
+        self.connections_max = 0
+        """The most other peers to which one peer had channels at a time."""
         self._latency_s, self._jitter, self._bandwidth = latency_s, jitter, bandwidth_bytes_per_s
         self._rng = random.Random(f"network/{seed}")
         self._pair_latency: dict[frozenset[str], float] = {}
@@ -362,7 +364,8 @@ class MemoryChannel:
         self._heard: Callable[[], None] = lambda: None
         self._admit: Admit = admit_all
         self._aborted = False
-        unit.channels[self] = None
+        unit.opened(self)
+        network.connections_max = max(network.connections_max, len(unit.remotes))
 
     @property
     def remote(self) -> str:
@@ -411,14 +414,14 @@ class MemoryChannel:
         elif not self._aborted:
             self._aborted = True
             self._in.leave()
-            self._unit.channels.pop(self, None)
+            self._unit.closed(self)
 
     def sever(self) -> None:
         """Drop the stream with all that is in flight."""
         self._aborted = True
         self._out.break_off()
         self._in.leave()
-        self._unit.channels.pop(self, None)
+        self._unit.closed(self)
 
     def _check_open(self) -> None:
         self._unit.check_alive()
@@ -427,7 +430,7 @@ class MemoryChannel:
 
     def _forget_when_done(self) -> None:
         if self._out.is_ended and self._in.is_read_out:
-            self._unit.channels.pop(self, None)
+            self._unit.closed(self)
 
 
 class MemoryRegistry:
@@ -675,6 +678,8 @@ class _Unit:
     alive: bool = True
     handlers: dict[str, tuple[Handler, contextvars.Context]] = field(default_factory=dict)
     channels: dict[MemoryChannel, None] = field(default_factory=dict)
+    remotes: Counter[str] = field(default_factory=Counter)
+    """Open channels to each other peer."""
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     """All running tasks, and some that are done."""
     stores: list[MemoryStore] = field(default_factory=list)
@@ -684,6 +689,17 @@ class _Unit:
         """Cancel the caller if the peer is dead."""
         if not self.alive:
             raise asyncio.CancelledError(f"{self.peer} is dead")
+
+    def opened(self, channel: MemoryChannel) -> None:
+        self.channels[channel] = None
+        self.remotes[channel.remote] += 1
+
+    def closed(self, channel: MemoryChannel) -> None:
+        if channel in self.channels:
+            del self.channels[channel]
+            self.remotes[channel.remote] -= 1
+            if not self.remotes[channel.remote]:
+                del self.remotes[channel.remote]
 
     def start(self, main: Coroutine[Any, Any, None]) -> None:
         _UNIT.set(self)

@@ -54,6 +54,7 @@ def simulate_virtual(
     made = summary("virtual", len(scenario.peer_names), found, time.monotonic() - started, replay)
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
     made["control_bytes_max"] = max(each.control_bytes for each in found)
+    made["connections_max"] = max(each.connections_max for each in found)
     made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None
     return made, lines(made)
 

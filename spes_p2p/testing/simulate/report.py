@@ -44,6 +44,8 @@ class RunReport:
     virtual_s: float = 0.0
     control_bytes: int = 0
     """Maximum number of bytes that one peer sent in one round besides parts and pieces of a base (virtual form)."""
+    connections_max: int = 0
+    """The most other peers with which one peer had open streams at a time (virtual form)."""
     log: tuple[str, ...] = field(default=(), repr=False)
     """The event log (virtual form)."""
     attacked: Attacked | None = None

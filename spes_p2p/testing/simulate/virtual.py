@@ -124,7 +124,8 @@ class _Run:
         return RunReport(
             self._seed, self._audit.figures(self._pending_tokens), tuple(self._audit.violations), dict(self._faults.struck),
             dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3), control_bytes=self._most_control_bytes,
-            log=tuple(self._log), attacked=self._attacked() if self._scenario.attackers else None,
+            connections_max=self._swarm.network.connections_max, log=tuple(self._log),
+            attacked=self._attacked() if self._scenario.attackers else None,
         )
 
     def _attacked(self) -> Attacked:
