@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.electorate import quorum
+from spes_p2p.messages.consensus import Accept, Vote
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import RoundCommitted
+from spes_p2p.testing.attacks.deciding import Equivocation
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
-from spes_p2p.testing.attacks.tamper import Liar
+from spes_p2p.testing.attacks.tamper import Liar, tampered
 from spes_p2p.testing.attacks.updates import TOKENS
 from spes_p2p.testing.memory import MemoryNetwork, in_memory_world
 from spes_p2p.testing.simulate.audit import Audit, Figures
@@ -182,5 +185,29 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
         for number in range(last + 1):
             assert len({swarm.nodes[name].log.commit_at(number).id for name in HONEST}) == 1
         assert set(swarm.nodes["A"].log.last.excluded) == ({"X"} if kind == "reducer" else set())
+
+    simulate(main)
+
+
+def test_of_two_valid_commits_in_a_ballot_only_one_gets_a_majority_and_all_decide_it() -> None:
+    async def main() -> None:
+        swarm, liars = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[Equivocation]()
+
+        def around(world: World) -> World:
+            liars.append(Equivocation(world.identity))
+            return tampered(Liar(world, swarm.campaign.config), liars[0])
+
+        swarm.around["X"] = around
+        swarm.start_all(HONEST + "X")
+        told = dict[int, tuple[Accept, dict[str, Vote]]]()
+        while not told or min(swarm.round_of(name) for name in HONEST) <= max(told):
+            await asyncio.sleep(1.0)
+            told = liars[0].second if liars else told
+            assert asyncio.get_running_loop().time() < 3000, swarm.rounds()
+        for number, (asked, votes) in told.items():
+            (decided,) = {swarm.nodes[name].log.commit_at(number) for name in HONEST}
+            needed = quorum(swarm.nodes["A"].log.commit_at(number - 1).electorate)
+            assert votes.keys() - {"X"}, "honest electors derive it from its evidence"
+            assert (decided == asked.commit) == (len(votes) >= needed)
 
     simulate(main)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.electorate import incarnations_of
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.codec import pack, unpack
@@ -33,6 +34,8 @@ from spes_p2p.testing.memory import Frame
 
 HIGH = 2**31
 """A ballot number that outbids honest ones, within what electors take at once."""
+OTHER_LIFE = "1" * 16
+"""An incarnation that no vote file has."""
 
 # Lies -------------------------------------------------------------------------------------------------------------------
 
@@ -260,7 +263,9 @@ class Equivocation(Tamper):
 
     def __init__(self, identity: Identity):
         self._identity = identity
-        self._second: dict[int, tuple[Accept, dict[str, Vote]]] = {}
+        self._coordinated: list[int] = []
+        """Rounds, in order; in every second one it tells of two commits, in the others of two plans."""
+        self.second: dict[int, tuple[Accept, dict[str, Vote]]] = {}
         """By round: the second commit with its evidence, and the votes for it."""
 
     def handler(self, method: str, honest: Handler) -> Handler:
@@ -299,48 +304,49 @@ class Equivocation(Tamper):
     def _is_other_half(self, peer: str) -> bool:
         return sum(peer.encode()) % 2 == 1
 
+    def _has_two_commits(self, round_number: int) -> bool:
+        if round_number not in self._coordinated:
+            self._coordinated.append(round_number)
+        return self._coordinated.index(round_number) % 2 == 0
+
     def _shorter(self, proposal: Proposal) -> Proposal:
-        """Return a proposal without one member, in every second round: a valid one."""
-        if proposal.round % 2 or len(proposal.announcements) < 3:
+        """Return a proposal without one member: a valid one."""
+        if self._has_two_commits(proposal.round) or len(proposal.announcements) < 3:
             return proposal
         return replace(proposal, announcements=proposal.announcements[:-1])
 
     def _other(self, asked: Accept) -> Accept:
-        """Return a request for votes on the same commit without the last part, which follows from fewer reports."""
+        """Return a request for votes on another valid commit, one in a round."""
         number = asked.commit.round
-        if number % 2 == 0:
-            return asked
-        if number not in self._second:
-            made = self._without_last_part(asked)
-            if made is None:
-                return asked
-            self._second[number] = made, {self._identity.peer_id: self._signed_vote(made)}
-        return self._second[number][0]
+        if self._has_two_commits(number) and number not in self.second:
+            made = self._in_another_life(asked)
+            self.second[number] = made, {self._identity.peer_id: self._signed_vote(made)}
+        made, _ = self.second.get(number, (asked, {}))
+        return made if made.ballot == asked.ballot else asked
 
-    def _without_last_part(self, asked: Accept) -> Accept | None:
-        reports = unpack(Evidence, asked.evidence).reports
-        own = next((each for each in reports if each.peer == self._identity.peer_id), None)
-        if own is None or len(reports) < 2:
-            return None
-        staged = read_signed(Staged, own, self._identity)
-        bits = int.from_bytes(staged.parts, "little")
-        part = bits.bit_length() - 1
-        if part < 0:
-            return None
-        less = sign(replace(staged, parts=(bits ^ 1 << part).to_bytes(len(staged.parts), "little")), self._identity)
-        other = next(each for each in reports if each.peer != self._identity.peer_id)
-        evidence = pack(Evidence(tuple(sorted((less, other), key=lambda each: each.peer))))
-        commit = replace(asked.commit, dropped=tuple(sorted({*asked.commit.dropped, part})))
-        return Accept(asked.ballot, commit, evidence)
+    def _in_another_life(self, asked: Accept) -> Accept:
+        """Return the request that follows if this peer's report names another incarnation of its votes.
+
+        It can change no other report, and leave none out: a report counts only beside those of all reducers that it names.
+        """
+        me, commit = self._identity.peer_id, asked.commit
+        names = {**incarnations_of(commit), me: OTHER_LIFE}
+        reports = [
+            sign(replace(read_signed(Staged, each, self._identity), incarnation=OTHER_LIFE), self._identity)
+            if each.peer == me else each
+            for each in unpack(Evidence, asked.evidence).reports
+        ]  # fmt: skip
+        other = replace(commit, incarnations=tuple(names[elector] for elector in commit.electorate))
+        return Accept(asked.ballot, other, pack(Evidence(tuple(reports))))
 
     def _collect(self, vote: Vote) -> Vote:
-        for asked, votes in self._second.values():
+        for asked, votes in self.second.values():
             if self._identity.verify(vote.elector, vote_message(asked.ballot, asked.commit.id), vote.signature):
                 votes[vote.elector] = vote
         return vote
 
     def _other_certificate(self, decided: CertifiedCommit) -> CertifiedCommit:
-        asked, votes = self._second.get(decided.commit.round, (None, {}))
+        asked, votes = self.second.get(decided.commit.round, (None, {}))
         if asked is None:
             return decided
         return CertifiedCommit(asked.commit, asked.ballot, tuple(votes[peer] for peer in sorted(votes)))
