@@ -24,7 +24,7 @@ from spes_p2p.rounds.commit import make_commit, own_manifests, staged_report
 from spes_p2p.rounds.parts import Part, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 LAYOUT = Layout(

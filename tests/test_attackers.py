@@ -18,7 +18,8 @@ from spes_p2p.testing.attacks.deciding import Equivocation
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, tampered
 from spes_p2p.testing.attacks.updates import TOKENS
-from spes_p2p.testing.memory import MemoryNetwork, in_memory_world
+from spes_p2p.testing.in_memory_world import in_memory_world
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.audit import Audit, Figures
 from spes_p2p.testing.simulate.report import Attacked, RunReport, attack_figures
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names

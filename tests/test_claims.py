@@ -20,9 +20,10 @@ from spes_p2p.messages.rounds import Announcement, Pong
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.history_sync import MAX_PAGES, pages
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.virtual_loop import run_virtual
 
 FAR = 2**40
 Attack = Callable[["Stranger"], Coroutine[Any, Any, None]]

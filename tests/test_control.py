@@ -22,7 +22,7 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
 from spes_p2p.rounds.archive import Archive, archived_rounds
 from spes_p2p.rounds.schedule import scheduled
-from spes_p2p.testing.memory import in_memory_world
+from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 

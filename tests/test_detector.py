@@ -21,7 +21,8 @@ from spes_p2p.net.detector import (
 from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.outliers import DEVIATIONS
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.virtual_loop import run_virtual
 from spes_p2p.testing.wrapped import Wrapped
 
 FLOOR_S, CEILING_S = 5.0, 10.0

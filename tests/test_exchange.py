@@ -29,7 +29,7 @@ from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT
-from spes_p2p.testing.memory import Frame, MemoryNetwork
+from spes_p2p.testing.memory_network import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 

@@ -20,7 +20,8 @@ from spes_p2p.messages.refusals import LONGEST_REFUSAL, Code
 from spes_p2p.messages.rounds import Ping, Pong
 from spes_p2p.net.interfaces import Channel
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.virtual_loop import run_virtual
 
 PONG = Pong(3, -1, True)
 UNKNOWN = st.integers(0, IGNORABLE - 1).filter(lambda kind: kind not in set(Kind))

@@ -18,8 +18,9 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import METHODS
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.shares import HELD_BY_STRANGERS, HELD_PER_PEER
-from spes_p2p.testing.memory import Frame, MemoryChannel, VirtualLoop
+from spes_p2p.testing.memory_network import Frame, MemoryChannel
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.virtual_loop import VirtualLoop
 
 STRANGER, MEMBER, HONEST = "X", "C", "AB"
 STEPS, MOST_CAPTURED = 25, 200

@@ -39,10 +39,10 @@ from spes_p2p.rounds.gate import (
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.attacks.updates import UpdateLiar
-from spes_p2p.testing.memory import run_virtual
 from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import RecordingTrainer, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulate.virtual import run_seed
+from spes_p2p.testing.virtual_loop import run_virtual
 
 GROUPS = [group.name for group in LAYOUT.groups]
 REPORT = Staged("plan", (), 0, (), b"", (), b"", "0" * 16)

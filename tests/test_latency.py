@@ -9,7 +9,8 @@ import pytest
 from spes_p2p.messages.framing import Message
 from spes_p2p.net.interfaces import Channel
 from spes_p2p.testing.latency import delayed
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.virtual_loop import run_virtual
 
 LATENCY_S, FRAMES = 0.5, 100
 

@@ -10,7 +10,7 @@ from exchange_round import SILENCE_S
 from spes_p2p.errors import UserError
 from spes_p2p.net.limits import LINE_OVERHEAD, UNLIMITED, limited_line
 from spes_p2p.net.rpc import RpcEndpoint, Stream
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 
 FRAME = bytes(2**17)

@@ -15,9 +15,10 @@ from spes_p2p.messages.consensus import Control, ReformRequest
 from spes_p2p.messages.methods import REFORM
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import BaseRestored
-from spes_p2p.testing.memory import in_memory_world, run_virtual
+from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.virtual_loop import run_virtual
 
 
 @pytest.mark.parametrize("overlap", [False, True])

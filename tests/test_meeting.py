@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from spes_p2p.testing.memory import run_virtual
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.virtual_loop import run_virtual
 
 
 def test_the_short_phases_of_one_trainer_keep_nobody_out() -> None:

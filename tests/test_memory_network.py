@@ -10,8 +10,10 @@ import pytest
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Message
 from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Channel
-from spes_p2p.testing.memory import UNREAD_FRAMES, DeadlockError, MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.testing.in_memory_world import in_memory_world
+from spes_p2p.testing.memory_network import UNREAD_FRAMES, MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.virtual_loop import DeadlockError, run_virtual
 
 
 def now() -> float:

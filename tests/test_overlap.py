@@ -15,7 +15,7 @@ import pytest
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
 from spes_p2p.rounds.parts import Part
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, Recorder, VirtualSwarm, campaign, samples, simulate
 
 STEPS = 10

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from spes_p2p.testing.memory import run_virtual
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.virtual_loop import run_virtual
 
 
 @pytest.mark.sampled(1)

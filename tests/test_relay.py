@@ -16,7 +16,8 @@ from spes_p2p.messages.codec import unpack
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.virtual_loop import run_virtual
 
 RECORD = Message(bytes(range(256)), Kind.PROPOSAL)
 

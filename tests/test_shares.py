@@ -31,7 +31,8 @@ from spes_p2p.net.shares import (
     STREAMS_PER_STRANGER,
     Shares,
 )
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.virtual_loop import run_virtual
 
 SILENCE_S = 5.0
 

@@ -29,7 +29,7 @@ from spes_p2p.observe.events import DigestMismatch
 from spes_p2p.rounds.base import save_base
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests, state_digest
 from spes_p2p.rounds.results import KEPT_ROUNDS
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 

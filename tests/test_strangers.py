@@ -14,9 +14,9 @@ from spes_p2p.messages.methods import ACCEPT, LEAVE, PREPARE
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.rounds.proposal import read_leave
-from spes_p2p.testing.memory import run_virtual
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.virtual_loop import run_virtual
 
 
 @pytest.mark.parametrize("name", ["X", "A"])

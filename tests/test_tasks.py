@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from spes_p2p.net.tasks import CANCEL_EVERY_S, end_tasks
-from spes_p2p.testing.memory import run_virtual
+from spes_p2p.testing.virtual_loop import run_virtual
 
 
 def test_a_loop_that_loses_a_cancellation_is_cancelled_again() -> None:

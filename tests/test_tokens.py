@@ -25,7 +25,7 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import UserError
 from spes_p2p.messages.content import PIECES_PER_REQUEST
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 
 SILENCE_S = 2.0

@@ -12,8 +12,10 @@ import pytest
 from spes_p2p.messages.framing import Kind, Message
 from spes_p2p.net.interfaces import Channel
 from spes_p2p.observe.events import StateEntered
-from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.testing.in_memory_world import in_memory_world
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.trial import Orders, Trial
+from spes_p2p.testing.virtual_loop import run_virtual
 
 HEARTBEAT, SENT = Message(b"", Kind.HEARTBEAT), Message(b"an update of eight bytes and more", Kind.PART)
 

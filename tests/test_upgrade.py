@@ -21,7 +21,7 @@ from spes_p2p.messages.rounds import Announcement, Ping
 from spes_p2p.net.interfaces import Channel, Handler, Transport, World
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import RoundCommitted, RoundFailed
-from spes_p2p.testing.memory import in_memory_world
+from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.wrapped import Wrapped

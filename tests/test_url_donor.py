@@ -24,7 +24,7 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.data.url_donor import FIRST_BACKOFF_S, MAX_BACKOFF_S, UrlDonor, UrlFailed
 from spes_p2p.errors import UserError
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 
 PATH = "/tokens/train.npy"

@@ -27,7 +27,7 @@ from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.messages.presence import Contact
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.log import LineFormatter
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 
 PEER = EXAMPLE_ADDRESS.rsplit("/", 1)[1]
 OTHER = PEER[:-1] + "M"

@@ -31,8 +31,9 @@ from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.parts import Part, part_table, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.virtual_loop import run_virtual
 
 CODECS = group_codecs(CodecConfig.model_validate("int8"))
 SHARED, EXPERTS = 200_000, 1_800_000

@@ -59,7 +59,7 @@ from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.storage.threads import threads_here
-from spes_p2p.testing.memory import MemoryNetwork
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.options import TrainingOptions

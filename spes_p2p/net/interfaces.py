@@ -1,7 +1,7 @@
 """The interfaces between a peer and the world: transport, registry, identity, store, clock.
 
-Each has a real form (libp2p, the Hivemind DHT, an RSA key, a directory) and an in-memory form (`testing/memory.py`) with delays
-and faults. A peer's code sees only these protocols, so the simulator runs the same code.
+Each has a real form (libp2p, the Hivemind DHT, an RSA key, a directory) and one in memory (`testing/in_memory_world.py`) with
+delays and faults. A peer's code sees only these protocols, so the simulator runs the same code.
 Time inside a peer is the running event loop's time (`loop.time()`, `asyncio.sleep`, `asyncio.wait_for`): the simulator gives a
 loop whose time is virtual. Wall-clock time (for records that others read) comes from `World.wall_time`.
 """

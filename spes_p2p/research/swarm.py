@@ -47,7 +47,9 @@ from spes_p2p.rounds.plan import Rules
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.testing.attacks.kinds import ATTACKS
 from spes_p2p.testing.attacks.tamper import Liar
-from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.testing.in_memory_world import in_memory_world
+from spes_p2p.testing.memory_network import MemoryNetwork
+from spes_p2p.testing.virtual_loop import run_virtual
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.trainer import Reader, TorchTrainer

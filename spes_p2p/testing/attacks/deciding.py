@@ -30,7 +30,7 @@ from spes_p2p.messages.methods import ACCEPT, PREPARE, ROUND
 from spes_p2p.messages.rounds import Announcement, Evidence, Proposal, Staged
 from spes_p2p.net.interfaces import Channel, Handler, Identity, World
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
-from spes_p2p.testing.memory import Frame
+from spes_p2p.testing.memory_network import Frame
 
 HIGH = 2**31
 """A ballot number that outbids honest ones, within what electors take at once."""

@@ -7,7 +7,7 @@ import re
 
 from spes_p2p.messages.framing import Kind
 from spes_p2p.observe.events import Event, StateEntered
-from spes_p2p.testing.memory import Frame
+from spes_p2p.testing.memory_network import Frame
 
 IMMEDIATELY = "start"
 """Not a point: strike as soon as the previous round is committed."""

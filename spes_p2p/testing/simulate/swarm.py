@@ -32,10 +32,12 @@ from spes_p2p.rounds.base import BASE
 from spes_p2p.rounds.outer import first_base
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.storage.interfaces import Store
-from spes_p2p.testing.memory import MemoryNetwork, in_memory_world, run_virtual
+from spes_p2p.testing.in_memory_world import in_memory_world
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.synthetic import SyntheticTrainer
+from spes_p2p.testing.virtual_loop import run_virtual
 from spes_p2p.training.interface import Phase, PhaseReport
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.testing.attacks.kinds import ATTACKS, Attack
 from spes_p2p.testing.attacks.tamper import Liar
-from spes_p2p.testing.memory import MemoryNetwork, run_virtual, running_peer
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.injector import Injector, now
@@ -39,6 +39,7 @@ from spes_p2p.testing.simulate.report import Attacked, RunReport
 from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
+from spes_p2p.testing.virtual_loop import run_virtual, running_peer
 
 SYNC_STEPS = 4
 SILENCE_S, REFORM_AFTER_S = 5.0, 30.0

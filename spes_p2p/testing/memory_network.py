@@ -1,8 +1,4 @@
-"""A swarm in one process: an event loop with virtual time, and a network with delays and faults.
-
-The simulator and the tests run unmodified peers on them. Everything is deterministic: time advances only when nothing is left
-to do at the current instant, and jitter comes from the seed.
-"""
+"""A network in memory: transports and a registry with delays, bandwidths and faults. Jitter comes from the seed."""
 
 from __future__ import annotations
 
@@ -10,118 +6,24 @@ import asyncio
 import contextvars
 import logging
 import random
-import selectors
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
-from concurrent.futures import Executor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.refusals import Code
-from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Admit, Handler, Identity, World, admit_all
-from spes_p2p.storage.interfaces import Store
-from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulated_identity import SimulatedIdentity
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
-    Ts = TypeVarTuple("Ts")
+from spes_p2p.net.interfaces import MAX_RECORD_BYTES, Admit, Handler, admit_all
+from spes_p2p.testing.virtual_loop import CURRENT_UNIT, Unit, VirtualLoop, create_task_of_unit
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 UNREAD_FRAMES = 64
 """`send` blocks while this many frames of the channel are unread at the other end."""
-
 EPOCH_S = 1_700_000_000.0
 """Wall time at virtual time 0."""
-
-
-class DeadlockError(RuntimeError):
-    """Every task waits and no timer is set, so nothing can ever happen."""
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Without sockets."""
-
-    def __init__(self) -> None:
-        self._clock = _JumpingSelector(self)
-        super().__init__(self._clock)
-        self.stopped_units: dict[_Unit | None, list[asyncio.Handle]] = {}
-        """Stopped units, with the callbacks that wait until they continue."""
-        self.set_task_factory(_create_task_of_unit)
-
-    def time(self) -> float:
-        """Return the virtual seconds since the loop was created."""
-        return self._clock.now
-
-    def call_soon(
-        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        """See AbstractEventLoop. Callbacks of a stopped unit wait until it continues."""
-        if self.stopped_units:
-            held = self.stopped_units.get((contextvars.copy_context() if context is None else context).get(_UNIT))
-            if held is not None:
-                handle = asyncio.Handle(callback, args, self, context)
-                held.append(handle)
-                return handle
-        return super().call_soon(callback, *args, context=context)
-
-    def continue_unit(self, unit: _Unit) -> None:
-        """Continue a stopped unit: schedule its waiting callbacks."""
-        for handle in self.stopped_units.pop(unit, ()):
-            if not handle.cancelled():
-                self.call_soon(handle._run)
-
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
-    ) -> asyncio.Future[T]:
-        """Call `func` at once, since threads would make runs differ."""
-        future: asyncio.Future[T] = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Advances the clock where the loop would sleep."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        super().__init__()
-        self.now = 0.0
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            waiting = ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self._loop)))
-            raise DeadlockError(f"nothing is ready and no timer is set at {self.now:.3f} s; waiting: {waiting or 'no task'}")
-        self.now += max(timeout, 0.0)
-        return []
-
-
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in virtual time, as `asyncio.run` does: remaining tasks are cancelled at the end. Raises DeadlockError."""
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        with suppress(DeadlockError):
-            loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
 
 FrameHook = Callable[[str, str, int], None]
 """Called before a frame is sent, with sender, method, and index of the frame at the sender's end of the channel."""
@@ -176,7 +78,7 @@ class MemoryNetwork:
         self._rng = random.Random(f"network/{seed}")
         self._pair_latency: dict[frozenset[str], float] = {}
         self._links: dict[str, _Link] = {}
-        self._units: dict[str, _Unit] = {}
+        self._units: dict[str, Unit] = {}
         self._paused: set[str] = set()
         self._groups: dict[str, int] = {}
         self._cut_since_s = 0.0
@@ -188,7 +90,7 @@ class MemoryNetwork:
         """Return the peer's transport; after it was killed or closed, one of a new life under the same id."""
         unit = self._units.get(peer)
         if unit is None or not unit.alive:
-            unit = self._units[peer] = _Unit(peer, 0 if unit is None else unit.lives_before + 1)
+            unit = self._units[peer] = Unit(peer, 0 if unit is None else unit.lives_before + 1)
         return MemoryTransport(self, unit)
 
     def registry(self, peer: str) -> MemoryRegistry:
@@ -199,9 +101,9 @@ class MemoryNetwork:
         """Run a peer's coroutine as a unit: `kill(peer)` ends it with all tasks that it started."""
         unit = self.transport(peer).unit
         loop = asyncio.get_running_loop()
-        loop.set_task_factory(_create_task_of_unit)
+        loop.set_task_factory(create_task_of_unit)
         context = contextvars.copy_context()
-        context.run(_UNIT.set, unit)
+        context.run(CURRENT_UNIT.set, unit)
         return context.run(loop.create_task, main)
 
     def wall_time(self) -> float:
@@ -270,7 +172,7 @@ class MemoryNetwork:
             for channel in [] if unit is None else [each for each in unit.channels if each.remote == other]:
                 channel.sever()
 
-    def _end(self, unit: _Unit) -> None:
+    def _end(self, unit: Unit) -> None:
         unit.alive = False
         for channel in list(unit.channels):
             channel.sever()
@@ -306,7 +208,7 @@ class MemoryNetwork:
 class MemoryTransport:
     """One peer's `Transport` on a MemoryNetwork."""
 
-    def __init__(self, network: MemoryNetwork, unit: _Unit):
+    def __init__(self, network: MemoryNetwork, unit: Unit):
         self._network = network
         self.unit = unit
 
@@ -356,7 +258,7 @@ class MemoryTransport:
 class MemoryChannel:
     """One end of a stream between two peers: a `Channel`."""
 
-    def __init__(self, network: MemoryNetwork, unit: _Unit, method: str, out: _Pipe, into: _Pipe, is_answer: bool):
+    def __init__(self, network: MemoryNetwork, unit: Unit, method: str, out: _Pipe, into: _Pipe, is_answer: bool):
         self._network, self._unit, self._method = network, unit, method
         self._is_answer = is_answer
         self._out, self._in = out, into
@@ -436,7 +338,7 @@ class MemoryChannel:
 class MemoryRegistry:
     """The `Registry` of a MemoryNetwork: records expire in virtual time and become visible with a delay."""
 
-    def __init__(self, network: MemoryNetwork, unit: _Unit):
+    def __init__(self, network: MemoryNetwork, unit: Unit):
         self._network, self._unit = network, unit
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
@@ -473,40 +375,6 @@ class MemoryRegistry:
         await network._until(lambda: me not in network._paused, "the registry")
         await asyncio.sleep(2 * network._latency_s)
         self._unit.check_alive()
-
-
-def in_memory_world(
-    network: MemoryNetwork,
-    name: str,
-    *,
-    store: Store | None = None,
-    identity: Identity | None = None,
-    seconds: Callable[[Callable[..., Any], Sequence[Any]], float] | None = None,
-) -> World:
-    """Return a peer's world on the network; its randomness depends on the network's seed, its name and its life.
-
-    `seconds(f, args)` models the duration of `run_blocking(f, *args)`; default: no time.
-    """
-    store = MemoryStore() if store is None else store
-    transport = network.transport(name)
-    if isinstance(store, MemoryStore):
-        transport.unit.stores.append(store)
-
-    async def run_blocking(function: Callable[..., T], *args: Any) -> T:
-        transport.unit.check_alive()
-        result = function(*args)
-        await asyncio.sleep(0.0 if seconds is None else seconds(function, args))
-        return result
-
-    return World(
-        transport=transport,
-        registry=network.registry(name),
-        identity=SimulatedIdentity(name) if identity is None else identity,
-        store=store,
-        wall_time=network.wall_time,
-        rng=random.Random(f"peer/{network.seed}/{name}/{transport.unit.lives_before}"),
-        run_blocking=run_blocking,
-    )
 
 
 @dataclass
@@ -667,71 +535,3 @@ async def _serve(handler: Handler, channel: MemoryChannel) -> None:
         logger.debug("the handler for a channel of %s failed", channel.remote, exc_info=True)
     finally:
         channel.abort()
-
-
-@dataclass(eq=False)
-class _Unit:
-    """One life of a peer: its handlers, channels, tasks and stores."""
-
-    peer: str
-    lives_before: int = 0
-    alive: bool = True
-    handlers: dict[str, tuple[Handler, contextvars.Context]] = field(default_factory=dict)
-    channels: dict[MemoryChannel, None] = field(default_factory=dict)
-    remotes: Counter[str] = field(default_factory=Counter)
-    """Open channels to each other peer."""
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
-    """All running tasks, and some that are done."""
-    stores: list[MemoryStore] = field(default_factory=list)
-    _tidy_at: int = 64
-
-    def check_alive(self) -> None:
-        """Cancel the caller if the peer is dead."""
-        if not self.alive:
-            raise asyncio.CancelledError(f"{self.peer} is dead")
-
-    def opened(self, channel: MemoryChannel) -> None:
-        self.channels[channel] = None
-        self.remotes[channel.remote] += 1
-
-    def closed(self, channel: MemoryChannel) -> None:
-        if channel in self.channels:
-            del self.channels[channel]
-            self.remotes[channel.remote] -= 1
-            if not self.remotes[channel.remote]:
-                del self.remotes[channel.remote]
-
-    def start(self, main: Coroutine[Any, Any, None]) -> None:
-        _UNIT.set(self)
-        self.adopt(asyncio.get_running_loop().create_task(main))
-
-    def adopt(self, task: asyncio.Task[Any]) -> None:
-        self.tasks.append(task)
-        if len(self.tasks) >= self._tidy_at:
-            self.tasks = [task for task in self.tasks if not task.done()]
-            self._tidy_at = 2 * len(self.tasks) + 64
-
-
-_UNIT: contextvars.ContextVar[_Unit | None] = contextvars.ContextVar("unit", default=None)
-
-
-def running_peer() -> str | None:
-    """Return the peer whose task or callback is running; None outside of peers."""
-    unit = _UNIT.get()
-    return None if unit is None else unit.peer
-
-
-def _create_task_of_unit(
-    loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
-) -> asyncio.Task[T]:
-    task = asyncio.Task(main, loop=loop, **options)
-    unit = _UNIT.get()
-    if unit is not None:
-        unit.adopt(task)
-    return task
-
-
-def _where(task: asyncio.Task[Any]) -> str:
-    frames = task.get_stack()
-    place = f"{frames[-1].f_code.co_name}:{frames[-1].f_lineno}" if frames else "its start"
-    return f"{task.get_name()} in {place}"

@@ -1,0 +1,182 @@
+"""An event loop with virtual time, and the units, each one life of a peer, whose tasks run on it.
+
+Time advances only when nothing is left to do at the current instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import selectors
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from spes_p2p.net.interfaces import Handler
+from spes_p2p.testing.memory_store import MemoryStore
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
+
+T = TypeVar("T")
+
+
+class DeadlockError(RuntimeError):
+    """Every task waits and no timer is set, so nothing can ever happen."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Without sockets."""
+
+    def __init__(self) -> None:
+        self._clock = _JumpingSelector(self)
+        super().__init__(self._clock)
+        self.stopped_units: dict[Unit | None, list[asyncio.Handle]] = {}
+        """Stopped units, with the callbacks that wait until they continue."""
+        self.set_task_factory(create_task_of_unit)
+
+    def time(self) -> float:
+        """Return the virtual seconds since the loop was created."""
+        return self._clock.now
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """See AbstractEventLoop. Callbacks of a stopped unit wait until it continues."""
+        if self.stopped_units:
+            held = self.stopped_units.get((contextvars.copy_context() if context is None else context).get(CURRENT_UNIT))
+            if held is not None:
+                handle = asyncio.Handle(callback, args, self, context)
+                held.append(handle)
+                return handle
+        return super().call_soon(callback, *args, context=context)
+
+    def continue_unit(self, unit: Unit) -> None:
+        """Continue a stopped unit: schedule its waiting callbacks."""
+        for handle in self.stopped_units.pop(unit, ()):
+            if not handle.cancelled():
+                self.call_soon(handle._run)
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+    ) -> asyncio.Future[T]:
+        """Call `func` at once, since threads would make runs differ."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Advances the clock where the loop would sleep."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        super().__init__()
+        self.now = 0.0
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            waiting = ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self._loop)))
+            raise DeadlockError(f"nothing is ready and no timer is set at {self.now:.3f} s; waiting: {waiting or 'no task'}")
+        self.now += max(timeout, 0.0)
+        return []
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` in virtual time, as `asyncio.run` does: remaining tasks are cancelled at the end. Raises DeadlockError."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        with suppress(DeadlockError):
+            loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(eq=False)
+class Unit:
+    """One life of a peer: its handlers, channels, tasks and stores."""
+
+    peer: str
+    lives_before: int = 0
+    alive: bool = True
+    handlers: dict[str, tuple[Handler, contextvars.Context]] = field(default_factory=dict)
+    channels: dict[Any, None] = field(default_factory=dict)
+    """Open channels of the network."""
+    remotes: Counter[str] = field(default_factory=Counter)
+    """Open channels to each other peer."""
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    """All running tasks, and some that are done."""
+    stores: list[MemoryStore] = field(default_factory=list)
+    _tidy_at: int = 64
+
+    def check_alive(self) -> None:
+        """Cancel the caller if the peer is dead."""
+        if not self.alive:
+            raise asyncio.CancelledError(f"{self.peer} is dead")
+
+    def opened(self, channel: Any) -> None:
+        """Count a channel."""
+        self.channels[channel] = None
+        self.remotes[channel.remote] += 1
+
+    def closed(self, channel: Any) -> None:
+        """Count a channel no longer."""
+        if channel in self.channels:
+            del self.channels[channel]
+            self.remotes[channel.remote] -= 1
+            if not self.remotes[channel.remote]:
+                del self.remotes[channel.remote]
+
+    def start(self, main: Coroutine[Any, Any, None]) -> None:
+        """Run a task of this life."""
+        CURRENT_UNIT.set(self)
+        self.adopt(asyncio.get_running_loop().create_task(main))
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        """End this task with this life."""
+        self.tasks.append(task)
+        if len(self.tasks) >= self._tidy_at:
+            self.tasks = [task for task in self.tasks if not task.done()]
+            self._tidy_at = 2 * len(self.tasks) + 64
+
+
+CURRENT_UNIT: contextvars.ContextVar[Unit | None] = contextvars.ContextVar("unit", default=None)
+
+
+def running_peer() -> str | None:
+    """Return the peer whose task or callback is running; None outside of peers."""
+    unit = CURRENT_UNIT.get()
+    return None if unit is None else unit.peer
+
+
+def create_task_of_unit(
+    loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
+) -> asyncio.Task[T]:
+    """Create a task that belongs to the current unit."""
+    task = asyncio.Task(main, loop=loop, **options)
+    unit = CURRENT_UNIT.get()
+    if unit is not None:
+        unit.adopt(task)
+    return task
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    frames = task.get_stack()
+    place = f"{frames[-1].f_code.co_name}:{frames[-1].f_lineno}" if frames else "its start"
+    return f"{task.get_name()} in {place}"
