@@ -124,6 +124,7 @@ def life(ranks: Ranks) -> Iterator[tuple[dict[str, np.ndarray], PhaseReport]]:
     yield local_weights(trainer), report
 
 
+@pytest.mark.network
 def test_two_ranks_train_what_one_does(two_ranks: Callable[..., Leader]) -> None:
     for (weights, report), (of_two, report_of_two) in zip(life(ALONE), life(two_ranks()), strict=True):
         assert report_of_two.tokens == report.tokens < 5 * 4 * 32, "some samples are filtered"

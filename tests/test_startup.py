@@ -54,6 +54,7 @@ def test_what_hivemind_gets_a_placeholder_for_is_used_by_nothing_that_we_import(
     assert users == {"dht/dht.py", "utils/__init__.py", "utils/mpfuture.py", "utils/tensor_descr.py"}
 
 
+@pytest.mark.network
 def test_all_of_hivemind_is_there_for_a_program_that_imports_it_first() -> None:
     assert {"hivemind.averaging", "torch"} <= imported_by("import hivemind, spes_p2p.net.libp2p; hivemind.DHT")
 
