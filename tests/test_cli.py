@@ -377,6 +377,12 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
         lambda p: ["simulate", "--virtual", "--seeds", "2", "--event-log", p.output], ("--event-log", "--seeds 1")),
     "simulate processes no config": (
         lambda p: ["simulate", "--processes", "--config", str(p.folder / "no.yaml"), "--run-dir", p.output], ("no.yaml",)),
+    "simulate processes sybils": (
+        lambda p: ["simulate", "--processes", "--peers", "3", "--attackers", "1", "--attacks", "scale,sybils"],
+        ("--attacks sybils", "--virtual")),
+    "simulate processes admission": (
+        lambda p: ["simulate", "--processes", "--config", str(p.campaign), "--admission", "open", "--run-dir", p.output],
+        ("sets admission", "omit --admission")),
     "simulate processes run-dir": (
         lambda p: ["simulate", "--processes", "--config", str(p.campaign), "--run-dir", str(Path(a_file(p)).parent)],
         ("not empty",)),

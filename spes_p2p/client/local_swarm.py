@@ -22,6 +22,7 @@ import psutil
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.data.local_files import check_local
 from spes_p2p.errors import UserError
+from spes_p2p.messages.admission import Role
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net import die_with_parent
 from spes_p2p.observe.events import Evaluated, RoundCommitted
@@ -87,7 +88,7 @@ async def run_swarm(
     try:
         processes[BOOTSTRAP] = start_peer(run_dir, BOOTSTRAP, ["bootstrap", "--config", str(config_path)])
         address = await _address(run_dir / BOOTSTRAP, processes[BOOTSTRAP])
-        invited = await _invitation(run_dir / BOOTSTRAP) if files.campaign.config.admission == "invite" else ()
+        invited = await invited_by(run_dir / BOOTSTRAP) if files.campaign.config.admission == "invite" else ()
         processes.update(start_trainers(address, peers, run_dir, files.folders, invited))
         await _watch(processes, address, run_dir, rounds, stopped, on_started)
     finally:
@@ -132,12 +133,12 @@ def start_trainers(
     return processes
 
 
-async def _invitation(bootstrap: Path) -> tuple[str, str]:
-    """Return the option with which the trainers join a campaign by invitation."""
+async def invited_by(bootstrap: Path, *more_roles: Role) -> tuple[str, str]:
+    """Return the option that joins with an invitation as a trainer by the owner, whose bootstrap peer has this run-dir."""
     from spes_p2p.campaign.invitations import LONGEST_S, Guest
     from spes_p2p.client.invite import make_invitation
 
-    text = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest("", ("trainer",), LONGEST_S))
+    text = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest("", ("trainer", *more_roles), LONGEST_S))
     return "--invite", text
 
 

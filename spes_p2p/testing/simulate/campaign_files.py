@@ -10,13 +10,14 @@ import yaml
 
 from spes_p2p.data.tokenizers import train_tokenizer
 from spes_p2p.data.tokenizing import tokenize
+from spes_p2p.testing.simulate.scenario import Scenario
 
 VOCABULARY = 512
 DOCUMENTS = {"train": 4000, "held_out": 100}
 SILENCE_S = 5.0
 
 
-def write_campaign(folder: Path, peers: int, seed: int, overlap: bool = False) -> Path:
+def write_campaign(folder: Path, scenario: Scenario, seed: int) -> Path:
     """Write campaign, tokenizer and token files to `folder`; return the path of the campaign file."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"language/{seed}")
@@ -29,7 +30,7 @@ def write_campaign(folder: Path, peers: int, seed: int, overlap: bool = False) -
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         tokenize([path], tokenizer, folder, prefix=f"{part}_", overwrite=True)
     campaign = folder / "campaign.yaml"
-    campaign.write_text(yaml.safe_dump(_settings(peers, tokenizer.name, overlap), sort_keys=False))
+    campaign.write_text(yaml.safe_dump(_settings(scenario, tokenizer.name), sort_keys=False))
     return campaign
 
 
@@ -42,9 +43,10 @@ def _document(rng: random.Random, words: list[str]) -> str:
     return " ".join(text) + "."
 
 
-def _settings(peers: int, tokenizer: str, overlap: bool) -> dict[str, object]:
+def _settings(scenario: Scenario, tokenizer: str) -> dict[str, object]:
     return {
         "name": "simulation",
+        "admission": scenario.admission,
         "model": {
             "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "moe_num_experts": 6,
@@ -56,8 +58,8 @@ def _settings(peers: int, tokenizer: str, overlap: bool) -> dict[str, object]:
         },
         "merge": {"merge_interval": 40, "merge_alpha_start": 0.05, "merge_decay_steps": 200},
         "sync": {
-            "overlap": overlap, "min_peers": peers, "join_grace_s": 2.0, "silence_s": SILENCE_S,
-            "reform_after_s": 60.0,
+            "overlap": scenario.overlap, "min_peers": len(scenario.peer_names) - scenario.attackers, "join_grace_s": 2.0,
+            "silence_s": SILENCE_S, "reform_after_s": 60.0,
         },
         "evaluation": {"every_rounds": 1, "max_samples": 32},
         "data": {

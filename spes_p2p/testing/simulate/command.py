@@ -19,9 +19,11 @@ import psutil
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.errors import UserError
 from spes_p2p.testing.simulate.report import RunReport, lines, summary
-from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario
-from spes_p2p.testing.simulate.virtual import run_seeds, runs_of
+from spes_p2p.testing.simulate.scenario import OPTIONS, load_scenario, runs_of
+from spes_p2p.testing.simulate.virtual import run_seeds
 
+UNATTACKED = "unattacked"
+"""Folder of the run that attacked ones are compared with."""
 Progress = contextlib.AbstractContextManager[Callable[[int, int], None]]
 
 
@@ -62,31 +64,42 @@ def simulate_virtual(
 def simulate_processes(
     path: Path | None, options: Mapping[str, Any], seed: int, config: Path | None, run_dir: Path, progress: Progress
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run real processes once; return the summary, and its lines for a person. Raises UserError."""
+    """Run real processes, with attackers once for each kind; return the summary, and its lines for a person.
+
+    Raises UserError.
+    """
     # Only real processes need hivemind and torch, whose imports take seconds.
     from spes_p2p.client.local_swarm import check_memory
     from spes_p2p.testing.simulate.campaign_files import write_campaign
-    from spes_p2p.testing.simulate.processes import check_scenario, run_processes
+    from spes_p2p.testing.simulate.processes import possible, run_processes
 
-    scenario = load_scenario(path, options)
-    kinds = check_scenario(scenario)
+    scenario = possible(load_scenario(path, options))
     check_memory(len(scenario.peer_names), psutil.virtual_memory().available)
     if config is not None:
         read_campaign(config)
     started = time.monotonic()
     if config is not None and scenario.overlap:
         raise UserError(f"--config {config}: the campaign file sets sync.overlap; omit --overlap")
+    if config is not None and scenario.admission != "friends":
+        raise UserError(f"--config {config}: the campaign file sets admission; omit --admission")
     folder = run_dir.with_name(f"{run_dir.name}-campaign")
-    campaign = config or write_campaign(folder, len(scenario.peer_names), seed, scenario.overlap)
+    campaign = config or write_campaign(folder, scenario, seed)
+    planned, found = runs_of(scenario), list[tuple[RunReport, list[dict[str, float]]]]()
     ended = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends peers and removes networks too
     try:
         with progress as update:
-            run, losses = run_processes(scenario, kinds, campaign, run_dir, seed, update)
+
+            def on_round(number: int, rounds: int) -> None:
+                update(len(found) * rounds + number, len(planned) * rounds)
+
+            for each in planned:
+                place = run_dir / (each.attack or UNATTACKED) if scenario.attackers else run_dir
+                found.append(run_processes(each, campaign, place, seed, on_round))
     finally:
         signal.signal(signal.SIGTERM, ended)
     replay = partial(_replay, "--processes", path, options)
-    made = summary("processes", len(scenario.peer_names), [run], time.monotonic() - started, replay)
-    made["val_losses"] = losses
+    made = summary("processes", len(scenario.peer_names), [run for run, _ in found], time.monotonic() - started, replay)
+    made["val_losses"] = found[0][1]
     (run_dir / "summary.json").write_text(json.dumps(made, indent=2) + "\n")
     return made, lines(made)
 

@@ -6,6 +6,7 @@ simulation has acted. The peers' histories are the only source of events; the ru
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import signal
@@ -21,24 +22,27 @@ from pathlib import Path
 import psutil
 
 from spes_p2p.campaign.files import read_campaign
-from spes_p2p.client.local_swarm import ADDRESS_FILE, BOOTSTRAP, START_TIMEOUT_S, last_line, start_peer
+from spes_p2p.client.local_swarm import ADDRESS_FILE, BOOTSTRAP, START_TIMEOUT_S, invited_by, last_line, start_peer
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
+from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.decisions import Held, commits_of, compare
 from spes_p2p.testing.simulate.faults import CORRUPTIONS, KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.namespaces import Namespaces, why_unavailable
 from spes_p2p.testing.simulate.points import IMMEDIATELY
-from spes_p2p.testing.simulate.report import RunReport
-from spes_p2p.testing.simulate.scenario import Scenario
+from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in
+from spes_p2p.testing.simulate.scenario import WARM_ROUNDS, Scenario
 from spes_p2p.testing.simulate.slowing import Slowing
 from spes_p2p.testing.simulate.trial import Orders
-from spes_p2p.testing.simulate.trial_peer import trial_program
+from spes_p2p.testing.simulate.trial_peer import LIES_FILE, trial_program
 
 VIRTUAL_ONLY, NOT_CORRUPTIBLE = "disconnect", "base"
 """The connections and the memory of a process cannot be changed from outside."""
+SYBILS = "sybils"
+"""The kind of attackers with several identities: a process for each is too much for one machine."""
 STUCK_S = 180.0
 QUIET_ROUNDS = 2
 """Rounds that every trainer must commit after the last fault."""
@@ -52,10 +56,13 @@ BOOTSTRAP_PORT = 31337
 ORDERS_FOLDER, FAULTS_FILE = "orders", "faults.txt"
 
 
-def check_scenario(scenario: Scenario) -> tuple[str, ...]:
-    """Return the kinds of random faults that are possible here. Raises UserError for an impossible fault."""
-    if scenario.attackers:
-        raise UserError("--attackers: not possible with processes; use --virtual")
+def possible(scenario: Scenario) -> Scenario:
+    """Return the scenario with the kinds of random faults and attacks that are possible here.
+
+    Raises UserError for an impossible fault, or attack that was named.
+    """
+    if SYBILS in scenario.attacks and scenario.attacks != ATTACK_KINDS:
+        raise UserError(f"--attacks {SYBILS}: takes too many processes; use --virtual")
     blocked = why_unavailable()
     for fault in scenario.faults:
         if fault.kind == "corrupt" and fault.what == NOT_CORRUPTIBLE:
@@ -69,11 +76,12 @@ def check_scenario(scenario: Scenario) -> tuple[str, ...]:
     if scenario.are_kinds_chosen and VIRTUAL_ONLY in scenario.kinds:
         raise UserError(f"--faults {VIRTUAL_ONLY}: a process's connections cannot be broken from outside; use --virtual")
     impossible = {VIRTUAL_ONLY, *(("partition",) if blocked is not None else ())}
-    return tuple(kind for kind in KINDS if kind in scenario.kinds and kind not in impossible)
+    kinds = tuple(kind for kind in KINDS if kind in scenario.kinds and kind not in impossible)
+    return replace(scenario, kinds=kinds, attacks=tuple(kind for kind in scenario.attacks if kind != SYBILS))
 
 
 def run_processes(
-    scenario: Scenario, kinds: tuple[str, ...], config: Path, run_dir: Path, seed: int, on_round: Callable[[int, int], None]
+    scenario: Scenario, config: Path, run_dir: Path, seed: int, on_round: Callable[[int, int], None]
 ) -> tuple[RunReport, list[dict[str, float]]]:
     """Run until the rounds are committed by all, or a peer makes no progress; return results and held-out losses by round.
 
@@ -82,9 +90,9 @@ def run_processes(
     if run_dir.exists() and any(run_dir.iterdir()):
         raise UserError(f"--run-dir {run_dir}: not empty; name a new folder")
     run_dir.mkdir(parents=True, exist_ok=True)
-    uses_partitions = "partition" in kinds or any(fault.kind == "partition" for fault in scenario.faults)
+    uses_partitions = "partition" in scenario.kinds or any(fault.kind == "partition" for fault in scenario.faults)
     with contextlib.closing(Namespaces()) if uses_partitions else contextlib.nullcontext() as machines:
-        run = _Run(scenario, kinds, config, run_dir, seed, machines, on_round)
+        run = _Run(scenario, config, run_dir, seed, machines, on_round)
         try:
             run.main()
         finally:
@@ -104,7 +112,10 @@ class _Process:
     read: int = 0
     entries: list[Entry] = field(default_factory=list)
     is_wanted: bool = True
-    """Whether it is neither killed nor asked to leave."""
+    """Whether it must run: it is no attacker, and neither killed nor asked to leave."""
+    memory_before: int = 0
+    """Resident bytes of its process and its children after the first rounds, and the most since."""
+    memory_most: int = 0
 
 
 class _Run:
@@ -113,14 +124,13 @@ class _Run:
     def __init__(
         self,
         scenario: Scenario,
-        kinds: tuple[str, ...],
         config: Path,
         run_dir: Path,
         seed: int,
         machines: Namespaces | None,
         on_round: Callable[[int, int], None],
     ):
-        self._scenario, self._kinds, self._config, self._run_dir = scenario, kinds, config, run_dir
+        self._scenario, self._config, self._run_dir = scenario, config, run_dir
         self._seed, self._machines, self._on_round = seed, machines, on_round
         self._folders = read_campaign(config).folders
         self._rng = random.Random(f"processes/{seed}")
@@ -175,7 +185,7 @@ class _Run:
                 if not self._has_left(peer):
                     peer.process.kill()
                     peer.process.wait()
-        logs = {peer.name: commits_of(peer.folder) for peer in self._peers.values()}
+        logs = {peer.name: commits_of(peer.folder) for peer in self._honest()}
         compare(self._audit, self._now(), logs, self._bases)
         _, alive = psutil.wait_procs(self._children, timeout=CHILDREN_END_WITHIN_S)
         self._orphans = len(alive)
@@ -186,13 +196,27 @@ class _Run:
         """Return the results and the held-out losses; what was pending when the peers left counts as lost."""
         violations = tuple(self._audit.violations)
         figures = self._audit.figures(pending_tokens=0)
-        report = RunReport(self._seed, figures, violations, dict(self._struck), dict(self._struck_at), self._orphans)
+        report = RunReport(
+            self._seed, figures, violations, dict(self._struck), dict(self._struck_at), self._orphans,
+            attacked=self._attacked() if self._scenario.attackers else None,
+        )
         losses = [
             {"round": number, "total_tokens": self._tokens[number], "loss": loss}
             for number, loss in sorted(self._losses.items())
             if number in self._tokens
         ]
         return report, losses
+
+    def _attacked(self) -> Attacked:
+        honest, liars = self._honest(), self._audit.liars
+        banned = banned_in(commit for peer in honest for commit in commits_of(peer.folder)[-1:])
+        told = [self._peers[name].folder / LIES_FILE for name in self._scenario.liars if name in self._peers]
+        return Attacked(
+            self._scenario.attack, self._losses.get(self._scenario.rounds),
+            max(peer.memory_most - peer.memory_before for peer in honest),
+            sum(len(path.read_text().splitlines()) for path in told if path.exists()),
+            attackers_banned=len(banned & liars), honest_banned=len(banned - liars),
+        )
 
     # Processes
 
@@ -211,6 +235,8 @@ class _Run:
             return
         experts = self._scenario.machine(name).experts
         options = ["--experts", str(experts)] if experts is not None else []
+        if name in self._scenario.vouched:
+            options += asyncio.run(invited_by(self._peers[BOOTSTRAP].folder, "elector"))
         options += [part for folder in self._folders for part in ("--data-dir", str(folder))]
         self._spawn(name, ["join", self._address, *options], 0)
 
@@ -227,26 +253,40 @@ class _Run:
         peer_id = RSAIdentity(folder / "identity.key").peer_id
         machine = self._scenario.machine(name)
         latency_s = self._scenario.latency_s if machine.latency_s is None else machine.latency_s
-        program = trial_program(self._run_dir.resolve() / ORDERS_FOLDER, latency_s)
+        attack = self._scenario.attack if name in self._scenario.liars else None
+        if attack is not None:
+            self._audit.liars |= {peer_id}
+        program = trial_program(self._run_dir.resolve() / ORDERS_FOLDER, latency_s, attack, self._config)
         process = start_peer(self._run_dir, name, arguments, f"/ip4/{host}/tcp/{port}", before, program)
         if known is not None:
-            known.process, known.is_wanted = process, True
+            known.process, known.is_wanted = process, attack is None
         else:
-            self._peers[name] = _Process(name, folder, peer_id, process)
+            self._peers[name] = _Process(name, folder, peer_id, process, is_wanted=attack is None)
 
     def _trainers(self) -> list[_Process]:
         return [peer for name, peer in self._peers.items() if name != BOOTSTRAP and peer.is_wanted]
 
+    def _honest(self) -> list[_Process]:
+        return [peer for peer in self._peers.values() if peer.peer_id not in self._audit.liars]
+
     def _note_children(self, peer: _Process) -> None:
+        """Remember the peer's children, and how much memory they and it have."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._children |= set(psutil.Process(peer.process.pid).children(recursive=True))
+            process = psutil.Process(peer.process.pid)
+            children = process.children(recursive=True)
+            self._children |= set(children)
+            if peer.round >= WARM_ROUNDS:
+                resident = sum(each.memory_info().rss for each in (process, *children))
+                peer.memory_before = peer.memory_before or resident
+                peer.memory_most = max(peer.memory_most, resident)
 
     def _has_left(self, peer: _Process) -> bool:
         """Wait for a peer that was asked to leave."""
         try:
             peer.process.wait(LEAVE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._audit.violated(self._now(), "stuck", f"{peer.name} does not leave within {LEAVE_TIMEOUT_S:g} s")
+            if peer.peer_id not in self._audit.liars:
+                self._audit.violated(self._now(), "stuck", f"{peer.name} does not leave within {LEAVE_TIMEOUT_S:g} s")
             return False
         return True
 
@@ -293,6 +333,8 @@ class _Run:
 
     def _observed(self, at_s: float, peer: _Process, entry: Entry) -> None:
         event, before = entry.event, self._audit.newest_round
+        if peer.peer_id in self._audit.liars:
+            return
         self._audit.observed(at_s, peer.peer_id, event)
         if isinstance(event, RoundCommitted):
             self._audit.num_experts = len(event.owners)
@@ -317,8 +359,8 @@ class _Run:
         self._disarm(order for order, fault in self._armed.items() if fault.round + LATE_ROUNDS < number)
         due = [fault for fault in self._script if fault.round <= number]
         del self._script[: len(due)]
-        if self._kinds and self._rng.random() < self._scenario.fault_rate:
-            fault = random_fault(self._rng, self._kinds, self._scenario.points or (IMMEDIATELY,), self._view(number))
+        if self._scenario.kinds and self._rng.random() < self._scenario.fault_rate:
+            fault = random_fault(self._rng, self._scenario.kinds, self._scenario.points or (IMMEDIATELY,), self._view(number))
             if fault is not None:
                 due.append(self._as_of_processes(fault))
         for fault in due:

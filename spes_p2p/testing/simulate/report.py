@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.testing.attacks.kinds import AttackKind
 from spes_p2p.testing.simulate.audit import Figures, Violation
 
@@ -27,6 +28,11 @@ class Attacked:
     """Lies that attackers told, or attacks that they made; 0 would mean that nothing was tried."""
     attackers_banned: int = 0
     honest_banned: int = 0
+
+
+def banned_in(commits: Iterable[Commit]) -> set[str]:
+    """Return the peers that these commits exclude by proof or by the owner's order."""
+    return {peer for each in commits for peer in (*each.excluded, *(each.control.banned if each.control else ()))}
 
 
 @dataclass(frozen=True)

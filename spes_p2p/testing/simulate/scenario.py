@@ -7,7 +7,7 @@ valid values.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,6 +25,8 @@ from spes_p2p.testing.simulate.faults import KINDS, Corruption, Fault, Kind
 from spes_p2p.testing.simulate.points import IMMEDIATELY, known_point
 
 BOOTSTRAP = "bootstrap"
+WARM_ROUNDS = 2
+"""Rounds after which the growth of memory counts: the first ones load libraries."""
 OPTIONS = {"kinds": "faults"}
 """Options whose names differ from their fields."""
 DEFAULT_SECONDS = 10.0
@@ -192,6 +194,11 @@ class Scenario:
     def machine(self, name: str) -> MachineSettings:
         """Return a peer's machine."""
         return self.machines.get(name, MachineSettings())
+
+
+def runs_of(scenario: Scenario) -> tuple[Scenario, ...]:
+    """Return the runs of one seed: the scenario itself, then with each kind of attack."""
+    return (scenario, *(replace(scenario, attack=kind) for kind in scenario.attacks))
 
 
 def peer_names(count: int) -> tuple[str, ...]:

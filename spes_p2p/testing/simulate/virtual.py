@@ -13,7 +13,6 @@ import os
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ from spes_p2p.testing.memory_store import MemoryStore
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.injector import Injector, now
 from spes_p2p.testing.simulate.points import point_of_event, point_of_write
-from spes_p2p.testing.simulate.report import Attacked, RunReport
-from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario
+from spes_p2p.testing.simulate.report import Attacked, RunReport, banned_in
+from spes_p2p.testing.simulate.scenario import BOOTSTRAP, WARM_ROUNDS, Scenario, runs_of
 from spes_p2p.testing.simulate.swarm import EXPERTS, LAYOUT, VirtualSwarm, campaign
 from spes_p2p.testing.simulate.work import ROUNDING, Work
 from spes_p2p.testing.virtual_loop import run_virtual, running_peer
@@ -47,7 +46,6 @@ STUCK_S = 400.0
 """A living trainer is stuck if it commits no round for this long without a fault."""
 QUIET_ROUNDS = 3
 """Rounds that every trainer must commit after all faults are lifted."""
-WARM_ROUNDS = 2
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
 UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 """Events that are not logged."""
@@ -77,11 +75,6 @@ def run_seeds(
             results[futures[future]] = future.result()
             on_done(future.result())
     return [results[place] for place in range(len(runs))]
-
-
-def runs_of(scenario: Scenario) -> tuple[Scenario, ...]:
-    """Return the runs of one seed: the scenario itself, then with each kind of attack."""
-    return (scenario, *(replace(scenario, attack=kind) for kind in scenario.attacks))
 
 
 class _Run:
@@ -134,8 +127,7 @@ class _Run:
 
         base, config = self._last_base, self._swarm.campaign.config
         loss = None if base is None else held_out_loss(config, self._seed, base)
-        commits = [peer.node.log.last for _, peer in self._honest()]
-        banned = {peer for each in commits for peer in (*each.excluded, *(each.control.banned if each.control else ()))}
+        banned = banned_in(peer.node.log.last for _, peer in self._honest())
         return Attacked(
             self._scenario.attack, loss, self._memory_bytes - self._memory_before, self._lies,
             attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),
