@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sample_text import write_test_campaign
 
+from spes_p2p.campaign.files import read_campaign
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.tokens import PATIENCE_S, TokenLibrary
 from spes_p2p.content.transfer import ContentServer
@@ -24,7 +28,10 @@ from spes_p2p.data.pieces import PIECE_BYTES, PieceHasher, piece_count, pieces_o
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import UserError
 from spes_p2p.messages.content import PIECES_PER_REQUEST
+from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.peer.leaving import LeaveRequest
+from spes_p2p.session.text import make_readers, text_to_serve
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 
@@ -193,6 +200,52 @@ def test_a_local_file_that_is_not_the_campaigns_is_not_served(place: Place, tmp_
     shelf = TokenShelf([place.file], tmp_path / "cache", {place.file: other})
     assert shelf.hashes(place.file.pieces_sha256) is None
     assert shelf.piece(place.file.pieces_sha256, 0) is None
+
+
+@pytest.mark.parametrize("is_moved", [False, True], ids=["overwritten", "moved"])
+def test_a_local_file_that_changes_after_it_was_verified_is_named_once_and_not_served(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_moved: bool
+) -> None:
+    path, root = tmp_path / "owners.npy", place.file.pieces_sha256
+    shutil.copy(place.path, path)
+    shelf = TokenShelf([place.file], tmp_path / "cache", {place.file: path})
+    assert shelf.hashes(root)
+    assert shelf.piece(root, 0) is not None
+    if is_moved:
+        path.unlink()
+    else:
+        with path.open("r+b") as file:
+            file.write(b"\0\0\0\0\0\0")
+    assert [shelf.piece(root, 0) for _ in range(3)] == [None] * 3
+    assert [str(path) in line for line in caplog.messages] == [True]
+
+
+def test_a_reader_whose_text_nobody_gives_ends_when_the_peer_leaves(place: Place, tmp_path: Path) -> None:
+    async def main() -> None:
+        files = read_campaign(write_test_campaign(tmp_path))
+        shelf, leave = TokenShelf(files.token_files, tmp_path / "cache", {}), LeaveRequest()
+        text, _ = make_readers(files, shelf, await place.library("me", shelf, helpers=()), leave)
+        reading = asyncio.ensure_future(asyncio.to_thread(text.read, Interval(0, 0, 1)))
+        await asyncio.sleep(0)
+        leave.make()
+        with pytest.raises(UserError, match="asked to leave"):
+            await asyncio.wait_for(reading, 30)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_owner", [True, False])
+def test_a_bootstrap_peer_refuses_damaged_text_and_the_owner_also_missing_text(tmp_path: Path, is_owner: bool) -> None:
+    files = read_campaign(write_test_campaign(tmp_path))
+    path = tmp_path / files.training_manifest.files[0].path
+    with path.open("r+b") as file:
+        file.seek(300)
+        file.write(b"\0\1\0\1\0\1")
+    with pytest.raises(UserError, match=rf"{path.name}: differs from the campaign's token file"):
+        text_to_serve(files, tmp_path, is_owner)
+    path.unlink()
+    with pytest.raises(UserError, match=path.name) if is_owner else contextlib.nullcontext():
+        text_to_serve(files, tmp_path, is_owner)
 
 
 def test_only_what_the_root_proves_is_taken(place: Place) -> None:

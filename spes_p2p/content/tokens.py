@@ -69,7 +69,7 @@ class TokenLibrary:
     async def ensure(self, file: TokenFile, pieces: Sequence[int]) -> None:
         """Fetch the missing ones of these pieces. Raises UserError when no donor gives them for PATIENCE_S."""
         root, loop = file.pieces_sha256, asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_S
+        deadline, waits = loop.time() + PATIENCE_S, False
         while True:
             missing = await self._missing(file, root, pieces)
             if missing:
@@ -81,6 +81,10 @@ class TokenLibrary:
                 raise UserError(f"{file.path}: no peer gives {len(missing)} pieces of this token file"
                                 f"{f', and {problem}' if problem else ''}; "
                                 "ask the campaign's owner to start a bootstrap peer that has it, or give --data-dir")
+            if not waits:
+                waits = True
+                logger.warning("waiting for text: no peer gives %d pieces of %s; trying for %g s", len(missing), file.path,
+                               PATIENCE_S)
             await asyncio.sleep(RETRY_S)
 
     async def _missing(self, file: TokenFile, root: str, pieces: Sequence[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from spes_p2p.data.manifest import HASHES, Manifest, TokenFile
 from spes_p2p.data.token_files import TokenArray, open_tokens, scan
 from spes_p2p.errors import UserError
 from spes_p2p.storage.files import write_whole
+
+logger = logging.getLogger(__name__)
+
+LONG_TO_READ_BYTES = 2**30
+"""Reading a file of this size takes long enough to say so."""
 
 
 def open_corpus(manifest: Manifest, folders: Sequence[Path], verified: Path | None = None,
@@ -83,6 +89,8 @@ def _verify_once(manifest: Manifest, paths: Mapping[TokenFile, Path], verified: 
         if known.get(name) == fingerprint:
             advance(path.stat().st_size)
         else:
+            if path.stat().st_size >= LONG_TO_READ_BYTES:
+                logger.info("%s: verifying %d MB of text", path, path.stat().st_size // 10**6)
             _verify(path, file, manifest.vocab_size, advance)
             known[name] = fingerprint
     if verified is not None:

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 """Flags of Linux's fallocate(2)."""
+
+
+WARN_EVERY_S = 600.0
+"""Repeat a warning about the same file after this long."""
 
 
 class TokenShelf:
@@ -46,6 +51,8 @@ class TokenShelf:
         self._arrays: dict[TokenFile, TokenArray] = {}
         self._order, self._changing = CacheOrder(limit_bytes), threading.RLock()
         self._can_punch = True
+        self._warn_at: dict[TokenFile, float] = {}
+        """Monotonic time of the next warning about each local file."""
 
     def is_local(self, file: TokenFile) -> bool:
         """Return whether the complete file is on this machine."""
@@ -90,7 +97,9 @@ class TokenShelf:
         hashes, file = self.hashes(root), self._files.get(root)
         if hashes is None or file is None or not 0 <= index < len(hashes) // HASH_BYTES:
             return None
-        if not self.is_local(file) and not self._cache_path(file).exists():
+        if self.is_local(file):
+            return self._local_piece(file, hashes, index)
+        if not self._cache_path(file).exists():
             return None
         with self._changing:
             content = self._bytes(file)[index * PIECE_BYTES : (index + 1) * PIECE_BYTES].tobytes()
@@ -99,6 +108,25 @@ class TokenShelf:
                     return None
                 self._verified.add((root, index))
         return content
+
+    def _local_piece(self, file: TokenFile, hashes: bytes, index: int) -> bytes | None:
+        """Read a piece from the owner's file, which may be moved or overwritten at any time: it is verified every time."""
+        path = self._local[file]
+        try:
+            content = _read(path, path.stat().st_size - file.num_bytes + index * PIECE_BYTES)
+        except OSError as error:
+            problem = f"cannot be read any more ({error.strerror})"
+        else:
+            if is_piece(content, hashes, index):
+                return content
+            problem = "differs from the campaign's token file"
+        self._warn(file, f"{path}: {problem}; copy it again")
+        return None
+
+    def _warn(self, file: TokenFile, problem: str) -> None:
+        if time.monotonic() >= self._warn_at.get(file, 0.0):
+            self._warn_at[file] = time.monotonic() + WARN_EVERY_S
+            logger.warning("not served to other peers: %s", problem)
 
     def missing(self, root: str, pieces: Sequence[int]) -> list[int]:
         """Return those of the pieces that are not on this machine."""
@@ -162,10 +190,21 @@ class TokenShelf:
     def _computed_hashes(self, file: TokenFile) -> bytes | None:
         if not self.is_local(file):
             return None
-        hasher, content = PieceHasher(), self._bytes(file)
+        try:
+            content = self._bytes(file)
+        except UserError as error:
+            self._warn(file, str(error))
+            return None
+        hasher = PieceHasher()
         for start in range(0, len(content), SCAN_BYTES):
             hasher.update(content[start : start + SCAN_BYTES].tobytes())
         return hasher.hashes()
+
+
+def _read(path: Path, offset: int) -> bytes:
+    """Read a piece. A map of a file that was cut short would end the process."""
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), PIECE_BYTES, offset)
 
 
 def _pieces_on_disk(path: Path) -> Iterator[int]:

@@ -53,10 +53,11 @@ class Peer:
         base_in_memory: bool = False,
         checkpoint_every_s: float = 0.0,
         held_out: Iterable[HeldOut] = (),
+        leave: LeaveRequest | None = None,
     ):
         """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets.
 
-        `held_out`: evaluations of earlier bases, from the journal.
+        `held_out`: evaluations of earlier bases, from the journal. `leave`: what `leave` makes, where others wait for it too.
         """
         self.node = node
         self.layout = layout
@@ -66,7 +67,7 @@ class Peer:
         self._status = status
         self._where = where
         self._archive = archive
-        self._leave = LeaveRequest()
+        self._leave = leave or LeaveRequest()
         self.replica.leaves = lambda: self._leave.is_made
         self._samples = AssignedSamples()
         self._reporter = EventReporter(node, self.replica, observer)
@@ -96,16 +97,14 @@ class Peer:
         check_arithmetic()
         await self._start()
         try:
-            await self._get_base()
-            is_helper, overlaps = self._make_trainer is None, self.node.campaign.config.sync.overlap
             excluded = ""
-            while not self.finished and not self._leave.is_made and not (excluded := self._why_excluded()):
-                if overlaps and not is_helper:
-                    await self._train_during_round()
-                else:
-                    await self.phases.train()
-                    await self._sync()
-            if is_helper:
+            try:
+                await self._get_base()
+                excluded = await self._take_part()
+            except UserError:  # a wait for text ends so
+                if not self._leave.is_made:
+                    raise
+            if self._make_trainer is None:
                 self._reporter.set_state("waiting")
                 if self.finished:
                     await serve_until_asked_to_leave(self.node, self._evaluation, self._leave)
@@ -116,6 +115,18 @@ class Peer:
         finally:
             self.coordinators.close()
             await self.node.close()
+
+    async def _take_part(self) -> str:
+        """Take part in rounds until the end, or until asked to leave; return why this peer is excluded, "" when it is not."""
+        overlaps = self._make_trainer is not None and self.node.campaign.config.sync.overlap
+        excluded = ""
+        while not self.finished and not self._leave.is_made and not (excluded := self._why_excluded()):
+            if overlaps:
+                await self._train_during_round()
+            else:
+                await self.phases.train()
+                await self._sync()
+        return excluded
 
     async def _start(self) -> None:
         await self.replica.start()

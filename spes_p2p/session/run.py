@@ -15,6 +15,7 @@ import numpy as np
 from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_run_dir
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.consensus.control import owner_of
 from spes_p2p.errors import NobodyAnswers
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
@@ -23,6 +24,7 @@ from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell
 from spes_p2p.observe.events import Observer
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
+from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.runaway import HeldOut
@@ -85,6 +87,9 @@ async def _live_as_bootstrap(
     on_address: Callable[[str], None],
     extension: Extension,
 ) -> None:
+    known = read_run_dir(settings.run_dir)
+    is_owner = not others and (known is None or owner_of(known[1]) == net.identity.peer_id)
+    shelf = await asyncio.to_thread(text_to_serve, files, settings.run_dir, is_owner)
     if others:
         genesis = await fetch_genesis(first_contact(net), others, files, settings.run_dir)
         layout = await asyncio.to_thread(run_apart, make_layout, files.campaign.config.model)
@@ -98,7 +103,7 @@ async def _live_as_bootstrap(
     with observing(files, settings, net.identity.peer_id, "helper", extension.observers) as observers:
         world = extension.around(world_of(net, store, settings))
         node = await make_node(net, world, files, genesis, "helper", observers.all, invitation)
-        await serve_text(node, await asyncio.to_thread(text_to_serve, files, settings.run_dir))
+        await serve_text(node, shelf)
         records = observers.history.rounds.records
         helper = Peer(
             node, layout, None, NOTHING_TO_TRAIN, observers.all, observers.status,
@@ -169,7 +174,8 @@ async def _join(
             world = extension.around(world_of(net, store, settings))
             node = await make_node(net, world, files, genesis, "trainer", observers.all, invitation)
             library = await serve_text(node, shelf, settings.private_urls or all(map(is_loopback, addresses)))
-            text, held_out = make_readers(files, shelf, library)
+            leave = LeaveRequest()
+            text, held_out = make_readers(files, shelf, library, leave)
 
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
                 return TorchTrainer(config, base, owned, text, held_out, devices[0], resources.options, ranks)
@@ -179,7 +185,7 @@ async def _join(
             peer = Peer(
                 node, layout_of(config.model), make_trainer, capacity, observers.all, observers.status,
                 str(settings.run_dir), base_in_memory=resources.base_in_memory,
-                checkpoint_every_s=60 * settings.checkpoint_minutes,
+                checkpoint_every_s=60 * settings.checkpoint_minutes, leave=leave,
             )
             leave_on_signals(peer.leave)
             around = (reachability.keep_measuring(), net.keep_finding(addresses))

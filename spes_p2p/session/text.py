@@ -20,6 +20,7 @@ from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.data.url_donor import UrlDonor
 from spes_p2p.errors import UserError
+from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 VERIFIED_FILE, TOKENS_FOLDER = "verified_files.json", "tokens"
 
 
-def open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int) -> TokenShelf:
+def open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int | None) -> TokenShelf:
     """Return the shelf with verified local files; other text is fetched on demand. Raises UserError."""
     local = {
         file: path
@@ -37,24 +38,28 @@ def open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int) -> TokenShe
     return _with_hash_lists(TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local, cache_bytes), files)
 
 
-def text_to_serve(files: CampaignFiles, run_dir: Path) -> TokenShelf:
-    """Like `open_text`, for helpers: pieces are verified when requested, and files may be missing."""
-    local = {}
+def text_to_serve(files: CampaignFiles, run_dir: Path, is_owner: bool) -> TokenShelf:
+    """Like `open_text`, for helpers, without a limit. Raises UserError also when the owner lacks a file that has no URL."""
+    shelf = open_text(files, run_dir, None)
     for file in files.token_files:
-        try:
-            local[file] = locate_file(file, files.folders)
-        except UserError as error:
-            if file.url is None:
-                logger.warning("not served to volunteers: %s", error)
-    shelf = _with_hash_lists(TokenShelf(files.token_files, run_dir / TOKENS_FOLDER, local), files)
-    for file in files.token_files:
-        if file not in local and file.url is not None:
-            if shelf.hashes(file.pieces_sha256) is None:
-                logger.warning("%s: missing or wrong, so no piece can be verified; copy it next to the manifest",
-                               file.path + HASHES)
-            else:
-                logger.info("%s is not on this machine: volunteers read it from %s", file.path, file.url)
+        if not shelf.is_local(file):
+            _check_missing(file, files, shelf, is_owner)
     return shelf
+
+
+def _check_missing(file: TokenFile, files: CampaignFiles, shelf: TokenShelf, is_owner: bool) -> None:
+    """Say how volunteers get a file that is not on this machine. Raises UserError when only the owner could give it."""
+    if file.url is None:
+        try:
+            locate_file(file, files.folders)
+        except UserError as error:
+            if is_owner:
+                raise
+            logger.warning("not served to volunteers: %s", error)
+    elif shelf.hashes(file.pieces_sha256) is None:
+        logger.warning("%s: missing or wrong, so no piece can be verified; copy it next to the manifest", file.path + HASHES)
+    else:
+        logger.info("%s is not on this machine: volunteers read it from %s", file.path, file.url)
 
 
 async def serve_text(node: Node, shelf: TokenShelf, private_urls: bool = False) -> TokenLibrary:
@@ -68,9 +73,12 @@ async def serve_text(node: Node, shelf: TokenShelf, private_urls: bool = False) 
 
 
 def make_readers(
-    files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary
+    files: CampaignFiles, shelf: TokenShelf, library: TokenLibrary, leave: LeaveRequest
 ) -> tuple[SampleReader | MixedReader, SampleReader | None]:
-    """Return readers of training and held-out text for worker threads; this event loop fetches missing pieces."""
+    """Return readers of training and held-out text for worker threads; this event loop fetches missing pieces.
+
+    They raise UserError when no donor gives a piece, and when the peer is asked to leave before it is there.
+    """
     training = files.campaign.config.training
     loop = asyncio.get_running_loop()
 
@@ -80,7 +88,9 @@ def make_readers(
             if not shelf.is_local(file):
                 pieces = pieces_of_samples(samples, training.sequence_length * np.dtype(file.dtype).itemsize)
                 shelf.hold(holder, file.pieces_sha256, pieces)
-                asyncio.run_coroutine_threadsafe(library.ensure(file, pieces), loop).result()
+                asyncio.run_coroutine_threadsafe(leave.unless_made(library.ensure(file, pieces)), loop).result()
+                if leave.is_made:
+                    raise UserError("asked to leave before the text was read")
 
         arrays = [shelf.array(file) for file in token_files]
         return SampleReader(arrays, training.sequence_length, training.seed, fetch)
