@@ -56,7 +56,8 @@ def test_only_a_protocol_that_is_not_spoken_any_more_is_a_failure() -> None:
     check = judge_versions([CLOCK, Clock(0.0, "9.9", PROTOCOL_VERSION + 1)], "2")
     assert (check.result, f"9.9, protocol {PROTOCOL_VERSION + 1}" in check.found) == ("warning", True)
     check = judge_versions([CLOCK, Clock(0.0, "0.0.1", OLDEST_PROTOCOL - 1)], "2")
-    assert (check.result, check.advice) == ("failure", "type: pip install spes_p2p==0.0.1")
+    advice = "type in your clone: git fetch && git checkout v0.0.1 && pip install -c constraints.txt ."
+    assert (check.result, check.advice) == ("failure", advice)
 
 
 @pytest.mark.parametrize(("seen", "result", "words"), [

@@ -160,9 +160,6 @@ class _Updates:
         return update
 
 
-# Steps of groups ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepBounds:
     """What a round's steps are bounded to, the same at every member."""

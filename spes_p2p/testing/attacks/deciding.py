@@ -134,9 +134,6 @@ PROPOSAL_LIES: dict[str, tuple[ProposalLie, str]] = {
 """Each with what honest members answer."""
 
 
-# Attackers --------------------------------------------------------------------------------------------------------------
-
-
 class LyingCoordinator(Tamper):
     """Tells each lie in turn when it coordinates: a proposal, a commit for the electors' votes, a forged certificate."""
 

@@ -26,9 +26,6 @@ Onslaught = Callable[[World, list[str], random.Random], Awaitable[None]]
 """One second's worth of an attack on these peers."""
 
 
-# False contacts ---------------------------------------------------------------------------------------------------------
-
-
 class _FalseContacts(Wrapped):
     """A registry into which every contact is put with false claims: in turn of far rounds and orders, and of another branch."""
 
@@ -59,9 +56,6 @@ def false_contacts(liar: Liar) -> World:
     """Wrap the world of a peer whose contact lies."""
     registry = _FalseContacts(liar.world.registry, liar.tell)
     return replace(tampered(liar, _NoProof()), registry=cast(Registry, registry))
-
-
-# Onslaughts -------------------------------------------------------------------------------------------------------------
 
 
 class _Starting(Wrapped):
