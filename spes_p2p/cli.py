@@ -570,17 +570,21 @@ def export(
 
 @app.command()
 def evaluate(
-    tasks: Annotated[str, typer.Option(help="Comma-separated lm-eval tasks.")],
+    tasks: Annotated[str, typer.Option(
+        help="Comma-separated lm-eval tasks, each with its few-shot examples or its own number: piqa,arc_challenge:25; "
+             "spes: the twelve of SPES.")],
     model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     addresses: FromAddresses = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="Few-shot examples in the prompt. Default: set by the task.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with your own task definitions.")] = None,
     limit: Annotated[int | None, typer.Option(help="Maximum number of examples per task.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32. Default: as in the checkpoint.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Examples per pass; auto: as many as fit the GPU.")] = "8",
     output: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
 ) -> None:
-    """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval."""
+    """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval; an export's model card gets the results."""
     from spes_p2p.client import evaluate as evaluation
+    from spes_p2p.client.task_names import check_names, parse_tasks
 
     if (model_dir is None) == (not addresses):
         raise UserError("evaluate: give either a checkpoint folder or --from with an address of the swarm")
@@ -588,20 +592,25 @@ def evaluate(
         require_writable(output.parent)
         if output.is_dir():
             raise UserError(f"--output {output}: is a folder; name a file")
-    evaluation.check_options(num_fewshot, limit, device)
-    named = [task for task in tasks.split(",") if task]
+    evaluation.check_options(limit, device, batch_size, dtype)
+    shots = parse_tasks(tasks)
+    check_names(shots, include_path)
+    batch = int(batch_size) if batch_size.isdecimal() else batch_size
     with tempfile.TemporaryDirectory(prefix="spes-evaluate-") as folder:
         origin = {}
+        downloaded = Path(folder) / "checkpoint"
         if model_dir is None:
-            made, model_dir = _download_base(addresses or [], Path(folder)), Path(folder) / "checkpoint"
-            made.write(model_dir)
+            made = _download_base(addresses or [], Path(folder))
+            made.write(downloaded, dtype or "fp32")  # type: ignore[arg-type]
             origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
-        results = {**evaluation.evaluate(model_dir, named, num_fewshot, include_path, limit, device), **origin}
+        results = {**evaluation.evaluate(model_dir or downloaded, shots, include_path, limit, device, batch, dtype), **origin}
     text = json.dumps(results, indent=2)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n")
     print(text)
+    if model_dir is not None:
+        evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
 
 
 def _download_base(addresses: list[str], folder: Path) -> Exportable:

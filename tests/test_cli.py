@@ -347,7 +347,11 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "watch nobody": (lambda p: ["status", NOBODY, "--watch"], ("no peer answers at", NOBODY)),
     "evaluate no model": (evaluate, ("config.json",)),
     "evaluate limit": (lambda p: evaluate(p, "--limit", "0"), ("--limit 0", "at least 1")),
-    "evaluate few-shot": (lambda p: evaluate(p, "--num-fewshot", "-1"), ("--num-fewshot -1", "0 or more")),
+    "evaluate shots": (lambda p: evaluate(p, "--tasks", "arc_easy:-1"), ("--tasks arc_easy:-1", "TASK:SHOTS")),
+    "evaluate a typo": (lambda p: evaluate(p, "--tasks", "arc_esy:5"), ("unknown task 'arc_esy'", "did you mean 'arc_easy'?")),
+    "evaluate dtype": (lambda p: evaluate(p, "--dtype", "fp8"), ("--dtype fp8", "bf16 or fp32")),
+    "evaluate batch": (lambda p: evaluate(p, "--batch-size", "0"), ("--batch-size 0", "at least 1")),
+    "evaluate batch on CPU": (lambda p: evaluate(p, "--batch-size", "auto"), ("--batch-size auto", "needs --device cuda")),
     "evaluate device": (lambda p: evaluate(p, "--device", "tpu"), ("--device tpu", "cpu or cuda")),
     "version of what": (lambda p: ["version", "1"], ("unexpected extra argument", "(1)")),
     "plan without a file": (lambda p: ["plan", "--memory", "24GiB"], ("--config",)),
@@ -418,7 +422,7 @@ def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
 
 NEEDS_LIBRARIES = re.compile(
     r"nobody|dashboard (host|port)|metrics host elsewhere|control key|invite (to nothing|malformed)|run-dir|little memory|"
-    r"plan peers|evaluate no model|export (no|over)|simulate "
+    r"plan peers|export (no|over)|simulate "
 )
 """Cases that are found out by asking the network, torch or hivemind."""
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
 
 import huggingface_hub.constants
+import lm_eval
 import pytest
 import yaml
 from tokenizers import Tokenizer
@@ -14,7 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
-from spes_p2p.client.evaluate import check_checkpoint, evaluate, find_tasks
+from spes_p2p.client.evaluate import check_checkpoint, evaluate, find_tasks, write_into_card
+from spes_p2p.client.task_names import check_names, definitions, parse_tasks
 from spes_p2p.errors import UserError
 
 ARC_EASY = Path(__file__).parents[2] / "shared/data/evals/ARC-Easy.validation.arrow"
@@ -56,6 +59,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "colours.yaml").write_text(yaml.safe_dump(task))
     lost = {**task, "task": "lost", "dataset_kwargs": {"data_files": {"validation": str(folder / "nowhere.jsonl")}}}
     (folder / "lost.yaml").write_text(yaml.safe_dump(lost))
+    (folder / "fixed.yaml").write_text(yaml.safe_dump({**task, "task": "fixed", "num_fewshot": 0}))
+    group = {"group": "nature", "task": ["colours"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 3}}
+    (folder / "nature.yaml").write_text(yaml.safe_dump(group))
     return folder
 
 
@@ -77,7 +83,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_local_task_scores_every_example_without_the_network(checkpoint: Path, tasks: Path, no_network: list[object]) -> None:
-    result = evaluate(checkpoint, ["colours"], include_path=tasks)
+    result = evaluate(checkpoint, {"colours": None}, include_path=tasks)
     assert result["samples"] == {"colours": 3}
     assert result["tasks"]["colours"]["acc"] * 3 in (0, pytest.approx(1), pytest.approx(2), 3)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
@@ -85,7 +91,7 @@ def test_local_task_scores_every_example_without_the_network(checkpoint: Path, t
 
 
 def test_limit_and_fewshot_reach_the_task(checkpoint: Path, tasks: Path) -> None:
-    result = evaluate(checkpoint, ["colours"], num_fewshot=1, include_path=tasks, limit=2)
+    result = evaluate(checkpoint, {"colours": 1}, include_path=tasks, limit=2)
     assert (result["samples"], result["num_fewshot"]) == ({"colours": 2}, {"colours": 1})
 
 
@@ -95,28 +101,74 @@ def test_evaluation_leaves_the_network_switches_as_they_were(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(UserError):
-        evaluate(checkpoint, ["lost"], include_path=tasks)
+        evaluate(checkpoint, {"lost": None}, include_path=tasks)
     assert (huggingface_hub.constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")) == (False, None)
 
 
 def test_own_tasks_are_found_without_a_scan_of_all_installed_ones(tasks: Path) -> None:
-    assert find_tasks(["colours"], tasks).all_tasks == ["colours", "lost"]
+    assert find_tasks(["colours"], tasks).all_tasks == ["colours", "fixed", "lost", "nature"]
+
+
+def test_shots_are_read_per_task_and_a_group_has_its_own() -> None:
+    assert parse_tasks("piqa,arc_easy:5,piqa:2") == {"piqa": 2, "arc_easy": 5}
+    spes = parse_tasks("spes,mmlu:5")
+    assert (len(spes), spes["arc_challenge"], spes["hellaswag"], spes["mmlu"], spes["sciq"]) == (12, 25, 10, 5, None)
+
+
+def test_names_of_own_tasks_and_of_all_in_spes_are_known(tasks: Path) -> None:
+    check_names(["nature", *parse_tasks("spes")], tasks)
+    with pytest.raises(UserError, match="unknown task 'natur'; did you mean 'nature'"):
+        check_names(["natur"], tasks)
+
+
+def test_card_of_an_export_gets_the_groups_results_once_a_command(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (model / "README.md").write_text("# a model\n\n## Use\n\ntext\n")
+    results = evaluate(model, {"nature": 1}, include_path=tasks, dtype="bf16")
+    write_into_card(model, results, "nature:1", tasks, None, "8")
+    assert (model / "README.md").read_text() == "# a model\n\n## Use\n\ntext\n"
+    (model / "spes_p2p.json").write_text("{}")
+    for given in ("nature:1", "nature", "nature:1"):
+        write_into_card(model, results, given, tasks, None, "8")
+    _, use, *sections = (model / "README.md").read_text().split("\n## ")
+    accuracy, error = results["tasks"]["nature"]["acc"], results["tasks"]["nature"]["acc_stderr"]
+    options = f"--dtype bf16 --device cpu --batch-size 8 --include-path {tasks.name}"
+    assert (use, len(sections)) == ("Use\n\ntext\n", 2)
+    assert sections[-1] == (
+        f"Evaluation\n\n```sh\nspes-p2p evaluate model --tasks nature:1 {options}\n```\n\n"
+        f"lm-eval {lm_eval.__version__}, weights in bfloat16, on cpu.\n\n"
+        "| task | version | shots | examples | result ± standard error |\n|---|---|---|---|---|\n"
+        f"| nature | 3 | 1 | 3 | acc {accuracy:.4f} ± {error:.4f} |\n"
+    )
+
+
+@pytest.mark.parametrize(("wrong", "expected"), [
+    ({"fixed": 2}, "--tasks fixed:2: the task 'fixed' fixes its shots to 0"),
+    ({"nature": None, "colours": None}, "'colours' is in both 'nature' and 'colours'"),
+    ({"colours": 3}, "fewer examples to show than its shots"),
+])
+def test_shots_or_tasks_that_cannot_be_are_refused(
+    checkpoint: Path, tasks: Path, wrong: dict[str, int | None], expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected) as problem:
+        evaluate(checkpoint, wrong, include_path=tasks)
+    assert "\n" not in str(problem.value)
 
 
 def test_task_whose_data_is_missing_is_named(checkpoint: Path, tasks: Path) -> None:
     with pytest.raises(UserError, match=r"task 'lost' cannot be loaded: .*nowhere\.jsonl") as problem:
-        evaluate(checkpoint, ["lost"], include_path=tasks)
+        evaluate(checkpoint, {"lost": None}, include_path=tasks)
     assert "\n" not in str(problem.value)
 
 
-def test_missing_include_path_is_named(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_include_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--include-path .*absent: no such folder"):
-        evaluate(checkpoint, ["colours"], include_path=tmp_path / "absent")
+        check_names(["colours"], tmp_path / "absent")
 
 
-def test_evaluating_no_task_is_refused(checkpoint: Path) -> None:
+def test_evaluating_no_task_is_refused() -> None:
     with pytest.raises(UserError, match="--tasks is empty"):
-        evaluate(checkpoint, [])
+        parse_tasks(",")
 
 
 def test_whole_checkpoint_is_accepted(checkpoint: Path) -> None:
@@ -169,13 +221,15 @@ def test_weights_of_a_smaller_model_are_refused(damaged: Path, tasks: Path) -> N
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(UserError, match=r"no weights for model\.layers\.2\."):
-        evaluate(damaged, ["colours"], include_path=tasks)
+        evaluate(damaged, {"colours": None}, include_path=tasks)
 
 
 @pytest.mark.slow
-def test_unknown_task_is_named_with_the_nearest_known_one(checkpoint: Path, tasks: Path) -> None:
+def test_no_installed_task_is_taken_for_unknown() -> None:
     with pytest.raises(UserError, match="unknown task 'arc_esy'; did you mean 'arc_easy'"):
-        evaluate(checkpoint, ["arc_esy"], include_path=tasks)
+        find_tasks(["arc_esy"], None)
+    text = "\n".join(definitions([Path(lm_eval.__file__).parent / "tasks"]))
+    assert set(find_tasks(["arc_easy"], None).all_tasks) <= set(re.findall(r"[\w.()-]+", text))
 
 
 @pytest.mark.slow
@@ -196,7 +250,7 @@ def test_installed_task_runs_on_local_data(checkpoint: Path, tmp_path: Path, no_
         "fewshot_split": "validation",
     }
     (tmp_path / "arc.yaml").write_text(yaml.safe_dump(task))
-    result = evaluate(checkpoint, ["arc_easy_local"], include_path=tmp_path, limit=5)
+    result = evaluate(checkpoint, {"arc_easy_local": None}, include_path=tmp_path, limit=5)
     assert result["samples"] == {"arc_easy_local": 5}
     assert set(result["tasks"]["arc_easy_local"]) >= {"acc", "acc_norm"}
     assert no_network == []

@@ -3,54 +3,66 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.client.task_names import unknown_task
 from spes_p2p.errors import UserError
 from spes_p2p.observe.json_values import to_json
+from spes_p2p.storage.files import write_whole
 
 LOCAL_BUILDERS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text"})
 """Values of a task's `dataset_path` that read files of this machine."""
 
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", None: "auto"}
+"""Names of `--dtype` in transformers; None is the checkpoint's own."""
+
 
 def evaluate(
     model_dir: Path,
-    tasks: Sequence[str],
-    num_fewshot: int | None = None,
+    tasks: Mapping[str, int | None],
     include_path: Path | None = None,
     limit: int | None = None,
     device: str = "cpu",
-    batch_size: int = 8,
+    batch_size: int | str = 8,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Run lm-eval tasks on a Hugging Face checkpoint; `{"model", "tasks": {task: {metric: value}}, "samples", "num_fewshot"}`.
+    """Run lm-eval tasks on a Hugging Face checkpoint.
 
-    `num_fewshot` overrides the tasks' own number, except where a task fixes it to 0; `limit` is the number of examples of each
-    task. Tasks are looked up in `include_path` first; only if one is missing there, lm-eval's own are scanned (about 20 s).
-    When all tasks read local data, nothing asks the network. Values are JSON values (NaN is null).
-    Raises UserError for a missing or damaged checkpoint, an unknown task, or a task whose data cannot be loaded.
+    Returns `{"model", "tasks": {task: {metric: value}}, "samples", "num_fewshot", "versions", "groups": {group: [subtask]},
+    "lm_eval", "dtype", "device"}`. Values are JSON values (NaN is null).
+
+    `tasks`: few-shot examples in the prompt by task; None is the task's own number. `limit` is the number of examples of each
+    task. `batch_size` may be "auto": the largest that fits the GPU. Tasks are looked up in `include_path` first; only if one is
+    missing there, lm-eval's own are scanned (about 30 s). When all tasks read local data, nothing asks the network.
+    Raises UserError for a missing or damaged checkpoint, an unknown task, shots that a task does not allow, or a task whose
+    data cannot be loaded.
     """
     check_checkpoint(model_dir)
     manager = find_tasks(tasks, include_path)
     local = all(_reads_local_data(manager, task) for task in tasks)
     with _offline() if local else contextlib.nullcontext(), _quiet():
         loaded = _load_tasks(manager, tasks)
-        model = _load_model(model_dir, device, batch_size)
+        model = _load_model(model_dir, device, batch_size, dtype)
         import lm_eval
 
         try:
-            outcome = lm_eval.simple_evaluate(
-                model=model, tasks=loaded, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
-            )
-        except AssertionError:  # lm-eval asserts that a continuation fits into the model's context
-            longest = model.max_length
+            outcome = lm_eval.simple_evaluate(model=model, tasks=loaded, limit=limit, task_manager=manager, log_samples=False)
+        except (AssertionError, ValueError) as error:
+            if "fewshot samples" in str(error) or "larger than population" in str(error):
+                raise UserError("--tasks: a task has fewer examples to show than its shots; give fewer shots") from None
+            if isinstance(error, ValueError):
+                raise
+            longest = model.max_length  # lm-eval asserts that a continuation fits into the model's context
             raise UserError(f"{model_dir}: the context is {longest} tokens, but an answer of {', '.join(tasks)} is longer; "
                             "choose tasks with shorter answers") from None
-    return _summary(model_dir, outcome)
+    weights = str(model.model.dtype).removeprefix("torch.")
+    return _summary(outcome, {"model": str(model_dir), "lm_eval": lm_eval.__version__, "dtype": weights, "device": device})
 
 
 def check_checkpoint(model_dir: Path) -> None:
@@ -86,29 +98,30 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: missing or truncated; export the checkpoint again") from None
 
 
-def check_options(num_fewshot: int | None, limit: int | None, device: str) -> None:
-    """Raise UserError for an invalid number or a device that is not available."""
-    if num_fewshot is not None and num_fewshot < 0:
-        raise UserError(f"--num-fewshot {num_fewshot}: must be 0 or more; omit it for the task's own number")
+def check_options(limit: int | None, device: str, batch_size: str, dtype: str | None) -> None:
+    """Raise UserError for an invalid number or dtype, or a device that is not available."""
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit}: must be at least 1; omit it to evaluate all examples")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: must be bf16 or fp32; omit it for the checkpoint's own")
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device}: must be cpu or cuda")
-    import torch
+    if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size) > 0):
+        raise UserError(f"--batch-size {batch_size}: must be a number of at least 1, or auto")
+    if device == "cpu" and batch_size == "auto":  # lm-eval exhausts the memory on purpose, which ends the process here
+        raise UserError("--batch-size auto: needs --device cuda; give a number")
+    if device == "cuda":
+        import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu")
+        if not torch.cuda.is_available():
+            raise UserError("--device cuda: this machine has no CUDA device that torch can use; give --device cpu")
 
 
-def find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
+def find_tasks(tasks: Iterable[str], include_path: Path | None) -> Any:
     """Return an lm-eval TaskManager that knows the tasks; lm-eval's own tasks are loaded only if needed.
 
     Raises UserError for an unknown task, suggesting the closest known one.
     """
-    if not tasks:
-        raise UserError("--tasks is empty; give at least one lm-eval task")
-    if include_path is not None and not include_path.is_dir():
-        raise UserError(f"--include-path {include_path}: no such folder; give the folder of the tasks' YAML files")
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
@@ -116,12 +129,27 @@ def find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
         if set(tasks) <= set(manager.all_tasks):
             return manager
     manager = TaskManager(include_path=str(include_path) if include_path else None)
-    unknown = [task for task in tasks if task not in manager.all_tasks]
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], manager.all_tasks, n=1)
-        advice = f"did you mean '{close[0]}'?" if close else "`lm-eval ls tasks` lists the known ones"
-        raise UserError(f"--tasks: unknown task '{unknown[0]}'; {advice}")
+    for task in tasks:
+        if task not in manager.task_index:
+            raise unknown_task(task, manager.all_tasks)
     return manager
+
+
+def write_into_card(
+    model_dir: Path, results: dict[str, Any], tasks: str, include_path: Path | None, limit: int | None, batch_size: str
+) -> None:
+    """Add the results of `evaluate` to the model card if `export` wrote it; folders are named without their parents."""
+    from spes_p2p.client.model_card import CARD_FILE, FACTS_FILE, with_evaluation
+
+    if not (model_dir / FACTS_FILE).exists():
+        return
+    dtype = next((name for name, value in DTYPES.items() if value == results["dtype"]), None)
+    options = {"--tasks": tasks, "--dtype": dtype, "--device": results["device"], "--batch-size": batch_size, "--limit": limit,
+               "--include-path": include_path and include_path.resolve().name}
+    given = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
+    command = shlex.join(["spes-p2p", "evaluate", model_dir.resolve().name, *given])
+    card = model_dir / CARD_FILE
+    write_whole(card, with_evaluation(card.read_text(encoding="utf-8"), results, command).encode())
 
 
 def _reads_local_data(manager: Any, task: str) -> bool:
@@ -171,38 +199,52 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _load_tasks(manager: Any, tasks: Sequence[str]) -> list[Any]:
+def _load_tasks(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
     """Load task and group objects with their data. lm-eval and datasets raise arbitrary exceptions for missing data."""
     loaded: list[Any] = []
-    for task in tasks:
+    seen: dict[str, str] = {}
+    for task, shots in tasks.items():
         try:
             found = manager.load([task])
-            loaded.extend([found["groups"][task]] if task in found["groups"] else found["tasks"].values())
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"task '{task}' cannot be loaded: {reason}; check its YAML file and its data") from None
+        for leaf in found["tasks"].values():
+            if seen.setdefault(leaf.task_name, task) != task:
+                both = f"both '{seen[leaf.task_name]}' and '{task}'"
+                raise UserError(f"--tasks: '{leaf.task_name}' is in {both}; give one of them")
+            if shots is None:
+                continue
+            if leaf.get_config("num_fewshot") == 0 != shots:  # its prompt has no place for examples, or contains its own
+                raise UserError(f"--tasks {task}:{shots}: the task '{leaf.task_name}' fixes its shots to 0; omit the number")
+            leaf.set_config(key="num_fewshot", value=shots)
+        loaded.extend([found["groups"][task]] if task in found["groups"] else found["tasks"].values())
     return loaded
 
 
-def _load_model(model_dir: Path, device: str, batch_size: int) -> Any:
+def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str | None) -> Any:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, loading = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto", output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=DTYPES[dtype], device_map=device, output_loading_info=True
+    )
     missing = sorted(loading["missing_keys"])
     if missing:
         raise UserError(f"{model_dir}: no weights for {missing[0]}; config.json and weights do not belong together")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    return HFLM(pretrained=model.to(device).eval(), tokenizer=tokenizer, batch_size=batch_size)
+    return HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size)
 
 
-def _summary(model_dir: Path, outcome: Any) -> dict[str, Any]:
+def _summary(outcome: Any, conditions: dict[str, str]) -> dict[str, Any]:
     scores = {
         task: {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, (int, float))}
         for task, row in outcome["results"].items()
     }
     samples = {task: counts["effective"] for task, counts in outcome["n-samples"].items()}
+    groups = {group: children for group, children in outcome["group_subtasks"].items() if children}
     summary: dict[str, Any] = to_json(
-        {"model": str(model_dir), "tasks": scores, "samples": samples, "num_fewshot": dict(outcome["n-shot"])}
+        {**conditions, "tasks": scores, "samples": samples, "num_fewshot": dict(outcome["n-shot"]),
+         "versions": dict(outcome["versions"]), "groups": groups}
     )
     return summary

@@ -108,6 +108,36 @@ def model_card(origin: Origin, dtype: ExportDtype = "fp32") -> str:
     )
 
 
+def with_evaluation(card: str, results: dict[str, Any], command: str) -> str:
+    """Return the card with a section for the results of `evaluate`, in place of an earlier one of the same command.
+
+    A group's subtasks are left out. The command is one line.
+    """
+    head = f"Evaluation\n\n```sh\n{command}\n```\n"
+    others = [section for section in card.split("\n## ") if not section.startswith(head)]
+    within = {subtask for subtasks in results["groups"].values() for subtask in subtasks}
+    rows = [
+        f"| {task} | {results['versions'].get(task)} | {results['num_fewshot'].get(task)} | "
+        f"{scores.get('sample_len')} | {_metrics(scores)} |"
+        for task, scores in results["tasks"].items() if task not in within
+    ]
+    table = [
+        "", f"lm-eval {results['lm_eval']}, weights in {results['dtype']}, on {results['device']}.", "",
+        "| task | version | shots | examples | result ± standard error |", "|---|---|---|---|---|", *rows, "",
+    ]
+    return "\n## ".join([*others, head + "\n".join(table)])
+
+
+def _metrics(scores: dict[str, Any]) -> str:
+    texts = []
+    for name, value in scores.items():
+        metric, comma, variant = name.partition(",")
+        error = scores.get(f"{metric}_stderr{comma}{variant}")
+        if value is not None and name != "sample_len" and not metric.endswith("_stderr"):
+            texts.append(f"{name} {value:.4f}" + (f" ± {error:.4f}" if error is not None else ""))
+    return ", ".join(texts)
+
+
 def _beginning(config: CampaignConfig) -> str:
     """Return what base 0 was."""
     if config.start is None:

@@ -42,7 +42,7 @@ def main() -> int:
     report.add_argument("--output", type=Path, default=Path("docs/learning"), help="folder for NAME.md and its plots")
     evaluation = commands.add_parser("evaluate")
     evaluation.add_argument("file", type=Path)
-    evaluation.add_argument("--tasks", required=True, help="comma-separated names")
+    evaluation.add_argument("--tasks", required=True, help="comma-separated TASK or TASK:SHOTS")
     evaluation.add_argument("--include-path", type=Path, help="folder of task files")
     evaluation.add_argument("--limit", type=int, help="maximum number of examples per task")
     evaluation.add_argument("--arm", action="append", help="only this arm; repeatable")
@@ -117,15 +117,17 @@ def _report(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from spes_p2p.client.evaluate import evaluate
+    from spes_p2p.client.task_names import check_names, parse_tasks
     from spes_p2p.research.report import evaluation_table
 
     kept = _final_checkpoints(arguments.file, arguments.arm)
-    tasks = arguments.tasks.split(",")
+    tasks = parse_tasks(arguments.tasks)
+    check_names(tasks, arguments.include_path)
     scores = {
         arm: evaluate(path, tasks, include_path=arguments.include_path, limit=arguments.limit)["tasks"]
         for arm, path in kept.items()
     }
-    print(evaluation_table(tasks, scores))
+    print(evaluation_table(list(tasks), scores))
 
 
 def _final_checkpoints(file: Path, arms: list[str] | None) -> dict[str, Path]:
