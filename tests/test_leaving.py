@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from lost_base import bootstrap_that_knows_more_than_it_has
 
+from spes_p2p.observe.events import RoundFailed
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, samples, simulate
 
 
@@ -76,6 +77,24 @@ def test_who_leaves_and_takes_long_to_end_coordinates_no_round_meanwhile(
         assert asyncio.get_running_loop().time() - told < 24
         await swarm.until_finished()
         assert_each_sample_is_in_one_round(swarm, leaver, overlap)
+
+    simulate(main)
+
+
+def test_after_the_last_trainer_left_the_bootstrap_waits_in_silence_and_the_next_one_trains_at_once() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 1, "reform_after_s": 600.0}))
+        swarm.start_all("A")
+        await swarm.until_round(3)
+        swarm.peers.pop("A").leave()
+        await swarm.until(swarm.tasks["A"].done)
+        swarm.network.kill("A")
+        await asyncio.sleep(120)
+        assert swarm.recorders["W"].of(RoundFailed) == []
+        started, left_at = asyncio.get_running_loop().time(), swarm.nodes["W"].log.round
+        swarm.start("B")
+        await swarm.until(lambda: swarm.round_of("B") > left_at + 2)
+        assert asyncio.get_running_loop().time() - started < 60
 
     simulate(main)
 

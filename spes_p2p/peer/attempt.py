@@ -67,24 +67,33 @@ class RoundMember:
         while self._node.log.last.id == self._replica.base.commit and not self._leave.is_made:
             seconds.clear()
             order = self._node.coordinators()
-            coordinator = order[attempt % len(order)]
-            try:
-                await self._attempt(attempt, coordinator, seconds)
-            except PeerUnreachable as error:
-                self._reporter.failed(target, attempt, "coordinator_lost", str(error))
+            if order[attempt % len(order)] in self._node.departures.gone(self._replica.base.commit):
+                self._set_state("waiting")
                 attempt += 1
-                in_this_pass = attempt % len(order)
-                untried = order[in_this_pass:] if in_this_pass else ()
-                attempt += await self._leave.unless_made(_first_living(self._node.endpoint, untried)) or 0
-            except WireError as error:
-                self._reporter.failed(target, attempt, "malformed", str(error))
-                attempt += 1
-            except Refused as error:
-                attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
+            else:
+                attempt = await self._try(target, attempt, order, seconds)
             if attempt and attempt % len(order) == 0:
                 await self._rediscover(attempt // len(order))
         if not takes_part(self._node.log.last, self._node.peer_id):  # nobody serves the round's results to this peer
             self._node.require_admitted(self._node.log.last.control)
+
+    async def _try(self, target: int, attempt: int, order: Sequence[str], seconds: dict[str, float]) -> int:
+        """Make an attempt; return the number of the next one. Raises UserError when this peer cannot take part."""
+        coordinator = order[attempt % len(order)]
+        try:
+            await self._attempt(attempt, coordinator, seconds)
+        except PeerUnreachable as error:
+            self._reporter.failed(target, attempt, "coordinator_lost", str(error))
+            attempt += 1
+            in_this_pass = attempt % len(order)
+            untried = order[in_this_pass:] if in_this_pass else ()
+            attempt += await self._leave.unless_made(_first_living(self._node.endpoint, untried)) or 0
+        except WireError as error:
+            self._reporter.failed(target, attempt, "malformed", str(error))
+            attempt += 1
+        except Refused as error:
+            attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
+        return attempt
 
     async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, refused: Refused) -> int:
         """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
@@ -103,8 +112,10 @@ class RoundMember:
         if refused.code is Code.DIGEST:
             return await self._repair(target, attempt, refused.detail)
         await self._leave.wait(BACKOFF_S)
-        if refused.code in (Code.CLOSED, Code.ALIVE):
+        if refused.code in (Code.CLOSED, Code.ALIVE, Code.LEAVING):
             logger.info("round %d: %s", target, refused.detail)
+            if refused.code is Code.LEAVING:
+                return attempt + 1
             next_pass = (attempt // ranks + 1) * ranks
             return attempt if refused.code is Code.CLOSED else next_pass
         self._reporter.failed(target, attempt, "refused", refused.detail)
@@ -123,12 +134,19 @@ class RoundMember:
 
     async def _rediscover(self, times_tried: int) -> None:
         """After trying every coordinator: refresh contacts and commits, and ask for a reform."""
-        await self._leave.wait(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S))
+        await self._rest(min(BACKOFF_S * 2 ** min(times_tried - 1, 10), MAX_BACKOFF_S))
         await self._node.refresh_contacts()
         await self._node.decisions.learn_from_all(self._node.others())
         await self._node.departures.come_back()
         if self._node.role == "trainer":
             await self._node.decisions.ask_for_reform()
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait, at most until a commit follows the base: one may open a term for a peer that found no coordinator."""
+        for _ in range(round(seconds / BACKOFF_S)):
+            if self._node.log.last.id != self._replica.base.commit or self._leave.is_made:
+                return
+            await self._leave.wait(BACKOFF_S)
 
     def _look_for_electors(self) -> None:
         """Find silent electors in the background, if this peer is one, so that its vote on a commit without them waits less."""

@@ -81,13 +81,13 @@ class Coordination:
 
     def give_up(self) -> None:
         """Fail the attempt, because this peer leaves."""
-        self._fail("the coordinator leaves")
+        self._fail("the coordinator leaves", Code.LEAVING)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, code: Code = Code.FAILED) -> None:
         self.failed = True
         for future in (self._plan, self._decided):
             if not future.done():
-                future.set_exception(Refused(Code.FAILED, f"attempt failed: {reason}"))
+                future.set_exception(Refused(code, f"attempt failed: {reason}"))
                 future.exception()
 
     async def serve(self, stream: Stream, signed: Signed) -> None:

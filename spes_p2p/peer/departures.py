@@ -19,7 +19,7 @@ from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.proposal import read_leave
 
 LEAVE_TIMEOUT_S = 2.0
-"""A leaving peer does not wait longer for electors that do not answer."""
+"""A leaving peer does not wait longer for peers that do not answer."""
 
 
 class Departures:
@@ -38,11 +38,11 @@ class Departures:
         await self._endpoint.serve(LEAVE, self._on_leave)
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
-        """Tell the electors that this peer leaves, so that its experts and samples are reassigned at once."""
+        """Tell electors and helpers that this peer leaves, so that its experts and samples are reassigned at once."""
         await self._tell(Leave(self._decisions.log.last.id, untrained, self._decisions.leave()))
 
     async def come_back(self) -> None:
-        """Tell the electors that this peer is back. A seat that it gave up stays given up until the next round."""
+        """Tell electors and helpers that this peer is back. A seat that it gave up stays given up until the next round."""
         await self._tell(Leave(self._decisions.log.last.id, (), self._decisions.farewell(), back=True))
 
     def see(self, peer: str) -> None:
@@ -62,7 +62,8 @@ class Departures:
 
     async def _tell(self, leave: Leave) -> None:
         request = pack(sign(leave, self._identity))
-        others = sorted(set(self._decisions.log.last.electorate) - {self._endpoint.peer_id})
+        last = self._decisions.log.last
+        others = sorted({*last.electorate, *last.helpers} - {self._endpoint.peer_id})
         asked = (self._endpoint.ask(peer, LEAVE, request, LEAVE_TIMEOUT_S) for peer in others)
         await asyncio.gather(*asked, return_exceptions=True)
 

@@ -57,7 +57,9 @@ class ReformService:
             self._require_patience(f"no reachable peer has the base of round {log.round}", lost_since)
             parent = await self._newest_round(stream.remote)
         if parent == log.round:
-            self._require_patience("no majority of the electors", await self.no_majority_since())
+            since = await self.no_majority_since()
+            if not self._all_left():
+                self._require_patience("no majority of the electors", since)
         if asked_for != log.last.id or self._newest.lost_since() != lost_since:
             raise Refused(Code.NO_REFORM, "the swarm goes on")
         await stream.send(pack(Decide((self._open_term(parent),))))
@@ -72,6 +74,10 @@ class ReformService:
         if parent is None:
             raise Refused(Code.NOT_HERE, "no reachable peer has a base of this campaign")
         return parent
+
+    def _all_left(self) -> bool:
+        """Return whether each elector has said that it leaves, and not come back: nobody is waited for."""
+        return set(self._node.log.last.electorate) <= self._node.departures.gone(self._node.log.last.id).keys()
 
     def _require_patience(self, what: str, since: float) -> None:
         patience_s = self._node.campaign.config.sync.reform_after_s
@@ -95,11 +101,12 @@ class ReformService:
 
     def _open_term(self, parent: int) -> CertifiedCommit:
         """Open a term after this round; its next round gathers whichever peers are there."""
-        last = self._node.log.last
+        last, all_left = self._node.log.last, self._all_left()
         decided = self._node.decisions.open_term(parent)
         lost = f"no reachable peer has the base of round {last.round}: the rounds after {parent} are given up"
-        reason = lost if parent < last.round else "no majority of the electors"
-        logger.warning("%s: term %d begins at round %d", reason, decided.commit.term, decided.commit.round)
+        reason = lost if parent < last.round else "all electors left" if all_left else "no majority of the electors"
+        level = logging.INFO if all_left else logging.WARNING
+        logger.log(level, "%s: term %d begins at round %d", reason, decided.commit.term, decided.commit.round)
         return decided
 
 
