@@ -39,7 +39,7 @@ def parse_tasks(text: str) -> dict[str, int | None]:
 def check_names(tasks: Iterable[str], include_path: Path | None) -> None:
     """Check that each name occurs in some task definition, of lm-eval or below `include_path`.
 
-    Reads the definitions as text, in half a second; lm-eval takes 3 s to import and 28 s to parse them. A name that occurs
+    Reads the definitions as text, in about a second; lm-eval takes 3 s to import and 28 s to parse them. A name that occurs
     without being a task's is left to lm-eval. Raises UserError for one that does not, suggesting the closest known one.
     """
     if include_path is not None and not include_path.is_dir():
