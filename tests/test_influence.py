@@ -18,6 +18,7 @@ from spes_p2p.rounds.apply import NextBase, next_base_pieces
 from spes_p2p.rounds.influence import (
     DISTANCE_RATIO,
     NORM_RATIO,
+    OUTLIER_RATIO,
     STEP_RATIO,
     WEIGHT_RATIO,
     Contribution,
@@ -127,6 +128,13 @@ def test_a_liar_is_named_and_the_honest_are_not() -> None:
     assert mean_of(updates)[1] == (5,)
 
 
+def test_an_update_far_beyond_the_others_leaves_their_mean_as_it_is() -> None:
+    for far in (honest(1)[0] * np.float32(1000), WORST["huge"]):
+        np.testing.assert_array_equal(mean_of([*honest(5), far])[0], mean_of(honest(5))[0])
+    near = honest(1)[0] * np.float32(0.9 * OUTLIER_RATIO)
+    assert np.any(mean_of([*honest(5), near])[0] != mean_of(honest(5))[0])
+
+
 def test_a_weight_counts_up_to_a_few_medians() -> None:
     updates = honest(5)
     lied = [10, 10, 2**40, 10, 10]
@@ -154,6 +162,19 @@ def test_strangers_set_no_median_whatever_their_number(size: float) -> None:
 def test_strangers_alone_are_clipped_against_each_other() -> None:
     updates, mean = [*honest(5), WORST["huge"]], np.empty(SIZE, np.float32)
     assert clipped_mean([Contribution(10, partial(np.copy, each), True) for each in updates], mean, clips=True) == (5,)
+
+
+@pytest.mark.parametrize(("strange", "left"), [(0, 1), (1, 0)])
+def test_of_two_contributors_a_stranger_is_measured_by_the_other(strange: int, left: int) -> None:
+    updates = honest(2)
+    updates[strange] *= np.float32(1000)
+    contributions = [Contribution(10, partial(np.copy, each), is_stranger=i == strange) for i, each in enumerate(updates)]
+    mean = np.empty(SIZE, np.float32)
+    assert clipped_mean(contributions, mean, clips=True) == (strange,)
+    np.testing.assert_array_equal(mean, updates[left])
+    for smaller in (1 / 500, 0):
+        updates[strange] *= np.float32(smaller)
+        assert clipped_mean(contributions, mean, clips=True) == ()
 
 
 def test_two_contributors_are_not_clipped_against_each_other() -> None:

@@ -2,7 +2,8 @@
 
 Two checks, on different machines, of different evidence:
 
-- A *reducer* has the updates of all contributors to a part. With three or more it clips each to a multiple of the median
+- A *reducer* has the updates of all contributors to a part. It leaves out each that is far beyond the median of three or
+  more, or a stranger's far beyond the other's. With three or more it clips the others to a multiple of the median
   (`clipped_mean`), with four or more also around the mean: one step of CenteredClip (Karimireddy, He, Jaggi, ICML 2021,
   arXiv 2012.10333; for peers without a server: Gorbunov et al. 2021, arXiv 2106.11257).
 - *Every member* has the results of all parts, so it can bound the step of each group of weights (`bound_steps`): by the group's
@@ -37,6 +38,8 @@ WEIGHT_RATIO = 4.0
 """Bounds a contributor's weight, in medians. Assigned steps differ from the median peer's by at most as much."""
 NORM_RATIO = 3.0
 """Bounds an update's norm, in medians, before the mean is taken."""
+OUTLIER_RATIO = 30.0
+"""Leaves out an update whose norm is more medians than this. Honest ones came to 11."""
 DISTANCE_RATIO = 2.0
 """Bounds an update's distance from that mean, in medians."""
 STEP_RATIO = 4.0
@@ -85,13 +88,16 @@ def clipped_mean(contributions: Sequence[Contribution], mean: np.ndarray, clips:
     """
     tokens = [each.tokens for each in contributions]
     judges = [i for i, each in enumerate(contributions) if not each.is_stranger] or list(range(len(tokens)))
-    if clips and len(tokens) >= ENOUGH_TO_CLIP:
+    updates, factors = _Updates(contributions, mean.size), [1.0] * len(tokens)
+    is_many = len(tokens) >= ENOUGH_TO_CLIP
+    if clips and is_many:
         bound = int(WEIGHT_RATIO * statistics.median_low(tokens[i] for i in judges))
         tokens = [min(count, bound) for count in tokens]
-    updates = _Updates(contributions, mean.size)
-    factors = [1.0] * len(tokens)
-    if clips and len(tokens) >= ENOUGH_TO_CLIP:
+    if clips and (is_many or len(judges) < len(tokens)):
         factors = _factors([square_sum(updates[i]) for i in range(len(tokens))], tokens, judges, NORM_RATIO)
+        tokens = [count if factor * OUTLIER_RATIO >= NORM_RATIO else 0 for count, factor in zip(tokens, factors, strict=True)]
+        factors = [factor if is_many or not count else 1.0 for count, factor in zip(tokens, factors, strict=True)]
+        judges = [i for i in judges if tokens[i]]
     total, scratch = sum(tokens), np.empty_like(mean)
     for i, (count, factor) in enumerate(zip(tokens, factors, strict=True)):
         np.multiply(updates[i], np.float32(factor * count / total), out=scratch if i else mean)
