@@ -43,6 +43,16 @@ def console_of(clock: Clock, peer_id: str, role: str) -> Observer:
     return to_all(board.update, RoundLog(board, clock).show)
 
 
+def test_while_the_swarm_assembles_each_change_says_how_many_trainers_are_there(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    board = new_board(clock, "helper", "helper")
+    helper = to_all(board.update, RoundLog(board, clock, min_peers=3).show)
+    helper(BaseRestored(-1, 0, 50, 0, "d", "disk", ((), ()), 10))
+    for trainers in (0, 1, 1, 2):
+        helper(PeersSeen(trainers, 1, tuple(f"peer-{i}" for i in range(trainers)), ()))
+    assert log.messages[1:] == [f"waiting for the others: {count} of 3 trainers" for count in (0, 1, 2)]
+
+
 def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     helper = console_of(clock, "helper", "helper")

@@ -49,9 +49,12 @@ def farewell(status: PeerStatus, records: Iterable[RoundRecord], run_dir: Path) 
 class RoundLog:
     """Observer that logs one line per round. Round 0 assembles the swarm; later rounds move weights."""
 
-    def __init__(self, board: StatusBoard, clock: Callable[[], float]):
-        """`board` must receive each event before this observer; `clock` is monotonic, in seconds."""
-        self._board = board
+    def __init__(self, board: StatusBoard, clock: Callable[[], float], min_peers: int = 1):
+        """`board` must receive each event before this observer; `clock` is monotonic, in seconds.
+
+        `min_peers`: trainers that the first round waits for.
+        """
+        self._board, self._min_peers, self._present = board, min_peers, -1
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
@@ -83,7 +86,7 @@ class RoundLog:
             case events.DownloadProgress():
                 return f"downloading {event.what}: {100 * event.done // max(1, event.total)} %"
             case events.PeersSeen():
-                return self._membership_change(event) or self._still_waiting(event)
+                return self._assembling(event) or self._membership_change(event) or self._still_waiting(event)
             case events.PhaseTrained() if event.skipped_steps:
                 return f"{self._nth(event.round)}: skipped {event.skipped_steps} steps with a non-finite loss or gradient"
             case RoundCommitted():
@@ -114,6 +117,16 @@ class RoundLog:
                 digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
                 return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"
         return None
+
+    def _assembling(self, event: events.PeersSeen) -> str | None:
+        """Report how many trainers of those that the first round waits for are there, when that changes."""
+        status, before = self._board.status, self._present
+        self._present = event.trainers
+        is_waiting = status.base_digest and not any(status.owners) and event.trainers < self._min_peers
+        if not is_waiting or before == event.trainers:
+            return None
+        self._living = frozenset(event.living) - {status.peer_id}
+        return f"waiting for the others: {event.trainers} of {counted(self._min_peers, 'trainer')}"
 
     def _membership_change(self, event: events.PeersSeen) -> str | None:
         """Report arrivals and departures, on helpers only."""

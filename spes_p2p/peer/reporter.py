@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from spes_p2p.campaign.orders import describe
 from spes_p2p.consensus.control import is_stopped
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.methods import SPEED
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,
@@ -136,7 +137,7 @@ class EventReporter:
             self._observer(Controlled(commit.round, control.number, control.state, describe(control)))
 
     def _bytes(self) -> tuple[int, int]:
-        """Report the bytes that crossed the transport since the last call; return (sent, received)."""
+        """Report the bytes that crossed the transport since the last call; return (sent, received) without measurements."""
         totals = [0, 0]
         endpoint = self._node.endpoint
         for method in set(endpoint.sent) | set(endpoint.received):
@@ -144,8 +145,9 @@ class EventReporter:
             received = endpoint.received[method] - self._moved[method, False]
             self._moved[method, True] += sent
             self._moved[method, False] += received
-            totals[0] += sent
-            totals[1] += received
+            if method != SPEED:
+                totals[0] += sent
+                totals[1] += received
             self._observer(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
         return totals[0], totals[1]
 

@@ -59,7 +59,7 @@ def observing(
     try:
         tracker = _tracker(files, settings, f"{role} {short_peer(peer_id)}")
         trackers = [] if tracker is None else [tracker.log]
-        log = RoundLog(board, time.monotonic)
+        log = RoundLog(board, time.monotonic, config.sync.min_peers)
         progress.start()
         all_of_them = to_all(board.update, metrics.update, history.record, log.show, progress.update, *trackers, *more)
         yield PeerObservers(all_of_them, board, history)
