@@ -190,7 +190,7 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
     simulate(main)
 
 
-def test_of_two_valid_commits_in_a_ballot_only_one_gets_a_majority_and_all_decide_it() -> None:
+def test_of_two_valid_commits_in_a_ballot_all_decide_the_one_that_most_honest_electors_vote_for() -> None:
     async def main() -> None:
         swarm, liars = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 5})), list[Equivocation]()
 
