@@ -179,6 +179,7 @@ def test_buckets_hold_every_gradient_once_in_order() -> None:
     assert found[0][1] == found[1][1] == found[2][1] == [1.0] * 10 + [2.0] * 3000 + [3.0] + [0.0] * 1500
 
 
+@pytest.mark.network
 def test_a_rank_that_dies_ends_the_peer_with_one_line(two_ranks: Callable[..., Leader]) -> None:
     leader = two_ranks()
     trainer = trainer_of(leader)
