@@ -187,7 +187,8 @@ def gated_swarm(strangers: str, **sync: Any) -> VirtualSwarm:
 
 def harming(swarm: VirtualSwarm) -> Callable[[World], World]:
     def upwards(group: Group, update: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return update if group.expert is None else np.ones_like(update)
+        size = np.sqrt(np.mean(np.square(update)))
+        return update if group.expert is None else np.full_like(update, 10 * size)
 
     return lambda world: UpdateLiar(upwards).around(Liar(world, swarm.campaign.config, lambda lie: None))
 
