@@ -220,6 +220,7 @@ def test_a_peer_whose_invitation_expires_hands_back_its_work_and_says_so() -> No
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", ["invite", "open"])
+@pytest.mark.long
 def test_when_a_majority_of_the_electors_is_away_rounds_wait_and_go_on_when_it_is_back(rule: str) -> None:
     async def main() -> None:
         swarm = invited_swarm(

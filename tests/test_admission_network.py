@@ -20,8 +20,8 @@ def printed(*arguments: str) -> str:
 
 
 def refused(ended: Ended) -> str:
-    """The one line of a command that was refused."""
-    (line,) = ended.stderr.splitlines()
+    """The line by which a command was refused: the last one."""
+    line = ended.stderr.splitlines()[-1]
     assert (ended.code, ended.stdout) == (2, "")
     return line
 

@@ -243,6 +243,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("broken", [slow(name) if name in SLOW else name for name in BROKEN])
+@pytest.mark.long
 def test_the_search_finds_what_goes_wrong_without_a_rule(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_rule, bounds = BROKEN[broken]
     break_rule(monkeypatch)
@@ -254,6 +255,7 @@ def test_the_search_finds_what_goes_wrong_without_a_rule(broken: str, monkeypatc
 ONE_LIAR = Bounds((1, 1), numbers=1, liars=1, one_commit=False)
 
 
+@pytest.mark.long
 def test_one_liar_of_three_has_no_invalid_commit_certified() -> None:
     found = search(ONE_LIAR)
     assert found.violation is None, found.trace

@@ -59,6 +59,7 @@ async def finish(swarm: VirtualSwarm) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("victim", ["coordinator", "follower"])
+@pytest.mark.long
 def test_a_banned_peer_loses_seat_and_experts_in_the_round_that_applies_the_record(victim: str, overlap: bool) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=200, sync={"overlap": overlap}))
@@ -167,6 +168,7 @@ def test_a_lifted_ban_lets_the_peer_back_in() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_rollback_that_also_applies_a_ban_takes_the_seat_too() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=300), archive=Archive(2, 2))

@@ -79,6 +79,7 @@ def assert_others_go_on_with_finite_bases(swarm: VirtualSwarm) -> None:
         assert all(event.skipped_steps == 0 for event in swarm.recorders[name].of(PhaseTrained))
 
 
+@pytest.mark.long
 def test_a_peer_that_breaks_stops_with_a_reason_before_it_sends_anything() -> None:
     async def main() -> None:
         swarm = swarm_of(sync_steps=12)

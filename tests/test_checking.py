@@ -87,6 +87,7 @@ def checked(swarm: VirtualSwarm) -> list[ResultsChecked]:
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_honest_reducers_are_checked_and_nothing_is_proven(codec: str, overlap: bool) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80, codec=codec, sync={"overlap": overlap}))

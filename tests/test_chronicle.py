@@ -205,6 +205,7 @@ def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: 
 
 
 @pytest.mark.parametrize("names", [pytest.param("W", marks=pytest.mark.slow), "WABC"])
+@pytest.mark.long
 def test_damaged_journals_cost_later_joiners_neither_rounds_nor_credit(tmp_path: Path, names: str) -> None:
     """Each peer loses another round: what one lacks, another has."""
 

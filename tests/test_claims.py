@@ -116,6 +116,7 @@ def seconds_of(attack: Attack, rounds: int = 15) -> float:
     "attack",
     [claims_a_far_round, claims_another_branch, answers_pings_from_a_far_round, answers_pings_and_never_comes],
 )
+@pytest.mark.long
 def test_a_claim_slows_rounds_by_at_most_a_tenth(attack: Attack) -> None:
     """And once, by a silence for each of the four coordinators."""
     assert seconds_of(attack) <= 1.1 * seconds_of(nothing) + 4 * 5.0
@@ -141,6 +142,7 @@ def test_known_commits_given_again_and_again_end_the_paging() -> None:
     run_virtual(main())
 
 
+@pytest.mark.long
 def test_who_gives_records_one_by_one_is_left_and_far_rounds_are_not_taken() -> None:
     async def main() -> None:
         network = MemoryNetwork()

@@ -113,6 +113,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, dict[str, object]], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)
 @pytest.mark.parametrize("command", ["bootstrap", "swarm"])
+@pytest.mark.long
 def test_a_wrong_campaign_file_is_refused(case: str, command: str, place: Place) -> None:
     sections, expected = BAD_CONFIGS[case]
     config = write_variant(place.campaign, f"{case.replace(' ', '_')}.yaml", **sections)
@@ -414,7 +415,9 @@ def test_every_command_is_in_the_table(place: Place) -> None:
     assert tried >= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("case", BAD_COMMANDS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.network) if case.endswith("nobody") else case for case in BAD_COMMANDS]
+)
 def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
     make, expected = BAD_COMMANDS[case]
     assert_refused(place.folder, make(place), *expected)

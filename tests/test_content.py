@@ -493,6 +493,7 @@ def test_a_tier_waits_until_the_one_before_is_dead_or_busy(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "base", "tokens", "parts"])
+@pytest.mark.long
 def test_a_donor_serves_a_few_peers_at_a_time_and_everybody_gets_everything(kind: str, tmp_path: Path) -> None:
     most = 0
     limits: list[int] = []

@@ -129,6 +129,7 @@ def test_a_pause_costs_no_work_and_changes_no_bit_of_what_follows() -> None:
 
 @pytest.mark.parametrize("victims", ["first in rank", "W", "WABC"])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_a_pause_holds_when_those_who_wait_are_killed_and_come_back(victims: str) -> None:
     async def main() -> None:
         swarm = await paused()
@@ -185,6 +186,7 @@ def test_where_rounds_overlap_training_a_pause_keeps_the_work_of_the_phase_under
     simulate(main)
 
 
+@pytest.mark.long
 def test_who_joins_a_paused_swarm_waits_with_the_others_and_trains_when_it_goes_on() -> None:
     async def main() -> None:
         swarm = await paused()
@@ -246,6 +248,7 @@ def test_a_record_of_anybody_else_or_of_another_campaign_is_refused() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_record_that_is_sent_again_or_too_late_changes_nothing() -> None:
     async def main() -> None:
         swarm = await paused()
@@ -292,6 +295,7 @@ def test_a_damaged_record_on_the_disk_is_learned_again() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_whatever_is_ordered_and_whoever_dies_an_order_holds_from_one_round_on(seed: int) -> None:
     """Random orders to random peers, kills and restarts, at random times; then everybody is back and the campaign ends."""
 
@@ -350,6 +354,7 @@ def rollback_of(swarm: VirtualSwarm, number: int) -> int:
 
 @pytest.mark.parametrize(("codec", "overlap"), [("fp16", False), ("int8", False), ("fp16", True)])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_a_rollback_takes_everybody_back_to_the_same_bits_and_training_goes_on(codec: str, overlap: bool) -> None:
     async def main() -> None:
         swarm = await archiving(sync={"codec": codec, "overlap": overlap}, outer={"shared_momentum": 0.9})
@@ -376,6 +381,7 @@ def replica_differs(swarm: VirtualSwarm, name: str) -> bool:
     return bool(swarm.recorders[name].of(DigestMismatch))
 
 
+@pytest.mark.long
 def test_who_was_away_during_a_rollback_follows_it_and_who_joins_later_begins_after_it() -> None:
     async def main() -> None:
         swarm = await archiving()
@@ -395,6 +401,7 @@ def test_who_was_away_during_a_rollback_follows_it_and_who_joins_later_begins_af
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_rollback_whose_base_nobody_here_keeps_waits_for_who_does_and_stops_no_round() -> None:
     async def main() -> None:
         swarm = await archiving()
@@ -411,6 +418,7 @@ def test_a_rollback_whose_base_nobody_here_keeps_waits_for_who_does_and_stops_no
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_paused_campaign_that_is_rolled_back_stays_paused() -> None:
     async def main() -> None:
         swarm = await archiving()
@@ -430,6 +438,7 @@ def test_a_paused_campaign_that_is_rolled_back_stays_paused() -> None:
 
 @pytest.mark.parametrize("victim", ["the coordinator", "W"])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_is_killed_while_it_goes_back_goes_on_from_there(victim: str) -> None:
     async def main() -> None:
         swarm = await archiving(sync={"reform_after_s": 30.0})
@@ -486,6 +495,7 @@ def rates(swarm: VirtualSwarm) -> dict[int, set[float]]:
     return found
 
 
+@pytest.mark.long
 def test_another_schedule_holds_for_all_from_its_round_on_for_joiners_and_after_rejoins_too() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=100))

@@ -63,6 +63,7 @@ def base_on_disk(swarm: VirtualSwarm, name: str) -> int:
     return base.round
 
 
+@pytest.mark.long
 def test_a_base_in_memory_is_written_every_few_rounds_and_at_the_end() -> None:
     async def main() -> None:
         swarm, writes = in_memory_swarm(NEVER_S)
@@ -79,6 +80,7 @@ def test_a_base_in_memory_is_written_every_few_rounds_and_at_the_end() -> None:
 
 @pytest.mark.parametrize("after_round", range(1, 8))
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_after_a_kill_a_base_in_memory_is_computed_again(after_round: int) -> None:
     async def main() -> None:
         swarm, _ = in_memory_swarm(NEVER_S)
@@ -96,6 +98,7 @@ def test_after_a_kill_a_base_in_memory_is_computed_again(after_round: int) -> No
 
 @pytest.mark.parametrize("kill_at", range(1, 25))
 @pytest.mark.sampled(2)
+@pytest.mark.long
 def test_a_kill_at_any_write_of_base_or_checkpoint_is_survived(kill_at: int) -> None:
     async def main() -> None:
         swarm, writes = in_memory_swarm(15.0, kill_at)
@@ -112,6 +115,7 @@ def test_a_kill_at_any_write_of_base_or_checkpoint_is_survived(kill_at: int) -> 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.long
 def test_a_peer_killed_in_a_phase_trains_only_what_the_last_checkpoint_lacks(in_memory: bool) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(

@@ -82,6 +82,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return asked
 
 
+@pytest.mark.long
 def test_local_task_scores_every_example_without_the_network(checkpoint: Path, tasks: Path, no_network: list[object]) -> None:
     result = evaluate(checkpoint, {"colours": None}, include_path=tasks)
     assert result["samples"] == {"colours": 3}

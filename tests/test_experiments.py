@@ -123,6 +123,7 @@ def test_a_run_gives_the_same_result_again(mode: str) -> None:
     assert -1 <= drifts["shared"]["cosine"] <= 1
 
 
+@pytest.mark.long
 def test_the_end_of_a_run_is_kept_as_a_checkpoint_that_has_its_loss(tmp_path: Path) -> None:
     run, the_text = only_run(mode="spes", peers=2), text()
     Tokenizer(models.WordLevel({END_OF_TEXT: 0})).save(str(tmp_path / TOKENIZER))

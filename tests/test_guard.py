@@ -52,6 +52,7 @@ class Judged(VirtualSwarm):
         replica.validation_loss = lambda: self.losses.get(replica.base.round, self.last)  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_a_runaway_loss_is_rolled_back_to_the_last_good_archived_base(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         swarm = Judged([5.0, 4.5, 4.0, 3.9, 3.8, 6.0, 6.0, 6.0, 3.7], keep=4)
@@ -69,6 +70,7 @@ def test_a_runaway_loss_is_rolled_back_to_the_last_good_archived_base(caplog: py
     assert "rolling back to round 4" in caplog.text
 
 
+@pytest.mark.long
 def test_a_loss_that_runs_away_again_pauses_the_campaign(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         swarm = Judged([5.0, 4.5, 4.0, 3.9, 3.8, 6.0], keep=4)

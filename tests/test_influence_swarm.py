@@ -35,6 +35,7 @@ def base_of(swarm: VirtualSwarm, name: str) -> np.ndarray:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("codec", "overlap"), [("int4", False), ("fp16", True)])
+@pytest.mark.long
 def test_all_replicas_agree_through_restarts_replays_and_joins_under_attack(codec: str, overlap: bool) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=90, codec=codec, sync={"overlap": overlap, "min_peers": 4}))
@@ -61,6 +62,7 @@ def test_all_replicas_agree_through_restarts_replays_and_joins_under_attack(code
     simulate(main)
 
 
+@pytest.mark.long
 def test_what_was_clipped_neither_returns_nor_stays_pending() -> None:
     """One bad phase of an otherwise honest peer costs one clipped round; afterwards its weights are the base again."""
     async def main() -> None:

@@ -28,6 +28,7 @@ def assert_each_sample_is_in_one_round(swarm: VirtualSwarm, leaver: str, overlap
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("moment", ["exchanging", "committing"])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
     moment: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_who_leaves_during_a_round_gives_back_nothing_that_the_round_includes(
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("leaver", "ABC")
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_leaves_and_takes_long_to_end_coordinates_no_round_meanwhile(
     leaver: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ async def assert_the_others_go_on(swarm: VirtualSwarm, liar: str, lied: list[str
 
 @pytest.mark.parametrize("field", COMMIT_LIES)
 @pytest.mark.sampled(2)
+@pytest.mark.long
 def test_a_commit_that_does_not_follow_from_its_evidence_gets_no_honest_vote(
     field: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,6 +143,7 @@ LIES: dict[str, tuple[ProposalLie, str]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.sampled(2)
+@pytest.mark.long
 def test_a_proposal_from_which_no_plan_follows_is_refused_by_its_members(
     lie: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,6 +37,7 @@ def test_who_joins_goes_on_from_the_base_that_the_bootstrap_has(overlap: bool) -
     run_virtual(main())
 
 
+@pytest.mark.long
 def test_the_swarm_goes_on_from_the_newest_base_that_anybody_has() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=400, sync={"min_peers": 2, "reform_after_s": 30.0}))
@@ -61,6 +62,7 @@ def test_the_swarm_goes_on_from_the_newest_base_that_anybody_has() -> None:
     run_virtual(main())
 
 
+@pytest.mark.long
 def test_who_had_the_base_comes_back_before_the_swarm_gives_it_up() -> None:
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has()
@@ -96,6 +98,7 @@ def test_who_had_the_base_and_is_back_at_the_moment_of_asking_loses_nothing(ahea
     run_virtual(main())
 
 
+@pytest.mark.long
 def test_who_had_the_base_comes_back_too_late_and_takes_the_new_branch() -> None:
     async def main() -> None:
         swarm = await bootstrap_that_knows_more_than_it_has()

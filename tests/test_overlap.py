@@ -166,6 +166,7 @@ def test_an_update_is_applied_one_phase_after_it_was_announced_and_all_of_it_in_
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_round_that_is_shorter_than_a_phase_costs_no_time() -> None:
     rounds = 6
 
@@ -224,6 +225,7 @@ def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -
     simulate(main)
 
 
+@pytest.mark.long
 def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(overlapping(200))
@@ -241,6 +243,7 @@ def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> No
 
 @pytest.mark.parametrize("delay_s", [0.3, 3.0, 9.9, 10.2])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_leaves_politely_gives_back_the_samples_of_all_work_that_was_not_included(delay_s: float) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(overlapping(300))

@@ -117,6 +117,7 @@ def highest_moment(peer: Peer) -> int:
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.long
 def test_counted_tensors_are_as_predicted(name: str, stored: StoredFormat) -> None:
     peer = Peer(shape(name), stored)
     peer.forward().backward()
@@ -174,6 +175,7 @@ def test_of_few_tokens_the_cast_copies_of_the_layers_matrices_are_most_of_what_i
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.sampled(3)
+@pytest.mark.long
 def test_the_highest_moment_of_a_step_is_as_predicted(name: str, bf16: bool, checkpointing: bool) -> None:
     peer = Peer(shape(name), "int8", 1e-5, bf16)
     if checkpointing:

@@ -12,6 +12,7 @@ from spes_p2p.testing.virtual_loop import run_virtual
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("killed", ["AB", "ABC"])
+@pytest.mark.long
 def test_a_swarm_goes_on_when_most_of_it_dies_at_once(killed: str) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=100, sync={"min_peers": 4, "reform_after_s": 30.0}))
@@ -48,6 +49,7 @@ def test_two_volunteers_gone_and_the_one_who_just_joined_goes_on() -> None:
     run_virtual(main())
 
 
+@pytest.mark.long
 def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=160, sync={"min_peers": 4, "reform_after_s": 30.0}))
@@ -74,6 +76,7 @@ def test_who_comes_back_after_a_reform_takes_its_branch() -> None:
 @pytest.mark.parametrize("silence_s", [5.0, 10.0])
 @pytest.mark.parametrize("total_steps", [300, 310, 320])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_a_minority_is_reformed_however_long_its_attempts_take(total_steps: int, silence_s: float) -> None:
     """Two electors of five take turns as coordinators; how many steps there are decides which of them begins."""
 

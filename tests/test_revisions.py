@@ -128,6 +128,7 @@ def commit_that_lost(swarm: VirtualSwarm) -> Commit:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("method", ["push", "pull"])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(method: str, count: int) -> None:
     async def main() -> None:
         swarm = swarm_of("ABCDEF", silence_s=5.0)
@@ -148,6 +149,7 @@ def test_the_parts_of_a_reducer_killed_in_the_exchange_are_committed_by_backups(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["push", "pull"])
+@pytest.mark.long
 def test_an_expert_that_was_handed_on_survives_the_death_of_its_reducer(method: str) -> None:
     """A's line is thin: others serve its experts, and one of them dies as it begins to."""
 

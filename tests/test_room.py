@@ -183,6 +183,7 @@ def update(options: TrainingOptions) -> np.ndarray:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("stored", "error"), [("fp32", 1e-5), ("bf16", 2e-2), ("int8", 5e-2)])
+@pytest.mark.long
 def test_every_setup_of_the_search_takes_the_same_step(stored: Any, error: float, checkpointing: bool) -> None:
     exact = update(TrainingOptions())
     assert np.linalg.norm(exact) > 0

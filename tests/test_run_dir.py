@@ -173,6 +173,7 @@ async def starts_again(swarm: VirtualSwarm, run_dir: Path) -> str | None:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", [*HARMS, "deleted", "an older one"])
 @pytest.mark.sampled(4)
+@pytest.mark.long
 def test_a_harmed_file_of_a_run_dir_is_recovered_or_refused_with_the_reason(tmp_path: Path, name: str, harm: str) -> None:
     run_dir, earlier = tmp_path / "run", tmp_path / "earlier"
 

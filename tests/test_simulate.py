@@ -63,6 +63,7 @@ def commit(number: int, members: tuple[str, ...], owners: Owners, total_tokens: 
 
 @pytest.mark.parametrize("kind", ["restart", "stop", "partition", "corrupt", "disconnect"])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_a_fault_at_every_point_of_a_round_breaks_no_invariant(kind: str) -> None:
     points = [point for point in POINTS if point not in RARE]
     faults = tuple(
@@ -89,6 +90,7 @@ def test_a_member_that_loses_nobody_but_its_coordinator_holds_the_round_up_for_a
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("point", ["announce", "vote", "apply"])
+@pytest.mark.long
 def test_a_bit_of_a_base_that_changes_is_not_taken_for_work_that_nobody_sent(point: str, seed: int) -> None:
     faults = tuple(Fault("corrupt", number, point, peers=("peer-1",), what="base") for number in range(3, 15, 2))
     assert_sound(run_seed(Scenario(peer_names(3), 18, faults, vary=False, overlap=True), seed))
@@ -108,6 +110,7 @@ def test_whoever_is_lost_at_any_point_of_a_round_holds_it_up_for_less_than_two_s
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.sampled(1)
+@pytest.mark.long
 def test_who_leaves_and_comes_back_on_its_disk_takes_part_again(overlap: bool) -> None:
     points = ("training", "announce", "promise", "push", "vote", "decided")
     faults = tuple(
@@ -131,6 +134,7 @@ def test_random_faults_break_no_invariant() -> None:
     assert_sound(run_seed(Scenario(peer_names(5), 12, fault_rate=0.5), 1))
 
 
+@pytest.mark.long
 def test_a_seed_replays_exactly() -> None:
     scenario = Scenario(peer_names(3), 3, fault_rate=1.0)
     first = run_seed(scenario, 3)
@@ -188,6 +192,7 @@ def test_bases_that_differ_are_found_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "digest" in rules_broken(Scenario(peer_names(3), 3, vary=False))
 
 
+@pytest.mark.long
 def test_experts_of_a_dead_peer_that_find_no_owner_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def assign_once(experts: int, room: Mapping[str, int], last: Sequence[Sequence[str]], *rest: Any) -> Owners:
         if any(last):
@@ -199,6 +204,7 @@ def test_experts_of_a_dead_peer_that_find_no_owner_are_found_out(monkeypatch: py
     assert "ownerless" in rules_broken(scenario)
 
 
+@pytest.mark.long
 def test_a_peer_that_stands_still_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     train = PhaseRunner.train
 

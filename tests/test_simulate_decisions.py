@@ -50,6 +50,7 @@ def audited(run: Run) -> Audit:
     return audit
 
 
+@pytest.mark.long
 def test_rounds_that_were_given_up_are_no_mismatch(run: Run) -> None:
     _, held = run
     assert len({each.digest for each in held if each.round == 8}) == 2, "held by both sides"

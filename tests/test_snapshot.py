@@ -187,6 +187,7 @@ def test_what_strangers_say_does_not_count_while_a_member_answers() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_results_are_kept_for_who_downloads_longer_than_they_would_be() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=400, sync={"min_peers": 2}))
@@ -206,6 +207,7 @@ def test_results_are_kept_for_who_downloads_longer_than_they_would_be() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_wrong_bits_that_were_believed_are_replaced_when_the_next_certificate_tells() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=100, sync={"min_peers": 2}))

@@ -72,6 +72,7 @@ def test_every_peer_hears_what_the_last_base_is_worth(overlap: bool, evaluation_
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.long
 def test_a_base_in_memory_has_the_bits_of_one_on_disk_and_is_there_once(overlap: bool) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80, sync={"overlap": overlap}))
@@ -92,6 +93,7 @@ def test_a_base_in_memory_has_the_bits_of_one_on_disk_and_is_there_once(overlap:
     simulate(main)
 
 
+@pytest.mark.long
 def test_every_codec_gives_equal_bits_on_all_peers() -> None:
     for codec in CODECS:
 
@@ -155,6 +157,7 @@ def test_a_peer_killed_while_it_trains_is_out_of_the_next_round_and_its_experts_
 
 @pytest.mark.parametrize("method", ["push", "pull"])
 @pytest.mark.parametrize("frame", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_a_peer_killed_in_the_middle_of_the_exchange_costs_its_parts_and_nothing_else(method: str, frame: int) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign())
@@ -278,6 +281,7 @@ def test_a_commit_that_was_accepted_before_its_coordinator_died_is_the_one_decid
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_joiner_downloads_the_base_and_trains_from_the_next_round() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=80))
@@ -355,6 +359,7 @@ def test_who_crashed_between_push_and_commit_does_not_send_the_same_work_again()
 
 @pytest.mark.parametrize("delay_s", [0.0, 4.0, 10.2, 10.4, 10.6, 10.8])
 @pytest.mark.sampled(2)
+@pytest.mark.long
 def test_a_whole_swarm_killed_at_once_continues_from_the_last_committed_round(delay_s: float) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign())
@@ -412,6 +417,7 @@ def test_a_peer_that_was_silent_too_long_catches_up_and_its_work_is_not_lost(pau
     simulate(main)
 
 
+@pytest.mark.long
 def test_a_peer_that_is_cut_off_comes_back_and_nothing_was_forked() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=150))
@@ -468,6 +474,7 @@ def test_a_slow_peer_gets_fewer_steps_and_is_waited_for() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_within_an_epoch_no_sample_is_trained_twice_and_none_is_left_out() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=180))

@@ -89,6 +89,7 @@ def order(swarm: VirtualSwarm, from_round: int) -> None:
     swarm.nodes["W"].decisions.take_control(signed(control, SimulatedIdentity("W")))
 
 
+@pytest.mark.long
 def test_a_swarm_is_upgraded_peer_by_peer_and_loses_no_round() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
@@ -113,6 +114,7 @@ def test_a_swarm_is_upgraded_peer_by_peer_and_loses_no_round() -> None:
     simulate(main)
 
 
+@pytest.mark.long
 def test_peers_below_the_required_version_warn_then_end_before_its_first_round(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=120, sync={"min_peers": 2}))
