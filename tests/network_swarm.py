@@ -34,7 +34,7 @@ COMMAND_TIMEOUT_S = 300.0
 """Bounds a command or an HTTP request that should end at once: what hangs is found, what is slow passes."""
 BUSY_FACTOR = 4.0
 """A machine that does something else too takes this many times as long."""
-ADDRESS = re.compile(r"(?:^spes-p2p join| as) (/ip4/[\d.]+/tcp/\d+/p2p/\w+)$", re.MULTILINE)
+ADDRESS = re.compile(r'(?:(?:^|")spes-p2p join| as) (/ip4/[\d.]+/tcp/\d+/p2p/\w+)(?:"|$)', re.MULTILINE)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
 
 
