@@ -185,6 +185,25 @@ def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_what_is_pend
     simulate(main)
 
 
+def test_of_an_experts_pending_work_only_what_its_owner_sent_counts_after_a_restart() -> None:
+    """The owner no longer has its codes then, but the result tells what the codec left out of them."""
+
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["two, each expert one owner"])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates, "sparse")
+        await played.run()
+        exchange, group = played.exchanges["A"], LAYOUT.expert(0)
+        for part, sent in exchange.sent.values():
+            if part.group == group:
+                pending = updates["A"][group.name][part.start - group.start : part.stop - group.start]
+                counted = taken(exchange.results, part, pending)
+                assert 0 < np.count_nonzero(sent) < part.size
+                np.testing.assert_array_equal(counted != 0, sent != 0)
+
+    simulate(main)
+
+
 def test_traffic_is_at_the_floor() -> None:
     """Each of N members sends 2 S (N-1)/N + E (N-1)/N bytes when every expert has one owner."""
 

@@ -128,7 +128,7 @@ class OwnWork:
 
 def taken(results: Results, part: Part, sent: np.ndarray) -> np.ndarray:
     """Return what a committed result contains of this peer's update: all but what the codec left out of the mean."""
-    if not part.codec.leaves_out or len(part.contributors) == 1:
+    if not part.codec.leaves_out:
         return sent
     values: np.ndarray = sent * (part.codec.decode(results.encoded[part.index], part.size) != 0)
     return values
