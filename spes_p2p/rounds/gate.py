@@ -113,7 +113,7 @@ def harmful_groups(plan: Plan, staged: Mapping[int, Staged]) -> frozenset[str]:
 
 
 def rejected_members(results: Results, parts: Sequence[Part]) -> tuple[int, ...]:
-    """Return the members to blame for these parts, which are left out as harmful. Nobody is for what all members train."""
+    """Return the members to blame for these parts, which are left out as harmful: nobody for what all members train."""
     trained = {i for part in parts if part.group.expert is not None for i in results.contributors(part)}
     return owners_to_blame(results.plan, trained)
 
