@@ -210,6 +210,8 @@ def join(
         "--activation-checkpointing/--no-activation-checkpointing",
         help="Recompute activations: less memory, more time. Default: if experts need it.")] = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass. Default: as many as fit.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(
+        "--from", help="Folder of the checkpoint that the campaign started from: saves a download.")] = None,
     base: Annotated[str | None, typer.Option(help="Where to keep bases and a round's data: auto, disk or ram.")] = None,
     checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes of work that a crash may lose (10).")] = None,
     data_dir: Annotated[
@@ -239,7 +241,7 @@ def join(
         memory_bytes=_bytes(memory, "--memory"),
         stored=stored, stored_on=stored_on, backend=backend,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
-        base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
+        checkpoint=checkpoint, base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
         token_cache_bytes=_bytes(token_cache, "--token-cache"),
         private_urls=private_urls or None,
         listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,

@@ -542,9 +542,56 @@ def test_the_campaign_ends_where_the_schedule_says_and_what_cannot_be_is_left_ou
     simulate(main)
 
 
-def view(round_number: int = 3, newest: Control | None = None) -> CampaignView:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=40, sync={"overlap": overlap}))
+        swarm.start_all()
+        await finish(swarm)
+        await asyncio.gather(*(swarm.tasks[name] for name in "ABC"))
+        last = swarm.nodes["W"].log.round
+        await asyncio.sleep(100)
+        more = Change(last + 1, '{"total_steps":70}')
+        await send(swarm, "W", record(swarm, 1, changes=(more,)))
+        for name in "ABC":
+            swarm.start_again(name)
+        swarm.start("D")
+        await finish(swarm)
+        assert swarm.recorders["A"].of(RoundCommitted)[-1].campaign_step == 70
+        assert swarm.recorders["D"].of(RoundCommitted)[-1].campaign_step == 70
+        assert swarm.recorders["W"].commits()[last + 1].campaign_step == 40, "this round brings the order"
+
+    simulate(main)
+
+
+def test_trainers_that_still_serve_the_last_round_stay_when_steps_are_added() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=40, evaluation={"every_rounds": 1}, data={"validation_manifest": "v"}))
+        swarm.evaluation_s = 10.0
+        swarm.start_all()
+        await swarm.until(lambda: swarm.nodes["W"].log.last.step == 40)
+        await send(swarm, "W", record(swarm, 1, changes=(Change(swarm.nodes["W"].log.round + 1, '{"total_steps":60}'),)))
+        assert not any(task.done() for task in swarm.tasks.values())
+        await swarm.until(lambda: swarm.nodes["W"].log.last.step == 60)
+        await finish(swarm)
+
+    simulate(main)
+
+
+def test_a_complete_campaign_takes_only_orders_that_add_steps() -> None:
+    complete = view(round_number=6, step=60)
+    order = parse_order(["schedule", "7", "total_steps=80"])(complete)
+    assert describe(order) == "from round 7 on total_steps 80"
+    assert not view(round_number=6, step=60, newest=order).is_complete
+    for words in ("pause", "stop", f"ban {OTHER_ID}", "rollback 2", "schedule 8 total_steps=80", "schedule 7 total_steps=60",
+                  "schedule 7 learning_rate=1e-4"):
+        with pytest.raises(UserError, match=r"^[^\n]*schedule 7 total_steps=NUMBER, with more than 60$"):
+            parse_order(words.split())(complete)
+
+
+def view(round_number: int = 3, newest: Control | None = None, step: int = 30) -> CampaignView:
     the_campaign = campaign(total_steps=60)
-    return CampaignView(the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, (2,))
+    return CampaignView(the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, step, (2,))
 
 
 def test_an_order_in_words() -> None:

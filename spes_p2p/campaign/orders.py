@@ -15,7 +15,7 @@ from spes_p2p.errors import UserError, version_advice
 from spes_p2p.messages.consensus import CampaignState, Change, Control, Requirement
 from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import PROTOCOL_VERSION
-from spes_p2p.rounds.schedule import changed
+from spes_p2p.rounds.schedule import changed, scheduled
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,15 @@ class CampaignView:
     newest: Control | None
     round: int
     """The newest committed round that any peer knows."""
+    step: int
+    """Campaign steps in its base."""
     archived: tuple[int, ...]
     """Rounds whose bases some peer archives, ascending."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the base includes the last step."""
+        return self.step >= scheduled(self.config, self.newest, self.round + 1).training.total_steps
 
 
 MakeControl = Callable[[CampaignView], Control]
@@ -40,10 +47,24 @@ MakeControl = Callable[[CampaignView], Control]
 
 def parse_order(words: Sequence[str]) -> MakeControl:
     """Parse the words of an order. Raises UserError."""
-    plain = {"pause": pause, "resume": resume, "stop": stop}
     name, *rest = words
     if name == "schedule":
         return _parse_schedule(rest)
+    return partial(_unless_complete, _parse_other(name, rest))
+
+
+def _unless_complete(make: MakeControl, view: CampaignView) -> Control:
+    if view.is_complete:
+        raise UserError(f"the campaign is complete; the only order that it takes adds steps: {_more_steps(view)}")
+    return make(view)
+
+
+def _more_steps(view: CampaignView) -> str:
+    return f"schedule {view.round + 1} total_steps=NUMBER, with more than {view.step}"
+
+
+def _parse_other(name: str, rest: Sequence[str]) -> MakeControl:
+    plain = {"pause": pause, "resume": resume, "stop": stop}
     if name == "require":
         return _parse_require(rest)
     if name == "rollback":
@@ -109,13 +130,16 @@ def stop(view: CampaignView) -> Control:
 
 
 def schedule(change: Change, view: CampaignView) -> Control:
-    """Change fields of `training` from a round on."""
-    _check_ahead(f"schedule {change.round}", change.round, view)
+    """Change fields of `training` from a round on; of a complete campaign from the next one on, with more steps."""
+    if not view.is_complete:
+        _check_ahead(f"schedule {change.round}", change.round, view)
     control = _next(view, _state(view))
     changes = tuple(sorted((*control.changes, change), key=lambda change: change.round))
     config = view.config
     for each in changes:
         config = changed(config, each.training, f"schedule {each.round}")
+    if view.is_complete and (change.round != view.round + 1 or config.training.total_steps <= view.step):
+        raise UserError(f"schedule {change.round}: the campaign is complete; give more steps: {_more_steps(view)}")
     return replace(control, changes=changes)
 
 

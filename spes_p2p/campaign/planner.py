@@ -32,7 +32,7 @@ from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.ownership import assign_experts
 from spes_p2p.rounds.parts import PART_BYTES, extra_copies, part_table, pulls
 from spes_p2p.rounds.planned import Member
-from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS
+from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS, replayable_rounds
 
 COARSE_PARTS = 2048
 """Maximum number of parts in the traffic computation: enough for the balance, and fast."""
@@ -181,7 +181,7 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
 def disk_bytes(config: CampaignConfig, choice: Choice) -> DiskBytes:
     """Return the size of a trainer's run-dir."""
     return replace(
-        bootstrap_disk_bytes(config, 0),
+        _disk_bytes(config, KEPT_ROUNDS, 0),
         scratch=pending_bytes(config, choice.setup.owned) + 2 * sums_bytes(config) + inputs_bytes(config),
         checkpoint=CHECKPOINT_FILES * (choice.device.moments + choice.device.weights),
     )
@@ -204,14 +204,20 @@ def written_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool =
 
 def bootstrap_disk_bytes(config: CampaignConfig, archived: int) -> DiskBytes:
     """Return the size of a bootstrap peer's run-dir with this many archived bases."""
+    kept_rounds = replayable_rounds(layout_of(config.model), group_codecs(config.sync.codec), config.outer)
+    return _disk_bytes(config, kept_rounds, archived)
+
+
+def _disk_bytes(config: CampaignConfig, kept_rounds: int, archived: int) -> DiskBytes:
+    """Return the size of a run-dir without checkpoints."""
     layout = layout_of(config.model)
     base, results = 4 * base_size(layout, config.outer), group_codecs(config.sync.codec).encoded_bytes(layout)
     return DiskBytes(
         base=(KEPT_SNAPSHOTS + 1) * base,
-        download=base + max(base, (MAX_KEPT_ROUNDS - KEPT_ROUNDS) * results),
+        download=base + max(base, (MAX_KEPT_ROUNDS - kept_rounds) * results),
         scratch=2 * all_sums_bytes(config) + max(2, config.sync.min_peers) * inputs_bytes(config),
         archive=archived * base,
-        results=(KEPT_ROUNDS + 1) * results,
+        results=(kept_rounds + 1) * results,
         checkpoint=0,
     )
 

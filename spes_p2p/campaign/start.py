@@ -22,6 +22,7 @@ from spes_p2p.model.families import check_family
 from spes_p2p.model.upcycle import FAMILIES, UpcycleRule, check_dense, upcycled_config, upcycled_state
 
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
+HUB_FILES = ["*.json", "*.safetensors"]
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,38 @@ def locate(checkpoint: str, home: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub["name"], revision=hub["revision"], allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(hub["name"], revision=hub["revision"], allow_patterns=HUB_FILES))
     except Exception as error:  # errors of the Hub's client, of HTTP, and of the disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{checkpoint}: no such folder, and not available from the Hub ({reason})") from None
 
 
-def base_0(files: CampaignFiles, out: np.ndarray) -> None:
-    """Write a campaign's first weights to `out`, float32 `[layout.size]`. Raises UserError if the checkpoint does not fit."""
+def cached(checkpoint: str) -> Path | None:
+    """Return the folder of a Hub checkpoint in this machine's cache, without asking the network; None if it is not there."""
+    hub = HUB_NAME.fullmatch(checkpoint)
+    if hub is None:
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(
+            hub["name"], revision=hub["revision"], allow_patterns=HUB_FILES, local_files_only=True
+        ))
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        return None
+
+
+def base_0(files: CampaignFiles, out: np.ndarray, checkpoint: Path | None = None) -> None:
+    """Write a campaign's first weights to `out`, float32 `[layout.size]`. Raises UserError if the checkpoint does not fit.
+
+    `checkpoint`: folder of the checkpoint on this machine. Default: what the campaign file names.
+    """
     config = files.campaign.config
     if config.start is None:
         initial_state(config.model, out)
         return
-    source = Checkpoint(locate(config.start.checkpoint, files.home))
+    source = Checkpoint(checkpoint or locate(config.start.checkpoint, files.home))
     check_family(config.model)
     if config.start.upcycle is None:
         checkpoint_state(config.model, source, out)

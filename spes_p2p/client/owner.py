@@ -15,7 +15,6 @@ from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known
 from spes_p2p.messages.methods import CONTROL
 from spes_p2p.net.identity import RSAIdentity
-from spes_p2p.rounds.schedule import scheduled
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,11 @@ def _view(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Known]
     if is_stopped(newest) and number_of(newest) <= applied:
         raise UserError("the campaign is stopped permanently; export its model with spes-p2p export")
     round_number = max(each.round for each in known)
-    if max(each.step for each in known) >= scheduled(config, newest, round_number + 1).training.total_steps:
-        raise UserError("the campaign is complete; it accepts no more orders")
     if newest is not None and newest.rollback >= 0 and newest.number > applied:
         raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     archived = sorted({kept for each in known for kept in each.archived})
-    return CampaignView(genesis.campaign, owner_of(genesis), config, newest, round_number, tuple(archived))
+    step = max(each.step for each in known)
+    return CampaignView(genesis.campaign, owner_of(genesis), config, newest, round_number, step, tuple(archived))
 
 
 async def _ask_all(swarm: SwarmConnection, control: Control | None) -> list[Known]:

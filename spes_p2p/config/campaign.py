@@ -322,6 +322,9 @@ class PeerConfig(Section):
         None, description="Recompute activations in the backward pass: less memory, about a third more time. Default: as auto.")
     micro_batch_size: Positive | None = Field(
         None, description="Samples per forward pass on this machine. Default: as auto, at most the campaign's.")
+    checkpoint: Path | None = Field(
+        None, description="Folder of the checkpoint that the campaign started from (--from), if this machine has it: a new "
+                          "peer of a young campaign makes base 0 from it and downloads none. Default: the Hub's cache.")
     base: Literal["auto", "disk", "ram"] = Field(
         "auto", description="Where to keep bases and the data of a round: in memory-mapped files, which are written every "
                             "round, or in memory, several times 4 bytes per value (--base ram). auto: in memory where half of "

@@ -162,6 +162,15 @@ class Decisions:
         reply = await self._endpoint.ask(peer, CONTROL, pack(ControlRequest(None)), self._endpoint.silence_s)
         return self.take_control(unpack(Known, reply).newest)
 
+    async def take_control_from_all(self, peers: Iterable[str]) -> None:
+        """Fetch the newest control record from the first MAX_ASKED of these peers; those that do not answer are skipped."""
+
+        async def take_from(peer: str) -> None:
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                await self.take_control_from(peer)
+
+        await asyncio.gather(*(take_from(peer) for peer in islice(peers, MAX_ASKED)))
+
     def leave(self) -> Farewell | None:
         """Give up this peer's seat in the next round; None when it keeps it."""
         return self._perform(self._acceptor.leave())

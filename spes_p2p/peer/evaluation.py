@@ -15,9 +15,13 @@ from spes_p2p.peer.reporter import EventReporter, trainers_of
 
 
 def has_last_base(node: Node, replica: Replica) -> bool:
-    """Return whether the base includes the last round: the one at the last step, or in which the owner stopped the campaign."""
+    """Return whether the base includes the last round: the one at the last step, or in which the owner stopped the campaign.
+
+    An order that adds steps counts from its arrival on: the next round applies it.
+    """
     commit = node.log.last
-    is_over = commit.step >= node.training_after(commit).total_steps or is_stopped(commit.control)
+    schedules = (node.rules.training(control, commit.round + 1) for control in (commit.control, node.controls.newest))
+    is_over = all(commit.step >= each.total_steps for each in schedules) or is_stopped(commit.control)
     return is_over and replica.has_base and replica.base.commit == commit.id
 
 

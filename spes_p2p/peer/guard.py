@@ -48,7 +48,8 @@ class Guard:
         archived = archived_rounds(node.world.store)
         target = max((kept for kept in archived if kept <= good), default=-1)
         view = CampaignView(
-            node.campaign_hash, node.peer_id, node.campaign.config, node.controls.newest, node.log.round, tuple(archived)
+            node.campaign_hash, node.peer_id, node.campaign.config, node.controls.newest, node.log.round, node.log.last.step,
+            tuple(archived),
         )
         found = (
             f"the held-out loss has run away: {self._evaluations[-1].loss:.3g} after round {self._evaluations[-1].round}, "

@@ -25,7 +25,6 @@ from spes_p2p.rounds.planned import DerivePlan, Plan
 from spes_p2p.rounds.result_file import ResultFile
 from spes_p2p.rounds.results import (
     BODIES_OF,
-    KEPT_ROUNDS,
     MAX_KEPT_ROUNDS,
     RESULTS_OF,
     Results,
@@ -81,12 +80,12 @@ class KeptResults:
         """Make results durable before they are reported as staged."""
         await self._run(save_results, self._store, results)
 
-    def forget(self, base_round: int, durable_round: int, pinned_round: int | None) -> None:
-        """Delete old results, but none after `durable_round`, that of the base on disk.
+    def forget(self, base_round: int, kept_rounds: int, durable_round: int, pinned_round: int | None) -> None:
+        """Delete results before the last `kept_rounds`, but none after `durable_round`, that of the base on disk.
 
         `pinned_round`: round of the oldest base that a peer is downloading.
         """
-        oldest = min(base_round - KEPT_ROUNDS, durable_round)
+        oldest = min(base_round - kept_rounds, durable_round)
         if pinned_round is not None:
             oldest = min(oldest, max(pinned_round, base_round - MAX_KEPT_ROUNDS))
         for plan_id in [plan_id for plan_id, results in self.by_plan.items() if results.plan.round <= oldest]:

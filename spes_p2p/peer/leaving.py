@@ -1,10 +1,10 @@
-"""Leaving: on request, what a peer returns to the others then, and how long it serves after the campaign's last round."""
+"""Leaving: on request, and how long a peer serves after the campaign's last round."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from spes_p2p.peer.evaluation import Evaluation
@@ -50,20 +50,30 @@ class LeaveRequest:
             asked.cancel()
 
 
-async def serve_last_results(node: Node, evaluation: Evaluation, request: LeaveRequest) -> None:
-    """Serve until every other peer has the last base and this peer knows its held-out loss, within SERVE_RESULTS_S."""
+async def serve_last_results(
+    node: Node, evaluation: Evaluation, request: LeaveRequest, is_finished: Callable[[], bool]
+) -> None:
+    """Serve until every other peer has the last base and this peer knows its held-out loss, within SERVE_RESULTS_S.
+
+    Ends early when the owner adds steps: the campaign is not finished then.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SERVE_RESULTS_S
-    while loop.time() < deadline and not request.is_made:
+    while loop.time() < deadline and not request.is_made and is_finished():
         await node.refresh_contacts()
         if evaluation.learn_last_loss() and all(node.contacts[peer].round >= node.log.round for peer in node.others()):
             return
         await request.wait(RETRY_S)
 
 
-async def serve_until_asked_to_leave(node: Node, evaluation: Evaluation, request: LeaveRequest) -> None:
-    """Serve after the last round. The last loss comes late: look for it once more before leaving."""
-    while not request.is_made:
+async def serve_until_asked_to_leave(
+    node: Node, evaluation: Evaluation, request: LeaveRequest, is_finished: Callable[[], bool]
+) -> None:
+    """Serve after the last round, until the owner adds steps or this peer is asked to leave.
+
+    The last loss comes late: look for it once more before leaving.
+    """
+    while not request.is_made and is_finished():
         evaluation.learn_last_loss()
         await request.wait(RETRY_S)
     if not evaluation.learn_last_loss():

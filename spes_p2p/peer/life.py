@@ -100,21 +100,41 @@ class Peer:
             excluded = ""
             try:
                 await self._get_base()
-                excluded = await self._take_part()
+                excluded = await self._take_part_and_serve()
             except UserError:  # a wait for text ends so
                 if not self._leave.is_made:
                     raise
-            if self._make_trainer is None:
-                self._reporter.set_state("waiting")
-                if self.finished:
-                    await serve_until_asked_to_leave(self.node, self._evaluation, self._leave)
             await self.replica.store.save_base()
-            await self._end()
+            self._reporter.set_state("leaving")
+            if not self.finished:
+                await self._member.return_work()
             if excluded:
                 raise UserError(excluded)
         finally:
             self.coordinators.close()
             await self.node.close()
+
+    async def _take_part_and_serve(self) -> str:
+        """Take part until this peer leaves, and again when the owner adds steps to a finished campaign; return as `_take_part`.
+
+        Of a finished campaign a helper serves the base until asked to leave, a trainer until everybody has it.
+        """
+        if self.finished:
+            await self.node.decisions.take_control_from_all(self.node.others())
+        while True:
+            excluded = await self._take_part()
+            if not self.finished:
+                return excluded
+            await self.replica.store.save_base()
+            if self._make_trainer is None:
+                self._reporter.set_state("waiting")
+                await serve_until_asked_to_leave(self.node, self._evaluation, self._leave, lambda: self.finished)
+            else:
+                self._reporter.set_state("leaving")
+                self._report_dropped_work()
+                await serve_last_results(self.node, self._evaluation, self._leave, lambda: self.finished)
+            if self.finished:
+                return excluded
 
     async def _take_part(self) -> str:
         """Take part in rounds until the end, or until asked to leave; return why this peer is excluded, "" when it is not."""
@@ -233,14 +253,6 @@ class Peer:
         """Return the round that the newest control record goes back to; -1 for none."""
         control = self.node.controls.newest
         return -1 if control is None else control.rollback
-
-    async def _end(self) -> None:
-        self._reporter.set_state("leaving")
-        if not self.finished:
-            await self._member.return_work()
-        elif self._make_trainer is not None:
-            self._report_dropped_work()
-            await serve_last_results(self.node, self._evaluation, self._leave)
 
     def _report_dropped_work(self) -> None:
         """Report pending work that no round will include: the campaign's end does not wait for it."""

@@ -34,7 +34,7 @@ from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.planned import Plan
-from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.results import KEPT_ROUNDS, Results, replayable_rounds
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.scratch import memory_scratch
 from spes_p2p.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
@@ -76,6 +76,8 @@ class Replica:
         self.codecs = group_codecs(sync.codec)
         scratch = memory_scratch if base_in_memory else node.world.store.scratch
         self._size = base_size(layout, self.outer)
+        is_helper = node.role == "helper"
+        self._kept_rounds = replayable_rounds(layout, self.codecs, self.outer) if is_helper else KEPT_ROUNDS
         self.store = BaseStore(node.world, self._size, base_in_memory, checkpoint_every_s)
         self.checkpoints_in_phase = checkpoint_every_s > 0 and not sync.overlap
         self.resumed: tuple[str, int] = "", 0
@@ -294,7 +296,8 @@ class Replica:
         self.store.replace(new)
         self._report_dropped(dropped, "left out of more than two rounds")
         await self._save(built.draft)
-        await run(self.results.forget, new.round, self.store.durable_round, self.store.snapshots.oldest_pinned_round)
+        pinned = self.store.snapshots.oldest_pinned_round
+        await run(self.results.forget, new.round, self._kept_rounds, self.store.durable_round, pinned)
         await run(self.exchanges.forget, new.round, results.plan.id)
         return built.bounded
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.config.campaign import OuterConfig
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Manifest, Proposal
 from spes_p2p.model.layout import Layout
 from spes_p2p.rounds.codecs import GroupCodecs
 from spes_p2p.rounds.digest import content_digest
+from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import PART_BYTES, Part, from_mask, mask_bytes, moved_parts, part_table
 from spes_p2p.rounds.planned import DerivePlan, Plan
 from spes_p2p.rounds.result_file import ResultFile, part_offsets
@@ -26,6 +28,14 @@ KEPT_ROUNDS = 4
 """Bounds the rounds whose results a peer keeps, for peers that missed them."""
 MAX_KEPT_ROUNDS = 16
 """The same while a peer downloads an older base, after which it replays the following rounds."""
+REPLAYED_SHARE = 0.25
+"""Of a base's bytes: helpers keep results up to this size, for joiners that make base 0 themselves and replay all rounds."""
+
+
+def replayable_rounds(layout: Layout, codecs: GroupCodecs, outer: OuterConfig) -> int:
+    """Return the number of rounds whose results a helper keeps: replaying more would take nearly as long as a download."""
+    most = REPLAYED_SHARE * 4 * base_size(layout, outer)
+    return max(KEPT_ROUNDS, int(most) // codecs.encoded_bytes(layout))
 
 
 class Results:

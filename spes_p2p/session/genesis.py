@@ -1,10 +1,12 @@
-"""The genesis commit of a bootstrap peer, created with base 0 or fetched from other bootstrap peers.
+"""The genesis commit of a bootstrap peer, created with base 0 or fetched from other bootstrap peers; a joiner's own base 0.
 
-`make_layout` and `load_or_make_genesis` import torch: the peer runs them in a process of their own (`apart.py`).
+`make_layout`, `load_or_make_genesis` and `make_base_0` import torch: the peer runs them in a process of their own (`apart.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,17 +16,24 @@ import numpy as np
 from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, read_run_dir
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
 from spes_p2p.config.addresses import peer_of
+from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.config.model import ModelSection
+from spes_p2p.content.bases import newest_bases
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.model.layout import Layout
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.rounds.base import BASE
+from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.rounds.outer import base_size
+from spes_p2p.rounds.results import replayable_rounds
+from spes_p2p.session.apart import run_apart
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import DirectoryStore
+
+logger = logging.getLogger(__name__)
 
 
 def make_layout(model: ModelSection) -> Layout:
@@ -61,11 +70,61 @@ async def fetch_genesis(endpoint: RpcEndpoint, others: Sequence[str], files: Cam
     return genesis
 
 
-def _base_0(files: CampaignFiles, layout: Layout, store: Store) -> np.ndarray:
+async def join_with_base_0(
+    endpoint: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, genesis: Commit, settings: PeerConfig, store: Store
+) -> None:
+    """Make base 0 in a new run-dir where this machine has all that is needed, and the rounds since can be replayed.
+
+    This saves the download of a base. Raises UserError where `settings.checkpoint` is not what the campaign started from.
+    """
+    from spes_p2p.campaign.start import cached
+    from spes_p2p.model.build import layout_of
+    from spes_p2p.model.checkpoint import Checkpoint
+
+    config, name = files.campaign.config, files.campaign.config.name
+    if settings.checkpoint is not None and config.start is None:
+        raise UserError(f"--from {settings.checkpoint}: campaign {name} starts from random weights; leave out --from")
+    if settings.checkpoint is not None:
+        Checkpoint(settings.checkpoint)
+    if store.read(BASE) is not None:
+        return
+    checkpoint = settings.checkpoint or (cached(config.start.checkpoint) if config.start else None)
+    if config.start is not None and checkpoint is None:
+        return
+    rounds = max((info.round + 1 for info in await newest_bases(endpoint, peers)), default=None)
+    replayable = replayable_rounds(layout_of(config.model), group_codecs(config.sync.codec), config.outer)
+    if rounds is None or rounds > replayable:
+        if settings.checkpoint is not None:
+            logger.info("base 0 is too old: peers have the results of the last %d rounds; downloading a base", replayable)
+        return
+    logger.info("making base 0 from %s", checkpoint or "random weights")
+    made = await asyncio.to_thread(run_apart, make_base_0, files, genesis, settings.run_dir, checkpoint)
+    if not made and settings.checkpoint is not None:
+        start = config.start.checkpoint if config.start else ""
+        raise UserError(f"--from {checkpoint}: does not give base 0 of campaign {name}, which started from {start}; leave out "
+                        "--from to download a base")
+    if not made:
+        logger.info("base 0 as made here is not the campaign's; downloading a base")
+
+
+def make_base_0(files: CampaignFiles, genesis: Commit, run_dir: Path, checkpoint: Path | None) -> bool:
+    """Make base 0 in a new run-dir, from this checkpoint or random weights; return whether it is the genesis commit's.
+
+    If it is not, nothing is kept. Raises UserError.
+    """
+    store = DirectoryStore(run_dir)
+    values = _base_0(files, make_layout(files.campaign.config.model), store, checkpoint)
+    if state_digest(values) != genesis.base_digest:
+        return False
+    save_base_0(store, genesis, values)
+    return True
+
+
+def _base_0(files: CampaignFiles, layout: Layout, store: Store, checkpoint: Path | None = None) -> np.ndarray:
     """Return the initial weights with zero momentum, in a scratch file."""
     from spes_p2p.campaign.start import base_0
 
     values = store.scratch("temporary", base_size(layout, files.campaign.config.outer))
-    base_0(files, values[: layout.size])
+    base_0(files, values[: layout.size], checkpoint)
     values[layout.size :] = 0
     return values

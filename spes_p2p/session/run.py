@@ -30,7 +30,7 @@ from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
-from spes_p2p.session.genesis import fetch_genesis, load_or_make_genesis, make_layout
+from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, remembering
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
@@ -165,11 +165,12 @@ async def _join(
         keep_campaign(files, genesis, settings.run_dir)
         keep_invitation(invitation, settings.run_dir)
         on_joined(files, net.transport.addresses[0])
+        store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
+        await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
         logger.info("room for %s", resources.description)
         if not dialable:
             logger.warning("%s", describe(dialable))
 
-        store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
         with observing(files, settings, net.identity.peer_id, "trainer", extension.observers) as observers:
             world = extension.around(world_of(net, store, settings))
             node = await make_node(net, world, files, genesis, "trainer", observers.all, invitation)

@@ -101,8 +101,8 @@ def load_checkpoint(
 ) -> Restored | None:
     """Restore the checkpoint of this commit and the owned experts, completely; of two, the one with more steps.
 
-    Without one, restore the moments of the newest other checkpoint, and warn. None with a warning if there is none at all:
-    training then continues from the base with fresh moments.
+    Without one, restore the moments of the newest other checkpoint, and warn. None if there is none at all: training then
+    continues from the base with fresh moments, which is worth a warning unless it is base 0.
     """
     wanted = commit, _owned(trainer)
     found, problems = _kept_checkpoints(store)
@@ -117,8 +117,9 @@ def load_checkpoint(
         problem = problems[0] if problems else f"no checkpoint of round {round_number}"
         logger.warning("%s: continuing from the base with the moments of round %d", problem, kept.round)
         return Restored(kept.name, False, 0)
-    problem = problems[0] if problems else f"no checkpoint of round {round_number}"
-    logger.warning("%s: continuing from the base with fresh moments", problem)
+    if problems or round_number >= 0:
+        problem = problems[0] if problems else f"no checkpoint of round {round_number}"
+        logger.warning("%s: continuing from the base with fresh moments", problem)
     return None
 
 
