@@ -17,12 +17,12 @@ from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import METHODS
 from spes_p2p.net.contacts import registry_key
-from spes_p2p.net.shares import HELD_BY_STRANGERS, HELD_PER_PEER
+from spes_p2p.net.shares import HELD_BY_OUTSIDERS, HELD_PER_PEER
 from spes_p2p.testing.memory_network import Frame, MemoryChannel
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.virtual_loop import VirtualLoop
 
-STRANGER, MEMBER, HONEST = "X", "C", "AB"
+OUTSIDER, MEMBER, HONEST = "X", "C", "AB"
 STEPS, MOST_CAPTURED = 25, 200
 OPEN_CHANNELS = 50
 FAST = settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -41,7 +41,7 @@ class Captured:
     def tap(self, frame: Frame) -> Frame:
         """Keep some frames of each method."""
         known = sum((each.method, each.kind) == (frame.method, frame.kind) for each in self.frames)
-        if frame.sender not in (STRANGER,) and known < 4 and len(self.frames) < MOST_CAPTURED and frame.kind != Kind.HEARTBEAT:
+        if frame.sender not in (OUTSIDER,) and known < 4 and len(self.frames) < MOST_CAPTURED and frame.kind != Kind.HEARTBEAT:
             self.frames.append(frame)
         return frame
 
@@ -68,10 +68,10 @@ class HostilePeers(RuleBasedStateMachine):
         self.swarm.start_all(HONEST + MEMBER)
         await self.swarm.until_round(2)
         self.swarm.kill(MEMBER)
-        self.transports = {name: self.swarm.network.transport(name) for name in (STRANGER, MEMBER)}
-        self.registries = {name: self.swarm.network.registry(name) for name in (STRANGER, MEMBER)}
+        self.transports = {name: self.swarm.network.transport(name) for name in (OUTSIDER, MEMBER)}
+        self.registries = {name: self.swarm.network.registry(name) for name in (OUTSIDER, MEMBER)}
 
-    @rule(who=st.sampled_from([STRANGER, MEMBER]), to=st.sampled_from([*HONEST, "W"]), method=st.sampled_from(sorted(METHODS)))
+    @rule(who=st.sampled_from([OUTSIDER, MEMBER]), to=st.sampled_from([*HONEST, "W"]), method=st.sampled_from(sorted(METHODS)))
     def open(self, who: str, to: str, method: str) -> None:
         """Open a stream of any method."""
         with contextlib.suppress(PeerUnreachable, Refused):
@@ -106,7 +106,7 @@ class HostilePeers(RuleBasedStateMachine):
                 with contextlib.suppress(PeerUnreachable, ValueError):
                     self.run(channel.finish())
 
-    @rule(who=st.sampled_from([STRANGER, MEMBER]), value=st.binary(max_size=300))
+    @rule(who=st.sampled_from([OUTSIDER, MEMBER]), value=st.binary(max_size=300))
     def put(self, who: str, value: bytes) -> None:
         """Put anything into the registry."""
         self.run(self.registries[who].put(registry_key(self.swarm.campaign.hash), value, 10**6))
@@ -124,10 +124,10 @@ class HostilePeers(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        """What waits to be read stays within the shares of strangers and of one member."""
+        """What waits to be read stays within the shares of outsiders and of one member."""
         for name in (*HONEST, "W"):
             held = self.swarm.nodes[name].endpoint.shares._held
-            assert held[STRANGER] <= HELD_BY_STRANGERS
+            assert held[OUTSIDER] <= HELD_BY_OUTSIDERS
             assert held[MEMBER] <= HELD_PER_PEER
 
     def teardown(self) -> None:

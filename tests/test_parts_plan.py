@@ -28,13 +28,14 @@ from spes_p2p.rounds.parts import (
     SHORTEST_LIMIT_S,
     SLOWEST_BYTES_PER_S,
     Part,
+    exchange_limit_s,
     extra_copies,
     from_mask,
-    longest_exchange_s,
     mask_bytes,
     part_table,
     pulls,
     to_mask,
+    traffic,
     weight,
 )
 from spes_p2p.rounds.plan import Rules, alpha_due, check_announcement, local_steps, make_plan
@@ -78,6 +79,9 @@ def sent_seconds(parts: tuple[Part, ...], members: tuple[Member, ...]) -> list[f
         assert sum(pulls(part, i) for i in everybody) == extra_copies(part, part.reducer, len(members)) + (
             part.reducer in part.contributors
         )
+    up, down = traffic(parts, len(members))
+    assert up == sent
+    assert sum(up) == sum(down)
     return [sent[i] / members[i].bandwidth if members[i].bandwidth else 0.0 for i in everybody]
 
 
@@ -327,14 +331,14 @@ def big_round(bandwidths: tuple[float, ...]) -> tuple[tuple[Part, ...], tuple[Me
 
 def test_the_time_limit_of_an_exchange_suffices_for_a_line_of_20_mbit_that_is_not_measured_yet() -> None:
     parts, members, size = big_round((12.5e6,) * 4)
-    assert longest_exchange_s(parts, members) > SHORTEST_LIMIT_S + size / (20e6 / 8)
+    assert exchange_limit_s(parts, members) > SHORTEST_LIMIT_S + size / (20e6 / 8)
 
 
 def test_the_time_limit_follows_the_slowest_line_but_not_any_claim() -> None:
     fast, slow, liar = (
-        longest_exchange_s(*big_round((25e6, 25e6, 25e6, last))[:2]) - SHORTEST_LIMIT_S for last in (25e6, 2.5e6, 1e-9)
+        exchange_limit_s(*big_round((25e6, 25e6, 25e6, last))[:2]) - SHORTEST_LIMIT_S for last in (25e6, 2.5e6, 1e-9)
     )
     assert 4 * fast < slow < 12 * fast
     assert slow < liar < 2 * slow * 2.5e6 / SLOWEST_BYTES_PER_S
-    undialable = longest_exchange_s(*big_round((25e6, 25e6, 2.5e6, 0.0))[:2])
-    assert undialable >= longest_exchange_s(*big_round((25e6, 25e6, 2.5e6, 2.5e6))[:2]) / 2
+    undialable = exchange_limit_s(*big_round((25e6, 25e6, 2.5e6, 0.0))[:2])
+    assert undialable >= exchange_limit_s(*big_round((25e6, 25e6, 2.5e6, 2.5e6))[:2]) / 2

@@ -1,4 +1,4 @@
-"""What a stranger sends takes bounded memory, streams and time of a peer, and members do not notice."""
+"""What an outsider sends takes bounded memory, streams and time of a peer, and members do not notice."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.shares import (
     FRAME_COST,
     HELD_PER_PEER,
-    STRANGER_FRAME_BYTES,
-    STREAMS_OF_STRANGERS,
-    STREAMS_PER_STRANGER,
+    OUTSIDER_FRAME_BYTES,
+    STREAMS_OF_OUTSIDERS,
+    STREAMS_PER_OUTSIDER,
     Shares,
 )
 from spes_p2p.testing.memory_network import MemoryNetwork
@@ -64,17 +64,17 @@ class Host:
         return await self.network.transport(peer).open("B", PING)
 
 
-def test_streams_of_strangers_are_capped_each_and_in_all() -> None:
+def test_streams_of_outsiders_are_capped_each_and_in_all() -> None:
     async def main() -> None:
         host = Host()
         await host.serve()
         kept = [await host.channel("X") for _ in range(1000)]
         await asyncio.sleep(0.1)
-        assert host.open <= STREAMS_PER_STRANGER
-        kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_PER_STRANGER)]
+        assert host.open <= STREAMS_PER_OUTSIDER
+        kept += [await host.channel(f"X{i}") for i in range(40) for _ in range(STREAMS_PER_OUTSIDER)]
         await asyncio.sleep(0.1)
-        assert len(host.endpoint.shares._streams) <= STREAMS_OF_STRANGERS
-        assert sum(host.endpoint.shares._streams.values()) == STREAMS_OF_STRANGERS
+        assert len(host.endpoint.shares._streams) <= STREAMS_OF_OUTSIDERS
+        assert sum(host.endpoint.shares._streams.values()) == STREAMS_OF_OUTSIDERS
         members = [await host.channel("member") for _ in range(100)]
         for channel in members:
             await channel.send(b"here")
@@ -107,7 +107,7 @@ def test_frames_of_a_stranger_are_read_at_a_pace_and_those_of_a_member_at_once()
     assert 0.5 * burst_and_20_s < run_virtual(taken("X", b"x")) < 1.1 * burst_and_20_s
 
 
-def test_all_strangers_together_have_a_pace() -> None:
+def test_all_outsiders_together_have_a_pace() -> None:
     async def main() -> None:
         host = Host()
         await host.serve()
@@ -137,7 +137,7 @@ def test_a_frame_is_refused_by_its_header(peer: str) -> None:
         host = Host()
         await host.endpoint.serve(ROUND, lambda stream: stream.message())  # type: ignore[arg-type, return-value]
         channel = await host.network.transport(peer).open("B", ROUND)
-        longest = METHODS[ROUND].request_bytes if peer == "member" else STRANGER_FRAME_BYTES
+        longest = METHODS[ROUND].request_bytes if peer == "member" else OUTSIDER_FRAME_BYTES
         await channel.send(bytes(longest + 1))
         while (answer := await channel.receive()) is not None and answer.kind != Kind.REFUSAL:
             pass
@@ -182,7 +182,7 @@ def test_the_bytes_held_for_a_member_are_bounded_and_free_again_when_its_streams
     run_virtual(main())
 
 
-def test_a_swarm_s_members_are_no_strangers_to_each_other() -> None:
+def test_a_swarm_s_members_are_no_outsiders_to_each_other() -> None:
     from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 
     async def main() -> None:

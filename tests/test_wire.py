@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -12,14 +14,19 @@ from annotated_types import Ge, Le, MaxLen, Predicate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_p2p.messages import admission, consensus, content, fields, presence, refusals, rounds, samples
+from spes_p2p import messages
+from spes_p2p.messages import consensus, content, fields, presence, refusals, rounds, samples
 from spes_p2p.messages.codec import Extensible, WireError, _plain, pack, record_id, unpack
 from spes_p2p.messages.samples import Interval
 
 EXAMPLES_OF_EACH_RECORD = max(5, settings().max_examples // 3)
 """There are many records."""
 
-MODULES = (consensus, admission, rounds, content, presence, samples, refusals)
+NO_RECORDS = ("codec", "fields", "framing", "methods")
+MODULES = [
+    importlib.import_module(f"{messages.__name__}.{each.name}") for each in pkgutil.iter_modules(messages.__path__)
+    if each.name not in NO_RECORDS
+]
 RECORDS: list[type[Any]] = [
     cls for module in MODULES for cls in vars(module).values()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__

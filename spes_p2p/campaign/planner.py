@@ -30,7 +30,7 @@ from spes_p2p.model.memory import shared_elements
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.ownership import assign_experts
-from spes_p2p.rounds.parts import PART_BYTES, extra_copies, part_table, pulls
+from spes_p2p.rounds.parts import PART_BYTES, part_table, traffic
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS, replayable_rounds
 
@@ -240,15 +240,8 @@ def round_traffic(config: CampaignConfig, capacity: int, peers: int, bits_per_se
 def _busiest(layout: Layout, members: tuple[Member, ...], me: int, codecs: GroupCodecs) -> tuple[int, int]:
     """Return the bytes (up, down) of one member, from the round's parts."""
     coarse = max(PART_BYTES, codecs.encoded_bytes(layout) // COARSE_PARTS)
-    up = down = 0
-    for part in part_table(layout, members, codecs, coarse):
-        encoded = part.encoded_bytes
-        up += (me in part.contributors) * encoded
-        if part.reducer == me:
-            up += extra_copies(part, me, len(members)) * encoded
-            down += (len(part.contributors) - (me in part.contributors)) * encoded
-        down += pulls(part, me) * encoded
-    return up, down
+    up, down = traffic(part_table(layout, members, codecs, coarse), len(members))
+    return up[me], down[me]
 
 
 def alternatives(config: CampaignConfig, target: Device) -> tuple[Alternative, ...]:

@@ -21,7 +21,7 @@ PositiveNumber = Annotated[float, Field(strict=True, gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 CodecName = Literal["none", "fp16", "int8", "int4", "sparse"]
 CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
-"""none is float32; int8 and int4 share a scale in blocks; sparse sends one value of forty a round."""
+"""none is float32; int8 and int4 share a scale in blocks; sparse sends one value of 32 a round."""
 Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
 
 

@@ -38,10 +38,10 @@ def choose_electorate(
 
 
 def coordinator_order(commit: Commit) -> tuple[str, ...]:
-    """Return the next coordinators by rank: trainer electors by hash(campaign, term, round, id), then the helpers."""
+    """Return the next coordinators in the order of their turns: trainers by hash(campaign, term, round, id), then helpers."""
 
-    def rank(peer: str) -> tuple[bool, bytes]:
+    def turn(peer: str) -> tuple[bool, bytes]:
         name = f"{commit.campaign}/{commit.term}/{commit.round + 1}/{peer}"
         return peer in commit.helpers, hashlib.sha256(name.encode()).digest()
 
-    return tuple(sorted(commit.electorate, key=rank))
+    return tuple(sorted(commit.electorate, key=turn))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 HEADER = struct.Struct(">BI")
 MAX_FRAME_BYTES = 8 * 2**20
-"""The largest body: fits a part of an update (1 MiB of values), a page of certified commits, or a manifest of 2^17 parts.
+"""The largest body: fits a part (512 KiB in the part table), a page of certified commits, or a manifest of 2^17 parts.
 A longer one breaks the stream before it is read into memory."""
 IGNORABLE = 128
 

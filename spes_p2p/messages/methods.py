@@ -57,7 +57,7 @@ class Method:
     answers: Mapping[int, int] = field(default_factory=dict)
     """The same for frames to the asking peer."""
     is_paced: bool = True
-    """Whether the bounds of strangers on pace and frames apply (`net/shares.py`)."""
+    """Whether the bounds of outsiders on pace and frames apply (`net/shares.py`)."""
 
     def longest(self, kind: int, to_asker: bool) -> int:
         """Return the bytes that the body of a frame may have. A longer one is refused before it is read."""
@@ -85,7 +85,7 @@ METHODS = {
         Method(ROUND, "members, at the coordinator",
                "Signed with an Announcement, later REPORT with a Report (its Signed holds a Staged), or "
                "STALLED with a Stalled",
-               "PLAN with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
+               "PROPOSAL with a Proposal, meanwhile REVISION with a Revision or IN_FULL, then DECIDED with a CertifiedCommit; "
                "PASSED with a Passed in place of proposal or commit", request_bytes=WORK, further={Kind.REPORT: WHOLE},
                answers={Kind.PROPOSAL: WHOLE, Kind.DECIDED: WHOLE, Kind.REVISION: LISTS}),
         Method(CONTROL, "anybody", "ControlRequest", "Known", request_bytes=ORDER, answer_bytes=LISTS),

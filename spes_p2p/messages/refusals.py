@@ -28,7 +28,7 @@ class Code(str, Enum):
     CLOSED = "closed"
     """Too late for this attempt; the next one is open."""
     ALIVE = "alive"
-    """A coordinator of higher rank, `peer`, is alive."""
+    """A coordinator whose turn comes before, `peer`, is alive."""
     NOT_COORDINATOR = "not_coordinator"
     """Another peer coordinates this attempt."""
     FAILED = "failed"

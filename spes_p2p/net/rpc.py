@@ -24,7 +24,7 @@ from spes_p2p.net.detector import CLOCK_ERROR_S, SilenceDetector
 from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.limits import UNLIMITED, Line
 from spes_p2p.net.pipe import pipe
-from spes_p2p.net.shares import FRAME_COST, STRANGER_FRAME_BYTES, STREAM_COST, Shares
+from spes_p2p.net.shares import FRAME_COST, OUTSIDER_FRAME_BYTES, STREAM_COST, Shares
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import Throughput
 
@@ -37,8 +37,8 @@ STALLED_SILENCES = 2.0
 REQUEST_SILENCES = 12.0
 """A served stream without a request is dropped after this many times the longest silence: a request can queue behind the
 parts of other streams on a thin line."""
-STRANGER_SILENCES = 1.0
-"""The same for strangers, from which no parts are on their way here."""
+OUTSIDER_SILENCES = 1.0
+"""The same for outsiders, from which no parts are on their way here."""
 QUEUED_FRAMES = 8
 """Received frames that may wait to be read; beyond this the sender is slowed down."""
 SEQUENCES = (Kind.CONTENT, Kind.PART, Kind.MANIFEST)
@@ -85,7 +85,7 @@ class Stream:
 
     def expect_request(self) -> None:
         """Break the stream unless a first message arrives in time. Ignorable frames of unknown kinds do not count."""
-        patience = REQUEST_SILENCES if self._shares.is_known(self.remote) else STRANGER_SILENCES
+        patience = REQUEST_SILENCES if self._shares.is_known(self.remote) else OUTSIDER_SILENCES
         limit_s = patience * self._detector.ceiling_s
         error = PeerUnreachable(f"{self.remote[-6:]} opened a stream and sent no request for {limit_s:g} s")
         self._request_due = self._loop.call_later(limit_s, self._break, error)
@@ -259,7 +259,7 @@ class Stream:
             return Refused(Code.UNKNOWN_KIND, f"a frame of kind {kind}")
         longest = self._method.longest(kind, self._is_answer)
         if not self._is_answer and self._method.is_paced and not self._shares.is_known(self.remote):
-            longest = min(longest, STRANGER_FRAME_BYTES)
+            longest = min(longest, OUTSIDER_FRAME_BYTES)
         if size > longest:
             return Refused(Code.TOO_LARGE, f"{size} bytes where at most {longest} are taken")
         return None

@@ -1,7 +1,7 @@
-"""What each other peer takes of this one: open streams, bytes that wait to be read, and for strangers also pace.
+"""What each other peer takes of this one: open streams, bytes that wait to be read, and for outsiders also pace.
 
-A stranger is a peer that neither the last commit nor an open plan names. Anybody can be as many strangers as they like, so what
-strangers take together is bounded too, below what slows a round. A frame is charged before its body is read.
+An outsider is a peer that neither the last commit nor an open plan names. Anybody can be as many outsiders as they like, so
+what they take together is bounded too, below what slows a round. A frame is charged before its body is read.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from spes_p2p.net.limits import Pacer
 
 STREAMS_PER_PEER = 256
 """Streams that one peer may have open here. A member opens some dozens in an exchange."""
-STREAMS_PER_STRANGER = 16
-"""Streams that one stranger may have open here."""
-STREAMS_OF_STRANGERS = 128
-"""Streams that all strangers together may have open here."""
+STREAMS_PER_OUTSIDER = 16
+"""Streams that one outsider may have open here."""
+STREAMS_OF_OUTSIDERS = 128
+"""Streams that all outsiders together may have open here."""
 HELD_PER_PEER = 2**25
 """Bytes of one peer's frames that arrive or wait to be read; beyond this the sender waits."""
-HELD_PER_STRANGER = 2**22
-"""The same for one stranger."""
-HELD_BY_STRANGERS = 2**26
-"""The same for all strangers together."""
-STRANGER_FRAME_BYTES = 2**16
-"""The longest frame that a stranger may send here, whatever its method allows: the announcement of a joiner fits."""
-STRANGER_BITS, STRANGERS_BITS, STRANGERS_BURST_S = 8 * 2**14, 8 * 2**15, 4.0
-"""What one stranger, and all of them, may send a second, in bits. Records of 32 KiB take some 50 ms to read, a twentieth of a
+HELD_PER_OUTSIDER = 2**22
+"""The same for one outsider."""
+HELD_BY_OUTSIDERS = 2**26
+"""The same for all outsiders together."""
+OUTSIDER_FRAME_BYTES = 2**16
+"""The longest frame that an outsider may send here, whatever its method allows: the announcement of a joiner fits."""
+OUTSIDER_BITS, OUTSIDERS_BITS, OUTSIDERS_BURST_S = 8 * 2**14, 8 * 2**15, 4.0
+"""What one outsider, and all of them, may send a second, in bits. Records of 32 KiB take some 50 ms to read, a twentieth of a
 processor. A joiner sends little: it asks for 4 MiB of a base with 100 bytes."""
 FRAME_COST, STREAM_COST = 2**7, 2**10
 """Bytes that a frame and a stream count for in addition: as much time as handling them takes."""
@@ -38,22 +38,22 @@ class Shares:
 
     def __init__(self) -> None:
         self.is_known: Callable[[str], bool] = lambda peer: True
-        """Whether a peer takes part in the rounds; all others are strangers."""
+        """Whether a peer takes part in the rounds; all others are outsiders."""
         self._streams: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        self._strangers: set[str] = set()
-        """Peers with open streams or held bytes that were strangers when they came."""
+        self._outsiders: set[str] = set()
+        """Peers with open streams or held bytes that were outsiders when they came."""
         self._freed = asyncio.Event()
         self._pace: dict[str, Pacer] = {}
-        self._pace_of_all = Pacer(STRANGERS_BITS, STRANGERS_BURST_S)
+        self._pace_of_all = Pacer(OUTSIDERS_BITS, OUTSIDERS_BURST_S)
 
     def enter(self, peer: str) -> bool:
         """Count a stream that this peer opened; False when it has too many."""
         if self.is_known(peer):
             limit = STREAMS_PER_PEER
         else:
-            others = sum(self._streams[each] for each in self._strangers if each != peer)
-            limit = min(STREAMS_PER_STRANGER, STREAMS_OF_STRANGERS - others)
+            others = sum(self._streams[each] for each in self._outsiders if each != peer)
+            limit = min(STREAMS_PER_OUTSIDER, STREAMS_OF_OUTSIDERS - others)
         if self._streams[peer] >= limit:
             return False
         self._streams[peer] += 1
@@ -82,25 +82,25 @@ class Shares:
             self._forget_if_gone(peer)
 
     async def pace(self, peer: str, cost: int) -> None:
-        """Wait until a stranger may send this much more; a member never waits."""
+        """Wait until an outsider may send this much more; a member never waits."""
         if self.is_known(peer):
             return
-        if len(self._pace) >= 2 * STREAMS_OF_STRANGERS:
+        if len(self._pace) >= 2 * STREAMS_OF_OUTSIDERS:
             self._pace = {each: pacer for each, pacer in self._pace.items() if not pacer.is_idle()}
-        await self._pace.setdefault(peer, Pacer(STRANGER_BITS, STRANGERS_BURST_S)).let_pass(cost)
+        await self._pace.setdefault(peer, Pacer(OUTSIDER_BITS, OUTSIDERS_BURST_S)).let_pass(cost)
         await self._pace_of_all.let_pass(cost)
 
     def _is_full(self, peer: str, size: int) -> bool:
         if self.is_known(peer):
             return self._held[peer] + size > HELD_PER_PEER
-        held = sum(self._held[each] for each in self._strangers)
-        return self._held[peer] + size > HELD_PER_STRANGER or held + size > HELD_BY_STRANGERS
+        held = sum(self._held[each] for each in self._outsiders)
+        return self._held[peer] + size > HELD_PER_OUTSIDER or held + size > HELD_BY_OUTSIDERS
 
     def _see(self, peer: str) -> None:
         if not self.is_known(peer):
-            self._strangers.add(peer)
+            self._outsiders.add(peer)
 
     def _forget_if_gone(self, peer: str) -> None:
         if self._streams[peer] <= 0 and self._held[peer] <= 0:
             del self._streams[peer], self._held[peer]
-            self._strangers.discard(peer)
+            self._outsiders.discard(peer)

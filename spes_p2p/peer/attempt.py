@@ -1,4 +1,4 @@
-"""The member's side of a round: try the coordinators by rank; in each attempt announce, exchange, report, learn the commit."""
+"""The member's side of a round: try the coordinators in turn; in each attempt announce, exchange, report, learn the commit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RoundMember:
             attempt = await self._after_refusal(coordinator, target, attempt, len(order), error)
         return attempt
 
-    async def _after_refusal(self, coordinator: str, target: int, attempt: int, ranks: int, refused: Refused) -> int:
+    async def _after_refusal(self, coordinator: str, target: int, attempt: int, coordinators: int, refused: Refused) -> int:
         """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
         if refused.code in (Code.VERSION, Code.CAMPAIGN):
             raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
@@ -116,7 +116,7 @@ class RoundMember:
             logger.info("round %d: %s", target, refused.detail)
             if refused.code is Code.LEAVING:
                 return attempt + 1
-            next_pass = (attempt // ranks + 1) * ranks
+            next_pass = (attempt // coordinators + 1) * coordinators
             return attempt if refused.code is Code.CLOSED else next_pass
         self._reporter.failed(target, attempt, "refused", refused.detail)
         return attempt + 1

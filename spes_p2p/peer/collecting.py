@@ -18,7 +18,7 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.gathering import PING_EVERY_S, Gathering, RoundContext
 from spes_p2p.peer.transfers import COMPLAINT_SILENCES
 from spes_p2p.rounds.commit import check_staged, disagreeing, lost_reducers
-from spes_p2p.rounds.parts import longest_exchange_s
+from spes_p2p.rounds.parts import exchange_limit_s
 from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class StagedReports:
         """Wait for the report of every living member; move the parts of lost reducers to backups meanwhile."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        deadline = started + 2 * longest_exchange_s(self.results.parts, self.results.plan.members)
+        deadline = started + 2 * exchange_limit_s(self.results.parts, self.results.plan.members)
         names = [member.peer for member in self.results.plan.members]
         half_at: float | None = None
         alive, changed = self._members.alive, self._members.changed

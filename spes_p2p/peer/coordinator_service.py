@@ -85,15 +85,15 @@ class CoordinatorService:
             self._node.check_claim(stream.remote, announcement.round - 1)
             raise Refused(Code.COORDINATOR_BEHIND, "the coordinator is behind; try again", round=log.round)
         order = self._node.coordinators()
-        rank = announcement.attempt % len(order)
-        if order[rank] != self._node.peer_id:
+        turn = announcement.attempt % len(order)
+        if order[turn] != self._node.peer_id:
             raise Refused(Code.NOT_COORDINATOR, "not the coordinator of this attempt")
         if self._leaves and not self._is_open():
             raise Refused(Code.LEAVING, "the coordinator leaves")
         self._node.departures.see(stream.remote)
         if stream.remote in self._stalled_in(log.round + 1):
             raise Refused(Code.CLOSED, "this round goes on without you: members waited for you in vain")
-        await self._require_failed(order[:rank])
+        await self._require_failed(order[:turn])
         if announcement.commit != log.last.id:
             raise Refused(Code.BEHIND, f"round {announcement.round} is decided", round=log.round)
         await self._current_attempt().serve(stream, signed)

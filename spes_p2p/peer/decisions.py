@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 COMMITS_PER_MESSAGE = 200
 MAX_ASKED = 16
 """Ask at most this many peers for certificates; one honest answer is enough."""
+BEFORE_GENESIS = -1
+"""The round after which all certificates follow."""
 
 
 class Decisions:
@@ -113,9 +115,9 @@ class Decisions:
                 for decided in found:
                     self.learn(decided)
             except Refused:
-                if after < 0:
+                if after == BEFORE_GENESIS:
                     raise
-                after = -1
+                after = BEFORE_GENESIS
                 continue
             after = found[-1].commit.round
 

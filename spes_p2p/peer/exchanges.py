@@ -21,7 +21,7 @@ from spes_p2p.peer.own_work import OwnWork
 from spes_p2p.rounds.apply import NextBase
 from spes_p2p.rounds.base import Base, BuiltBase
 from spes_p2p.rounds.next_base import NextBaseBuilder
-from spes_p2p.rounds.parts import longest_exchange_s
+from spes_p2p.rounds.parts import exchange_limit_s
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch
@@ -57,7 +57,7 @@ class Exchanges:
         update = ledger.copy_update() if self.by_plan else ledger.update
         exchange = self.by_plan[plan.id, 0] = Exchange(ExchangeContext(
             self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_start,
-            longest_exchange_s(results.parts, plan.members), ledger.tokens_behind, self._scratch, sync.bound_influence,
+            exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._scratch, sync.bound_influence,
         ))
         self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._builder is not None:

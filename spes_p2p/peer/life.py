@@ -180,7 +180,7 @@ class Peer:
         restored = await self.replica.restore(self._where)
         if not restored:
             self._reporter.set_state("downloading")
-            await self._leave.unless_made(self.replica.join(self._reporter.downloading))
+            await self._leave.unless_made(self.replica.download_base(self._reporter.downloading))
         else:
             await self._leave.unless_made(self.replica.learn_own_commit())
         if self._leave.is_made:

@@ -31,7 +31,7 @@ from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, PeersSeen
-from spes_p2p.peer.decisions import Decisions
+from spes_p2p.peer.decisions import BEFORE_GENESIS, Decisions
 from spes_p2p.peer.departures import Departures
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.planned import Plan
@@ -46,7 +46,7 @@ CONTACT_TTL_S = 20.0
 MAX_CONCURRENT_CLAIMS = 4
 """Ask at most this many peers concurrently to prove rounds that they claim to know."""
 DOUBT_S = 30.0
-"""Ignore the claims of a peer that proved nothing for this long."""
+"""After a peer failed to prove a claim, ignore its claims this long."""
 MAX_CONTACT_ADDRESSES = 4
 """Keeps a contact below the DHT's limit for a value."""
 
@@ -75,13 +75,13 @@ class Node:
         self.endpoint = RpcEndpoint(world.transport, campaign.config.sync.silence_s, world.line)
         self.decisions = Decisions(world, self.endpoint, genesis)
         self.log, self.controls = self.decisions.log, self.decisions.controls
-        self.endpoint.admit = self._admit
+        self.endpoint.admit = self._check_method
         self.departures = Departures(self.endpoint, world.identity, self.decisions, rules)
         self.contacts: dict[str, Contact] = {}
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = Relay(self.endpoint, self.fetcher)
         self.straggler_delay: deque[float] = deque(maxlen=KEPT_ARRIVALS)
-        """Of members in the last rounds; see Plan."""
+        """Of members in the last rounds, as shares of the time that the first half took; see Proposal."""
         self.evaluated: tuple[str, float] | None = None
         """The commit whose base this peer evaluated last, and that base's held-out loss, in nats per token."""
         self._blobs = blobs
@@ -105,7 +105,7 @@ class Node:
         self._planned_members = frozenset(member.peer for member in plan.members)
 
     def _is_known(self, peer: str) -> bool:
-        """Return whether a peer takes part in the rounds; all others are strangers."""
+        """Return whether a peer takes part in the rounds; all others are outsiders."""
         return peer in self.log.last.participants or peer in self._planned_members or peer == self.peer_id
 
     @property
@@ -146,7 +146,7 @@ class Node:
         return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round, peer))
 
     def coordinators(self) -> tuple[str, ...]:
-        """Return the next round's coordinators by rank."""
+        """Return the next round's coordinators, in the order of their turns."""
         return coordinator_order(self.log.last)
 
     def training_after(self, commit: Commit) -> TrainingConfig:
@@ -207,13 +207,13 @@ class Node:
         is_doubted = self._doubted_until.get(peer, 0.0) > asyncio.get_running_loop().time()
         if claims and not is_doubted and peer not in self._proving and len(self._proving) < MAX_CONCURRENT_CLAIMS:
             self._proving.add(peer)
-            self.spawn(self._prove(peer, -1 if forks else None, control > self.controls.number))
+            self.spawn(self._prove(peer, BEFORE_GENESIS if forks else None, control > self.controls.number))
 
-    async def _prove(self, peer: str, after: int | None, has_order: bool) -> None:
+    async def _prove(self, peer: str, after: int | None, has_control: bool) -> None:
         before, clock = (self.log.last.id, self.controls.number), asyncio.get_running_loop().time
         try:
             with contextlib.suppress(PeerUnreachable, Refused, WireError):
-                if has_order:
+                if has_control:
                     await self.decisions.take_control_from(peer)
                 await self.decisions.learn_from(peer, after)
             self._doubted_until = {each: until for each, until in self._doubted_until.items() if until > clock()}
@@ -230,7 +230,7 @@ class Node:
             except Exception:  # a contact that is not renewed makes this peer disappear
                 logger.exception("refreshing the contacts failed")
 
-    def _admit(self, peer: str, method: str) -> None:
+    def _check_method(self, peer: str, method: str) -> None:
         """Raise Refused for an excluded peer, which can only fetch what says so: the owner's record, or the commits."""
         if method != CONTROL and is_banned(self.log.last.control, peer):
             raise Refused(Code.NOT_ADMITTED, "the owner of this campaign banned this peer")

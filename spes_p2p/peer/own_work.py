@@ -30,8 +30,8 @@ class OwnWork:
         self.trainer: Trainer | None = None
         self.ledger = Ledger(layout, part_ranges(layout, codecs), scratch)
         self.residuals = ReducerResiduals(scratch)
-        self.codes_lost = False
-        """Set by a restart: a round may include an update whose codes this peer no longer has."""
+        self.sent_update_lost = False
+        """Set by a restart: a round may include an encoded update that this peer no longer has."""
         self._peer_id, self._layout = peer_id, layout
 
     def announce(self, base: np.ndarray) -> None:
@@ -85,7 +85,7 @@ class OwnWork:
 
         A rollback drops all pending work.
         """
-        self.codes_lost = False
+        self.sent_update_lost = False
         if rolled_back:
             self.residuals.clear()
         if self.trainer is None:

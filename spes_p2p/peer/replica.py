@@ -133,7 +133,7 @@ class Replica:
         if not await self.store.load(where, self.validity.derive):
             return False
         await self.node.world.run_blocking(self.results.load)
-        self.work.codes_lost = True
+        self.work.sent_update_lost = True
         return True
 
     async def learn_own_commit(self) -> None:
@@ -154,7 +154,7 @@ class Replica:
                 await asyncio.sleep(RETRY_S)
                 await self.node.refresh_contacts()
 
-    async def join(self, on_progress: Callable[[int, int], None]) -> None:
+    async def download_base(self, on_progress: Callable[[int, int], None]) -> None:
         """Download and verify the newest base; wait until a peer has it."""
         while True:
             offers = await self.newest.offers_of_newest()
@@ -193,7 +193,7 @@ class Replica:
             if results is None:
                 return
             await self._apply(commit, results)
-        self.work.codes_lost = True
+        self.work.sent_update_lost = True
 
     def _load_checkpoint(self, base: Base) -> None:
         """Continue from the checkpoint of this base, if there is one."""
@@ -292,7 +292,7 @@ class Replica:
             built = await self._build_base(commit, results)
         new, run = built.base, self.node.world.run_blocking
         dropped = await run(self._settle, new, results, {part.index for part in results.committed(commit)})
-        self.work.codes_lost = False
+        self.work.sent_update_lost = False
         self.store.replace(new)
         self._report_dropped(dropped, "left out of more than two rounds")
         await self._save(built.draft)
@@ -389,7 +389,7 @@ class Replica:
             return
         skipped = {decided.commit.plan: decided.commit for decided in self.node.log.since(self.base.round)}
         may_be_in = self.exchanges.knows_any(set(skipped))
-        may_be_in |= self.work.codes_lost and any(self.node.peer_id in commit.members for commit in skipped.values())
+        may_be_in |= self.work.sent_update_lost and any(self.node.peer_id in commit.members for commit in skipped.values())
         await self._jump(base, not forked and not may_be_in)
         self.newest.clear()
 

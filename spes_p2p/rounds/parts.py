@@ -11,7 +11,7 @@ from spes_p2p.rounds.codecs import Codec, GroupCodecs
 from spes_p2p.rounds.planned import Member
 
 DELEGATION_RATIO = 1.5
-"""Owners delegate parts above this ratio of the busiest link's time to the optimum: below, it is an error of measurement."""
+"""Owners delegate parts when the busiest link takes this many times the least possible: less is an error of measurement."""
 PART_BYTES = 2**19
 """Bounds the encoded bytes of a part. On the slowest permitted link (1 Mbit/s) a part takes 4.2 s, so heartbeats queued behind
 it arrive within the default silence_s of 10 s. Smaller parts cost more messages."""
@@ -118,7 +118,7 @@ def part_table(
 
 
 def extra_copies(part: Part, reducer: int, members: int) -> int:
-    """Return the copies of a part that its reducer sends, in addition to its own update.
+    """Return the copies of a part that its reducer sends, in addition to its own update, which counts as one copy.
 
     N - 1 members get the result, except a sole contributor that delegated the part: it has the result.
     """
@@ -130,25 +130,31 @@ def pulls(part: Part, member: int) -> bool:
     return member != part.reducer and part.contributors != (member,)
 
 
-def longest_exchange_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
+def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
+    """Return the bytes that each of so many members sends and receives in an exchange of these parts."""
+    results = sum(part.encoded_bytes for part in parts)
+    up, down = [0] * members, [results] * members
+    for part in parts:
+        size, reducer = part.encoded_bytes, part.reducer
+        for member in part.contributors:
+            up[member] += size
+            down[reducer] += size * (member != reducer)
+        up[reducer] += extra_copies(part, reducer, members) * size
+        for member in {reducer, *part.contributors}:
+            down[member] -= size * (not pulls(part, member))
+    return up, down
+
+
+def exchange_limit_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
     """Return the time limit of an exchange, from the bytes that each member moves and the bandwidth that it announced.
 
     It only ends what nothing else ends: members that stall or fall behind the others are left out much earlier.
     """
-    up, down = [0] * len(members), [0] * len(members)
-    results = 0
-    for part in parts:
-        size, reducer = part.encoded_bytes, part.reducer
-        results += size
-        for member in part.contributors:
-            if member != reducer:
-                up[member] += size
-                down[reducer] += size
-        up[reducer] += extra_copies(part, reducer, len(members)) * size
+    up, down = traffic(parts, len(members))
     rates = [max(SLOWEST_BYTES_PER_S, member.bandwidth) for member in members if member.bandwidth > 0]
     unknown = min([ASSUMED_BYTES_PER_S, *rates])
     seconds = (
-        max(up[i], down[i] + results) / (max(SLOWEST_BYTES_PER_S, member.bandwidth) if member.bandwidth > 0 else unknown)
+        max(up[i], down[i]) / (max(SLOWEST_BYTES_PER_S, member.bandwidth) if member.bandwidth > 0 else unknown)
         for i, member in enumerate(members)
     )
     return SHORTEST_LIMIT_S + PATIENCE * max(seconds, default=0.0)
@@ -195,8 +201,9 @@ class _Links:
         self.busy_s = dict.fromkeys(reducers, 0.0)
         """Seconds to receive and send for the parts that it reduces."""
         self._own_s = dict.fromkeys(reducers, 0.0)
+        """Seconds to upload its own updates."""
         self._sends_s = dict.fromkeys(reducers, 0.0)
-        """Seconds of upload; `_own_s` counts only its own updates."""
+        """Seconds of upload in all."""
         self._members = members
 
     def send_updates(self, part: Part) -> None:
@@ -208,13 +215,13 @@ class _Links:
 
     def reduce(self, part: Part, reducer: int) -> int:
         """Assign the part to this reducer and return it."""
-        self.busy_s[reducer] += self._busy_s_with(part, reducer)
+        self.busy_s[reducer] += self._added_busy_s(part, reducer)
         self._sends_s[reducer] += self._extra_s(part, reducer)
         return reducer
 
     def least_busy(self, part: Part) -> int:
         """Return the member whose link is busy for the shortest time if it reduces the part."""
-        return min(self.busy_s, key=lambda i: (self.busy_s[i] + self._busy_s_with(part, i), i))
+        return min(self.busy_s, key=lambda i: (self.busy_s[i] + self._added_busy_s(part, i), i))
 
     def delegate(self, own: list[Part]) -> dict[int, Part]:
         """Move some of these parts away from their only contributors; return them by index."""
@@ -240,7 +247,7 @@ class _Links:
         sent = sum(sends_s * self._members[i].bandwidth for i, sends_s in self._sends_s.items())
         return max(*self._own_s.values(), sent / sum(self._members[i].bandwidth for i in self._sends_s), 0.0)
 
-    def _busy_s_with(self, part: Part, reducer: int) -> float:
+    def _added_busy_s(self, part: Part, reducer: int) -> float:
         received = len(part.contributors) - (reducer in part.contributors)
         return (received + len(self._members) - 1) * part.encoded_bytes / self._members[reducer].bandwidth
 
