@@ -324,11 +324,11 @@ def control(
         typer.Argument(
             metavar="ORDER...",
             help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE..., require PROTOCOL from ROUND, ban PEER, "
-                 "unban PEER",
+                 "unban PEER, pardon PEER",
         ),
     ],
 ) -> None:
-    """Pause, resume, stop or roll back your campaign, change its schedule, ban a peer, or require a newer protocol of all."""
+    """Pause, resume, stop or roll back your campaign, change its schedule, ban or pardon a peer, require a newer protocol."""
     from spes_p2p.campaign.orders import parse_order
 
     make = parse_order(order)

@@ -13,13 +13,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.control import signed
 from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused, UserError
-from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Commit
-from spes_p2p.messages.methods import ACCUSE, PUSH
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known, Pardon
+from spes_p2p.messages.methods import ACCUSE, CONTROL, PUSH
 from spes_p2p.messages.rounds import Accused, Inputs, Pushed, WrongSum
 from spes_p2p.model.layout import Group
+from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.observe.events import ResultsChecked, RoundFailed
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.proofs import Proofs
@@ -128,6 +130,47 @@ def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, 
         swarm.assert_same_commits()
         swarm.assert_replicas_agree()
         assert {peer for each in checked(swarm) for peer in each.wrong} == {"B"}
+
+    simulate(main)
+
+
+def test_a_pardoned_reducer_takes_part_again_until_another_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pardon(swarm: VirtualSwarm, number: int) -> None:
+        log = swarm.nodes["W"].log
+        unsigned = Control(swarm.campaign.hash, number, "running", (), -1, b"", pardons=(Pardon("B", log.round),))
+        order = ControlRequest(signed(unsigned, SimulatedIdentity("W")))
+        known = unpack(Known, await RpcEndpoint(swarm.network.transport("visitor"), 5.0).ask("W", CONTROL, pack(order), 5.0))
+        assert known.excluded == ("B",)
+        await swarm.until(lambda: not log.last.excluded)
+
+    async def until_excluded(swarm: VirtualSwarm) -> None:
+        life, log = swarm.tasks["B"], swarm.nodes["W"].log
+        await swarm.until(lambda: "B" in log.last.excluded)
+        await asyncio.wait({life}, timeout=200)
+        with pytest.raises(UserError, match="proven wrong"):
+            life.result()
+        swarm.kill("B")
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=1000, codec="int8"))
+        with monkeypatch.context() as lies:
+            lying("B", scale, lies)
+            swarm.start_all("ACD")
+            swarm.start("B", bandwidth=4.0)  # it reduces
+            await until_excluded(swarm)
+        await pardon(swarm, 1)  # at once: the others still hold the proof
+        swarm.start_again("B")
+        log = swarm.nodes["W"].log
+        again = log.round + 4
+        await swarm.until(lambda: log.round >= again and "B" in {log.last.members[i] for i in log.last.heard})
+        assert not any(each.commit.excluded for each in log.since(again - 4))
+        swarm.restart("A")
+        await swarm.until_round(log.round + 1)
+        with monkeypatch.context() as lies:
+            lying("B", scale, lies)
+            await until_excluded(swarm)
+        await pardon(swarm, 2)
+        swarm.assert_same_commits()
 
     simulate(main)
 

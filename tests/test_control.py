@@ -15,7 +15,7 @@ from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import UPGRADE, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Vote
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Pardon, Vote
 from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import CONTROL, PROTOCOL_VERSION
 from spes_p2p.net.rpc import RpcEndpoint
@@ -589,9 +589,13 @@ def test_a_complete_campaign_takes_only_orders_that_add_steps() -> None:
             parse_order(words.split())(complete)
 
 
-def view(round_number: int = 3, newest: Control | None = None, step: int = 30) -> CampaignView:
+def view(
+    round_number: int = 3, newest: Control | None = None, step: int = 30, excluded: tuple[str, ...] = (), applied: int = 0
+) -> CampaignView:
     the_campaign = campaign(total_steps=60)
-    return CampaignView(the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, step, (2,))
+    return CampaignView(
+        the_campaign.hash, OWNER_ID, the_campaign.config, newest, round_number, step, (2,), excluded, applied
+    )
 
 
 def test_an_order_in_words() -> None:
@@ -632,6 +636,20 @@ def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
         parse_order(["ban", OTHER_ID])(view(newest=full))
 
 
+def test_a_pardon_is_ordered_once_for_each_exclusion_and_stays_in_later_orders() -> None:
+    once = parse_order(["pardon", OTHER_ID])(view(excluded=(OTHER_ID,)))
+    assert once.pardons == (Pardon(OTHER_ID, 3),)
+    with pytest.raises(UserError, match="pardoned already, from the next round on"):
+        parse_order(["pardon", OTHER_ID])(view(newest=once, excluded=(OTHER_ID,)))
+    assert parse_order(["pause"])(view(newest=once)).pardons == once.pardons
+    again = parse_order(["pardon", OTHER_ID])(view(newest=once, round_number=9, excluded=(OTHER_ID,), applied=1))
+    assert again.pardons == (Pardon(OTHER_ID, 9),), "it was excluded again"
+    full = replace(once, pardons=tuple(Pardon(f"Qm{number:044d}", number) for number in range(MAX_BANNED)))
+    kept = parse_order(["pardon", OTHER_ID])(view(newest=full, excluded=(OTHER_ID,), applied=1)).pardons
+    assert len(kept) == MAX_BANNED
+    assert full.pardons[0] not in kept, "the oldest goes"
+
+
 @pytest.mark.parametrize(("words", "expected"), [
     ("resume", "the campaign is not paused"),
     ("schedule 4 learning_rate=1", "has started; give round 5 or later"),
@@ -648,6 +666,8 @@ def test_a_ban_stays_in_later_orders_until_it_is_lifted() -> None:
     ("unban", "give the whole id of one peer"),
     (f"ban {OWNER_ID}", "this is the owner of the campaign"),
     (f"unban {OTHER_ID}", "not banned; banned peers: none"),
+    (f"pardon {OTHER_ID}", "no proof excludes it; excluded peers: none"),
+    ("pardon C", "give the whole id of one peer"),
     ("rollback 1", "no answering peer archives the base of that round; archived rounds: 2"),
     ("rollback 3", "no answering peer archives the base of that round; archived rounds: 2"),
 ])  # fmt: skip

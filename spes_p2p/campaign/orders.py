@@ -12,7 +12,7 @@ from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_paused, number_of
 from spes_p2p.errors import UserError, version_advice
-from spes_p2p.messages.consensus import CampaignState, Change, Control, Requirement
+from spes_p2p.messages.consensus import CampaignState, Change, Control, Pardon, Requirement
 from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.rounds.schedule import changed, scheduled
@@ -34,6 +34,10 @@ class CampaignView:
     """Campaign steps in its base."""
     archived: tuple[int, ...]
     """Rounds whose bases some peer archives, ascending."""
+    excluded: tuple[str, ...] = ()
+    """Peers that proofs exclude after this round."""
+    applied: int = 0
+    """Number of the record that some commit carries; 0: none."""
 
     @property
     def is_complete(self) -> bool:
@@ -69,10 +73,10 @@ def _parse_other(name: str, rest: Sequence[str]) -> MakeControl:
         return _parse_require(rest)
     if name == "rollback":
         return _parse_rollback(rest)
-    if name in ("ban", "unban"):
-        return _parse_ban(name, rest)
+    if name in _ON_PEERS:
+        return _parse_peer(name, rest)
     if name not in plain:
-        others = "ban, require, rollback, schedule, unban"
+        others = "ban, pardon, require, rollback, schedule, unban"
         raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, {others}")
     if rest:
         raise UserError(f"control {name}: takes no arguments, not {' '.join(rest)!r}")
@@ -104,10 +108,10 @@ def _parse_require(words: Sequence[str]) -> MakeControl:
     return partial(require, Requirement(int(words[0]), int(words[2])))
 
 
-def _parse_ban(name: str, words: Sequence[str]) -> MakeControl:
+def _parse_peer(name: str, words: Sequence[str]) -> MakeControl:
     if len(words) != 1 or not is_peer_id(words[0]):
         raise UserError(f"control {name}: give the whole id of one peer, as spes-p2p status --json shows it: {name} Qm...")
-    return partial(ban if name == "ban" else unban, words[0])
+    return partial(_ON_PEERS[name], words[0])
 
 
 def pause(view: CampaignView) -> Control:
@@ -187,6 +191,22 @@ def unban(peer: str, view: CampaignView) -> Control:
     if peer not in banned:
         raise UserError(f"unban {peer}: not banned; banned peers: {', '.join(banned) or 'none'}")
     return replace(_next(view, _state(view)), banned=tuple(each for each in banned if each != peer))
+
+
+def pardon(peer: str, view: CampaignView) -> Control:
+    """Let a peer take part again that a proof excludes. A later proof excludes it again."""
+    control = _next(view, _state(view))
+    if view.newest is not None and view.newest.number > view.applied and peer in {each.peer for each in view.newest.pardons}:
+        raise UserError(f"pardon {peer}: the peer is pardoned already, from the next round on (record {view.newest.number})")
+    if peer not in view.excluded:
+        raise UserError(f"pardon {peer}: no proof excludes it; excluded peers: {', '.join(view.excluded) or 'none'}")
+    others = [each for each in control.pardons if each.peer != peer]
+    latest = sorted(others, key=lambda each: each.round)[-(MAX_BANNED - 1) :]
+    pardons = sorted((*latest, Pardon(peer, view.round)), key=lambda each: each.peer)
+    return replace(control, pardons=tuple(pardons))
+
+
+_ON_PEERS: dict[str, Callable[[str, CampaignView], Control]] = {"ban": ban, "unban": unban, "pardon": pardon}
 
 
 def _banned(view: CampaignView) -> tuple[str, ...]:

@@ -81,7 +81,10 @@ def _view(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Known]
         raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     archived = sorted({kept for each in known for kept in each.archived})
     step = max(each.step for each in known)
-    return CampaignView(genesis.campaign, owner_of(genesis), config, newest, round_number, step, tuple(archived))
+    excluded = next(each.excluded for each in known if each.round == round_number)
+    return CampaignView(
+        genesis.campaign, owner_of(genesis), config, newest, round_number, step, tuple(archived), excluded, applied
+    )
 
 
 async def _ask_all(swarm: SwarmConnection, control: Control | None) -> list[Known]:

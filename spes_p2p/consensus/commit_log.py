@@ -35,6 +35,8 @@ class CommitLog:
         self._given_up: set[str] = set()
         self._served: Counter[str] = Counter()
         """By peer, its rounds of service in this log."""
+        self._reported: set[tuple[int, str]] = set()
+        """Electors that signed two commits in one ballot, by round."""
         self.intact = 0
         """How many records of the durable file were loaded."""
         while self.intact < len(records) and self._load(records[self.intact]):
@@ -95,8 +97,7 @@ class CommitLog:
             if commit.id == self.commit_at(commit.round).id:
                 return False
             if commit.term <= self.commit_at(commit.round).term:
-                if liars := equivocators(decided, self.at(commit.round), self._identity):
-                    logger.error("round %d: signed two commits in one ballot: %s", commit.round, ", ".join(liars))
+                self._report(commit.round, equivocators(decided, self.at(commit.round), self._identity))
                 raise Refused(Code.NOT_PROVEN, f"round {commit.round} was decided otherwise")
         if commit.round > self.round + 1:
             raise Refused(Code.NOT_PROVEN, f"round {commit.round} does not follow round {self.round}")
@@ -139,6 +140,12 @@ class CommitLog:
             if later.plan:
                 return later.base_digest
         return None
+
+    def _report(self, round_number: int, liars: Sequence[str]) -> None:
+        """Log each of these electors once a round: whoever holds the other commit sends it again and again."""
+        if new := [peer for peer in liars if (round_number, peer) not in self._reported]:
+            self._reported |= {(round_number, peer) for peer in new}
+            logger.error("round %d: signed two commits in one ballot: %s", round_number, ", ".join(new))
 
     def _load(self, record: bytes) -> bool:
         try:

@@ -60,6 +60,18 @@ def takes_part(commit: Commit, peer: str) -> bool:
     return peer not in commit.excluded and not is_banned(commit.control, peer)
 
 
+def still_excluded(parent: Commit, control: Control | None) -> tuple[str, ...]:
+    """Return the peers that proofs before this commit exclude after it. `control`: the record of the next commit."""
+    known = () if parent.control is None else parent.control.pardons
+    pardoned = {each.peer for each in (() if control is None else control.pardons) if each not in known}
+    return tuple(peer for peer in parent.excluded if peer not in pardoned)
+
+
+def pardoned_until(control: Control | None, peer: str) -> int:
+    """Return the last round about which no proof counts against this peer; -1 for none."""
+    return max((each.round for each in (() if control is None else control.pardons) if each.peer == peer), default=-1)
+
+
 def required_protocol(control: Control | None, round_number: int) -> int:
     """The oldest protocol version that the owner admits to this round; 0 for any."""
     requires = None if control is None else control.requires
@@ -109,6 +121,7 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         incarnations=tuple(incarnation for _, incarnation in seats),
         lost=(),
         control=control,
+        excluded=still_excluded(parent, control),
         heard=(),
         workloads=(),
         rejected=(),

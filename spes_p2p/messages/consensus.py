@@ -64,6 +64,15 @@ class Requirement:
 
 
 @dataclass(frozen=True)
+class Pardon:
+    """The end of an exclusion by proof."""
+
+    peer: PeerId
+    round: Round
+    """Proofs about this round and earlier ones no longer count."""
+
+
+@dataclass(frozen=True)
 class Control:
     """An order of the campaign's owner. It is complete: the newest record replaces all earlier ones."""
 
@@ -81,6 +90,8 @@ class Control:
     requires: Requirement | None = None
     banned: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
     """Peers that take no part from the commit on that applies this record. Sorted."""
+    pardons: Annotated[tuple[Pardon, ...], MaxLen(MAX_BANNED)] = ()
+    """At most one of each peer, sorted. Each ends an exclusion with the first commit whose record has it."""
 
 
 @dataclass(frozen=True)
@@ -283,3 +294,5 @@ class Known(Extensible):
     """Campaign step of its last commit."""
     archived: Archived
     """Rounds whose bases it has archived."""
+    excluded: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
+    """Peers that proofs exclude, by its last commit."""

@@ -211,7 +211,10 @@ class Decisions:
         """Take the record that the request brings, if any, and answer with the newest one."""
         self.take_control((await unpack_beside(ControlRequest, await stream.message())).brought)
         commit, archived = self.log.last, tuple(archived_rounds(self._world.store))
-        await stream.send(pack(Known(self.controls.newest, number_of(commit.control), commit.round, commit.step, archived)))
+        known = Known(
+            self.controls.newest, number_of(commit.control), commit.round, commit.step, archived, commit.excluded
+        )
+        await stream.send(pack(known))
 
     def _is_valid(self, commit: Commit) -> bool:
         return self.validity.is_valid(commit)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import pardoned_until
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, Content, Piece, from_hex, single
 from spes_p2p.content.transfer import ContentServer
@@ -82,7 +83,8 @@ class Proofs:
 
     def accused(self, commit: Commit) -> tuple[Accused, ...]:
         """Return whom the proposal after this commit excludes."""
-        proofs = {each.peer: each.proof.id for each in self._held.values() if self._is_recent(each.proof)}
+        held = (each for each in self._held.values() if self._is_recent(each.proof) and self._counts(each))
+        proofs = {each.peer: each.proof.id for each in held}
         return tuple(Accused(peer, proof) for peer, proof in sorted(proofs.items()) if may_exclude(commit, [peer]))
 
     async def require(self, proposal: Proposal) -> None:
@@ -95,7 +97,8 @@ class Proofs:
                 with contextlib.suppress(PeerUnreachable, WireError):
                     body = await self._fetcher.fetch_single(content, [self._fetcher.peers(donors)])
                     await self.holds(unpack(WrongSum, bytes(body)), donors)
-            if accused.proof not in self._held or self._held[accused.proof].peer != accused.peer:
+            held = self._held.get(accused.proof)
+            if held is None or held.peer != accused.peer or not self._counts(held):
                 raise Refused(Code.NOT_PROVEN, f"no proof that {accused.peer[-6:]} served a wrong result")
 
     async def holds(self, proof: WrongSum, donors: Sequence[str]) -> bool:
@@ -134,6 +137,10 @@ class Proofs:
                     await endpoint.ask(peer, ACCUSE, record, 2 * endpoint.silence_s)
 
         await asyncio.gather(*map(tell, peers))
+
+    def _counts(self, proven: Proven) -> bool:
+        """Return whether the owner has not pardoned the reducer since."""
+        return proven.proof.round > pardoned_until(self._log.last.control, proven.peer)
 
     def _is_recent(self, proof: WrongSum) -> bool:
         """Return whether the proof is about one of the rounds whose results peers keep."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from spes_p2p.config.campaign import CampaignConfig, TrainingConfig
 from spes_p2p.consensus.admission import standing_of
-from spes_p2p.consensus.control import runs
+from spes_p2p.consensus.control import runs, still_excluded
 from spes_p2p.data.slices import give_back, take
 from spes_p2p.errors import Refused
 from spes_p2p.messages.consensus import Commit, Control
@@ -150,7 +150,7 @@ def _without_work(announcements: Mapping[str, Announcement], peers: Collection[s
 
 def excluded_after(commit: Commit, proposal: Proposal) -> tuple[str, ...]:
     """Return the peers that proofs exclude from this proposal's round on, sorted."""
-    return tuple(sorted({*commit.excluded, *(each.peer for each in proposal.accused)}))
+    return tuple(sorted({*still_excluded(commit, proposal.control), *(each.peer for each in proposal.accused)}))
 
 
 def _owners(
