@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.errors import PeerUnreachable
+from spes_p2p.messages.framing import Kind
 from spes_p2p.net.detector import (
     ELSEWHERE_CEILINGS,
     ENOUGH_GAPS,
@@ -152,6 +153,20 @@ def test_an_answer_that_waits_behind_others_is_waited_for_while_its_peer_is_hear
         return await network.run_peer("a", ask())
 
     assert run_virtual(answer()) == (b"here" if is_heard_elsewhere else None)
+
+
+def test_who_answers_with_another_kind_of_frame_is_not_there() -> None:
+    async def answer() -> bytes | None:
+        network = MemoryNetwork(latency_s=0.05)
+        a, b = (RpcEndpoint(network.transport(name), CEILING_S) for name in "ab")
+
+        async def answer_with_a_report(stream: Stream) -> None:
+            await stream.send(b"here", kind=Kind.REPORT)
+
+        await b.serve("ping", answer_with_a_report)
+        return await network.run_peer("a", a.is_there("b", "ping", b"?"))
+
+    assert run_virtual(answer()) is None
 
 
 def test_a_peer_lives_whose_frame_takes_longer_than_the_bound() -> None:

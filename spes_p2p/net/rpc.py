@@ -334,7 +334,9 @@ class RpcEndpoint:
         return self.detector.ceiling_s
 
     async def is_there(self, peer: str, method: str, request: bytes) -> bytes | None:
-        """Ask for something that is answered at once; None from a peer that is dead, silent (also a moment ago) or refuses."""
+        """Ask for something that is answered at once; None from a peer that is dead, silent (also a moment ago), refuses, or
+        answers with anything but a message.
+        """
         clock = asyncio.get_running_loop().time
         began = clock()
         if self.detector.is_lost(peer, began):
@@ -348,7 +350,7 @@ class RpcEndpoint:
                     return None
                 await asyncio.wait({asking}, timeout=left_s)
             return asking.result()
-        except (PeerUnreachable, Refused) as error:
+        except (PeerUnreachable, Refused, WireError) as error:
             logger.debug("%s: %s", peer[-6:], error)
             return None
         finally:
