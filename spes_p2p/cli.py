@@ -258,7 +258,37 @@ def join(
             end_waiting()
             _say(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", log_json)
 
-        _run(run_join(addresses, settings, show))
+        _run(run_join(addresses, settings, show, on_paused=end_waiting))
+
+
+OwnRunDir = Annotated[Path, typer.Argument(metavar="[RUN_DIR]", help="Run-dir of a trainer on this machine.")]
+
+
+@app.command()
+def pause(run_dir: OwnRunDir = Path("runs/peer"), as_json: AsJson = False) -> None:
+    """Pause your trainer: it leaves the swarm politely and frees the machine, until `spes-p2p resume`."""
+    _order_pause(run_dir, True, as_json)
+
+
+@app.command()
+def resume(run_dir: OwnRunDir = Path("runs/peer"), as_json: AsJson = False) -> None:
+    """Let your paused trainer go on: it joins again, catches up and trains."""
+    _order_pause(run_dir, False, as_json)
+
+
+def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
+    from spes_p2p.client.own_peer import give_pause_order
+    from spes_p2p.session.own_state import own_state_json
+
+    with _waiting("waiting for the trainer"):
+        state = give_pause_order(run_dir, pauses)
+    if as_json:
+        print(json.dumps(own_state_json(state), indent=2))
+    elif state is None:
+        later = "starts paused" if pauses else "is not paused when you start it"
+        print(f"no trainer runs with {run_dir}; it {later}")
+    else:
+        print(state.line)
 
 
 @app.command()
@@ -288,13 +318,22 @@ def swarm(
 
 @app.command()
 def status(
-    addresses: Addresses,
+    targets: Annotated[list[str], typer.Argument(
+        metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a trainer that runs on this machine.")],
     as_json: AsJson = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Update until the campaign is done; without a terminal, print one line per round.")
     ] = False,
 ) -> None:
-    """Show a running swarm: round, peers, experts and owners, speed, loss, traffic."""
+    """Show a running swarm: round, peers, experts and owners, speed, loss, traffic. With a run-dir: your trainer first."""
+    from spes_p2p.session.own_state import own_state_json, read_own_state
+
+    own = read_own_state(Path(targets[0])) if Path(targets[0]).is_dir() else None
+    if own is None and Path(targets[0]).is_dir():
+        raise UserError(f"{targets[0]}: no trainer runs with this run-dir; give the address of a peer")
+    addresses = list(own.addresses) if own else _peers(targets) or []
+    if own is not None and not as_json:
+        print(f"your trainer: {own.line}", flush=True)
     _log("warning", False)
     with _waiting("looking for the swarm") as end_waiting:
         from spes_p2p.client.status import fetch_statuses, watch_status
@@ -308,7 +347,7 @@ def status(
     if not statuses:
         raise UserError(f"{addresses[0]}: connected, but no peer of the campaign answers; try again in a moment")
     if as_json:
-        print(json.dumps(swarm_status(statuses), indent=2))
+        print(json.dumps({**swarm_status(statuses), **({"own": own_state_json(own)} if own else {})}, indent=2))
     else:
         Console().print(render_status(statuses))
 

@@ -21,7 +21,7 @@ from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.messages import methods
 from spes_p2p.messages.content import ContentKind
 
-PAGES = sorted([ROOT / "README.md", ROOT / "bootstrap/README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("[!C]*.md"), ROOT / "CONTRIBUTING.md", ROOT / "bootstrap/README.md", *(ROOT / "docs").rglob("*.md")])
 FENCED = re.compile(r"^```(?:sh|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(spes-p2p [^`]+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")

@@ -22,6 +22,17 @@ class StateEntered(Event):
     """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, paused, leaving."""
 
 
+PAUSE_REASONS = ("user", "hours", "busy", "battery", "quota")
+
+
+@dataclass(frozen=True)
+class Paused(Event):
+    """This peer left because its user, or a rule that the user gave, wants it to; it comes back by itself."""
+
+    reason: str
+    """One of PAUSE_REASONS."""
+
+
 @dataclass(frozen=True)
 class BaseRestored(Event):
     """A base is in place that no round on this peer produced: at each start and after a repair."""

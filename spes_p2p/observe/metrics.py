@@ -26,7 +26,15 @@ from spes_p2p import __version__
 from spes_p2p.errors import UserError
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.observe import events
-from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted, RoundMeasured, seconds_by_stage
+from spes_p2p.observe.events import (
+    PAUSE_REASONS,
+    BaseRestored,
+    Event,
+    PhaseTrained,
+    RoundCommitted,
+    RoundMeasured,
+    seconds_by_stage,
+)
 
 BYTE_KINDS = ("push", "pull", "download", "control")
 FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "malformed", "exchange", "timeout")
@@ -86,6 +94,8 @@ METRICS = (
     _gauge("spes_owned_experts", "Experts that this peer trains."),
     _gauge("spes_campaign_held", "1 if the owner has paused or stopped the campaign, otherwise 0.",
            events.Controlled, lambda e: e.state != "running"),
+    _gauge("spes_paused", f"1 while this trainer pauses for its user, otherwise 0; reason: {', '.join(PAUSE_REASONS)}.",
+           events.Paused, lambda e: {reason: reason == e.reason for reason in PAUSE_REASONS}, "reason"),
     _counter("spes_tokens_total", "Tokens trained by this peer.", PhaseTrained, lambda e: e.tokens),
     _counter("spes_steps_total", "Local optimizer steps of this peer.", PhaseTrained, lambda e: e.steps),
     _counter("spes_skipped_steps_total", "Local steps skipped because of a non-finite loss or gradient.",
@@ -163,6 +173,8 @@ class Metrics:
         for kind in BYTE_KINDS:
             for direction in ("sent", "received"):
                 self._metrics["spes_bytes_total"].labels(kind, direction)
+        for reason in PAUSE_REASONS:
+            self._metrics["spes_paused"].labels(reason)
         for reason in FAILURE_REASONS:
             self._metrics["spes_round_failures_total"].labels(reason)
         self._metrics["spes_build_info"].info({

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -33,11 +33,13 @@ from spes_p2p.session.apart import run_apart
 from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, remembering
+from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
 
 logger = logging.getLogger(__name__)
 
+LEAVING = "leaving after the current step"
 WARN_EVERY_TRIES = 12
 """While no peer answers, warn about every two minutes."""
 
@@ -110,7 +112,7 @@ async def _live_as_bootstrap(
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
             held_out=[HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)],
         )
-        leave_on_signals(helper.leave)
+        call_on_signals(helper.leave, LEAVING)
         async with remembering(node, observers.history):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
@@ -121,22 +123,27 @@ async def run_join(
     settings: PeerConfig,
     on_joined: Callable[[CampaignFiles, str], None],
     extension: Extension = NO_EXTENSION,
+    on_paused: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train in the campaign at these addresses until it is complete or a signal arrives.
+    """Train in the campaign at these addresses until it is complete or a signal arrives, with pauses that the user wants.
 
     After a restart with the same run-dir it retries until a peer answers, since the bootstrap peer may be down too.
     """
-    tries = 0
-    while True:
-        try:
-            return await _join(addresses, settings, on_joined, extension)
-        except NobodyAnswers as error:
-            if read_run_dir(settings.run_dir) is None:
-                raise
-            if tries % WARN_EVERY_TRIES == 0:
-                logger.warning("%s; retrying until a peer answers", error)
-        tries += 1
-        await asyncio.sleep(FIND_EVERY_S)
+    pauses, tries = Pauses(settings, addresses, on_paused), 0
+    with contextlib.closing(pauses):
+        while await pauses.over():
+            try:
+                await _join(addresses, settings, on_joined, extension, pauses)
+                if not pauses.follows:
+                    return
+                tries = 0
+            except NobodyAnswers as error:
+                if read_run_dir(settings.run_dir) is None:
+                    raise
+                if tries % WARN_EVERY_TRIES == 0:
+                    logger.warning("%s; retrying until a peer answers", error)
+                tries += 1
+                await asyncio.sleep(FIND_EVERY_S)
 
 
 async def _join(
@@ -144,12 +151,14 @@ async def _join(
     settings: PeerConfig,
     on_joined: Callable[[CampaignFiles, str], None],
     extension: Extension,
+    pauses: Pauses,
 ) -> None:
     async with connected(settings, addresses) as (net, dialable):
         peers = [peer_of(address) for address in addresses]
         files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
         config = files.campaign.config
         check_run_dir(files, genesis, settings.run_dir)
+        pauses.joined()
         invitation = admitted(settings, files, genesis, net.identity, trains=True)
         logger.info("found campaign %s; preparing to train", config.name)
         await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
@@ -188,26 +197,17 @@ async def _join(
                 str(settings.run_dir), base_in_memory=resources.base_in_memory,
                 checkpoint_every_s=60 * settings.checkpoint_minutes, leave=leave,
             )
-            leave_on_signals(peer.leave)
-            around = (reachability.keep_measuring(), net.keep_finding(addresses))
+
+            def end() -> None:
+                pauses.ending.make()
+                peer.leave()
+
+            around = (reachability.keep_measuring(), net.keep_finding(addresses), pauses.watch(peer.leave))
             others = started(devices, config, resources.options)
+            call_on_signals(end, LEAVING)
             async with others as ranks, remembering(node, observers.history), beside(*around):
                 await live_on(net, peer.run())
-            logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))
-
-
-def leave_on_signals(leave: Callable[[], None]) -> None:
-    """Call `leave` on the first SIGINT or SIGTERM; the second ends the process."""
-    loop = asyncio.get_running_loop()
-    asked = False
-
-    def handle() -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        logger.info("leaving after the current step; interrupt again to stop at once")
-        leave()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, handle)
+            if peer.finished:
+                pauses.ending.make()
+            if not pauses.follows:
+                logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))

@@ -1,0 +1,119 @@
+"""What a trainer says to its user's other commands, and what these ask of it: two files in its run-dir, for its user only.
+
+The trainer holds a lock on the first file while it runs, so the others know whether it does. The second file is the user's
+order to pause; it outlasts restarts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pydantic import TypeAdapter, ValidationError
+
+from spes_p2p.errors import UserError
+from spes_p2p.observe.json_values import to_json
+
+STATE_FILE, ORDER_FILE = "own_state.json", "pause"
+LOCK_TRIES, LOCK_AGAIN_S = 5, 0.02
+"""A reader that looks whether a trainer runs holds the lock for a moment."""
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What the trainer with this run-dir does."""
+
+    state: str
+    """running; pausing: it still leaves the round; paused."""
+    since: float
+    """Unix time."""
+    addresses: tuple[str, ...] = ()
+    """As given to `join`."""
+    reason: str = ""
+    """Why it pauses: one of `events.PAUSE_REASONS`."""
+    detail: str = ""
+    """The same for people, with when it goes on if that is known; while it runs, when it will pause next."""
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"{self.state}: {self.detail}" if self.detail else self.state
+
+
+_STATE = TypeAdapter(OwnState)
+
+
+class StateFile:
+    """The first file, of the process that holds the run-dir."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / STATE_FILE
+        self._file: IO[bytes] | None = None
+
+    def write(self, state: OwnState) -> None:
+        """Replace what is said. Raises UserError if another process holds the run-dir."""
+        if self._file is None or not self._path.exists():
+            self._open()
+        assert self._file is not None
+        content = _STATE.dump_json(state)
+        os.pwrite(self._file.fileno(), content, 0)
+        self._file.truncate(len(content))
+
+    def close(self) -> None:
+        """Give the run-dir up. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> None:
+        self.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        for _ in range(LOCK_TRIES):
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._file = file
+                return
+            time.sleep(LOCK_AGAIN_S)
+        file.close()
+        raise UserError(f"{self._path.parent}: a running peer uses this run-dir; stop it, or give this one another --run-dir")
+
+
+def read_own_state(run_dir: Path) -> OwnState | None:
+    """Return what the trainer with this run-dir says; None when none runs."""
+    try:
+        with (run_dir / STATE_FILE).open("rb") as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            return _STATE.validate_json(file.read())
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        return OwnState("running", 0.0)  # it is being written
+
+
+def own_state_json(state: OwnState | None) -> dict[str, object]:
+    """Return the document of `pause --json` and `resume --json`."""
+    return {"state": "not running"} if state is None else dict(to_json(state))
+
+
+def is_pause_ordered(run_dir: Path) -> bool:
+    """Return whether the user paused the trainer with this run-dir."""
+    return (run_dir / ORDER_FILE).exists()
+
+
+def order_pause(run_dir: Path, pauses: bool) -> None:
+    """Order the trainer with this run-dir to pause, or to go on. Raises UserError unless it is a run-dir."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such folder; give the --run-dir of the trainer")
+    path = run_dir / ORDER_FILE
+    if pauses:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    else:
+        path.unlink(missing_ok=True)
