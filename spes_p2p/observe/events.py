@@ -204,7 +204,7 @@ class ResultsChecked(Event):
     wrong: tuple[str, ...]
     """Reducers whose result is not the mean of its inputs: proven, so the next commits exclude them."""
     unanswered: tuple[str, ...]
-    """Reducers that did not show the inputs, after a restart for instance: nothing follows."""
+    """Reducers that did not show the inputs, after a restart for instance: nothing follows. Without those that left."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class Checking:
                 unanswered.add(reducer)
                 logger.info("round %d: part %d of %s is not checked: %s", commit.round, part.index, reducer[-6:], error)
         self._unanswered = (*self.unanswered(), *(Unanswered(commit.round, peer) for peer in sorted(unanswered)))
-        self._observer(ResultsChecked(commit.round, len(parts), tuple(sorted(wrong)), tuple(sorted(unanswered))))
+        silent = (peer for peer in sorted(unanswered) if not self._node.departures.has_left(peer))
+        self._observer(ResultsChecked(commit.round, len(parts), tuple(sorted(wrong)), tuple(silent)))
 
     async def _inputs(self, plan: str, part: int, reducer: str) -> Inputs:
         """Ask a reducer for the inputs of a mean. Raises PeerUnreachable, Refused, WireError."""

@@ -50,9 +50,13 @@ class Departures:
         if peer in self._left:
             self._came_back.add(peer)
 
+    def has_left(self, peer: str) -> bool:
+        """Return whether this peer said that it leaves, and not that it is back."""
+        return peer in self._left and peer not in self._came_back
+
     def gone(self, parent: str) -> dict[str, Signed]:
         """Return the statements of the peers that left the round after this commit and are not back."""
-        gone = {peer: left for peer, left in self._left.items() if peer not in self._came_back}
+        gone = {peer: left for peer, left in self._left.items() if self.has_left(peer)}
         return {peer: signed for peer, (leave, signed) in gone.items() if leave.parent == parent}
 
     def farewells(self) -> tuple[Farewell, ...]:
