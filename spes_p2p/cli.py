@@ -218,6 +218,10 @@ def join(
         list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")
     ] = None,
     token_cache: Annotated[str | None, typer.Option(help="Maximum disk space for downloaded text. Default: 16GiB.")] = None,
+    hours: Annotated[str | None, typer.Option(help="Hours of the day in which to train, local time: 22-8.")] = None,
+    only_when_idle: Annotated[bool, typer.Option(
+        "--only-when-idle", help="Pause while other programs use CPU or GPUs, and on battery.")] = False,
+    quota: Annotated[str | None, typer.Option(help="Most traffic, both directions together: 20GB/day.")] = None,
     private_urls: Annotated[
         bool, typer.Option("--private-urls", help="Read text also from URLs in this machine's local network.")
     ] = False,
@@ -235,6 +239,7 @@ def join(
 ) -> None:
     """Join a campaign and train. Needs only the address of a peer. Ctrl-C leaves cleanly."""
     from spes_p2p.config.campaign import make_peer_config
+    from spes_p2p.config.quantities import parse_bytes_per_day, parse_hours
 
     settings = make_peer_config(
         run_dir=run_dir, devices=devices, experts=_number_or_word(experts),
@@ -244,6 +249,9 @@ def join(
         checkpoint=checkpoint, base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
         token_cache_bytes=_bytes(token_cache, "--token-cache"),
         private_urls=private_urls or None,
+        hours=None if hours is None else parse_hours(hours, "--hours"),
+        only_when_idle=only_when_idle or None,
+        quota=None if quota is None else parse_bytes_per_day(quota, "--quota"),
         listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),

@@ -276,6 +276,8 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join malformed": (lambda p: ["join", "203.0.113.7:31337", "--run-dir", p.output], ("'203.0.113.7:31337'", "/p2p/")),
     "join no peer id": (lambda p: ["join", "/ip4/127.0.0.1/tcp/9", "--run-dir", p.output], ("does not end in /p2p/<peer id>",)),
     "join nobody": (join, ("no peer answers at", NOBODY)),
+    "join hours": (lambda p: join(p, "--hours", "22"), ("--hours '22'", "22-8")),
+    "join quota": (lambda p: join(p, "--quota", "20GB"), ("--quota '20GB'", "20GB/day")),
     "join device": (lambda p: join(p, "--devices", "tpu"), ("--devices", "tpu")),
     "join tracker": (lambda p: join(p, "--tracker", "tensorboard"), ("--tracker", "wandb", "trackio")),
     "join base": (lambda p: join(p, "--base", "tape"), ("--base", "tape", "'disk' or 'ram'")),

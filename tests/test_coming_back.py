@@ -108,3 +108,27 @@ def test_who_comes_back_and_finds_nobody_at_first_catches_up_when_the_others_app
         swarm.assert_same_commits()
 
     simulate(main)
+
+
+@pytest.mark.parametrize("asleep_s", [60.0, pytest.param(1200.0, marks=pytest.mark.long)])
+def test_a_laptop_that_slept_catches_up_and_trains_again(asleep_s: float) -> None:
+    """Its connections break, the registry forgets it, and all of its timers expire when it wakes."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60000, sync={"min_peers": 1}))
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        swarm.network.stop("B")
+        for other in "ACW":
+            swarm.network.disconnect("B", other)
+        await asyncio.sleep(asleep_s)
+        left_at = swarm.nodes["A"].log.round
+        assert left_at > swarm.nodes["B"].log.round
+        swarm.network.resume("B")
+        await swarm.until(lambda: swarm.round_of("B") > left_at + 3, SOON_S)
+        await swarm.until(lambda: "B" in swarm.nodes["W"].log.last.members, SOON_S)
+        assert not swarm.tasks["B"].done()
+        swarm.assert_same_commits()
+        swarm.assert_replicas_agree()
+
+    simulate(main)

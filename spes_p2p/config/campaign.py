@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from spes_p2p import __version__
 from spes_p2p.config.model import ModelSection, with_config_json
 from spes_p2p.config.problems import Location, broken_rule, validated
+from spes_p2p.config.quantities import Hours
 from spes_p2p.config.section import Section, require
 from spes_p2p.config.types import (
     CODEC_NAMES,
@@ -355,6 +356,14 @@ class PeerConfig(Section):
     token_cache_bytes: Positive = Field(
         DEFAULT_TOKEN_CACHE_BYTES,
         description="Maximum disk space for downloaded text (--token-cache 16GiB); least recently used pieces are evicted.")
+    hours: Annotated[Hours, WithJsonSchema({"type": "string"})] | None = Field(
+        None, description="Hours of the day, local time, in which this trainer runs (--hours 22-8); it pauses in others. "
+                          "Default: all.")
+    only_when_idle: bool = Field(
+        False, description="Pause while other programs use this machine's CPU or GPUs, and on battery (--only-when-idle).")
+    quota: Positive | None = Field(
+        None, description="Bytes that this trainer may send and receive in a day, local time (--quota 20GB/day). It pauses when"
+                          " what is left does not suffice for another round. Default: no limit.")
     invite: Text | None = Field(
         None, description="Invitation of the campaign's owner: the text, or a file with it. Kept in run_dir for later starts.")
     identity: Path | None = Field(None, description="Private key file of the peer. Default: identity.key in run_dir.")

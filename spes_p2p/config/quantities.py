@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 from spes_p2p.errors import UserError
 
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
+DAY_MINUTES = 24 * 60
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+@dataclass(frozen=True)
+class Hours:
+    """A part of the day, in minutes since midnight; it may include midnight."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return "-".join(f"{minute // 60}:{minute % 60:02}" for minute in (self.start, self.stop))
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -25,6 +38,23 @@ def parse_bits_per_second(text: str, option: str) -> float:
 def parse_seconds(text: str, option: str) -> int:
     """Return whole seconds. Units are minutes, hours and days. Raises UserError naming the option."""
     return max(1, round(_parse(text, option, _SECONDS, "a time such as 90m, 12h or 30d")))
+
+
+def parse_bytes_per_day(text: str, option: str) -> int:
+    """Return bytes per day, of 20GB/day. Raises UserError naming the option."""
+    size, _, period = text.partition("/")
+    if period.strip() != "day":
+        raise UserError(f"{option} {text!r}: must be a size per day such as 20GB/day")
+    return parse_bytes(size, option)
+
+
+def parse_hours(text: str, option: str) -> Hours:
+    """Return a part of the day, of 22-8 or 22:30-7:15. Raises UserError naming the option."""
+    match = re.fullmatch(r"(\d{1,2})(?::([0-5]\d))?-(\d{1,2})(?::([0-5]\d))?", text.replace(" ", ""))
+    start, stop = (60 * int(match[hour]) + int(match[hour + 1] or 0) for hour in (1, 3)) if match else (0, 0)
+    if start % DAY_MINUTES == stop % DAY_MINUTES or max(start, stop) > DAY_MINUTES:
+        raise UserError(f"{option} {text!r}: must be hours of the day such as 22-8 or 22:30-7:15")
+    return Hours(start % DAY_MINUTES, stop % DAY_MINUTES)
 
 
 def _parse(text: str, option: str, units: dict[str, int], example: str) -> float:

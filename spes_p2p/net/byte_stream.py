@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 AHEAD_BYTES = 2**14
 """Maximum bytes buffered ahead of a read; beyond it, the other end is slowed down."""
@@ -20,6 +20,9 @@ UNSENT_BYTES = 2**18
 
 class ByteStream(asyncio.BufferedProtocol):
     """Both directions of a connection."""
+
+    exchanged_bytes: ClassVar[int] = 0
+    """Sent and received on all streams of this process."""
 
     def __init__(self, on_connected: Callable[[ByteStream], Coroutine[Any, Any, None]] | None = None):
         """`on_connected`: a server's handler, run in its own task."""
@@ -75,6 +78,7 @@ class ByteStream(asyncio.BufferedProtocol):
 
     def write(self, *pieces: bytes | memoryview) -> None:
         """Send the pieces in order. They must not change until they are sent."""
+        ByteStream.exchanged_bytes += sum(map(len, pieces))
         self._transport.writelines(pieces)
 
     async def drain(self) -> None:
@@ -110,6 +114,7 @@ class ByteStream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Account for bytes received into the buffer."""
+        ByteStream.exchanged_bytes += nbytes
         self.on_bytes()
         if self._wanted is not None and self._filled < self._size:
             self._filled += nbytes

@@ -10,32 +10,27 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from datetime import datetime
 
 from spes_p2p.config.campaign import PeerConfig
-from spes_p2p.observe.events import Paused
+from spes_p2p.observe.events import Event, Paused
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
+from spes_p2p.session.machine_use import MachineUse
 from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
+from spes_p2p.session.pause_rules import IdleRule, Pause, outside_hours, over_quota, quota_forecast
+from spes_p2p.session.traffic import TrafficMeter
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+MEASURE_EVERY_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Why a trainer pauses now."""
-
-    reason: str
-    """One of `events.PAUSE_REASONS`."""
-    detail: str
-    """For people."""
 
 
 class Pauses:
@@ -54,19 +49,30 @@ class Pauses:
         """Why the trainer is to pause; None: it may train."""
         self._settings, self._addresses, self._on_paused, self._wall_time = settings, tuple(addresses), on_paused, wall_time
         self._file = StateFile(settings.run_dir)
+        self._said = ("", "", "")
+        self._idle, self._use, self._measured_s = IdleRule(), MachineUse(), -math.inf
+        self._meter = TrafficMeter(settings.run_dir) if settings.quota is not None else None
 
     @property
     def follows(self) -> bool:
         """Whether the trainer left to come back."""
         return self.pause is not None and not self.ending.is_made
 
-    def joined(self) -> None:
-        """Say that the trainer runs. Raises UserError if another one uses the run-dir."""
+    def joined(self, daemon_pid: int) -> None:
+        """Say that the trainer runs, on this p2pd. Raises UserError if another one uses the run-dir."""
         self._say("running")
+        if self._meter is not None:
+            self._meter.follow(daemon_pid)
+
+    def observe(self, event: Event) -> None:
+        """Observer: learns from rounds what the next one takes of the quota."""
+        if self._meter is not None:
+            self._meter.committed(event, self._now())
 
     async def watch(self, leave: Callable[[], None]) -> None:
         """Call `leave` when the trainer is to pause. Never returns."""
-        while (pause := self._look()) is None:
+        while (pause := await self._look()) is None:
+            self._say("running")
             await asyncio.sleep(LOOK_EVERY_S)
         self.pause = pause
         logger.info("pausing after the current step: %s", pause.detail)
@@ -76,7 +82,7 @@ class Pauses:
 
     async def over(self) -> bool:
         """Return True as soon as the trainer may train, False if the process is asked to end before."""
-        self.pause, shown = self._look(), None
+        self.pause, shown = await self._look(), None
         if self.pause is None:
             return True
         self._on_paused()
@@ -87,13 +93,13 @@ class Pauses:
                 stack.callback(metrics.serve(settings.metrics_port, settings.metrics_host).close)
             call_on_signals(self.ending.make, "ending")
             while self.pause is not None and not self.ending.is_made:
-                if self.pause != shown:
+                self._say("paused")
+                if shown is None or self.pause.reason != shown.reason:
                     shown = self.pause
                     logger.info("paused: %s", shown.detail)
                     metrics.update(Paused(shown.reason))
-                    self._say("paused")
                 await self.ending.wait(LOOK_EVERY_S)
-                self.pause = self._look()
+                self.pause = await self._look()
         if not self.ending.is_made:
             logger.info("no reason to pause any more: joining")
             for number in SIGNALS:
@@ -102,17 +108,47 @@ class Pauses:
 
     def close(self) -> None:
         """Give the run-dir up."""
+        if self._meter is not None:
+            self._meter.read(self._now())
+            self._meter.save(self._now())
         self._file.close()
 
-    def _look(self) -> Pause | None:
+    async def _look(self) -> Pause | None:
         """Return why the trainer is to pause now, if it is."""
-        if is_pause_ordered(self._settings.run_dir):
-            return Pause("user", f"until you type: spes-p2p resume {self._settings.run_dir}")
+        settings, now = self._settings, self._now()
+        if is_pause_ordered(settings.run_dir):
+            return Pause("user", f"until you type: spes-p2p resume {settings.run_dir}")
+        if settings.hours is not None and (pause := outside_hours(settings.hours, now)):
+            return pause
+        quota, meter = settings.quota, self._meter
+        if quota is not None and meter is not None and (pause := over_quota(quota, meter.read(now), now)):
+            return pause
+        if settings.only_when_idle:
+            if time.monotonic() - self._measured_s >= MEASURE_EVERY_S:
+                self._idle.see(await asyncio.to_thread(self._use.measure), time.monotonic())
+                self._measured_s = time.monotonic()
+            return self._idle.pause()
         return None
 
     def _say(self, state: str) -> None:
-        why = self.pause or Pause("", "")
-        self._file.write(OwnState(state, self._wall_time(), self._addresses, why.reason, why.detail))
+        """Write the state to the run-dir when it changes."""
+        if self.pause is not None:
+            reason, detail = self.pause.reason, self.pause.detail
+        else:
+            reason, detail = "", self._forecast()
+        if self._said != (state, reason, detail):
+            self._said = state, reason, detail
+            self._file.write(OwnState(state, self._wall_time(), self._addresses, reason, detail))
+
+    def _forecast(self) -> str:
+        """Say when the quota ends the day's training."""
+        if self._meter is None or self._settings.quota is None:
+            return ""
+        now = self._now()
+        return quota_forecast(self._settings.quota, self._meter.read(now), self._meter.bytes_per_s, now)
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self._wall_time()).astimezone()
 
 
 def call_on_signals(handle: Callable[[], None], what: str) -> None:

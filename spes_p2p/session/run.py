@@ -158,7 +158,7 @@ async def _join(
         files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
         config = files.campaign.config
         check_run_dir(files, genesis, settings.run_dir)
-        pauses.joined()
+        pauses.joined(net.daemon_pid)
         invitation = admitted(settings, files, genesis, net.identity, trains=True)
         logger.info("found campaign %s; preparing to train", config.name)
         await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
@@ -180,7 +180,7 @@ async def _join(
         if not dialable:
             logger.warning("%s", describe(dialable))
 
-        with observing(files, settings, net.identity.peer_id, "trainer", extension.observers) as observers:
+        with observing(files, settings, net.identity.peer_id, "trainer", (pauses.observe, *extension.observers)) as observers:
             world = extension.around(world_of(net, store, settings))
             node = await make_node(net, world, files, genesis, "trainer", observers.all, invitation)
             library = await serve_text(node, shelf, settings.private_urls or all(map(is_loopback, addresses)))

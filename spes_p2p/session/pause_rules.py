@@ -1,0 +1,117 @@
+"""When a trainer pauses by itself: outside its hours, while others use the machine, and when the day's traffic is used up.
+
+Rules are pure: time, and what was measured, are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import datetime, time, timedelta
+
+from spes_p2p.config.quantities import Hours
+from spes_p2p.observe.units import human_bytes
+
+OTHERS_CPU, OTHERS_GPU = 0.2, 0.1
+"""Shares of the machine's cores, and of a GPU, above which it is in use by others: a browser that plays a film stays below."""
+BUSY_S, IDLE_S = 10.0, 300.0
+"""For this long it must be in use, or not, before the trainer pauses, or goes on: a program that starts is no reason to leave,
+and who reads a page comes back to it."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Why a trainer pauses now."""
+
+    reason: str
+    """One of `events.PAUSE_REASONS`."""
+    detail: str
+    """For people."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How others use this machine."""
+
+    cpu: float
+    """Share of all cores, 0 to 1."""
+    gpu: float = 0.0
+    """Share of the busiest GPU, 0 to 1."""
+    on_battery: bool = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether somebody else needs the machine."""
+        return self.cpu > OTHERS_CPU or self.gpu > OTHERS_GPU
+
+
+def outside_hours(hours: Hours, now: datetime) -> Pause | None:
+    """Return the pause outside these hours of the day; `now` is local time."""
+    start, stop, minute = hours.start, hours.stop, 60 * now.hour + now.minute
+    is_inside = start <= minute < stop if start < stop else minute >= start or minute < stop
+    return None if is_inside else Pause("hours", f"until {start // 60}:{start % 60:02} (--hours {hours})")
+
+
+class IdleRule:
+    """Pauses while others use the machine, or it runs on battery."""
+
+    def __init__(self) -> None:
+        self._pauses = False
+        self._use = Use(0.0)
+        self._changed_s = -math.inf
+        """Since when the use has not been what it was when the trainer last paused or went on."""
+
+    def see(self, use: Use, now_s: float) -> None:
+        """Take a measurement. `now_s`: of a clock that does not jump."""
+        self._use = use
+        if use.is_busy == self._pauses:
+            self._changed_s = math.inf
+        elif self._changed_s == math.inf:
+            self._changed_s = now_s
+        if now_s - self._changed_s >= (IDLE_S if self._pauses else BUSY_S):
+            self._pauses, self._changed_s = use.is_busy, math.inf
+
+    def pause(self) -> Pause | None:
+        """Return the pause that follows from what was seen."""
+        if self._use.on_battery:
+            return Pause("battery", "until this machine is plugged in (--only-when-idle)")
+        if self._pauses:
+            return Pause("busy", f"until others have left this machine idle for {IDLE_S / 60:g} min (--only-when-idle)")
+        return None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What this peer sent and received."""
+
+    day: str
+    """Local date, as 2026-01-31."""
+    used_bytes: int
+    """On that day."""
+    round_bytes: int = 0
+    """The most that one of the last rounds took."""
+
+    def on(self, now: datetime) -> Traffic:
+        """Return the traffic of the day of `now`."""
+        day = now.date().isoformat()
+        return self if day == self.day else Traffic(day, 0, self.round_bytes)
+
+
+def over_quota(quota_bytes: int, traffic: Traffic, now: datetime) -> Pause | None:
+    """Return the pause when the day's quota does not suffice for another round."""
+    today = traffic.on(now)
+    if today.used_bytes + today.round_bytes < quota_bytes:
+        return None
+    used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)}"
+    return Pause("quota", f"until midnight: {used} used today, a round takes {human_bytes(today.round_bytes)} (--quota)")
+
+
+def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: datetime) -> str:
+    """Say when the quota will end the day's training at this rate."""
+    today = traffic.on(now)
+    used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)} used today"
+    left_s = (quota_bytes - today.round_bytes - today.used_bytes) / bytes_per_s if bytes_per_s > 0 else math.inf
+    midnight = datetime.combine(now.date() + timedelta(days=1), time(), now.tzinfo)
+    if left_s >= (midnight - now).total_seconds():
+        return f"{used}; that lasts for the day"
+    return f"{used}; pauses about {(now + timedelta(seconds=left_s)):%H:%M}"

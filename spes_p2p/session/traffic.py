@@ -1,0 +1,90 @@
+"""Counts what a peer sends and receives, for a daily quota: all of p2pd's connections, those of the DHT and of relays included.
+
+p2pd reads and writes what it exchanges with other machines, and what it exchanges with this process. The kernel counts
+both; what this process exchanged is known and subtracted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+from pydantic import TypeAdapter
+
+from spes_p2p.net.byte_stream import ByteStream
+from spes_p2p.observe.events import Event, RoundCommitted
+from spes_p2p.observe.json_values import to_json
+from spes_p2p.session.pause_rules import Traffic
+from spes_p2p.storage.files import write_whole
+
+TRAFFIC_FILE = "traffic.json"
+HEADERS = 1.05
+"""What headers of TCP and IP, and packets that only acknowledge, add."""
+KEPT_ROUNDS = 8
+SAVE_EVERY_S = 30.0
+"""What a crash may leave uncounted."""
+
+_TRAFFIC = TypeAdapter(Traffic)
+
+
+class TrafficMeter:
+    """Counts the traffic of a day, across restarts."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / TRAFFIC_FILE
+        self._traffic = Traffic("", 0)
+        with suppress(OSError, ValueError):
+            self._traffic = _TRAFFIC.validate_json(self._path.read_bytes())
+        self._rounds = deque([self._traffic.round_bytes], maxlen=KEPT_ROUNDS)
+        self._daemon: psutil.Process | None = None
+        self._counted = 0
+        """Of the daemon that runs, so far."""
+        self._at_commit: list[tuple[float, int]] = []
+        """Time and count at the first and the last commit since the daemon was started."""
+        self._saved_s = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Traffic since the first commit; 0: unknown."""
+        if len(self._at_commit) < 2:
+            return 0.0
+        (first_s, first), (last_s, last) = self._at_commit
+        return (last - first) / max(last_s - first_s, 1e-9)
+
+    def follow(self, daemon_pid: int) -> None:
+        """Count the traffic of this daemon from now on."""
+        self._daemon, self._counted, self._at_commit = psutil.Process(daemon_pid), 0, []
+        self._exchanged_before = ByteStream.exchanged_bytes
+
+    def read(self, now: datetime) -> Traffic:
+        """Return the traffic of the day of `now`."""
+        self._traffic = today = self._traffic.on(now)
+        if self._daemon is None:
+            return today
+        with suppress(psutil.Error):
+            moved = self._daemon.io_counters()
+            local = ByteStream.exchanged_bytes - self._exchanged_before
+            counted = max(self._counted, round(HEADERS * (moved.read_chars + moved.write_chars - local)))
+            self._traffic = Traffic(today.day, today.used_bytes + counted - self._counted, max(self._rounds))
+            self._counted = counted
+        if abs(now.timestamp() - self._saved_s) >= SAVE_EVERY_S:
+            self.save(now)
+        return self._traffic
+
+    def committed(self, event: Event, now: datetime) -> None:
+        """Note how much a round took."""
+        if isinstance(event, RoundCommitted) and self._daemon is not None:
+            self.read(now)
+            if self._at_commit:
+                self._rounds.append(self._counted - self._at_commit[-1][1])
+            self._at_commit = [*self._at_commit[:1], (now.timestamp(), self._counted)]
+
+    def save(self, now: datetime) -> None:
+        """Write the count, if there is a run-dir yet."""
+        if self._path.parent.is_dir():
+            write_whole(self._path, json.dumps(to_json(self._traffic)).encode())
+            self._saved_s = now.timestamp()
