@@ -310,7 +310,7 @@ class OnePeer:
             await run(replica.announce)
         plan = await run(self._plan)
         async with meter.measured("receive"):
-            exchange = await run(replica.open_exchange, plan)
+            exchange = await replica.open_exchange(plan)
             await self._exchange(exchange)
         async with meter.measured("stage"):
             await replica.results.stage(exchange.results)

@@ -208,7 +208,7 @@ class RoundMember:
         started = clock()
         if self._node.campaign.config.sync.overlap:
             self._coordinators.phase_begins_during(plan.round)
-        exchange = await self._node.world.run_blocking(self._replica.open_exchange, plan)
+        exchange = await self._replica.open_exchange(plan)
 
         async def complain(reducer: int, revision: int) -> None:
             await stream.send(pack(Stalled(plan.id, revision, reducer)), kind=Kind.STALLED)

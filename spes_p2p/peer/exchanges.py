@@ -63,8 +63,11 @@ class Exchanges:
         if self._builder is not None:
             self._builder.drop()
         self._builder = self.make_builder(base, results)
-        self._news.set()
         return exchange
+
+    def opened(self) -> None:
+        """Wake those that wait for a plan. On the event loop, after `open`, which is called in a worker thread."""
+        self._news.set()
 
     def make_builder(self, base: Base, results: Results) -> NextBaseBuilder:
         """Return a builder of the next base by the plan of these results, which may still arrive."""

@@ -214,9 +214,11 @@ class Replica:
         """Return the held-out loss of the base. Called between two steps."""
         return self.work.validation_loss(self.base.values)
 
-    def open_exchange(self, plan: Plan) -> Exchange:
+    async def open_exchange(self, plan: Plan) -> Exchange:
         """Take part in a plan with the announced update."""
-        return self.exchanges.open(plan, self.base)
+        exchange: Exchange = await self.node.world.run_blocking(self.exchanges.open, plan, self.base)
+        self.exchanges.opened()
+        return exchange
 
     async def durable(self) -> None:
         """Wait until what is being saved is on disk, as it must be before an announcement. Raises UserError (disk full)."""
