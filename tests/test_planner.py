@@ -41,6 +41,7 @@ from spes_p2p.rounds.codecs import CODECS, group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.results import KEPT_ROUNDS
 from spes_p2p.session.resources import resources_on
+from spes_p2p.training.documents import Documents
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.trainer import checkpoint_activations
@@ -57,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide experts": {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_num_experts": 16},
     "low rank": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "moe_num_experts": 8, "moe_low_rank": 16},
 }
-SEQUENCE, SAMPLES, OWNED = 128, 8, (0, 2)
+SEQUENCE, SAMPLES, OWNED, EOS = 128, 8, (0, 2), 0
 
 
 def shape(name: str) -> ModelConfig:
@@ -77,10 +78,11 @@ class Peer:
         self.optimizer = OwnedOptimizer(self.model, layout_of(model), self.training)
         self.blocks = [m for m in self.model.modules() if isinstance(m, PartitionedExperts)]
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, documents: Documents | None = None) -> torch.Tensor:
         ids = torch.randint(self.config.vocab_size, self.batch)
+        ids[:, self.batch[1] // 2] = EOS
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16, cache_enabled=False):
-            return forward_losses(self.model, self.blocks, ids, self.training).total
+            return forward_losses(self.model, self.blocks, ids, self.training, documents=documents).total
 
     def step(self) -> None:
         """Two micro-batches, so that gradients are there while the second one is computed."""
@@ -169,6 +171,23 @@ def test_of_few_tokens_the_cast_copies_of_the_layers_matrices_are_most_of_what_i
     saved = sum(size for address, size in storages(kept).items() if address not in own)
     setup = Setup(len(OWNED), "int8", "adamw", 1, "cpu", True)
     assert saved_activation_bytes(shape("large vocabulary"), 16, setup) == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", ["large vocabulary", "many experts"])
+def test_masks_between_documents_are_saved_in_every_layer(name: str, bf16: bool) -> None:
+    saved = []
+    for documents in (None, Documents(EOS, 1000)):
+        peer = Peer(shape(name), "int8", bf16=bf16)
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, into=kept: into.append(t) or t, lambda t: t):  # type: ignore[misc]
+            peer.forward(documents)
+        own = storages([*peer.model.parameters(), *peer.model.buffers()])
+        saved.append(sum(size for address, size in storages(kept).items() if address not in own))
+    _, setup = predicted(shape(name), "int8", bf16)
+    formula = [saved_activation_bytes(shape(name), SEQUENCE, replace(setup, masked=masked)) for masked in (False, True)]
+    assert formula[1] - formula[0] == pytest.approx(saved[1] - saved[0], rel=0.35)  # less positions' embeddings
+    assert formula[1] == pytest.approx(saved[1], rel=0.1)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])

@@ -80,9 +80,10 @@ def train(trainer: TorchTrainer, number: int, steps: int = 5) -> PhaseReport:
 
 
 def other_campaign() -> tuple[CampaignConfig, TrainingOptions]:
-    """Low-rank terms and tied weights; foreign experts in int8, activations recomputed."""
+    """Low-rank terms, tied weights, documents apart; foreign experts in int8, activations recomputed."""
     model = SETTINGS["model"] | {"moe_low_rank": 8, "tie_word_embeddings": True}
-    changed = campaign(60, "none", model=model, training=SETTINGS["training"])
+    training = SETTINGS["training"] | {"intra_document_masking": True}
+    changed = campaign(60, "none", model=model, training=training)
     return changed.config, replace(HALF, stored="int8", activation_checkpointing=True)
 
 
@@ -206,7 +207,7 @@ def test_two_ranks_train_what_one_does_with_other_options(two_ranks: Callable[..
     for ranks in (ALONE, two_ranks(config, options)):
         base, text = initial_state(config.model), Text(0)
         own_options = options if ranks.count > 1 else replace(options, micro_batch_size=None)
-        trainer = TorchTrainer(config, base, (0, 3), text, options=own_options, ranks=ranks)
+        trainer = TorchTrainer(config, base, (0, 3), text, options=own_options, ranks=ranks, eos_token_id=0)
         for number, owned in enumerate(((0, 3), (1, 2))):
             trainer.assign(owned, base)
             train(trainer, number)

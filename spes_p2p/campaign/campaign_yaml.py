@@ -89,6 +89,7 @@ training:
   beta2: {recipe.beta2}  # with slow decay, the mean of the peers' steps is close to a step along their mean gradient
   # second_moment_peers: auto  # a slightly lower loss, closer to training on one large machine
   warmup_steps: {schedule.warmup_steps}
+  # intra_document_masking: true  # tokens attend only within their own document
 
 {merge}sync:
   min_peers: {peers}  # trainers that the first round waits for; later rounds take the trainers that are present

@@ -92,6 +92,11 @@ def read_campaign(config_path: Path) -> CampaignFiles:
     for path in filter(None, (*paths, validation_path)):
         text = read_manifest(path)
         check_vocabulary(text, identity.sha256, config.model.vocab_size, str(path))
+        if config.training.intra_document_masking and text.eos_token_id != identity.eos_token_id:
+            raise UserError(
+                f"{path}: its documents end with id {text.eos_token_id}, but data.eos_token = {config.data.eos_token!r} is id "
+                f"{identity.eos_token_id}, which training.intra_document_masking goes by; tokenize with that --eos-token"
+            )
         if not any(file.tokens >= length for file in text.files):
             raise UserError(
                 f"{path}: no token file holds a whole sample of {length} tokens; add text or reduce training.sequence_length"

@@ -125,7 +125,7 @@ def choices(config: CampaignConfig, device: Device, owned: int, asked: Asked) ->
         corrected = training.second_moment_peers != 1 and chosen["optimizer"] == "adamw"
         setup = Setup(
             owned=owned, device=device.kind, bf16=on_gpu, muon=training.optimizer == "muon", corrected=corrected,
-            ranks=device.ranks, **chosen,
+            masked=training.intra_document_masking, ranks=device.ranks, **chosen,
         )
         yield Choice(setup, device_bytes(config.model, training.sequence_length, setup))
 

@@ -45,6 +45,8 @@ DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
 SCHEMA_VERSION = 1
 """Version of the campaign file. Omitted fields take the defaults of the file's schema version, so a default may change only
 with a new version, and the default of a new field must keep the behaviour of older campaigns."""
+MASKED_FAMILIES = ("ernie4_5_moe", "flex_olmo", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+"""Families whose attention is tested to stay within documents; in others, state may flow from one to the next."""
 SLOWEST_LINE_BITS = 1e6
 """Below this rate, in bits per second, heartbeats queue behind a part past the timeout."""
 
@@ -86,6 +88,9 @@ class TrainingConfig(Section):
     lm_head_zloss_weight: NonNegative = Field(0.0, description="Weight of the z-loss on the output logits (SPES: 1e-5).")
     instance_filter: bool = Field(
         False, description="Skip samples in which a sequence of up to 13 tokens repeats 32 times in a row (OLMo's rule).")
+    intra_document_masking: bool = Field(
+        False, description="Let tokens attend only within their own document, which data.eos_token ends; positions restart in "
+        "each, and no first token of a document is predicted. Otherwise attention crosses documents in a sample.")
     seed: Whole = Field(0, description="Seed of the data order.")
 
     @model_validator(mode="after")
@@ -263,6 +268,9 @@ class CampaignConfig(Section):
         length, longest = self.training.sequence_length, self.model.max_position_embeddings
         require(length <= longest, "training.sequence_length", length,
                  f"must be at most model.max_position_embeddings = {longest}")
+        require(not self.training.intra_document_masking or self.model.architecture in MASKED_FAMILIES,
+                 "training.intra_document_masking", True,
+                 f"must be false for {self.model.architecture}; possible for {', '.join(MASKED_FAMILIES)}")
         per_peer, experts = self.experts.experts_per_peer, self.model.moe_num_experts
         require(per_peer is None or per_peer <= experts, "experts.experts_per_peer", per_peer,
                  f"must be at most model.moe_num_experts = {experts}")

@@ -12,8 +12,9 @@ other matrices, such as a shared expert's; V: vocabulary; w = 4 bytes, 2 in bf16
 the norms' inputs and outputs, attention's operands and result, then the experts' input, output, gated halves, the owned ones'
 product, the narrow inputs of the low-rank terms of rank r, the router's probabilities and the indices. The last norm saves 8 H,
 and the loss, which computes its gradients in the forward pass (training/head_loss.py), 4 H per token; in bf16 a layer also
-saves cast copies of its matrices except the experts. With checkpointing, a layer saves its input, 4 H, and one layer at a time
-is complete.
+saves cast copies of its matrices except the experts. Between documents that are kept apart, a layer of sequences of S tokens
+saves the mask, and keys and values for each query head: w (S + 2 (Q - K)). With checkpointing, a layer saves its input, 4 H,
+and one layer at a time is complete.
 
 Working memory is temporary: in the loss, the last hidden states twice, logits of LOSS_CHUNK tokens (in bf16 in both widths) and
 a cast copy of the head; in a layer, decoded experts, their gradient, twice that of their low-rank terms, and gradients of its
@@ -75,6 +76,8 @@ class Setup:
     """Whether the campaign trains matrices of attention and experts with Muon."""
     corrected: bool = False
     """Whether the campaign corrects AdamW's second moments (`training.second_moment_peers`)."""
+    masked: bool = False
+    """Whether the campaign masks attention between documents (`training.intra_document_masking`)."""
     ranks: int = 1
     """Devices that divide a batch; each has all weights, gradients and moments."""
 
@@ -175,7 +178,7 @@ class _Pass:
 
     def __init__(self, model: ModelSection, sequence_length: int, setup: Setup):
         self._shape, self._setup = shape_of(model), setup
-        self._tokens = setup.micro_batch * sequence_length
+        self._tokens, self._sequence_length = setup.micro_batch * sequence_length, sequence_length
         self._width = 2 if setup.bf16 else 4
         self._cast_copies = 2 * _multiplied_elements(layout_of(model)) // self._shape.num_hidden_layers if setup.bf16 else 0
 
@@ -209,6 +212,8 @@ class _Pass:
         else:
             attention = 4 * (6 * hidden + 2 * heads + 2 * norms)
         attention += w * m.other_size
+        if self._setup.masked:
+            attention += w * (self._sequence_length + 2 * (m.query_size - m.key_size))
         kept_input = hidden if self._setup.owned else 0
         share = self._setup.owned / m.num_experts
         narrow = 2 * m.low_rank

@@ -186,9 +186,10 @@ async def _join(
             library = await serve_text(node, shelf, settings.private_urls or all(map(is_loopback, addresses)))
             leave = LeaveRequest()
             text, held_out = make_readers(files, shelf, library, leave)
+            eos = files.training_manifest.eos_token_id
 
             def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
-                return TorchTrainer(config, base, owned, text, held_out, devices[0], resources.options, ranks)
+                return TorchTrainer(config, base, owned, text, held_out, devices[0], resources.options, ranks, eos)
 
             reachability = Reachability(node.endpoint, net.transport, node.others, node.world.rng, dialable)
             capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)

@@ -28,7 +28,7 @@ class HeadLoss:
 
 
 def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float = 0.0, share: float = 1.0) -> HeadLoss:
-    """Return mean losses of the logits `hidden @ head.T`: hidden `[T, H]`, head `[V, H]`, target ids `[T]`.
+    """Return mean losses of the logits `hidden @ head.T`: hidden `[T, H]`, head `[V, H]`, target ids `[T]`; 0 if T is 0.
 
     Cross-entropy in nats; z-loss is logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). Products use the autocast dtype, all
     else float32. `share` is the part of a step's samples that these are. With gradients enabled, this call adds the gradient of
@@ -48,10 +48,10 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, z_weight: float, share: float, dtype: torch.dtype,
         of_head: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        matrix, count = head.to(dtype), len(hidden)
+        matrix, count = head.to(dtype), max(len(hidden), 1)
         sums = torch.zeros(2, device=hidden.device)
         of_hidden = torch.empty_like(hidden if of_head is not None else hidden[:0])
-        for start in range(0, count, LOSS_CHUNK):
+        for start in range(0, len(hidden), LOSS_CHUNK):
             chunk = slice(start, start + LOSS_CHUNK)
             rows, ids = hidden[chunk].to(dtype), targets[chunk, None]
             chunk_sums, exponentials, scale = _chunk_losses((rows @ matrix.t()).float(), ids, z_weight)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from spes_p2p.config.campaign import TrainingConfig
 from spes_p2p.model.partitioned import PartitionedExperts
+from spes_p2p.training.documents import Documents
 from spes_p2p.training.head_loss import HeadLoss, head_loss
 
 
@@ -29,17 +30,18 @@ class Losses:
 
 def forward_losses(
     model: PreTrainedModel, blocks: Sequence[PartitionedExperts], input_ids: Tensor, config: TrainingConfig,
-    share: float = 1.0, over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts,
+    share: float = 1.0, over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts, documents: Documents | None = None,
 ) -> Losses:
     """Return the losses of samples `[B, S]`, which are the part `share` of a step's samples.
 
     `blocks`: the model's experts blocks in order; the pass sets their `routed`. Adds to the gradient of the output head.
     `over_ranks` sums counts over the ranks that share a pass. Load balancing is linear in this rank's probabilities, so with
-    those counts the ranks' losses, weighted by their shares, add up to that of the whole pass.
+    those counts the ranks' losses, weighted by their shares, add up to that of the whole pass. `documents`: keep these apart.
     """
     # The outer model would also compute transformers' own auxiliary loss.
-    outputs = model.base_model(input_ids=input_ids, use_cache=False, output_router_logits=True)
-    head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight, share)
+    positions = documents.positions(input_ids) if documents else None
+    outputs = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, output_router_logits=True)
+    head = next_token_loss(model, outputs.last_hidden_state, input_ids, config.lm_head_zloss_weight, share, documents)
     assignments = over_ranks(torch.stack([block.routed for block in blocks if block.routed is not None]))
     auxiliary = config.moe_loss_weight * load_balancing_loss(outputs.router_logits, assignments)
     auxiliary = auxiliary + config.moe_zloss_weight * router_z_loss(outputs.router_logits)
@@ -48,10 +50,18 @@ def forward_losses(
 
 
 def next_token_loss(
-    model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, z_weight: float = 0.0, share: float = 1.0
+    model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, z_weight: float = 0.0, share: float = 1.0,
+    documents: Documents | None = None,
 ) -> HeadLoss:
-    """Return the losses of all tokens but the first: ids `[B, S]`, hidden states `[B, S, H]` before the bias-free head."""
+    """Return the losses of all tokens but the first: ids `[B, S]`, hidden states `[B, S, H]` before the bias-free head.
+
+    With `documents`, without the first of each; the losses are then this part of the step's labels, whatever `share` is.
+    """
     matrix: Tensor = model.get_output_embeddings().weight
+    if documents is not None:
+        counted = documents.has_label(input_ids)
+        rows = hidden[:, :-1][counted]
+        return head_loss(rows, matrix, input_ids[:, 1:][counted], z_weight, len(rows) / max(documents.labels, 1))
     return head_loss(hidden[:, :-1].flatten(0, 1), matrix, input_ids[:, 1:].flatten(), z_weight, share)
 
 

@@ -45,6 +45,8 @@ class Begin:
     """Age of each parameter group (`OwnedOptimizer.tensors`)."""
     moments: dict[str, tuple[str, tuple[int, ...]]]
     """Dtype and shape of the other entries of `OwnedOptimizer.tensors`."""
+    eos_token_id: int | None = None
+    """Id that ends each document; None: documents are not kept apart."""
 
 
 @dataclass(frozen=True)

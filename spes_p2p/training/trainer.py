@@ -28,6 +28,7 @@ from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.storage.threads import ahead
 from spes_p2p.training.batches import split_samples
+from spes_p2p.training.documents import Documents
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import Losses, forward_losses, next_token_loss
@@ -79,12 +80,18 @@ class TorchTrainer:
         device: str | torch.device = "cpu",
         options: TrainingOptions | None = None,
         ranks: Ranks = ALONE,
+        eos_token_id: int | None = None,
     ):
         """Raises UserError, naming the alternatives, for options that this device or installation does not support.
 
         `ranks`: `train` of the first uses all of them; the others only do what `follow` is told, and need no samples.
+        `eos_token_id`: ends each document of the samples, where `training.intra_document_masking` asks for it.
         """
         options = options or TrainingOptions()
+        is_masked = config.training.intra_document_masking
+        if is_masked and eos_token_id is None and ranks.rank == 0:
+            raise UserError("training.intra_document_masking = true: unknown here which token ends a document; leave it out")
+        self._eos_token_id = eos_token_id if is_masked else None
         self._config, self._samples, self._validation, self._ranks = config, samples, validation, ranks
         self._device = torch.device(device)
         self._layout = layout_of(config.model)
@@ -195,6 +202,7 @@ class TorchTrainer:
             return
         self._model.train()
         self.assign(command.owned, no_base(self._config.model))
+        self._eos_token_id = command.eos_token_id
         self._optimizer.average_over(command.averaged_peers)
         self._optimizer.become(command.ages, command.moments)
         self._share_state()
@@ -249,14 +257,15 @@ class TorchTrainer:
 
     def _losses_of(self, samples: Samples) -> npt.NDArray[np.float64]:
         """Return the mean cross-entropy of each sample."""
-        losses = []
+        losses, documents = [], self._documents_of(samples)
         self._model.eval()
         with torch.no_grad(), self._selected(), self._autocast():
             for start in range(0, len(samples), self._micro_batch_size):
                 ids = self._to_device(samples[start : start + self._micro_batch_size])
-                hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                positions = documents.positions(ids) if documents else None
+                hidden = self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
                 for i in range(len(ids)):
-                    loss = next_token_loss(self._model, hidden[i : i + 1], ids[i : i + 1]).cross_entropy
+                    loss = next_token_loss(self._model, hidden[i : i + 1], ids[i : i + 1], documents=documents).cross_entropy
                     losses.append(loss.double())
         return torch.stack(losses).cpu().numpy()
 
@@ -271,7 +280,7 @@ class TorchTrainer:
     def _begin_on_all_ranks(self, averaged_peers: float) -> None:
         if self._ranks.count > 1:
             moments = {name: (_dtype(each), tuple(each.shape)) for name, each in self._optimizer.moments().items()}
-            self._ranks.tell(Begin(self._owned, averaged_peers, self._optimizer.ages(), moments))
+            self._ranks.tell(Begin(self._owned, averaged_peers, self._optimizer.ages(), moments, self._eos_token_id))
             self._share_state()
 
     def _share_state(self) -> None:
@@ -286,8 +295,9 @@ class TorchTrainer:
     def _step(self, command: Step, totals: _Totals) -> None:
         samples = command.samples
         step = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
+        documents = self._documents_of(samples)
         for chunk in self._micro_batches(samples):
-            self._pass(chunk, len(chunk) / len(samples), step)
+            self._pass(chunk, len(chunk) / len(samples), step, documents)
         if len(samples) == 0:
             return
         step.tokens = samples.size
@@ -300,14 +310,14 @@ class TorchTrainer:
             totals.skipped += 1
             self._consecutive_skips += 1
 
-    def _pass(self, chunk: Tensor, share: float, step: _Totals) -> None:
+    def _pass(self, chunk: Tensor, share: float, step: _Totals, documents: Documents | None) -> None:
         """Add the gradients of these samples, which are the part `share` of the step's, and their losses."""
         if len(chunk) == 0:  # the other ranks have the rest of the batch
             step.assignments += self._ranks.sum(torch.zeros_like(step.assignments))
             return
         with self._autocast():
             losses = forward_losses(
-                self._model, list(self._blocks.values()), chunk, self._config.training, share, self._ranks.sum
+                self._model, list(self._blocks.values()), chunk, self._config.training, share, self._ranks.sum, documents
             )
         losses.total.backward()  # type: ignore[no-untyped-call]
         step.add_pass(chunk.numel(), losses)
@@ -332,6 +342,11 @@ class TorchTrainer:
         if self._config.training.instance_filter:
             samples = samples[~is_repetitive(samples)]
         return samples
+
+    def _documents_of(self, samples: Samples) -> Documents | None:
+        if self._eos_token_id is None:
+            return None
+        return Documents(self._eos_token_id, int(np.count_nonzero(samples[:, :-1] != self._eos_token_id)))
 
     def _micro_batches(self, samples: Samples) -> Iterator[Tensor]:
         """Yield this rank's part of each pass; the ranks divide the samples of a pass as equally as possible."""

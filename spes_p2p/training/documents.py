@@ -1,0 +1,32 @@
+"""Samples in which tokens attend only within their own document (`training.intra_document_masking`).
+
+transformers recognises packed documents by positions that restart, and masks the attention between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Documents:
+    """How the samples of a step, ids `[B, S]`, divide into documents."""
+
+    eos_token_id: int
+    """Id that ends each document; it belongs to the document."""
+    labels: int
+    """Labels of the step's samples, over all micro-batches and ranks."""
+
+    def positions(self, ids: Tensor) -> Tensor:
+        """Return each token's position in its document `[B, S]`; a document that began before its sample starts at 0 there."""
+        place = torch.arange(ids.shape[1], device=ids.device)
+        is_first = functional.pad(ids[:, :-1] == self.eos_token_id, (1, 0))
+        return place - (place * is_first).cummax(dim=1).values
+
+    def has_label(self, ids: Tensor) -> Tensor:
+        """Return `[B, S - 1]`: whether the next token is of the same document. How another one begins cannot be predicted."""
+        return ids[:, :-1] != self.eos_token_id
