@@ -205,6 +205,7 @@ def join(
     stored: Annotated[str | None, typer.Option(help="Format of the experts of other peers: auto, fp32, bf16 or int8.")] = None,
     stored_on: Annotated[str | None, typer.Option(help="Memory for the experts of other peers: auto, device or host.")] = None,
     backend: Annotated[str | None, typer.Option(help="Expert kernels: auto, grouped_mm, eager or megablocks.")] = None,
+    compile: Annotated[str | None, typer.Option(help="Compile the other layers on a GPU if that helps: auto or off.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="auto, adamw, or adamw8bit (needs torchao).")] = None,
     activation_checkpointing: Annotated[bool | None, typer.Option(
         "--activation-checkpointing/--no-activation-checkpointing",
@@ -244,7 +245,7 @@ def join(
     settings = make_peer_config(
         run_dir=run_dir, devices=devices, experts=_number_or_word(experts),
         memory_bytes=_bytes(memory, "--memory"),
-        stored=stored, stored_on=stored_on, backend=backend,
+        stored=stored, stored_on=stored_on, backend=backend, compile=compile,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         checkpoint=checkpoint, base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
         token_cache_bytes=_bytes(token_cache, "--token-cache"),

@@ -327,6 +327,9 @@ class PeerConfig(Section):
         "auto", description="Expert kernels; auto: grouped_mm if the sizes allow it, otherwise eager.")
     optimizer: Literal["auto", "adamw", "adamw8bit"] = Field(
         "auto", description="Moments in float32, or in 8 bits (needs torchao).")
+    compile: Literal["auto", "off"] = Field(
+        "auto", description="Compile the layers outside the experts, and attention between masked documents (FlexAttention). "
+        "auto: on a GPU, each where a trial before the first step agrees with the uncompiled form and is faster.")
     activation_checkpointing: bool | None = Field(
         None, description="Recompute activations in the backward pass: less memory, about a third more time. Default: as auto.")
     micro_batch_size: Positive | None = Field(

@@ -79,6 +79,7 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
         backend=settings.backend,
         optimizer=setup.optimizer,
         activation_checkpointing=setup.checkpointing,
+        compiles=settings.compile == "auto",
         micro_batch_size=setup.micro_batch,
     )
     description = f"{describe_setup(setup, experts)}; {costs_of(config, setup)}{doubt}"

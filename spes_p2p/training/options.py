@@ -27,6 +27,8 @@ class TrainingOptions:
     """Recompute each layer's activations in the backward pass."""
     micro_batch_size: int | None = None
     """Samples per forward pass; default: the campaign's."""
+    compiles: bool = True
+    """On a GPU, compile what is outside the experts where that agrees and is faster (`compiled.py`)."""
 
 
 def check_options(model: ModelSection, options: TrainingOptions, device: str) -> None:

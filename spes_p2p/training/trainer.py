@@ -28,6 +28,7 @@ from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.storage.threads import ahead
 from spes_p2p.training.batches import split_samples
+from spes_p2p.training.compiled import TOLERANCE_BF16, forms_of, keep_what_helps, trial_of
 from spes_p2p.training.documents import Documents
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
@@ -109,6 +110,7 @@ class TorchTrainer:
         self._micro_batch_size = (
             options.micro_batch_size or config.training.micro_batch_size or config.training.batch_size
         )
+        self._is_tuned = not options.compiles or self._device.type == "cpu"
         self._consecutive_skips = 0
         self._parameters = dict(sorted(self._model.named_parameters()))
 
@@ -155,6 +157,7 @@ class TorchTrainer:
 
         Raises UserError after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases, and if another rank ends.
         """
+        self._tune()
         started = time.perf_counter()
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
@@ -206,6 +209,7 @@ class TorchTrainer:
         self._optimizer.average_over(command.averaged_peers)
         self._optimizer.become(command.ages, command.moments)
         self._share_state()
+        self._tune()
 
     def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
         """See Trainer."""
@@ -276,6 +280,25 @@ class TorchTrainer:
     def load_optimizer_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """See Trainer."""
         self._optimizer.load_state(state)
+
+    def _tune(self) -> None:
+        """Before the first step on a GPU, take the forms of the layers outside the experts that help (`compiled.py`)."""
+        if self._is_tuned:
+            return
+        self._is_tuned = True
+        size = (self._micro_batch_size, self._config.training.sequence_length)
+        generator = torch.Generator(self._device).manual_seed(0)
+        ids = torch.randint(self._config.model.vocab_size, size, device=self._device, generator=generator)
+        documents = None
+        if self._eos_token_id is not None:
+            ids[:, size[1] // 2] = self._eos_token_id
+            documents = Documents(self._eos_token_id, 0)
+        self._model.train()
+        with self._selected():
+            forms, attempt = forms_of(self._model, documents is not None), partial(
+                trial_of, self._model, ids, documents, self._autocast
+            )
+            keep_what_helps(forms, attempt, TOLERANCE_BF16)
 
     def _begin_on_all_ranks(self, averaged_peers: float) -> None:
         if self._ranks.count > 1:
