@@ -55,6 +55,20 @@ def test_grouped_mm_and_the_loop_agree_with_decoded_products(stored: StoredForma
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=f"{backend.name} {name}")
 
 
+def test_experts_without_rows_have_no_gradient_where_the_product_leaves_it_undefined(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def undefined_where_empty(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        result = grouped_mm(a, b, offs=offs)
+        result[[1, 3]] = float("nan")
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", undefined_where_empty)
+    x, grad = torch.randn(11, 16), torch.randn(11, 24)
+    ends = torch.tensor([3, 3, 11, 11], dtype=torch.int32)
+    torch.testing.assert_close(GroupedMM().weight_gradients(grad, x, ends), Eager().weight_gradients(grad, x, ends))
+
+
 def test_auto_takes_grouped_mm_where_the_sizes_allow_it() -> None:
     assert choose_backend("auto", CPU, 512, 1024).name == "grouped_mm"
     assert choose_backend("auto", CPU, 12, 1024).name == "eager"

@@ -22,6 +22,7 @@ from spes_p2p.model.memory import Setup
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
+CHECKS = ("test-4GiB", "tests", "forms")
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +112,29 @@ def test_a_campaigns_step_runs_under_a_cap_in_the_planned_setup(bench: ModuleTyp
         bench.bench_capped_step(config, 100_000, 5, CPU)
 
 
+def test_forms_of_a_step_are_compared_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "forms.json"
+    command = [sys.executable, str(ROOT / "tools" / "bench"), "forms", "--json", str(file)]
+    command += ["--only", "plain", "masked", "masked_flex"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(file.read_text())
+    assert found["empty_group_gradient_torch"] == found["empty_group_gradient_ours"] == 0
+    assert found["documents_masked_leak"] < 1e-5 < 0.1 < found["documents_unmasked_leak"]
+    assert min(found[form]["tokens_per_second"] for form in ("plain", "masked")) > 0
+    assert found["masked_flex"]["failed"].startswith("OlmoeForCausalLM does not support")
+
+
 @pytest.mark.slow
 def test_all_that_cuda_is_asked_runs_without_it_on_small_models(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "bench"), "cuda", "--device", "cpu", "--small", "--rounds", "5",
                "--out", str(tmp_path)]
-    for checks in (["test-4GiB"], ["tests"]):
-        run = subprocess.run([*command, "--only", *checks], capture_output=True, text=True, check=False)
+    for check in CHECKS:
+        run = subprocess.run([*command, "--only", check], capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "cuda.json").read_text())
-    assert {name: check["outcome"] for name, check in found["checks"].items()} == {"test-4GiB": "ok", "tests": "ok"}
+    assert {name: check["outcome"] for name, check in found["checks"].items()} == dict.fromkeys(CHECKS, "ok")
+    assert found["checks"]["forms"]["report"]["compiled"]["difference"] < 1e-3
     assert found["checks"]["test-4GiB"]["report"]["tokens_per_second"] > 0
     assert found["environment"]["torch"] == version("torch")
     assert "## test-4GiB" in (tmp_path / "cuda.md").read_text()

@@ -27,6 +27,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tools" / "benchmarks.py"
+FORMS = ROOT / "tools" / "forms_benchmark.py"
 TESTED = ("backends", "partitioned", "losses", "trainer", "optimizer", "bench")
 """Test files of code that runs on the device."""
 MOST_THREADS = 8
@@ -74,6 +75,13 @@ def checks_for(device: str, small: bool, rounds: int) -> dict[str, Check]:
     unit = tuple(f"tests/test_{name}.py" for name in TESTED)
     checks = {
         "tests": Check(("-m", "pytest", "-rs", "-p", "no:cacheprovider", "-m", "not slow", "-k", device, *unit), 600, {}),
+    }
+    parity = {"empty_group_gradient_ours": (0, 0), "documents_masked_leak": (0, 0.01), "documents_unmasked_leak": (0.02, 2)}
+    for recipe, card in [("", "4GiB")] if small else [("1b", "24GiB"), ("7b", "48GiB")]:
+        chosen = ("--config", str(ROOT / "configs" / f"{recipe}.yaml")) if recipe else ()
+        command = (str(FORMS), *chosen, "--cap", card, *common)
+        checks["forms" + (f"-{recipe}" if recipe else "")] = Check(command, 1800, parity)
+    checks |= {
         "memory": Check((str(BENCHMARKS), "memory", *common), 600, {"worst_formula_error": (0, 0.01)}),
         "experts": Check((str(BENCHMARKS), "experts", *common), 600, aims_of_experts(4) if device == "cpu" else {}),
         "step": Check((str(BENCHMARKS), "step", *common), 600, {}),
@@ -107,7 +115,7 @@ def run(check: Check, device: str) -> Report:
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        is_benchmark = check.command[0] == str(BENCHMARKS)
+        is_benchmark = check.command[0] in (str(BENCHMARKS), str(FORMS))
         command = [sys.executable, *check.command, *(["--json", str(file)] if is_benchmark else [])]
         outcome, output = "ok", ""
         try:

@@ -93,7 +93,9 @@ class GroupedMM:
         """See Backend."""
         if x.shape[0] == 0 or _wants_loop(x):
             return self._loop.weight_gradients(grad, x, ends)
-        return nn.functional.grouped_mm(grad.t(), x, offs=ends)
+        result = nn.functional.grouped_mm(grad.t(), x, offs=ends)
+        # Some GPUs leave the gradients of experts without rows undefined (pytorch issue 172439).
+        return result.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
 
 
 def choose_backend(wanted: BackendName, device: torch.device, hidden_size: int, intermediate_size: int) -> Backend:
