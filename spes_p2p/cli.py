@@ -300,6 +300,45 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
         print(state.line)
 
 
+service = typer.Typer(help="Run a trainer as a systemd service of your user.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(service, name="service")
+UnitName = Annotated[str, typer.Option(help="Name of the unit, if there are several.")]
+
+
+@service.command("install")
+def install_service(
+    arguments: Annotated[list[str], typer.Argument(metavar="-- ADDRESS...", help="What you would give to spes-p2p join.")],
+    name: UnitName = "spes-p2p",
+) -> None:
+    """Write the unit that joins with these arguments, and start it if systemd runs for this user."""
+    joining = typer.main.get_command(app).commands["join"].make_context("join", list(arguments))  # type: ignore[attr-defined]
+    from spes_p2p.client.service import install
+
+    print("\n".join(install(name, arguments, joining.params["run_dir"])))
+
+
+@service.command("remove")
+def remove_service(name: UnitName = "spes-p2p") -> None:
+    """Stop the trainer, politely, and remove its unit; its run-dir stays."""
+    from spes_p2p.client.service import remove
+
+    print("\n".join(remove(name)))
+
+
+@service.command("status")
+def show_service(name: UnitName = "spes-p2p", as_json: AsJson = False) -> None:
+    """Show whether the unit is installed and running, and what its trainer does."""
+    from spes_p2p.client.service import look_at
+    from spes_p2p.observe.json_values import to_json
+
+    found = look_at(name)
+    if as_json:
+        print(json.dumps(to_json(found), indent=2))
+    else:
+        print(f"{found.unit}: {f'installed, {found.active}' if found.installed else 'not installed'}")
+        print(f"trainer: {found.trainer.line if found.trainer else 'not running'}")
+
+
 @app.command()
 def swarm(
     config: ConfigFile,

@@ -26,6 +26,7 @@ FENCED = re.compile(r"^```(?:sh|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(spes-p2p [^`]+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 PLACEHOLDERS = {"N": "4", "ADDRESS": EXAMPLE_ADDRESS, "...": EXAMPLE_ADDRESS}
+OF_A_RUNNING_TRAINER = ("pause", "resume", "me")
 SHORT_ID = re.compile(r"^/ip4/.*/p2p/Qm(\.\.\.|X)$")
 
 
@@ -57,10 +58,14 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_program_takes_every_command_of_the_docs(words: list[str]) -> None:
-    _, name, *arguments = [PLACEHOLDERS.get(word, SHORT_ID.sub(EXAMPLE_ADDRESS, word)) for word in words]
-    assert name in PROGRAM.commands
+    _, *arguments = [PLACEHOLDERS.get(word, SHORT_ID.sub(EXAMPLE_ADDRESS, word)) for word in words]
+    command = PROGRAM
+    while hasattr(command, "commands") and arguments:
+        name = arguments.pop(0)
+        assert name in command.commands
+        command = command.commands[name]
     if arguments and "--help" not in arguments:
-        PROGRAM.commands[name].make_context(name, arguments)
+        command.make_context(name, arguments)
 
 
 def test_commands_are_found() -> None:
@@ -167,10 +172,13 @@ def walk(clone: Path) -> Iterator[Walk]:
 def test_a_campaign_is_run_and_joined_as_the_docs_say(walk: Walk, clone: Path) -> None:
     owner, volunteer = (fenced_commands(ROOT / f"docs/{page}.md") for page in ("campaign", "join"))
     before_export = [words for words in owner if words[1] not in ("export", "evaluate")]
-    for words in (*before_export, *volunteer):
+    own = [words for words in volunteer if words[1] in OF_A_RUNNING_TRAINER]
+    for words in (*before_export, *(words for words in volunteer if words[1] not in ("service", *OF_A_RUNNING_TRAINER))):
         walk.run(words)
     volunteers = [walk.peers[name] for name in ("volunteer-0", "volunteer-1")]
     walk.peers.wait_for_round(1, 180, [*volunteers, walk.peers["bootstrap"]])
+    for words in own:
+        run_and_expect_success([word.replace("runs/peer", str(volunteers[0].run_dir)) for word in words])
     for words in fenced_commands(ROOT / "docs/dashboard.md"):
         if not NEEDS_THE_HUB & set(words):
             walk.run(words)

@@ -1,0 +1,146 @@
+"""`spes-p2p service`: a systemd user unit that runs a trainer from login on, or from boot with lingering.
+
+Where no systemd runs for this user, the unit is written, and what is left to do is said.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.errors import UserError
+from spes_p2p.session.own_state import OwnState, read_own_state
+from spes_p2p.storage.files import write_whole
+
+UNIT = """\
+# Written by spes-p2p service install; installing again replaces it.
+[Unit]
+Description=spes_p2p trainer
+
+[Service]
+WorkingDirectory={folder}
+ExecStart={command}
+X-RunDir={run_dir}
+Restart=on-failure
+RestartSec=10
+# Bad input: starting again cannot help.
+RestartPreventExitStatus=2
+# Only the trainer is told to stop: it leaves politely, and ends its other processes itself.
+KillMode=mixed
+TimeoutStopSec=120
+# Programs in front of you go first.
+Nice=10
+# A trainer that grows without bound ends before the machine suffers.
+MemoryMax=90%
+TasksMax=512
+LimitNOFILE=8192
+NoNewPrivileges=yes
+
+[Install]
+WantedBy=default.target
+"""
+SYSTEMCTL_TIMEOUT_S = 150.0
+"""Above the unit's TimeoutStopSec."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is known of a unit."""
+
+    unit: str
+    """Path of its file."""
+    installed: bool
+    active: str
+    """As `systemctl is-active` says: active, inactive, failed and so on; unknown without systemd."""
+    trainer: OwnState | None
+    """What the trainer says; None when it does not run."""
+
+
+def unit_path(name: str) -> Path:
+    """Return the path of a unit file. Raises UserError for a name that systemd does not take."""
+    if not NAME.fullmatch(name):
+        raise UserError(f"--name {name!r}: must be up to 64 letters, digits, '_', '.' or '-', and begin with a letter or digit")
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "systemd/user" / f"{name}.service"
+
+
+def unit_text(arguments: Sequence[str], run_dir: Path, folder: Path) -> str:
+    """Return the unit that runs `spes-p2p join` with these arguments in this folder, to which relative paths refer."""
+    words = [_quoted(sys.executable, is_program=True), *map(_quoted, ("-m", "spes_p2p", "join", *arguments))]
+    return UNIT.format(folder=_path(folder), command=" ".join(words), run_dir=_path(folder / run_dir))
+
+
+def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
+    """Write the unit and start it; return what to tell the user. Raises UserError."""
+    path = unit_path(name)
+    write_whole(path, unit_text(arguments, run_dir, Path.cwd()).encode())
+    told = [f"wrote {path}"]
+    verified = _output("systemd-analyze", "--user", "verify", str(path)).splitlines()
+    told += [f"systemd-analyze: {line}" for line in verified if path.name in line]
+    if _systemctl("daemon-reload") and _systemctl("enable", "--now", name):
+        told.append("started; it starts again at each login")
+    else:
+        told.append(f"to start it:              systemctl --user daemon-reload && systemctl --user enable --now {name}")
+    told.append("to run it without login:  loginctl enable-linger")
+    told.append(f"its log:                  journalctl --user -u {name} -f")
+    return told
+
+
+def remove(name: str) -> list[str]:
+    """Stop the trainer and remove its unit; return what to tell the user. Raises UserError if there is none."""
+    path = unit_path(name)
+    if not path.exists():
+        raise UserError(f"{path}: no such unit; give the --name with which it was installed")
+    stopped = _systemctl("disable", "--now", name)
+    path.unlink()
+    _systemctl("daemon-reload")
+    left = "" if stopped else f"; systemd does not answer: if it runs, stop it with systemctl --user disable --now {name}"
+    return [f"removed {path}{left}"]
+
+
+def look_at(name: str) -> Service:
+    """Return what is known of a unit."""
+    path = unit_path(name)
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"^X-RunDir=(.*)$", text, re.MULTILINE)
+    trainer = read_own_state(Path(found[1].replace("%%", "%"))) if found else None
+    return Service(str(path), bool(text), _output("systemctl", "--user", "is-active", name, stderr=False) or "unknown", trainer)
+
+
+def _quoted(word: str, is_program: bool = False) -> str:
+    """Quote a word for ExecStart; systemd expands no variable in the first one, the program."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("%", "%%")
+    if not is_program:
+        escaped = escaped.replace("$", "$$")
+    return escaped if re.fullmatch(r"[\w./:=,@+-]+", escaped) else f'"{escaped}"'
+
+
+def _path(path: Path) -> str:
+    """Return an absolute path as a setting that takes the rest of its line."""
+    text = os.path.abspath(path)
+    if text != text.strip() or not text.isprintable():
+        raise UserError(f"{text!r}: systemd takes no such folder; start in another one")
+    return text.replace("%", "%%")
+
+
+def _systemctl(*words: str) -> bool:
+    try:
+        command = ["systemctl", "--user", *words]
+        return subprocess.run(command, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, check=False).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _output(*command: str, stderr: bool = True) -> str:
+    """Return what a command says, "" if it cannot be run."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SYSTEMCTL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return (ended.stderr if stderr else ended.stdout).strip()
