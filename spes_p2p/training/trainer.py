@@ -248,7 +248,7 @@ class TorchTrainer:
         if self._validation is None:
             return float("nan")
         samples = self._validation.read_spread(self._config.evaluation.max_samples)
-        return float(self._losses_of(samples).mean())
+        return float(self.losses_of(samples).mean())
 
     def held_out_losses(self, seed: int, count: int) -> npt.NDArray[np.float64]:
         """See Trainer."""
@@ -257,9 +257,9 @@ class TorchTrainer:
         there = self._validation.num_samples
         positions = random.Random(seed).sample(range(there), min(count, there))
         samples = [self._validation.read(Interval(0, position, position + 1)) for position in positions]
-        return self._losses_of(np.concatenate(samples)) if samples else np.zeros(0)
+        return self.losses_of(np.concatenate(samples)) if samples else np.zeros(0)
 
-    def _losses_of(self, samples: Samples) -> npt.NDArray[np.float64]:
+    def losses_of(self, samples: Samples) -> npt.NDArray[np.float64]:
         """Return the mean cross-entropy of each sample."""
         losses, documents = [], self._documents_of(samples)
         self._model.eval()

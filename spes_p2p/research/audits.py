@@ -1,0 +1,371 @@
+"""Can an auditor tell a trained update from one that was not trained? Measured on the simulator's language and model.
+
+    python -m spes_p2p.research.audits [--seeds 3] [--jobs 2] [--replays] [--json FILE]
+
+Honest peers with own moments, speeds, experts and a codec's error feedback train real rounds; beside them, cheats of each kind
+make updates that never enter the base. Each update is scored by what an auditor could compute: it knows the base, the claimed
+samples, and the update as it was sent, in four bits. A score is high for an honest update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.data.samples import Samples
+from spes_p2p.messages.samples import Interval
+from spes_p2p.model.build import State
+from spes_p2p.model.layout import Group, Layout
+from spes_p2p.rounds.codecs import CODECS
+from spes_p2p.storage.tensor_file import Source
+from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences, first_weights
+from spes_p2p.testing.simulate.swarm import EXPERTS, campaign
+from spes_p2p.training.interface import Phase
+
+ROUNDS = {4: 8, 16: 6, 64: 4}
+"""Rounds to train, by steps between two of them."""
+FORWARD_SAMPLES = (16, 64)
+BLOCK, BLOCKS_SHARE = 64, 3
+"""One reducer has every third block of an update, in expectation."""
+CODEC = CODECS["int4"]
+UNASSIGNED, PER_ROUND = 10**6, 1000
+"""Epochs of text that nobody is assigned begin here; epochs of a round."""
+ALL_EXPERTS = tuple(range(EXPERTS))
+PLACES = ("", ", a third, next base")
+SHOWN = (
+    *(f"z {FORWARD_SAMPLES[-1]}{place}" for place in PLACES), "cosine, own moments", "cosine, auditor moments",
+    "cosine, no moments", "margin", "margin, a quarter", "norm ratio",
+)
+"""Scores in the tables; the JSON has all."""
+
+Arrays = dict[str, np.ndarray]
+Record = dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An honest peer."""
+
+    owned: tuple[int, ...]
+    speed: float = 1.0
+    is_stopped: bool = False
+    """Stopped after a random step of each phase; it claims only what it trained."""
+
+
+HONEST = {
+    "auditor": Machine(ALL_EXPERTS), "second": Machine(ALL_EXPERTS), "slow": Machine((0, 1), 0.25), "equal": Machine((2, 3)),
+    "fast": Machine((0, 2), 4.0), "stopped": Machine((1, 3), is_stopped=True),
+}
+MODEL = "equal"
+"""The honest peer whose experts the cheats own and whose norms they imitate."""
+CHEATS = ("zero", "one step", "one step, scaled", "half the steps", "last round's move", "another's update", "noise")
+
+
+@dataclass
+class Trained:
+    """One peer across rounds: its trainer, and what the codec left pending."""
+
+    trainer: LanguageTrainer
+    owned: tuple[int, ...]
+    residual: State
+
+
+@dataclass
+class World:
+    """One run's campaign and text."""
+
+    config: CampaignConfig
+    layout: Layout
+    seed: int
+    text: Sentences = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.text = Sentences(self.seed)
+
+    def trainer(self, base: State, owned: Sequence[int]) -> LanguageTrainer:
+        """Return a new trainer."""
+        made = LanguageTrainer(self.config, base, tuple(owned), self.text)
+        made.seconds_per_step = 1.0
+        return made
+
+    def groups(self, owned: Sequence[int]) -> list[Group]:
+        """Return what the owner of these experts trains."""
+        return [group for group in self.layout.groups if group.expert is None or group.expert in owned]
+
+    def change(self, trainer: LanguageTrainer, base: State, owned: Sequence[int]) -> State:
+        """Return local weights minus base, 0 for other experts."""
+        found = np.zeros(self.layout.size, np.float32)
+        for group in self.groups(owned):
+            found[group.start : group.stop] = trainer.read(group) - base[group.start : group.stop]
+        return found
+
+    def sent(self, update: State, owned: Sequence[int]) -> State:
+        """Return the update as it is decoded."""
+        found = np.zeros_like(update)
+        for group in self.groups(owned):
+            place = slice(group.start, group.stop)
+            found[place] = CODEC.decode(CODEC.encode(update[place]), group.size)
+        return found
+
+    def train(self, trainer: LanguageTrainer, start: State, number: int, steps: int, epoch: int, first: int = 0) -> None:
+        """Train from these weights on, on the samples of this epoch that follow `first` steps."""
+        trainer.load_base(start)
+        size = self.config.training.batch_size
+        slices = (Interval(epoch, first * size, (first + steps) * size),)
+        sync_steps = self.config.training.sync_steps
+        trainer.train(Phase(number, number * sync_steps, sync_steps, steps, slices), lambda: False, lambda done, speed: None)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an auditor has of one update."""
+
+    sender: str
+    is_honest: bool
+    owned: tuple[int, ...]
+    update: State
+    epoch: int
+    """Of the samples."""
+    steps: int
+    moments: Arrays
+    """The sender's before the phase, which only it has."""
+
+
+def moments_of(trainer: LanguageTrainer) -> Arrays:
+    """Return a copy of the optimizer's state."""
+    return {name: _array(source) for name, source in trainer.optimizer_state().items()}
+
+
+def cosine(a: State, b: State, mask: np.ndarray) -> float:
+    """Return the cosine of two updates on some of the elements; 0 for none."""
+    x, y = a[mask].astype(np.float64), b[mask].astype(np.float64)
+    size = float(np.linalg.norm(x) * np.linalg.norm(y))
+    return float(x @ y) / size if size else 0.0
+
+
+def run(sync_steps: int, seed: int, replays: bool) -> list[Record]:
+    """Train one swarm; return each update's scores, with `replays` also those of training again."""
+    settings: dict[str, Any] = {**SETTINGS, "training": {**SETTINGS["training"], "sync_steps": sync_steps}}
+    config = campaign(10**6 // sync_steps * sync_steps, merge={"merge_interval": None}, **settings).config
+    layout, base = first_weights(config)
+    base = base.copy()
+    world, rng = World(config, layout, seed), np.random.default_rng(seed)
+    peers = {name: Trained(world.trainer(base, each.owned), each.owned, np.zeros_like(base)) for name, each in HONEST.items()}
+    lazy = {name: world.trainer(base, HONEST[MODEL].owned) for name in ("one step", "half the steps")}
+    moved, records = np.zeros_like(base), list[Record]()
+    for number in range(ROUNDS[sync_steps]):
+        before = moments_of(peers["auditor"].trainer)
+        claims = [_honest(world, name, peers[name], base, number, rng) for name in HONEST]
+        claims += _cheats(world, lazy, base, moved, claims, number, rng)
+        moved = _mean(world, [claim for claim in claims if claim.is_honest])
+        for claim in claims if number else ():
+            label: Record = {"sync_steps": sync_steps, "seed": seed, "round": number, "sender": claim.sender}
+            scores = _forward(world, base, base + moved, claim, UNASSIGNED + number, rng)
+            if replays:
+                scores |= _replays(world, base, before, number, claim, rng)
+            records.append({**label, "honest": int(claim.is_honest), "steps": claim.steps, **scores})
+        base += moved
+    return records
+
+
+def _honest(world: World, name: str, peer: Trained, base: State, number: int, rng: np.random.Generator) -> Claim:
+    machine, before = HONEST[name], moments_of(peer.trainer)
+    steps = max(1, round(world.config.training.sync_steps * machine.speed))
+    if machine.is_stopped:
+        steps = int(rng.integers(1, steps + 1))
+    epoch = number * PER_ROUND + list(HONEST).index(name)
+    world.train(peer.trainer, base + peer.residual, number, steps, epoch)
+    update = world.change(peer.trainer, base, peer.owned)
+    sent = world.sent(update, peer.owned)
+    peer.residual = update - sent
+    return Claim(name, True, peer.owned, sent, epoch, steps, before)
+
+
+def _cheats(
+    world: World, lazy: Mapping[str, LanguageTrainer], base: State, moved: State, honest: Sequence[Claim], number: int,
+    rng: np.random.Generator,
+) -> list[Claim]:
+    model = next(claim for claim in honest if claim.sender == MODEL)
+    steps = world.config.training.sync_steps
+    epochs = {name: number * PER_ROUND + len(HONEST) + place for place, name in enumerate(CHEATS)}
+    epochs["one step, scaled"] = epochs["one step"]
+    trained = {}
+    for name, trainer in lazy.items():
+        world.train(trainer, base, number, 1 if name == "one step" else max(1, steps // 2), epochs[name])
+        trained[name] = world.change(trainer, base, model.owned)
+    own = np.zeros_like(base, dtype=bool)
+    noise = np.zeros_like(base)
+    for group in world.groups(model.owned):
+        place = slice(group.start, group.stop)
+        own[place] = True
+        noise[place] = rng.standard_normal(group.size) * np.linalg.norm(model.update[place]) / math.sqrt(group.size)
+    one = trained["one step"]
+    updates = {
+        "zero": np.zeros_like(base), "one step": one, "half the steps": trained["half the steps"], "noise": noise,
+        "one step, scaled": one * np.float32(np.linalg.norm(model.update) / np.linalg.norm(one)),
+        "last round's move": np.where(own, moved, np.float32(0)), "another's update": model.update,
+    }
+    return [
+        Claim(name, False, model.owned, world.sent(updates[name], model.owned), epochs[name], steps, model.moments)
+        for name in CHEATS
+    ]
+
+
+def _replays(world: World, base: State, auditors: Arrays, number: int, claim: Claim, rng: np.random.Generator) -> Record:
+    """`auditors`: the auditor's moments before the phase."""
+    mask = np.zeros(world.layout.size, bool)
+    for group in world.groups(claim.owned):
+        mask[group.start : group.stop] = True
+    other, update = UNASSIGNED + number, claim.update
+    scores: Record = {}
+    for name, moments in (("own", claim.moments), ("auditor", auditors), ("no", {})):
+        if name != "auditor" and not claim.is_honest:
+            continue
+        same = _replay(world, base, moments, number, claim, claim.epoch, claim.steps)
+        scores[f"cosine, {name} moments"] = cosine(update, same, mask)
+        if name == "auditor":
+            apart = _replay(world, base, moments, number, claim, other, claim.steps)
+            scores["cosine, other samples"] = cosine(update, apart, mask)
+            scores["margin"] = cosine(update, same, mask) - cosine(update, apart, mask)
+            scores["norm ratio"] = float(np.linalg.norm(update) / np.linalg.norm(same))
+    few = max(1, claim.steps // 4)
+    first = int(rng.integers(claim.steps - few + 1))
+    some = _replay(world, base, auditors, number, claim, claim.epoch, few, first)
+    apart = _replay(world, base, auditors, number, claim, other, few)
+    scores["margin, a quarter"] = cosine(update, some, mask) - cosine(update, apart, mask)
+    return scores
+
+
+def _replay(
+    world: World, base: State, moments: Arrays, number: int, claim: Claim, epoch: int, steps: int, first: int = 0
+) -> State:
+    """Return the update that the auditor makes of these samples."""
+    trainer = world.trainer(base, claim.owned)
+    trainer.load_optimizer_state(moments)
+    world.train(trainer, base, number, steps, epoch, first)
+    return world.change(trainer, base, claim.owned)
+
+
+def _forward(world: World, base: State, new: State, claim: Claim, other: int, rng: np.random.Generator) -> Record:
+    """Compare the gain on claimed samples with that on others: from the round's base, and on top of the next one."""
+    trainer, size = world.trainer(base, ()), world.config.training.batch_size
+    claimed = claim.steps * size
+    most = max(FORWARD_SAMPLES)
+    chosen = rng.permutation(claimed)[:most]
+    assigned = np.concatenate([_sample(world, claim.epoch, int(place)) for place in chosen])
+    apart = np.concatenate([_sample(world, other, 10**5 + place) for place in range(most)])
+    blocks = rng.random(-(-claim.update.size // BLOCK)) * BLOCKS_SHARE < 1
+    third = np.where(np.repeat(blocks, BLOCK)[: claim.update.size], claim.update, np.float32(0))
+    scores: Record = {}
+    for where, start in (("", base), (", next base", new)):
+        trainer.load_base(start)
+        before = trainer.losses_of(assigned), trainer.losses_of(apart)
+        for part, update in (("", claim.update), (", a third", third)):
+            trainer.load_base(start + update)
+            gains = [old - trainer.losses_of(samples) for old, samples in zip(before, (assigned, apart), strict=True)]
+            for count in FORWARD_SAMPLES:
+                ours, others = gains[0][:count], gains[1][:count]
+                error = math.sqrt(sum(float(each.var(ddof=1)) / each.size for each in (ours, others)))
+                effect = float(ours.mean() - others.mean())
+                found = {"effect": effect, "error": error, "z": effect / error if error else 0.0}
+                scores |= {f"{name} {count}{part}{where}": value for name, value in found.items()}
+    return scores
+
+
+def _sample(world: World, epoch: int, place: int) -> Samples:
+    return world.text.read(Interval(epoch, place, place + 1))
+
+
+def _mean(world: World, claims: Sequence[Claim]) -> State:
+    """Return the round's mean, by steps."""
+    mean = np.zeros(world.layout.size, np.float32)
+    for group in world.layout.groups:
+        owners = [each for each in claims if group.expert is None or group.expert in each.owned]
+        total = sum(each.steps for each in owners)
+        for each in owners:
+            mean[group.start : group.stop] += each.update[group.start : group.stop] * np.float32(each.steps / total)
+    return mean
+
+
+def _array(source: Source) -> np.ndarray:
+    return np.concatenate([np.asarray(piece).reshape(-1) for piece in source.pieces()]).reshape(source.shape)
+
+
+def auc(honest: Sequence[float], cheats: Sequence[float]) -> float:
+    """Return the chance that an honest score is above a cheat's; ties count half."""
+    a, b = np.array(honest)[:, None], np.array(cheats)[None]
+    return float(((a > b) + 0.5 * (a == b)).mean())
+
+
+def report(records: Sequence[Record]) -> str:
+    """Return a table for each score: how it separates honest updates from each cheat's."""
+    lines = []
+    for name in dict.fromkeys(name for record in records for name in record):
+        if name not in SHOWN:
+            continue
+        lines += [f"\n{name}\n", f"| steps | honest | {' | '.join(CHEATS)} |", "|---" * (len(CHEATS) + 2) + "|"]
+        for steps in sorted({int(record["sync_steps"]) for record in records}):
+            scored = [record for record in records if record["sync_steps"] == steps and name in record]
+            honest = [float(record[name]) for record in scored if record["honest"]]
+            cells = ["{:.2f}, {:.2f}, {:.2f}".format(*np.quantile(honest, (0.01, 0.5, 0.99)))]
+            for cheat in CHEATS:
+                found = [float(record[name]) for record in scored if record["sender"] == cheat]
+                cells.append(f"{np.median(found):.2f}, {np.max(found):.2f}, {auc(honest, found):.2f}" if found else "-")
+            lines.append(f"| {steps} | {' | '.join(cells)} |")
+    lines.append("\nHonest: 1st, 50th, 99th percentile. Cheats: median, maximum, area under the ROC curve against all honest.")
+    for place in PLACES:
+        lines += ["", f"Mean effect on 64 samples{place}, in thousandths of a nat, with the standard error of one audit", ""]
+        lines += [f"| steps | {' | '.join((*HONEST, *CHEATS))} |", "|---" * (len(HONEST) + len(CHEATS) + 1) + "|"]
+        for steps in sorted({int(record["sync_steps"]) for record in records}):
+            cells = [_effect(records, steps, sender, place) for sender in (*HONEST, *CHEATS)]
+            lines.append(f"| {steps} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _effect(records: Sequence[Record], steps: int, sender: str, place: str) -> str:
+    found = [record for record in records if (record["sync_steps"], record["sender"]) == (steps, sender)]
+    means = (np.mean([float(record[f"{name} 64{place}"]) for record in found]) for name in ("effect", "error"))
+    return " ± ".join(f"{1000 * mean:.0f}" for mean in means)
+
+
+def _run(arguments: tuple[int, int, bool]) -> list[Record]:
+    import torch
+
+    torch.set_num_threads(1)
+    return run(*arguments)
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--steps", type=int, nargs="+", choices=sorted(ROUNDS), default=sorted(ROUNDS))
+    parser.add_argument("--replays", action="store_true", help="also train each phase again")
+    parser.add_argument("--json", type=Path, help="also write each update's scores here, one a line")
+    arguments = parser.parse_args()
+    runs = [(steps, seed, arguments.replays) for seed in range(arguments.seeds) for steps in arguments.steps]
+    with ProcessPoolExecutor(min(arguments.jobs, len(runs)), get_context("spawn")) as pool:
+        records = list[Record]()
+        for found in pool.map(_run, runs):
+            records += found
+            if arguments.json is not None:
+                arguments.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+    print(report(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
