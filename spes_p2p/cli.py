@@ -285,6 +285,16 @@ def resume(run_dir: OwnRunDir = Path("runs/peer"), as_json: AsJson = False) -> N
     _order_pause(run_dir, False, as_json)
 
 
+@app.command()
+def me(run_dir: OwnRunDir = Path("runs/peer"), identity: IdentityFile = None, as_json: AsJson = False) -> None:
+    """Show what your trainer has contributed: tokens, rounds, experts, hours, its share of the model, the next round."""
+    from spes_p2p.client.me import look_at, render
+    from spes_p2p.observe.json_values import to_json
+
+    found = look_at(run_dir, identity or run_dir / "identity.key")
+    print(json.dumps(to_json(found), indent=2) if as_json else render(found))
+
+
 def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
     from spes_p2p.client.own_peer import give_pause_order
     from spes_p2p.session.own_state import own_state_json

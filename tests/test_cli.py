@@ -316,6 +316,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "invite a nickname": (lambda p: invite(p, NOBODY, "--peer", "alice"), ("--peer alice: not the whole id of a peer",)),
     "init admission": (lambda p: init_with_text(p, "--admission", "list"), ("admission = 'list'", "'friends'", "'invite'")),
     "identity of nothing": (lambda p: ["identity", "--identity", a_file(p)], ("not an identity file",)),
+    "me of nothing": (lambda p: ["me", str(p.folder)], ("not a peer's run-dir", "run-dir of your trainer")),
     "pause nothing": (lambda p: ["pause", p.output], ("output: no such folder", "--run-dir")),
     "resume nothing": (lambda p: ["resume", p.output], ("output: no such folder", "--run-dir")),
     "status of no trainer": (lambda p: ["status", str(p.folder)], ("no trainer runs with this run-dir", "address")),

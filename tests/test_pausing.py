@@ -47,6 +47,12 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         assert json.loads(seen.stdout)["own"]["state"] == "paused", seen.stderr
         assert sleeper.peer_id not in [peer["peer_id"] for peer in json.loads(seen.stdout)["peers"]]
 
+        mine = json.loads(call("me", str(sleeper.run_dir), "--json").stdout)
+        assert (mine["state"], mine["round"], mine["experts"]) == ("paused", sleeper.round, [])
+        included = [each for commit in sleeper.commits.values() for each in commit.contributions if each[0] == sleeper.peer_id]
+        assert mine["tokens"] == sum(tokens for _, tokens, _ in included) > 0
+        assert 0 < mine["share"] < 1
+
         at = sleeper.round
         swarm.wait_for_round(swarm.newest_round() + 4, 60, others)
         assert sleeper.round == at

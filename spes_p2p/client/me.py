@@ -1,0 +1,125 @@
+"""`spes-p2p me`: what the trainer with a run-dir has contributed.
+
+Tokens, rounds and experts are those of certified commits that the trainer applied, as it wrote them down; what nobody else
+vouches for, its hours, is called its own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from spes_p2p.campaign.files import read_run_dir
+from spes_p2p.errors import UserError
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.observe.events import BaseRestored, PhaseTrained, RoundCommitted
+from spes_p2p.observe.history import Entry, read_history
+from spes_p2p.observe.units import human_count, human_indices, human_seconds, short_peer
+from spes_p2p.session.own_state import OwnState, read_own_state
+
+PACE_ROUNDS = 8
+"""The next round is expected at the median pace of this many rounds."""
+
+
+@dataclass(frozen=True)
+class OwnShare:
+    """What one trainer contributed to a campaign."""
+
+    peer_id: str
+    state: str
+    """running, pausing, paused; not running."""
+    detail: str
+    tokens: int
+    """Trained here and in the base."""
+    share: float
+    """Of all tokens in the base; NaN before the first."""
+    rounds: int
+    """Committed rounds with work of this trainer."""
+    expert_steps: int
+    """Local steps times experts trained in them, in these rounds."""
+    experts: tuple[int, ...]
+    """That it trains now."""
+    hours: float
+    """Spent in training steps, by its own clock, also for work that no round includes."""
+    round: int
+    """The last round in its base."""
+    total_rounds: int
+    next_round_s: float
+    """Expected time to the next round; NaN: unknown."""
+
+
+def own_share(
+    entries: Sequence[Entry], peer_id: str, planned_rounds: int, state: OwnState | None, now: float
+) -> OwnShare:
+    """Sum a trainer's journal. `planned_rounds`: of the campaign, unless its owner changed them. `now`: Unix time."""
+    commits: dict[int, tuple[float, RoundCommitted]] = {}
+    base: RoundCommitted | BaseRestored | None = None
+    owners: tuple[tuple[str, ...], ...] = ()
+    total_rounds, trained_s = planned_rounds, 0.0
+    for entry in entries:
+        match entry.event:
+            case RoundCommitted() as event:
+                commits[event.round] = entry.time, event
+                base = event
+            case BaseRestored() as event:
+                if event.source in ("rollback", "reform"):  # rounds after it are not in the base any more
+                    commits = {number: each for number, each in commits.items() if number <= event.round}
+                base = event
+            case PhaseTrained() as event:
+                trained_s += event.seconds
+        if base is not None:
+            total_rounds, owners = base.total_rounds or total_rounds, base.owners or owners
+    own = [each for _, event in commits.values() for each in event.contributions if each[0] == peer_id and each[1]]
+    tokens = sum(tokens for _, tokens, _ in own)
+    is_running = state is not None and state.state == "running"
+    return OwnShare(
+        peer_id=peer_id,
+        state=state.state if state else "not running",
+        detail=state.detail if state else "",
+        tokens=tokens,
+        share=tokens / base.total_tokens if base is not None and base.total_tokens else math.nan,
+        rounds=len(own),
+        expert_steps=sum(steps for _, _, steps in own),
+        experts=tuple(expert for expert, who in enumerate(owners) if peer_id in who) if is_running else (),
+        hours=trained_s / 3600,
+        round=max(0, base.round) if base is not None else 0,
+        total_rounds=total_rounds,
+        next_round_s=_next_round_s([at for at, _ in commits.values()], now) if is_running else math.nan,
+    )
+
+
+def _next_round_s(times: Sequence[float], now: float) -> float:
+    last = times[-PACE_ROUNDS - 1 :]
+    if len(last) < 2:
+        return math.nan
+    return max(0.0, last[-1] + statistics.median(b - a for a, b in pairwise(last)) - now)
+
+
+def look_at(run_dir: Path, identity: Path) -> OwnShare:
+    """Return what the trainer with this run-dir has contributed. Raises UserError if it is not a run-dir of a campaign."""
+    known = read_run_dir(run_dir)
+    if known is None:
+        raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the run-dir of your trainer")
+    if not identity.exists():
+        raise UserError(f"{identity}: no such file; give the --identity with which the trainer joined")
+    peer_id, planned = RSAIdentity(identity).peer_id, known[0].campaign.config.total_rounds
+    return own_share(read_history(run_dir), peer_id, planned, read_own_state(run_dir), time.time())
+
+
+def render(share: OwnShare) -> str:
+    """For people."""
+    of_all = f", {100 * share.share:.1f} % of all" if math.isfinite(share.share) else ""
+    coming = f"; the next in about {human_seconds(share.next_round_s)}" if math.isfinite(share.next_round_s) else ""
+    state = f"{share.state}: {share.detail}" if share.detail else share.state
+    return "\n".join([
+        f"{short_peer(share.peer_id)} · {state}",
+        f"  tokens   {human_count(share.tokens)} trained here are in the model{of_all}",
+        f"  rounds   work of this trainer in {share.rounds}; the base is of round {share.round}/{share.total_rounds}{coming}",
+        f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",
+        f"  hours    {share.hours:.2f} in training steps, by this machine's clock",
+    ])

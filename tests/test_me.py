@@ -1,0 +1,80 @@
+"""What a trainer contributed, by its journal of certified rounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spes_p2p.client.me import own_share, render
+from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted
+from spes_p2p.observe.history import Entry
+from spes_p2p.session.own_state import OwnState
+
+ME, OTHER = "QmMe", "QmOther"
+RUNNING = OwnState("running", 0.0)
+
+
+def committed(number: int, mine: int, theirs: int, **changes: Any) -> RoundCommitted:
+    event = RoundCommitted(
+        round=number, campaign_step=10 * number, total_steps=200, tokens=mine + theirs, total_tokens=1000 * number, loss=4.0,
+        members=(ME, OTHER), owners=((ME,), (OTHER,), (ME, OTHER)), base_digest="d", parts=4, dropped_parts=0, sent_bytes=0,
+        received_bytes=0, contributions=((ME, mine, 20), (OTHER, theirs, 10)),
+    )
+    return replace(event, **changes)
+
+
+def restored(number: int, source: str) -> BaseRestored:
+    return BaseRestored(number, 10 * number, 200, 1000 * number, "d", source)
+
+
+def phase(seconds: float) -> PhaseTrained:
+    return PhaseTrained(1, 10, 300, 4.0, 0.0, seconds, 0)
+
+
+def journal(*events: Event) -> list[Entry]:
+    return [Entry(100.0 + 10 * number, event) for number, event in enumerate(events)]
+
+
+def test_it_sums_the_certified_rounds() -> None:
+    rounds = [committed(1, 300, 700), committed(2, 0, 1000, contributions=((OTHER, 1000, 10),)), committed(3, 500, 500)]
+    share = own_share(journal(*rounds), ME, 20, RUNNING, now=122.0)
+    assert (share.tokens, share.rounds, share.expert_steps) == (800, 2, 40)
+    assert share.share == pytest.approx(800 / 3000)
+    assert (share.round, share.total_rounds, share.experts) == (3, 20, (0, 2))
+    assert share.next_round_s == pytest.approx(8.0)
+    assert "800 trained here are in the model, 26.7 % of all" in render(share)
+    assert "round 3/20; the next in about 8.00 s" in render(share)
+
+
+@pytest.mark.parametrize("source", ["rollback", "reform"])
+def test_work_that_was_taken_back_does_not_count(source: str) -> None:
+    events = [committed(1, 300, 700), committed(2, 400, 600), committed(3, 500, 500), restored(1, source)]
+    share = own_share(journal(*events), ME, 20, RUNNING, now=0.0)
+    assert (share.tokens, share.round, share.share) == (300, 1, 0.3)
+    again = own_share(journal(*events, committed(2, 100, 900)), ME, 20, RUNNING, now=0.0)
+    assert (again.tokens, again.round) == (400, 2)
+
+
+def test_a_restart_counts_no_round_twice() -> None:
+    events = [committed(1, 300, 700), restored(0, "disk"), committed(1, 300, 700), restored(1, "disk")]
+    share = own_share(journal(*events), ME, 20, RUNNING, now=0.0)
+    assert (share.tokens, share.rounds, share.experts) == (300, 1, (0, 2))
+
+
+def test_hours_are_those_of_training_steps() -> None:
+    assert own_share(journal(phase(1800), phase(900)), ME, 20, None, now=0.0).hours == 0.75
+
+
+def test_a_trainer_that_does_not_run_has_no_experts_and_no_next_round() -> None:
+    share = own_share(journal(committed(1, 300, 700), committed(2, 300, 700)), ME, 20, None, now=0.0)
+    assert (share.state, share.experts, share.tokens) == ("not running", (), 600)
+    assert math.isnan(share.next_round_s)
+
+
+def test_a_new_trainer_has_nothing_yet() -> None:
+    share = own_share([], ME, 20, replace(RUNNING, state="paused", detail="until 22:00"), now=0.0)
+    assert (share.tokens, share.rounds, share.round) == (0, 0, 0)
+    assert "paused: until 22:00" in render(share)
