@@ -395,7 +395,7 @@ def status(
     _log("warning", False)
     with _waiting("looking for the swarm") as end_waiting:
         from spes_p2p.client.status import fetch_statuses, watch_status
-        from spes_p2p.observe.status import swarm_status
+        from spes_p2p.observe.status import gather, swarm_status
         from spes_p2p.observe.table import render_status
 
         if watch:
@@ -408,6 +408,8 @@ def status(
         print(json.dumps({**swarm_status(statuses), **({"own": own_state_json(own)} if own else {})}, indent=2))
     else:
         Console().print(render_status(statuses))
+        if gather(statuses).done:
+            print(f"take the model: spes-p2p export --from {addresses[0]} --output checkpoint")
 
 
 @app.command()

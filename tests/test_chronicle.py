@@ -49,6 +49,13 @@ def damage(folder: Path, marked: bytes) -> None:
     path.write_bytes(b"".join(b"?" + line[1:] if marked in line else line for line in path.read_bytes().splitlines(True)))
 
 
+def test_after_a_restart_a_peer_knows_the_losses_of_the_last_rounds(tmp_path: Path) -> None:
+    assert History("a", tmp_path / "empty").rounds.last_round() == {}
+    history_after(tmp_path, FIRST, commit(1), Evaluated(1, 4.5), commit(2)).close()
+    known = History("a", tmp_path).rounds.last_round()
+    assert known == {"round": 2, "loss": 3.0, "validation_loss": 4.5, "validation_round": 1}
+
+
 def test_a_record_says_what_the_round_was_and_what_it_cost_this_peer(tmp_path: Path) -> None:
     failed = RoundFailed(1, 0, "timeout", "")
     trained = PhaseTrained(1, 10, 70, 4.0, 0.1, 12.0, 0)

@@ -159,7 +159,7 @@ def test_records_are_put_on_our_clock() -> None:
 
 def published(peers: int = 3, experts: int = 8) -> Published:
     swarm = synthetic_swarm(peers, experts, 20)
-    live = Published(join="spes-p2p join somewhere")
+    live = Published(command="spes-p2p join somewhere")
     live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
     live.status = swarm_status(swarm.statuses)
     live.curves, live.curves_version = series(swarm.records, {}, CONFIG), 1
@@ -190,7 +190,7 @@ def test_every_document_is_served() -> None:
                 assert await response.json() == json.loads(as_json(expected))
         async with session.get(url + "view.json") as response:
             document = await response.json()
-        assert (document["state"], document["join"]) == ("live", "spes-p2p join somewhere")
+        assert (document["state"], document["command"]) == ("live", "spes-p2p join somewhere")
         assert document["swarm"] == json.loads(as_json(live.view))
         async with session.get(url + "nothing") as response:
             assert response.status == 404

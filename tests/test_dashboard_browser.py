@@ -59,7 +59,7 @@ def look_at(swarm: Synthetic, look: Callable[[Any, Published], Awaitable[None]],
     """Show a synthetic swarm and look at the page."""
 
     async def run() -> None:
-        live = Published(join="spes-p2p join /ip4/203.0.113.7/tcp/31337/p2p/Qm")
+        live = Published(command="spes-p2p join /ip4/203.0.113.7/tcp/31337/p2p/Qm")
         show(live, swarm)
         async with serving(live, "127.0.0.1", 0) as url, browser_page(url, **options) as page:
             await page.wait_for_selector("#peers tr")
@@ -205,7 +205,21 @@ def test_the_join_line_is_copied() -> None:
         await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         await page.click("#copy")
         await until(page, "document.getElementById('copy').textContent === 'Copied'")
-        assert await page.evaluate("navigator.clipboard.readText()") == live.join
+        assert await page.evaluate("navigator.clipboard.readText()") == live.command
+
+    look_at(synthetic_swarm(2, 4, 5), look)
+
+
+def test_a_complete_campaign_without_trainers_offers_the_model_and_shows_no_missing_owners() -> None:
+    async def look(page: Any, live: Published) -> None:
+        assert await page.is_hidden("#take")
+        assert await page.is_visible("#experts-panel")
+        swarm = synthetic_swarm(2, 4, 5)
+        done = [replace(each, round=each.total_rounds) for each in swarm.statuses if each.role != "trainer"]
+        show(live, replace(swarm, statuses=done))
+        await until(page, "!document.getElementById('take').hidden")
+        assert await page.is_hidden("#experts-panel")
+        assert await page.is_hidden("#rounds-panel")
 
     look_at(synthetic_swarm(2, 4, 5), look)
 
@@ -263,7 +277,7 @@ def test_values_on_the_page_equal_status_json(swarm: LocalPeers, dashboard: Loca
             assert sorted(owners) == [0, 1, 2, 3]
             assert peers == [peer["peer_id"] for peer in before["peers"]]
             assert traffic == before["round_sent_bytes"]
-            assert swarm["bootstrap"].address in await page.text_content("#join")
+            assert swarm["bootstrap"].address in await page.text_content("#command")
 
     asyncio.run(run())
 

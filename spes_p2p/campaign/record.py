@@ -42,6 +42,7 @@ async def agreed_record(endpoint: RpcEndpoint, peers: Sequence[str]) -> tuple[Ca
         named = ", ".join(serving[0] for _, serving in found.values())
         raise UserError(f"the addresses lead to different campaigns ({named}); give addresses of one campaign")
     if not found:
-        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); ask the campaign's owner for the address")
+        advice = "if that peer has just started, try again in a minute; otherwise ask the campaign's owner for the address"
+        raise NobodyAnswers(f"no campaign at the address ({'; '.join(problems)}); {advice}")
     record, serving = next(iter(found.values()))
     return replace(record, blobs=tuple(sizes.items())), serving

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.presence import Contribution, RoundRecord
@@ -61,6 +62,14 @@ class Rounds:
     def records(self) -> tuple[RoundRecord, ...]:
         """All known records, by round."""
         return tuple(self._records[number] for number in sorted(self._records))
+
+    def last_round(self) -> dict[str, Any]:
+        """Return the last round and its losses as fields of a peer's status, which shows them after a restart."""
+        found: dict[str, Any] = {"round": self.newest, "loss": self.records[-1].loss} if self._records else {}
+        for record in self.records:
+            if math.isfinite(record.validation_loss):
+                found |= {"validation_loss": record.validation_loss, "validation_round": record.round}
+        return found
 
     @property
     def newest(self) -> int:

@@ -46,12 +46,13 @@ def observing(
 ) -> Iterator[PeerObservers]:
     """Run the observers that the settings select, and `more`."""
     config, campaign_hash = files.campaign.config, files.campaign.hash
+    history = History(peer_id, settings.run_dir)
     status = PeerStatus(
-        peer_id=peer_id, role=role, campaign=config.name, campaign_hash=campaign_hash, total_rounds=config.total_rounds
+        peer_id=peer_id, role=role, campaign=config.name, campaign_hash=campaign_hash, total_rounds=config.total_rounds,
+        **history.rounds.last_round(),
     )
     board = StatusBoard(status, time.monotonic)
     metrics = Metrics(peer_id, config.name, campaign_hash)
-    history = History(peer_id, settings.run_dir)
     progress = ProgressLine(board)
     server = metrics.serve(settings.metrics_port, settings.metrics_host) if settings.metrics_port is not None else None
     if server is not None:

@@ -18,7 +18,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
-from spes_p2p.observe.status import swarm_status
+from spes_p2p.observe.status import gather, swarm_status
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class Published:
     """Unix time at which this state began."""
     updated: float = 0.0
     """Unix time of the last answer; 0 before the first."""
-    join: str = ""
-    """The join command for volunteers."""
+    command: str = ""
+    """The command to copy: `join`, or `export` once the campaign is done."""
     view: dict[str, Any] | None = None
     status: dict[str, Any] | None = None
     """The document of `status --json`."""
@@ -52,8 +52,8 @@ class Published:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def document(self) -> dict[str, Any]:
-        """Return state, message, times, the join line, and the state of the swarm, without the curves."""
-        header = {name: getattr(self, name) for name in ("state", "message", "since", "updated", "join")}
+        """Return state, message, times, the command to copy, and the state of the swarm, without the curves."""
+        header = {name: getattr(self, name) for name in ("state", "message", "since", "updated", "command")}
         document: dict[str, Any] = to_json({**header, "swarm": self.view})
         return document
 
@@ -128,7 +128,9 @@ async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: Swarm
             silent_polls = 0
             await _learn_rounds(swarm, statuses, history)
             history.control = await swarm.newest_order(history.control)
-            published.join = await _join_line(swarm, addresses)
+            address = await _address(swarm, addresses)
+            take = f"spes-p2p export --from {address} --output checkpoint"
+            published.command = take if gather(statuses).done else f"spes-p2p join {address}"
             _publish(statuses, config, history, published)
         else:
             silent_polls += 1
@@ -149,15 +151,15 @@ def _publish(statuses: Sequence[PeerStatus], config: CampaignConfig, history: Sw
     published.set_state("live", "")
 
 
-async def _join_line(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
-    """Return the join command with the announced address of one of the owner's helpers, or with the given address.
+async def _address(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
+    """Return the announced address of one of the owner's helpers, or the given address.
 
     People copy it into a shell: nothing but a peer's address is in it, and the address is of that peer.
     """
     contacts, helpers = await swarm.contacts(), swarm.genesis.helpers
     announced = [(peer, address) for peer in helpers if peer in contacts for address in contacts[peer].addresses]
     found = [address for peer, address in announced if is_peer_address(address) and peer_of(address) == peer]
-    return f"spes-p2p join {found[0] if found else addresses[0]}"
+    return found[0] if found else addresses[0]
 
 
 async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
