@@ -68,6 +68,27 @@ def test_a_form_that_fails_is_undone_and_said_in_one_line(caplog: pytest.LogCapt
     assert trial(model).difference(before) == 0
 
 
+def test_what_does_not_compile_in_another_shape_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
+    model, seconds = model_of(), iter([2.0, 1.0])
+    norm, shapes = model.base_model.layers[0].input_layernorm, []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        shapes.append(next(each.shape for each in inputs if each.ndim == 3))
+        if len(set(shapes)) > 1:
+            raise RuntimeError("cannot compile this shape")
+        return graph.forward
+
+    form = Form("compiled norm", lambda: norm.compile(dynamic=False, backend=backend), lambda: None)
+    keep_what_helps([form], timed(model, lambda: next(seconds)), TOLERANCE)
+    with torch.no_grad():
+        found = norm(torch.ones(1, 3, 64))
+    assert shapes[0] == (2, 16, 64)
+    assert shapes[-1] == (1, 3, 64)
+    torch.testing.assert_close(found, norm.forward(torch.ones(1, 3, 64)))
+    torch._dynamo.reset()
+
+
 def test_a_trial_sees_a_wrong_gradient() -> None:
     model = model_of()
     right = trial(model)

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE, TOLERANCE_BF16 = 1e-3, 5e-2
 """Bounds the relative difference of a trial's tensors. Fused operations round less often than bf16 ones in a row."""
 TIMED_PASSES = 3
+LEAST_GAIN = 1.02
+"""Below this, a form is not taken as faster."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,14 @@ def keep_what_helps(forms: Sequence[Form], attempt: Callable[[], Trial], toleran
             form.use()
             trial = attempt()
             difference, gain = trial.difference(plain), fastest / trial.seconds
-            is_kept = difference <= tolerance and gain > 1
+            is_kept = difference <= tolerance and gain >= LEAST_GAIN
             found = f"relative difference {difference:.1e}, {gain:.2f} times as fast"
         except Exception as error:  # compilers raise their own types
             is_kept, found = False, (str(error).strip().splitlines() or [type(error).__name__])[0]
         if is_kept:
             fastest = trial.seconds
+            # What does not compile in another shape, such as a last batch of fewer samples, runs as it is.
+            torch._dynamo.config.suppress_errors = True
         else:
             form.undo()
         logger.info("%s: %s (%s)", form.name, "used" if is_kept else "not used", found)
