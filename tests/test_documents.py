@@ -176,6 +176,12 @@ def test_training_loss_counts_each_label_once_however_samples_are_divided() -> N
     assert bits(whole.read(shared)) != bits(BASE[shared.start : shared.stop])
 
 
+def test_an_installation_whose_attention_crosses_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Documents, "positions", lambda self, ids: torch.arange(ids.shape[1])[None])
+    with pytest.raises(UserError, match=r"attention of olmoe crosses documents here; install the version in constraints.txt"):
+        trainer_of(campaign())
+
+
 def test_a_sample_without_labels_adds_nothing() -> None:
     model, ids = build_model(MODEL, BASE, ()), torch.full((1, 6), EOS)
     head = next_token_loss(model, torch.randn(1, 6, 32), ids, documents=Documents(EOS, 0))

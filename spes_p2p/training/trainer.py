@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from spes_p2p.storage.tensor_file import Source
 from spes_p2p.storage.threads import ahead
 from spes_p2p.training.batches import split_samples
 from spes_p2p.training.compiled import TOLERANCE_BF16, forms_of, keep_what_helps, trial_of
-from spes_p2p.training.documents import Documents
+from spes_p2p.training.documents import Documents, is_crossed
 from spes_p2p.training.filter import is_repetitive
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.losses import Losses, forward_losses, next_token_loss
@@ -102,6 +103,11 @@ class TorchTrainer:
             self._model = build_model(
                 config.model, base, self._owned, stored, self._device, options.stored_on, options.backend
             )
+            if is_masked and eos_token_id is not None and is_crossed(self._model.eval(), eos_token_id, self._device):
+                raise UserError(
+                    f"training.intra_document_masking = true: with transformers {transformers.__version__}, attention of "
+                    f"{config.model.architecture} crosses documents here; install the version in constraints.txt"
+                )
         if options.activation_checkpointing:
             checkpoint_activations(self._model)
         named = self._model.named_modules()
