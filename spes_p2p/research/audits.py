@@ -318,7 +318,7 @@ def report(records: Sequence[Record]) -> str:
         lines += [f"\n{name}\n", f"| steps | honest | {' | '.join(CHEATS)} |", "|---" * (len(CHEATS) + 2) + "|"]
         for steps in sorted({int(record["sync_steps"]) for record in records}):
             scored = [record for record in records if record["sync_steps"] == steps and name in record]
-            honest = [float(record[name]) for record in scored if record["honest"]]
+            honest = [float(record[name]) for record in scored if record["honest"] and record["sender"] != "auditor"]
             cells = ["{:.2f}, {:.2f}, {:.2f}".format(*np.quantile(honest, (0.01, 0.5, 0.99)))]
             for cheat in CHEATS:
                 found = [float(record[name]) for record in scored if record["sender"] == cheat]
