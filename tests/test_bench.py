@@ -115,13 +115,15 @@ def test_a_campaigns_step_runs_under_a_cap_in_the_planned_setup(bench: ModuleTyp
 def test_forms_of_a_step_are_compared_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "forms.json"
     command = [sys.executable, str(ROOT / "tools" / "bench"), "forms", "--json", str(file)]
-    command += ["--only", "plain", "masked", "masked_flex"]
+    command += ["--only", "plain", "masked", "masked_flex", "eager_attention"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(file.read_text())
     assert found["empty_group_gradient_torch"] == found["empty_group_gradient_ours"] == 0
     assert found["documents_masked_leak"] < 1e-5 < 0.1 < found["documents_unmasked_leak"]
-    assert min(found[form]["tokens_per_second"] for form in ("plain", "masked")) > 0
+    assert min(found[form]["tokens_per_second"] for form in ("plain", "masked", "eager_attention")) > 0
+    assert 0 < found["worst_difference"] < 1e-5
+    assert found["forms_failed"] == 1
     assert found["masked_flex"]["failed"].startswith("OlmoeForCausalLM does not support")
 
 

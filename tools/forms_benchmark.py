@@ -41,12 +41,14 @@ DOCUMENT_TOKENS = 300
 FORMS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "plain": (False, ()),
     "compiled": (False, ("compiled layers",)),
+    "eager_attention": (False, ("eager",)),
+    "flash_attention_2": (False, ("flash_attention_2",)),
     "masked": (True, ()),
     "masked_compiled": (True, ("compiled layers",)),
     "masked_flex": (True, ("FlexAttention",)),
     "masked_flex_compiled": (True, ("FlexAttention", "compiled layers")),
 }
-"""Whether documents are kept apart, and the forms that are used."""
+"""Whether documents are kept apart, and the forms or attention implementations of transformers that are used."""
 
 
 def main() -> int:
@@ -66,9 +68,12 @@ def main() -> int:
     small = benchmarks.campaign(hidden_size=64, intermediate_size=64, moe_num_experts=4, num_hidden_layers=2, vocab_size=256)
     try:
         config = small if arguments.config is None else load_campaign_config(arguments.config)
+        forms = speeds(config, parse_bytes(arguments.cap, "--cap"), arguments.only, arguments.rounds, device)
         report = {
             **empty_groups(device), **leak(small, device), "campaign": config.name,
-            **speeds(config, parse_bytes(arguments.cap, "--cap"), arguments.only, arguments.rounds, device),
+            "forms_failed": sum("failed" in form for form in forms.values()),
+            "worst_difference": max((form["difference"] for form in forms.values() if "difference" in form), default=None),
+            **forms,
         }
     except UserError as error:
         parser.error(str(error))
@@ -175,9 +180,12 @@ def measured(
     is_masked = documents is not None
     if is_masked not in plain:
         plain[is_masked] = trial_of(trainer.model, ids, documents, lambda: autocast(device))
-    for form in forms_of(trainer.model, is_masked=True):
-        if form.name in used:
-            form.use()
+    forms = {form.name: form for form in forms_of(trainer.model, is_masked=True)}
+    for name in used:
+        if name in forms:
+            forms[name].use()
+        else:
+            trainer.model.set_attn_implementation(name)
     difference = trial_of(trainer.model, ids, documents, lambda: autocast(device)).difference(plain[is_masked])
     work = benchmarks.one_step(trainer)
     work()
