@@ -75,3 +75,25 @@ def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:
     assert (tmp_path / "pause").stat().st_mode & 0o777 == 0o600
     assert json.loads(call("resume", str(tmp_path), "--json").stdout) == {"state": "not running"}
     assert not (tmp_path / "pause").exists()
+
+
+@pytest.mark.network
+def test_a_trainer_pauses_at_its_quota_and_stays_so_after_a_restart(campaign: Path, tmp_path: Path) -> None:
+    config = write_variant(
+        campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10}, merge={"merge_interval": 10}
+    )
+    with LocalPeers(tmp_path) as swarm:
+        address = swarm.bootstrap(config).address
+        options = ("--quota", "3MB/day")
+        swarm.join("peer-0", address)
+        thrifty = swarm.join("peer-1", address, *options)
+        swarm.wait(lambda: "paused: until midnight" in thrifty.log, START_S + 60, "peer-1 has used its quota")
+        assert thrifty.round > 2
+        traffic = json.loads((thrifty.run_dir / "traffic.json").read_text())
+        assert 0 < traffic["round_bytes"] < 3e6 - traffic["used_bytes"] + 2 * traffic["round_bytes"]
+        assert traffic["used_bytes"] < 3e6 + traffic["round_bytes"]
+
+        assert swarm.terminate("peer-1") == 0
+        again = swarm.join("peer-1", address, *options)
+        swarm.wait(lambda: "paused: until midnight" in again.log, 30, "it is still used up")
+        assert "joined campaign" not in again.log

@@ -78,7 +78,9 @@ class Pauses:
         logger.info("pausing after the current step: %s", pause.detail)
         self._say("pausing")
         leave()
-        await asyncio.Event().wait()
+        while True:
+            self._count()
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def over(self) -> bool:
         """Return True as soon as the trainer may train, False if the process is asked to end before."""
@@ -87,6 +89,7 @@ class Pauses:
             return True
         self._on_paused()
         _free_memory()
+        self._save_count()
         settings, metrics = self._settings, Metrics()
         with contextlib.ExitStack() as stack:
             if settings.metrics_port is not None:
@@ -108,9 +111,7 @@ class Pauses:
 
     def close(self) -> None:
         """Give the run-dir up."""
-        if self._meter is not None:
-            self._meter.read(self._now())
-            self._meter.save(self._now())
+        self._save_count()
         self._file.close()
 
     async def _look(self) -> Pause | None:
@@ -146,6 +147,15 @@ class Pauses:
             return ""
         now = self._now()
         return quota_forecast(self._settings.quota, self._meter.read(now), self._meter.bytes_per_s, now)
+
+    def _count(self) -> None:
+        if self._meter is not None:
+            self._meter.read(self._now())
+
+    def _save_count(self) -> None:
+        self._count()
+        if self._meter is not None:
+            self._meter.save(self._now())
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._wall_time()).astimezone()
