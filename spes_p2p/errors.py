@@ -24,6 +24,10 @@ class Broken(UserError):
     """A failure that is not the user's fault and may not recur. The exit code is 1, so that a supervisor restarts the peer."""
 
 
+class Damaged(UserError):
+    """A file does not hold what was written. A running peer fetches what others have."""
+
+
 class NobodyAnswers(UserError):
     """No given address leads to a peer."""
 

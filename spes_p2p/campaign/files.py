@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from spes_p2p.content.files import fetch_file
 from spes_p2p.data.manifest import Manifest, TokenFile, check_vocabulary, read_manifest
 from spes_p2p.data.mix import WeightedManifest, mixed_manifest
 from spes_p2p.data.tokenizers import check_tokenizer
-from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.errors import Damaged, PeerUnreachable, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.net.contacts import find_contacts
@@ -25,11 +26,15 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.storage.files import write_whole
 from spes_p2p.storage.store import frame_record, read_frame
 
+logger = logging.getLogger(__name__)
+
 CAMPAIGN_FILE, TOKENIZER_FILE = "campaign.json", "tokenizer.json"
 MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
 GENESIS_FILE = "genesis"
 MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES = 2**25, 2**26
 """Bounds a campaign's files before they are parsed: 80,000 token files; twice the largest tokenizer in use."""
+
+ADVICE = "join again with this run-dir to restore it, or copy it from another peer's"
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,16 @@ async def fetch_campaign(
 
 
 def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
-    """Return whether the run-dir holds a campaign. Raises UserError if it is another campaign."""
-    known = read_run_dir(run_dir)
+    """Return whether the run-dir holds this campaign, whole: `keep_campaign` mends damaged files.
+
+    Raises UserError if it is another campaign, or so damaged that nobody can tell.
+    """
+    try:
+        known = read_run_dir(run_dir)
+    except UserError:
+        if genesis.campaign != files.campaign.hash or read_genesis(run_dir) != genesis:
+            raise
+        return False
     if known is None:
         return False
     ours, theirs = known[0].campaign, files.campaign
@@ -169,6 +182,8 @@ def keep_campaign(files: CampaignFiles, genesis: Commit, run_dir: Path) -> None:
     """Write the campaign to the run-dir. Raises UserError if that belongs to another campaign."""
     if check_run_dir(files, genesis, run_dir):
         return
+    if (run_dir / CAMPAIGN_FILE).exists():
+        logger.warning("%s: files of the campaign were damaged or missing; restored them", run_dir)
     for name, content in (
         (TOKENIZER_FILE, files.tokenizer),
         (MANIFEST_FILE, files.manifest),
@@ -181,31 +196,40 @@ def keep_campaign(files: CampaignFiles, genesis: Commit, run_dir: Path) -> None:
 
 
 def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
-    """Return what `keep_campaign` wrote, None if the run-dir holds no campaign. Raises UserError if it is damaged."""
-    path = run_dir / CAMPAIGN_FILE
-    if not path.exists():
+    """Return what `keep_campaign` wrote, None if the run-dir holds no campaign. Raises Damaged."""
+    path, genesis = run_dir / CAMPAIGN_FILE, read_genesis(run_dir)
+    if genesis is None:
         return None
     try:
         json.loads(path.read_bytes())
     except ValueError:
-        raise UserError(f"{path}: damaged; copy it from another peer's run-dir") from None
+        raise Damaged(f"{path}: damaged; {ADVICE}") from None
     try:
         campaign = parse_campaign(path.read_bytes(), str(path))
-        genesis = unpack(Commit, read_frame((run_dir / GENESIS_FILE).read_bytes())[0])
         validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
     except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir}: incomplete run-dir ({error}); remove it to start over") from None
+        raise Damaged(f"{run_dir}: incomplete run-dir ({error}); {ADVICE}") from None
     for name, content, digest in (
         (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
         (MANIFEST_FILE, manifest, campaign.manifest_sha256),
         (VALIDATION_FILE, validation, campaign.validation_manifest_sha256),
     ):
         if content is not None and sha256(content) != digest:
-            raise UserError(f"{run_dir / name}: damaged; copy it from another peer's run-dir")
+            raise Damaged(f"{run_dir / name}: damaged; {ADVICE}")
     if genesis.campaign != campaign.hash:
-        raise UserError(f"{run_dir / GENESIS_FILE}: belongs to another campaign; copy both files from another peer's run-dir")
+        raise Damaged(f"{path}: damaged, or of another campaign than {GENESIS_FILE}; {ADVICE}")
     return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
+
+
+def read_genesis(run_dir: Path) -> Commit | None:
+    """Return the genesis commit in a run-dir, None if it holds no campaign. Raises Damaged."""
+    if not (run_dir / CAMPAIGN_FILE).exists():
+        return None
+    try:
+        return unpack(Commit, read_frame((run_dir / GENESIS_FILE).read_bytes())[0])
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{run_dir / GENESIS_FILE}: damaged ({error}); copy it from another peer's run-dir") from None
 
 
 def sha256(content: bytes) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p.content.bases import Snapshots
+from spes_p2p.errors import Damaged
 from spes_p2p.net.interfaces import World
 from spes_p2p.rounds.base import BASE, Base, BuiltBase, in_memory, load_base, pieces_of, save_base, write_base
 from spes_p2p.rounds.planned import DerivePlan
 from spes_p2p.rounds.results import KEPT_ROUNDS
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.training.checkpoint import Checkpoint, write_checkpoint
+
+logger = logging.getLogger(__name__)
 
 TakeCheckpoint = Callable[[Base, str | None], Checkpoint]
 """(base, name of the last checkpoint) -> checkpoint of the work on top of the base."""
@@ -54,11 +58,15 @@ class BaseStore:
         return self._clock() - self._checkpointed_at >= self._every_s
 
     async def load(self, where: str, derive: DerivePlan) -> bool:
-        """Load the base of this run-dir; False when there is none. Raises UserError when it is damaged."""
+        """Load the base of this run-dir; False when there is none, or a damaged one, which a download replaces."""
         world = self._world
-        base: Base | None = await world.run_blocking(
-            load_base, world.store, self._elements, where, BASE, derive, world.threads
-        )
+        try:
+            base: Base | None = await world.run_blocking(
+                load_base, world.store, self._elements, where, BASE, derive, world.threads
+            )
+        except Damaged:
+            logger.warning("%s/%s is cut short or damaged; downloading the base again", where, BASE)
+            return False
         if base is None:
             return False
         self._durable_commit, self.durable_round = base.commit, base.round

@@ -129,7 +129,7 @@ class Replica:
         await self.store.snapshots.serve(self.node.endpoint, self.node.content)
 
     async def restore(self, where: str) -> bool:
-        """Load base and staged results from this run-dir; False when there is no base. Raises UserError when it is damaged."""
+        """Load base and staged results from this run-dir; False when there is no whole base."""
         if not await self.store.load(where, self.validity.derive):
             return False
         await self.node.world.run_blocking(self.results.load)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spes_p2p.errors import Refused, UserError
+from spes_p2p.errors import Damaged, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.rounds import Proposal
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digest, piece_digests, root_digest
@@ -133,14 +133,14 @@ def save_base(store: Store, base: Base, name: str = BASE, threads: int = 1) -> N
 def load_base(
     store: Store, elements: int, where: str, name: str = BASE, derive: DerivePlan | None = None, threads: int = 1
 ) -> Base | None:
-    """Return the stored base after checking its digest, or None. Raises UserError when it is damaged.
+    """Return the stored base after checking its digest, or None. Raises Damaged; UserError when it is another model's.
 
     `where` names the run-dir in the error. `derive`: derives the plan; the base has none where no plan follows.
     """
     blob = store.read(name)
     if blob is None:
         return None
-    damaged = UserError(f"{where}/{name}: cut short or damaged; delete this file to download the base again")
+    damaged = Damaged(f"{where}/{name}: cut short or damaged; delete this file to download the base again")
     try:
         end = len(blob) - LENGTH_BYTES
         start = end - int.from_bytes(blob[end:], "little")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, read_run_dir
+from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, read_genesis
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
 from spes_p2p.config.addresses import peer_of
 from spes_p2p.config.campaign import PeerConfig
@@ -45,12 +45,12 @@ def make_layout(model: ModelSection) -> Layout:
 
 def load_or_make_genesis(files: CampaignFiles, run_dir: Path, bootstrap: str) -> tuple[Layout, Commit]:
     """Return the layout, and the genesis commit in the run-dir, or create it together with base 0. Raises UserError."""
-    layout, known, store = make_layout(files.campaign.config.model), read_run_dir(run_dir), DirectoryStore(run_dir)
+    layout, known, store = make_layout(files.campaign.config.model), read_genesis(run_dir), DirectoryStore(run_dir)
     if known is not None:
-        check_run_dir(files, known[1], run_dir)
-        if store.read(BASE) is None and state_digest(values := _base_0(files, layout, store)) == known[1].base_digest:
-            save_base_0(store, known[1], values)
-        return layout, known[1]
+        check_run_dir(files, known, run_dir)
+        if store.read(BASE) is None and state_digest(values := _base_0(files, layout, store)) == known.base_digest:
+            save_base_0(store, known, values)
+        return layout, known
     values = _base_0(files, layout, store)
     genesis = make_genesis(files.campaign, bootstrap, values, voter_incarnation(store, random.Random()))
     if store.read(BASE) is None:

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import numpy as np
 
-from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_run_dir
+from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, keep_campaign, read_genesis
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.consensus.control import owner_of
@@ -74,7 +74,7 @@ async def run_bootstrap(
             async with beside(net.keep_finding(others)):
                 await _live_as_bootstrap(net, files, settings, others, on_address, extension)
     except NobodyAnswers as error:
-        if read_run_dir(settings.run_dir) is None:
+        if read_genesis(settings.run_dir) is None:
             raise
         logger.warning("%s; starting without them", error)
         async with connected(settings, ()) as (net, _), beside(net.keep_finding(others)):
@@ -89,8 +89,8 @@ async def _live_as_bootstrap(
     on_address: Callable[[str], None],
     extension: Extension,
 ) -> None:
-    known = read_run_dir(settings.run_dir)
-    is_owner = not others and (known is None or owner_of(known[1]) == net.identity.peer_id)
+    known = read_genesis(settings.run_dir)
+    is_owner = not others and (known is None or owner_of(known) == net.identity.peer_id)
     shelf = await asyncio.to_thread(text_to_serve, files, settings.run_dir, is_owner)
     if others:
         genesis = await fetch_genesis(first_contact(net), others, files, settings.run_dir)
@@ -138,7 +138,7 @@ async def run_join(
                     return
                 tries = 0
             except NobodyAnswers as error:
-                if read_run_dir(settings.run_dir) is None:
+                if read_genesis(settings.run_dir) is None:
                     raise
                 if tries % WARN_EVERY_TRIES == 0:
                     logger.warning("%s; retrying until a peer answers", error)
