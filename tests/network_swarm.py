@@ -60,8 +60,8 @@ class Ended:
 def call(*arguments: str) -> Ended:
     """Run a command in this process: the same entry point, without seconds of imports."""
     importlib.import_module("spes_p2p.session.run")  # what libraries print while they load is not the command's
-    root = logging.getLogger()
-    handlers, level, argv = root.handlers[:], root.level, sys.argv
+    root, ours = logging.getLogger(), logging.getLogger("spes_p2p")
+    handlers, levels, argv = root.handlers[:], (root.level, ours.level), sys.argv
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["spes-p2p", *arguments]
     try:
@@ -72,7 +72,8 @@ def call(*arguments: str) -> Ended:
         code = done.code
     finally:
         root.handlers[:], sys.argv = handlers, argv
-        root.setLevel(level)
+        root.setLevel(levels[0])
+        ours.setLevel(levels[1])
     assert code is None or isinstance(code, int)
     return Ended(code or 0, out.getvalue(), err.getvalue())
 

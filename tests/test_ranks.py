@@ -34,9 +34,9 @@ BASE = initial_state(CONFIG.model)
 HALF = TrainingOptions(micro_batch_size=CONFIG.training.batch_size // 2)
 CPU = torch.device("cpu")
 
-ROUNDING = 1e-5
+ROUNDING = 2e-5
 """Bound of the difference of weights. Of most it is below 1e-7; AdamW, which divides gradients by their size, makes more of the
-rounding of small ones: here 1/1000 of the learning rate."""
+rounding of small ones: here 1/500 of the learning rate."""
 
 
 class Text(Sentences):
@@ -134,7 +134,7 @@ def test_two_ranks_train_what_one_does(two_ranks: Callable[..., Leader]) -> None
         assert report_of_two.aux_loss == pytest.approx(report.aux_loss, rel=1e-6)
         for name, values in weights.items():
             group = LAYOUT.group(name)
-            assert np.abs(values - BASE[group.start : group.stop]).max() > 500 * ROUNDING
+            assert np.abs(values - BASE[group.start : group.stop]).max() > 250 * ROUNDING
             np.testing.assert_allclose(of_two[name], values, rtol=0, atol=ROUNDING)
 
 
@@ -163,7 +163,7 @@ def test_a_swarm_of_peers_with_two_devices_decides_the_same_bases(two_ranks: Cal
 
     with torch.random.fork_rng():
         alone, of_two = bases_of(ALONE), bases_of(two_ranks())
-    assert np.abs(alone - BASE).max() > 500 * ROUNDING
+    assert np.abs(alone - BASE).max() > 250 * ROUNDING
     np.testing.assert_allclose(of_two, alone, rtol=0, atol=ROUNDING)
 
 
