@@ -6,6 +6,7 @@ import json
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
 
@@ -75,6 +76,36 @@ def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:
     assert (tmp_path / "pause").stat().st_mode & 0o777 == 0o600
     assert json.loads(call("resume", str(tmp_path), "--json").stdout) == {"state": "not running"}
     assert not (tmp_path / "pause").exists()
+
+
+@pytest.mark.network
+def test_a_machine_that_slept_catches_up_and_trains_again(campaign: Path, tmp_path: Path) -> None:
+    """Asleep for longer than others wait: it is given up, and its rounds are decided without it."""
+    config = write_variant(
+        campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10}, merge={"merge_interval": 10}
+    )
+    with LocalPeers(tmp_path) as swarm:
+        address = swarm.bootstrap(config).address
+        for name in TRAINERS:
+            swarm.join(name, address)
+        swarm.wait_for_round(2, START_S)
+        sleeper, others = swarm["peer-1"], [swarm["peer-0"], swarm["peer-2"]]
+        asleep = [psutil.Process(sleeper.process.pid), *sleeper.children()]
+        for process in asleep:
+            process.suspend()
+        gone = swarm.newest_round() + 1
+
+        def is_given_up() -> bool:
+            return any(sleeper.peer_id not in peer.commits[peer.round].members for peer in others if peer.round > gone)
+
+        swarm.wait(is_given_up, 120, "the others go on without it")
+        swarm.wait_for_round(swarm.newest_round() + 20, 60, others)
+        left_at = swarm.newest_round()
+        for process in asleep:
+            process.resume()
+        swarm.wait(lambda: works_again(sleeper, left_at), 90, "its work is in a round again")
+        assert sleeper.is_running
+        assert {len(found) for found in swarm.digests().values()} == {1}
 
 
 @pytest.mark.network
