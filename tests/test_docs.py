@@ -22,7 +22,7 @@ from spes_p2p.messages import methods
 from spes_p2p.messages.content import ContentKind
 
 PAGES = sorted([*ROOT.glob("[!C]*.md"), ROOT / "CONTRIBUTING.md", ROOT / "bootstrap/README.md", *(ROOT / "docs").rglob("*.md")])
-FENCED = re.compile(r"^```(?:sh|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(spes-p2p [^`]+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 PLACEHOLDERS = {"N": "4", "ADDRESS": EXAMPLE_ADDRESS, "...": EXAMPLE_ADDRESS}
@@ -37,7 +37,8 @@ NEEDS_THE_HUB = {"--push-to", "arc_easy"}
 
 def fenced_commands(page: Path) -> list[list[str]]:
     """Command lines of the program in fenced blocks; a line may begin with a prompt and may be continued."""
-    lines = "\n".join(FENCED.findall(page.read_text())).replace("\\\n", " ").splitlines()
+    shell = [block for language, block in FENCED.findall(page.read_text()) if language in ("", "sh")]
+    lines = "\n".join(shell).replace("\\\n", " ").splitlines()
     plain = [re.sub(r"^\$ ", "", line.strip()) for line in lines]
     return [shlex.split(line, comments=True) for line in plain if line.startswith("spes-p2p ")]
 
@@ -173,7 +174,8 @@ def test_a_campaign_is_run_and_joined_as_the_docs_say(walk: Walk, clone: Path) -
     owner, volunteer = (fenced_commands(ROOT / f"docs/{page}.md") for page in ("campaign", "join"))
     before_export = [words for words in owner if words[1] not in ("export", "evaluate")]
     own = [words for words in volunteer if words[1] in OF_A_RUNNING_TRAINER]
-    for words in (*before_export, *(words for words in volunteer if words[1] not in ("service", *OF_A_RUNNING_TRAINER))):
+    joining = [words for words in volunteer if words[1] in ("doctor", "join") and "--devices" not in words]
+    for words in (*before_export, *joining):
         walk.run(words)
     volunteers = [walk.peers[name] for name in ("volunteer-0", "volunteer-1")]
     walk.peers.wait_for_round(1, 180, [*volunteers, walk.peers["bootstrap"]])
