@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ import pytest
 import torch
 from counting_text import CountingText
 from model_shapes import tiny_campaign, tiny_model, tiny_training
+from sample_text import write_test_campaign
 
+from spes_p2p.campaign.files import read_campaign
 from spes_p2p.campaign.free_memory import choose_devices, has_active_display
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.planner import plan_peer
@@ -24,7 +28,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.model.memory import Setup, device_bytes
-from spes_p2p.session.resources import resources_on
+from spes_p2p.session.resources import disk_space, require_disk, resources_on
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.options import TrainingOptions
@@ -276,3 +280,21 @@ def test_a_setup_is_no_part_of_the_campaign() -> None:
     before = config.model_dump_json()
     resources_on(card(24), settings(), config)
     assert config.model_dump_json() == before
+
+
+def test_a_trainer_is_refused_where_its_disk_would_be_full_in_a_round_but_not_for_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = read_campaign(write_test_campaign(tmp_path))
+    at = make_peer_config(run_dir=tmp_path / "run" / "peer", base="disk")
+    resources = resources_on(Device("cpu", 8 * GIB), at, files.campaign.config)
+    needed, free = disk_space(files, at, resources)
+    require_disk(files, at, resources)
+    in_memory = replace(resources, base_in_memory=True)
+    assert disk_space(files, at, in_memory)[0] < needed < free
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(UserError, match=r"run/peer: .* of disk are free, a trainer of this campaign needs up to .*; free disk"):
+        require_disk(files, at, resources)
+    at.run_dir.mkdir(parents=True)
+    (at.run_dir / "base").write_bytes(b"\1" * 8192)
+    require_disk(files, at, resources)

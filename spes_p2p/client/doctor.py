@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from spes_p2p.campaign.files import CampaignFiles, fetch_campaign
 from spes_p2p.campaign.free_memory import choose_devices
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.plan_table import join_flags
-from spes_p2p.campaign.planner import disk_bytes, round_traffic
+from spes_p2p.campaign.planner import round_traffic
 from spes_p2p.campaign.room import Choice, nearest
 from spes_p2p.campaign.speed import costs_of
 from spes_p2p.client.doctor_checks import (
@@ -48,7 +47,7 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.transport import Libp2pTransport
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.units import human_bytes
-from spes_p2p.session.resources import choose_resources
+from spes_p2p.session.resources import choose_resources, disk_space
 
 START_TIMEOUT_S = 30.0
 SILENCE_S = 10.0
@@ -192,10 +191,7 @@ async def _capacity(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaign
         available = psutil.virtual_memory().available
         needed = host_bytes(config, choice.setup, device.base_in_memory).total
         checks.append(judge_space("host memory", needed, available, "close other programs"))
-    share = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
-    disk = shutil.disk_usage(_existing(settings.run_dir)).free
-    needed = disk_bytes(config, choice).total + min(share, settings.token_cache_bytes)
-    checks.append(judge_space("disk", needed, disk, "free disk space, or choose another --run-dir"))
+    checks.append(judge_space("disk", *disk_space(files, settings, resources), "free disk space, or choose another --run-dir"))
     return [*checks, await _bandwidth(endpoint, peers, files, choice)]
 
 
@@ -218,8 +214,3 @@ async def _bandwidth(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaig
 def _own_hosts() -> frozenset[str]:
     """Return the IP addresses of this machine's interfaces."""
     return frozenset(entry.address for entries in psutil.net_if_addrs().values() for entry in entries)
-
-
-def _existing(path: Path) -> Path:
-    """Return the path or its nearest existing parent."""
-    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from spes_p2p.campaign.files import CampaignFiles
 from spes_p2p.campaign.free_memory import measured
 from spes_p2p.campaign.host_memory import SHARE_FOR_THE_BASE, host_bytes
 from spes_p2p.campaign.plan_table import describe_setup
+from spes_p2p.campaign.planner import disk_bytes
 from spes_p2p.campaign.room import Choice, Device, find_room, needed_bytes, smallest
 from spes_p2p.campaign.speed import costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
@@ -85,6 +88,24 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
     description = f"{describe_setup(setup, experts)}; {costs_of(config, setup)}{doubt}"
     fits = settings.base == "auto" and _has_room_for_bases(device, config, choice)
     return Resources(device, choice, options, description, fits or settings.base == "ram")
+
+
+def disk_space(files: CampaignFiles, settings: PeerConfig, resources: Resources) -> tuple[int, int]:
+    """Return the bytes that a trainer's run-dir needs at most, with its text, and those that it can have."""
+    config, run_dir = files.campaign.config, settings.run_dir.resolve()
+    text = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
+    needed = disk_bytes(config, resources.choice, resources.base_in_memory).total + min(text, settings.token_cache_bytes)
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    own = sum(512 * path.lstat().st_blocks for path in run_dir.rglob("*"))
+    return needed, shutil.disk_usage(existing).free + own
+
+
+def require_disk(files: CampaignFiles, settings: PeerConfig, resources: Resources) -> None:
+    """Raise UserError where the disk is too small: the peer would end in the middle of a round."""
+    needed, free = disk_space(files, settings, resources)
+    if free < needed:
+        raise UserError(f"{settings.run_dir}: {human_bytes(free)} of disk are free, a trainer of this campaign needs up to "
+                        f"{human_bytes(needed)} (spes-p2p plan says what for); free disk space, or choose another --run-dir")
 
 
 def _has_room_for_bases(device: Device, config: CampaignConfig, choice: Choice) -> bool:

@@ -165,11 +165,12 @@ async def _join(
         from spes_p2p.campaign.free_memory import choose_devices
         from spes_p2p.model.build import layout_of
         from spes_p2p.session.ranks import started
-        from spes_p2p.session.resources import choose_resources
+        from spes_p2p.session.resources import choose_resources, require_disk
         from spes_p2p.training.trainer import TorchTrainer
 
         devices = choose_devices(settings.devices)
         resources = choose_resources(devices, settings, config)
+        require_disk(files, settings, resources)
         shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
         keep_campaign(files, genesis, settings.run_dir)
         keep_invitation(invitation, settings.run_dir)
