@@ -629,7 +629,7 @@ def test_a_damaged_run_dir_is_refused(swarm_place: Place, running: LocalPeers) -
     (run_dir / "base").unlink()
     assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "contains no base yet")
     (run_dir / "genesis").unlink()
-    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "incomplete run-dir")
+    assert_refused(swarm_place.folder, ["export", "--run-dir", str(run_dir), "--output", str(output)], "genesis: damaged")
 
 
 @pytest.mark.network

@@ -74,6 +74,16 @@ def only_run(**settings: Any) -> Run:
     return Run(made, made.arms[0], 1e-2, 0)
 
 
+def test_donors_of_the_aggregate_are_other_donors_and_without_a_merge_none() -> None:
+    merging = {"merge": {"merge_interval": 3, "merge_alpha_start": 0.5, "merge_decay_steps": 100, "merge_top_k": 1}}
+    found = [
+        train(only_run(mode="spes", peers=2, donors=donors, campaign=campaign), text())["loss"]
+        for donors in ("base", "aggregate") for campaign in (merging, {})
+    ]
+    assert found[0] != found[2]
+    assert found[1] == found[3]
+
+
 def test_a_centralised_run_is_the_trainer_alone_on_the_same_samples() -> None:
     run, the_text = only_run(mode="centralised", peers=3), text()
     config = run.config

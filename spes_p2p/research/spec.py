@@ -59,6 +59,8 @@ class Arm(Section):
     seeds: Positive = 1
     domains: Literal["mixed", "one a peer"] = "mixed"
     """Text of each peer: all domains, or one domain per peer."""
+    donors: Literal["base", "aggregate"] = "base"
+    """Which experts a merge compares: those of the base before the round, or, as SPES does, of the one after it."""
     attack: AttackKind | None = None
     attackers: Count = 1
     """Peers that attack, the last ones by number, if there is an `attack`."""
@@ -156,6 +158,8 @@ class Run:
         config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
         unusual: list[Any] = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
+        if self.arm.donors != "base":
+            unusual.append(f"donors of the {self.arm.donors}")
         if self.arm.attack is not None:
             unusual += [self.arm.attack, self.arm.attackers]
         if self.arm.first is not None:

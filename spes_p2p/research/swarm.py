@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node
 from spes_p2p.research import probe
+from spes_p2p.research.donors import donors_of_the_aggregate
 from spes_p2p.research.series import RoundSeries
 from spes_p2p.research.spec import Run
 from spes_p2p.research.text import Text
@@ -328,7 +330,8 @@ async def _live(
         peer = Peer(node, layout, make_trainer, Capacity(run.experts_per_peer), observer, lambda: b"", name)
         watch.peers[name] = peer
         lives.append(network.run_peer(name, peer.run()))
-    await asyncio.gather(*lives)
+    with donors_of_the_aggregate() if run.arm.donors == "aggregate" else nullcontext():
+        await asyncio.gather(*lives)
     helper.leave()
 
 
