@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,10 @@ from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign
 from spes_p2p.config.addresses import is_loopback, peer_of
 from spes_p2p.config.campaign import PeerConfig
 from spes_p2p.consensus.control import owner_of
+from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import NobodyAnswers
+from spes_p2p.messages.admission import Invitation
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
@@ -36,6 +40,11 @@ from spes_p2p.session.observers import observing, remembering
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
+
+if TYPE_CHECKING:
+    import torch
+
+    from spes_p2p.session.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -154,62 +163,99 @@ async def _join(
     pauses: Pauses,
 ) -> None:
     async with connected(settings, addresses) as (net, dialable):
-        peers = [peer_of(address) for address in addresses]
-        files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
-        config = files.campaign.config
-        check_run_dir(files, genesis, settings.run_dir)
-        pauses.joined(net.daemon_pid)
-        invitation = admitted(settings, files, genesis, net.identity, trains=True)
-        logger.info("found campaign %s; preparing to train", config.name)
-        await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
-        from spes_p2p.campaign.free_memory import choose_devices
-        from spes_p2p.model.build import layout_of
-        from spes_p2p.session.ranks import started
-        from spes_p2p.session.resources import choose_resources, require_disk
-        from spes_p2p.training.trainer import TorchTrainer
-
-        devices = choose_devices(settings.devices)
-        resources = choose_resources(devices, settings, config)
-        require_disk(files, settings, resources)
-        shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
-        keep_campaign(files, genesis, settings.run_dir)
-        keep_invitation(invitation, settings.run_dir)
-        on_joined(files, net.transport.addresses[0])
-        store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
-        await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
-        logger.info("room for %s", resources.description)
+        ready = await _prepare(net, addresses, settings, on_joined, pauses)
         if not dialable:
             logger.warning("%s", describe(dialable))
+        await _live_as_trainer(net, dialable, addresses, settings, ready, extension, pauses)
 
-        with observing(files, settings, net.identity.peer_id, "trainer", (pauses.observe, *extension.observers)) as observers:
-            world = extension.around(world_of(net, store, settings))
-            node = await make_node(net, world, files, genesis, "trainer", observers.all, invitation)
-            library = await serve_text(node, shelf, settings.private_urls or all(map(is_loopback, addresses)))
-            leave = LeaveRequest()
-            text, held_out = make_readers(files, shelf, library, leave)
-            eos = files.training_manifest.eos_token_id
 
-            def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
-                return TorchTrainer(config, base, owned, text, held_out, devices[0], resources.options, ranks, eos)
+@dataclass(frozen=True)
+class _Ready:
+    """What a volunteer needs to train, before it meets the swarm."""
 
-            reachability = Reachability(node.endpoint, net.transport, node.others, node.world.rng, dialable)
-            capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)
-            peer = Peer(
-                node, layout_of(config.model), make_trainer, capacity, observers.all, observers.status,
-                str(settings.run_dir), base_in_memory=resources.base_in_memory,
-                checkpoint_every_s=60 * settings.checkpoint_minutes, leave=leave,
-            )
+    files: CampaignFiles
+    genesis: Commit
+    invitation: Invitation | None
+    devices: Sequence[torch.device]
+    resources: Resources
+    shelf: TokenShelf
+    store: DirectoryStore
 
-            def end() -> None:
-                pauses.ending.make()
-                peer.leave()
 
-            around = (reachability.keep_measuring(), net.keep_finding(addresses), pauses.watch(peer.leave))
-            others = started(devices, config, resources.options)
-            call_on_signals(end, LEAVING)
-            async with others as ranks, remembering(node, observers.history), beside(*around):
-                await live_on(net, peer.run())
-            if peer.finished:
-                pauses.ending.make()
-            if not pauses.follows:
-                logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))
+async def _prepare(
+    net: Libp2p,
+    addresses: Sequence[str],
+    settings: PeerConfig,
+    on_joined: Callable[[CampaignFiles, str], None],
+    pauses: Pauses,
+) -> _Ready:
+    """Fetch the campaign, choose what to train, and open the run-dir; make base 0 there if all that it takes is at hand."""
+    peers = [peer_of(address) for address in addresses]
+    files, genesis = await fetch_campaign(first_contact(net), peers, net.registry, settings.data_dir)
+    check_run_dir(files, genesis, settings.run_dir)
+    pauses.joined(net.daemon_pid)
+    invitation = admitted(settings, files, genesis, net.identity, trains=True)
+    logger.info("found campaign %s; preparing to train", files.campaign.config.name)
+    await asyncio.to_thread(import_module, "spes_p2p.training.trainer")  # torch takes seconds, in which streams go on
+    from spes_p2p.campaign.free_memory import choose_devices
+    from spes_p2p.session.resources import choose_resources, require_disk
+
+    devices = choose_devices(settings.devices)
+    resources = choose_resources(devices, settings, files.campaign.config)
+    require_disk(files, settings, resources)
+    shelf = await asyncio.to_thread(open_text, files, settings.run_dir, settings.token_cache_bytes)
+    keep_campaign(files, genesis, settings.run_dir)
+    keep_invitation(invitation, settings.run_dir)
+    on_joined(files, net.transport.addresses[0])
+    store = await asyncio.to_thread(DirectoryStore, settings.run_dir)  # deletes what a dead process left
+    await join_with_base_0(first_contact(net), peers, files, genesis, settings, store)
+    logger.info("room for %s", resources.description)
+    return _Ready(files, genesis, invitation, devices, resources, shelf, store)
+
+
+async def _live_as_trainer(
+    net: Libp2p,
+    dialable: bool,
+    addresses: Sequence[str],
+    settings: PeerConfig,
+    ready: _Ready,
+    extension: Extension,
+    pauses: Pauses,
+) -> None:
+    from spes_p2p.model.build import layout_of
+    from spes_p2p.session.ranks import started
+    from spes_p2p.training.trainer import TorchTrainer
+
+    files, resources, config = ready.files, ready.resources, ready.files.campaign.config
+    with observing(files, settings, net.identity.peer_id, "trainer", (pauses.observe, *extension.observers)) as observers:
+        world = extension.around(world_of(net, ready.store, settings))
+        node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation)
+        library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
+        leave = LeaveRequest()
+        text, held_out = make_readers(files, ready.shelf, library, leave)
+        eos = files.training_manifest.eos_token_id
+
+        def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
+            return TorchTrainer(config, base, owned, text, held_out, ready.devices[0], resources.options, ranks, eos)
+
+        reachability = Reachability(node.endpoint, net.transport, node.others, node.world.rng, dialable)
+        capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)
+        peer = Peer(
+            node, layout_of(config.model), make_trainer, capacity, observers.all, observers.status,
+            str(settings.run_dir), base_in_memory=resources.base_in_memory,
+            checkpoint_every_s=60 * settings.checkpoint_minutes, leave=leave,
+        )
+
+        def end() -> None:
+            pauses.ending.make()
+            peer.leave()
+
+        around = (reachability.keep_measuring(), net.keep_finding(addresses), pauses.watch(peer.leave))
+        followers = started(ready.devices, config, resources.options)
+        call_on_signals(end, LEAVING)
+        async with followers as ranks, remembering(node, observers.history), beside(*around):
+            await live_on(net, peer.run())
+        if peer.finished:
+            pauses.ending.make()
+        if not pauses.follows:
+            logger.info("%s", farewell(observers.board.status, observers.history.rounds.records, settings.run_dir))
