@@ -18,10 +18,11 @@ from spes_p2p.consensus.signed import read_signed, sign
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known, Pardon
-from spes_p2p.messages.methods import ACCUSE, CONTROL, PUSH
+from spes_p2p.messages.methods import ACCUSE, CONTROL, INPUTS, PUSH
+from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Accused, Inputs, Pushed, WrongSum
 from spes_p2p.model.layout import Group
-from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import ResultsChecked, RoundFailed
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.proofs import Proofs
@@ -244,6 +245,24 @@ FORGERIES: dict[str, tuple[Callable[[WrongSum], WrongSum], str]] = {
     "another commit": (lambda proof: replace(proof, commit="0" * 64), "not one of the last"),
     "a part that is not there": (lambda proof: replace(proof, part=9999), "is no mean"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("sync_steps", "is_named"), [(20, True), (1, False)])
+def test_a_reducer_that_is_behind_is_named_unless_the_checker_comes_too_late(sync_steps: int, is_named: bool) -> None:
+    async def behind(stream: Stream) -> None:
+        raise Refused(Code.BEHIND, "that round is not known here yet, or no longer")
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=10**6, training={"sync_steps": sync_steps}, merge={"merge_interval": None}))
+        swarm.start_all("ACD")
+        swarm.start("B", bandwidth=4.0)
+        await swarm.until_round(1)
+        await swarm.nodes["B"].endpoint.serve(INPUTS, behind)
+        await swarm.until_round(12)
+        named = [each.round for each in checked(swarm) if "B" in each.unanswered]
+        assert bool(named) == is_named
+
+    simulate(main)
 
 
 def test_no_proof_against_an_honest_reducer_holds_whatever_is_forged() -> None:

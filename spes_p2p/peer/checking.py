@@ -2,7 +2,7 @@
 
 The checker asks the reducer for the signed inputs and the encoded updates of a mean that it has drawn, and compares. A reducer
 that does not answer, after a restart for instance, is named in the next announcement. That proves nothing, but neither of the
-two reduces for a while.
+two reduces for a while. A checker that comes too late names nobody: reducers keep inputs until the round after.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from spes_p2p.rounds.results import Results
 
 logger = logging.getLogger(__name__)
 
-ASKED_TIMES = 3
-"""A reducer that has not learned the commit yet is asked again, after `silence_s` each time."""
+ASK_AGAIN_S = (0.5, 2.0, 8.0)
+"""A reducer that has not learned the commit yet is asked again, each time after so long."""
 
 
 class Checking:
@@ -79,7 +79,8 @@ class Checking:
                     everybody = sorted(commit.participants - {self._node.peer_id, reducer})
                     await self._proofs.tell(proof, everybody)
             except (PeerUnreachable, Refused, WireError) as error:
-                unanswered.add(reducer)
+                if not (isinstance(error, Refused) and error.code is Code.BEHIND and self._node.log.round > commit.round + 1):
+                    unanswered.add(reducer)
                 logger.info("round %d: part %d of %s is not checked: %s", commit.round, part.index, reducer[-6:], error)
         self._unanswered = (*self.unanswered(), *(Unanswered(commit.round, peer) for peer in sorted(unanswered)))
         silent = (peer for peer in sorted(unanswered) if not self._node.departures.has_left(peer))
@@ -88,14 +89,14 @@ class Checking:
     async def _inputs(self, plan: str, part: int, reducer: str) -> Inputs:
         """Ask a reducer for the inputs of a mean. Raises PeerUnreachable, Refused, WireError."""
         endpoint, request = self._node.endpoint, pack(InputsRequest(plan, part))
-        for times_left in reversed(range(ASKED_TIMES)):
+        for wait_s in ASK_AGAIN_S:
             try:
                 return unpack(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
             except Refused as refused:
-                if refused.code is not Code.BEHIND or not times_left:
+                if refused.code is not Code.BEHIND:
                     raise
-            await asyncio.sleep(endpoint.silence_s)
-        raise AssertionError
+            await asyncio.sleep(wait_s)
+        return unpack(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
 
     async def _on_inputs(self, stream: Stream) -> None:
         request, log = unpack(InputsRequest, await stream.message()), self._node.log

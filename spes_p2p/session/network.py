@@ -34,7 +34,7 @@ FIRST_CONTACT_SILENCE_S = 10.0
 
 @contextlib.asynccontextmanager
 async def connected(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIterator[tuple[Libp2p, bool]]:
-    """Join the swarm's DHT with the identity of the run-dir; yield the network and whether other peers can dial this one.
+    """Join the swarm's DHT, or start one where there are no addresses; yield the network and whether others can dial this peer.
 
     Raises UserError, also if the metrics port is in use, which is checked first.
     """
@@ -43,7 +43,7 @@ async def connected(settings: PeerConfig, addresses: Sequence[str]) -> AsyncIter
     listen = settings.listen or listen_beside(addresses)
     check_addresses(listen, settings.announce, addresses)
     with made_run_dir(settings.run_dir):
-        dialable = await probe_dialable(addresses, listen, settings.announce) if addresses else True
+        dialable = await probe_dialable(addresses, listen, settings.announce) if addresses else True  # nobody to ask yet
         net = await start_libp2p(
             settings.identity_path, listen, settings.announce, addresses, reachability="public" if dialable else "private"
         )
