@@ -714,6 +714,53 @@ def evaluate(
         evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
 
 
+@app.command()
+def generate(
+    model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
+    addresses: FromAddresses = None,
+    prompts: Annotated[list[str] | None, typer.Option(
+        "--prompt", help="Text to continue; repeatable. Default: each line that you type, or that is piped in.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per continuation.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Continue text with a checkpoint, or with the newest base of a running swarm."""
+    from spes_p2p.client.evaluate import check_checkpoint, check_device
+
+    if (model_dir is None) == (not addresses):
+        raise UserError("generate: give either a checkpoint folder or --from with an address of the swarm")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
+    if not 0 <= temperature <= 10:
+        raise UserError(f"--temperature {temperature}: must be from 0 to 10")
+    check_device(device)
+    if model_dir is not None:
+        check_checkpoint(model_dir)
+    with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
+        if model_dir is None:
+            made, model_dir = _download_base(addresses or [], Path(folder)), Path(folder) / "checkpoint"
+            made.write(model_dir)
+            print(f"{made.files.campaign.config.name}, base of round {made.origin.round}", file=sys.stderr)
+        with _waiting("loading the model"):
+            from spes_p2p.client.generate import Continuation
+
+            continuation = Continuation(model_dir, device, None)
+        for prompt in prompts or _typed_lines():
+            if prompts:
+                print(prompt, end="")
+            continuation.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
+            print()
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield the lines of the standard input that are not empty; show a prompt on a terminal."""
+    sign = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            if line := input(sign).rstrip("\n"):
+                yield line
+
+
 def _download_base(addresses: list[str], folder: Path) -> Exportable:
     _log("warning", False)
     with _waiting("starting"):

@@ -104,12 +104,17 @@ def check_options(limit: int | None, device: str, batch_size: str, dtype: str | 
         raise UserError(f"--limit {limit}: must be at least 1; omit it to evaluate all examples")
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be bf16 or fp32; omit it for the checkpoint's own")
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"--device {device}: must be cpu or cuda")
+    check_device(device)
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size) > 0):
         raise UserError(f"--batch-size {batch_size}: must be a number of at least 1, or auto")
     if device == "cpu" and batch_size == "auto":  # lm-eval exhausts the memory on purpose, which ends the process here
         raise UserError("--batch-size auto: needs --device cuda; give a number")
+
+
+def check_device(device: str) -> None:
+    """Raise UserError for a device that is not available."""
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: must be cpu or cuda")
     if device == "cuda":
         import torch
 
@@ -224,7 +229,15 @@ def _load_tasks(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
 
 def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str | None) -> Any:
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return HFLM(pretrained=load_model(model_dir, device, dtype), tokenizer=tokenizer, batch_size=batch_size)
+
+
+def load_model(model_dir: Path, device: str, dtype: str | None) -> Any:
+    """Return the model of a checkpoint, to be evaluated. Raises UserError where weights are missing."""
+    from transformers import AutoModelForCausalLM
 
     model, loading = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=DTYPES[dtype], device_map=device, output_loading_info=True
@@ -232,8 +245,7 @@ def _load_model(model_dir: Path, device: str, batch_size: int | str, dtype: str 
     missing = sorted(loading["missing_keys"])
     if missing:
         raise UserError(f"{model_dir}: no weights for {missing[0]}; config.json and weights do not belong together")
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    return HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size)
+    return model.eval()
 
 
 def _summary(outcome: Any, conditions: dict[str, str]) -> dict[str, Any]:

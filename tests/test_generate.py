@@ -1,0 +1,61 @@
+"""Text from a checkpoint: what transformers generates, within the context, and nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from network_swarm import call
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spes_p2p.client.generate import Continuation, _Pieces
+from spes_p2p.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "checkpoint"
+    make_checkpoint("olmoe", folder)
+    return folder
+
+
+def written(continuation: Continuation, prompt: str, count: int, temperature: float = 0.0) -> str:
+    pieces: list[str] = []
+    continuation.write(prompt, count, temperature, pieces.append)
+    return "".join(pieces)
+
+
+def test_the_likeliest_continuation_is_that_of_transformers(checkpoint: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer("The house", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    text = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    assert text
+    assert written(Continuation(checkpoint, "cpu", None), "The house", 8) == text
+
+
+def test_a_continuation_ends_with_the_context_and_a_prompt_that_fills_it_is_refused(checkpoint: Path) -> None:
+    continuation = Continuation(checkpoint, "cpu", None)
+    tokenizer, context = AutoTokenizer.from_pretrained(checkpoint), continuation._context
+    prompt = tokenizer.decode([300] * (context - 3))
+    used = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    assert 0 < used < context
+    written(continuation, prompt, 10**6, temperature=1.0)
+    with pytest.raises(UserError, match=f"--prompt: has {2 * used} tokens; give 1 to {context - 1}"):
+        written(continuation, 2 * prompt, 5)
+    with pytest.raises(UserError, match="--prompt: has 0 tokens"):
+        written(continuation, "", 5)
+
+
+def test_control_characters_do_not_reach_the_terminal(checkpoint: Path) -> None:
+    pieces: list[str] = []
+    _Pieces(AutoTokenizer.from_pretrained(checkpoint), pieces.append).on_finalized_text("a\x1b[2Jb\nc")
+    assert pieces == ["a?[2Jb\nc"]
+
+
+def test_the_command_prints_prompt_and_continuation(checkpoint: Path) -> None:
+    ended = call("generate", str(checkpoint), "--prompt", "The house", "--max-new-tokens", "3", "--temperature", "0")
+    expected = written(Continuation(checkpoint, "cpu", None), "The house", 3)
+    assert (ended.code, ended.stdout) == (0, f"The house{expected}\n")
