@@ -61,6 +61,14 @@ def _peer(address: str) -> str:
 Addresses = Annotated[
     list[str], typer.Argument(metavar="ADDRESS...", help="Address of any peer: /ip4/.../p2p/...", callback=_peers)
 ]
+
+
+def _task_folder(folder: Path | None) -> Path | None:
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--include-path {folder}: no such folder; give the folder of the tasks' YAML files")
+    return folder
+
+
 FromAddresses = Annotated[
     list[str] | None,
     typer.Option("--from", metavar="ADDRESS", help="Address of any peer of a running swarm; repeatable.", callback=_peers),
@@ -72,6 +80,9 @@ Devices = Annotated[str | None, typer.Option(
 Memory = Annotated[str | None, typer.Option(help="Memory budget, of each device: 12GiB. Default: all free.")]
 MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
 MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
+EvaluateTasks = Annotated[bool, typer.Option(
+    "--evaluate-tasks", help="Run the campaign's lm-eval tasks on the CPU, at lowest priority.")]
+IncludePath = Annotated[Path | None, typer.Option(help="Folder with your own task definitions.", callback=_task_folder)]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
 Invite = Annotated[str | None, typer.Option(help="Invitation of the campaign's owner: the text, or a file with it.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any free port.")]
@@ -161,6 +172,8 @@ def bootstrap(
     announce: Announce = None,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    evaluate_tasks: EvaluateTasks = False,
+    include_path: IncludePath = None,
     invite: Invite = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
@@ -181,6 +194,7 @@ def bootstrap(
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
         archive_every=archive_every, archive_keep=archive_keep,
+        evaluate_tasks=evaluate_tasks or None, include_path=include_path,
     )
     _check_invitation(invite)
     files = read_campaign(config)
@@ -230,6 +244,8 @@ def join(
     announce: Announce = None,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    evaluate_tasks: EvaluateTasks = False,
+    include_path: IncludePath = None,
     invite: Invite = None,
     identity: IdentityFile = None,
     metrics_port: MetricsPort = None,
@@ -251,7 +267,7 @@ def join(
         token_cache_bytes=_bytes(token_cache, "--token-cache"),
         private_urls=private_urls or None,
         hours=None if hours is None else parse_hours(hours, "--hours"),
-        only_when_idle=only_when_idle or None,
+        only_when_idle=only_when_idle or None, evaluate_tasks=evaluate_tasks or None, include_path=include_path,
         quota=None if quota is None else parse_bytes_per_day(quota, "--quota"),
         listen=listen, announce=announce, invite=invite, identity=identity, metrics_port=metrics_port,
         metrics_host=metrics_host, tracker=tracker, log_level=log_level,
@@ -676,7 +692,8 @@ def evaluate(
              "spes: the twelve of SPES.")],
     model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     addresses: FromAddresses = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder with your own task definitions.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer, whose last base to evaluate.")] = None,
+    include_path: IncludePath = None,
     limit: Annotated[int | None, typer.Option(help="Maximum number of examples per task.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="bf16 or fp32. Default: as in the checkpoint.")] = None,
@@ -687,8 +704,8 @@ def evaluate(
     from spes_p2p.client import evaluate as evaluation
     from spes_p2p.client.task_names import check_names, parse_tasks
 
-    if (model_dir is None) == (not addresses):
-        raise UserError("evaluate: give either a checkpoint folder or --from with an address of the swarm")
+    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
+        raise UserError("evaluate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
     if output is not None:
         require_writable(output.parent)
         if output.is_dir():
@@ -701,7 +718,7 @@ def evaluate(
         origin = {}
         downloaded = Path(folder) / "checkpoint"
         if model_dir is None:
-            made = _download_base(addresses or [], Path(folder))
+            made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
             made.write(downloaded, dtype or "fp32")  # type: ignore[arg-type]
             origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
         results = {**evaluation.evaluate(model_dir or downloaded, shots, include_path, limit, device, batch, dtype), **origin}
@@ -769,6 +786,13 @@ def _download_base(addresses: list[str], folder: Path) -> Exportable:
     with _ProgressBar("downloading the base") as update:
         made: Exportable = _run(from_swarm(addresses, folder, update))
     return made
+
+
+def _stored_base(run_dir: Path) -> Exportable:
+    with _waiting("starting"):
+        from spes_p2p.client.export import from_run_dir
+
+    return from_run_dir(run_dir)
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

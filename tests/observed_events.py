@@ -22,6 +22,7 @@ from spes_p2p.observe.events import (
     RoundFailed,
     RoundMeasured,
     StepsJudged,
+    TasksEvaluated,
     TrainingProgress,
     WorkDropped,
 )
@@ -117,6 +118,7 @@ EVENTS: tuple[Event, ...] = (
     RoundFailed(8, 2, "timeout", "no plan"),
     WorkDropped(8, 77, "old"),
     StepsJudged(8, (("X", -0.25),), ("expert.1",)),
+    TasksEvaluated(7, (("piqa", "acc", 0.5, 0.025),)),
     DigestMismatch(7, "a", "b"),
     Evaluated(7, 4.25),
     PeersSeen(5, 2),

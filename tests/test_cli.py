@@ -360,7 +360,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "generate too hot": (lambda p: ["generate", str(p.folder), "--temperature", "-1"], ("--temperature -1.0", "from 0 to 10")),
     "generate device": (lambda p: ["generate", str(p.folder), "--device", "tpu"], ("--device tpu", "cpu or cuda")),
     "generate no checkpoint": (lambda p: ["generate", str(p.folder / "none")], ("no such checkpoint folder",)),
-    "evaluate nothing": (lambda p: ["evaluate", "--tasks", "arc_easy"], ("a checkpoint folder or --from",)),
+    "evaluate nothing": (lambda p: ["evaluate", "--tasks", "arc_easy"], ("a checkpoint folder, --from",)),
     "evaluate from nobody": (lambda p: ["evaluate", "--from", NOBODY, "--tasks", "arc_easy"], ("no peer answers at", NOBODY)),
     "watch nobody": (lambda p: ["status", NOBODY, "--watch"], ("no peer answers at", NOBODY)),
     "evaluate no model": (evaluate, ("config.json",)),

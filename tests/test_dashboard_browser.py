@@ -142,6 +142,7 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
         return replace(
             status, phase=evil, role="trainer", peer_id=f"{evil}{status.peer_id[-4:]}", campaign=evil, campaign_hash=evil,
             base_digest=evil, failures={evil: 3}, round_seconds={evil: 1.0}, owners=((evil,),), electorate=(evil,),
+            task_scores=((evil, evil, 0.5, 0.1),),
         )
 
     honest = synthetic_swarm(3, 8, 12)
@@ -152,6 +153,7 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
         assert await page.locator("img").count() == 0
         assert await page.locator("script").count() == 1
         assert "owned" not in (await page.title()).replace(evil, "")
+        assert f"{evil} {evil} 0.500 ± 0.100" in await page.text_content("#task_scores")
         assert evil.replace("_", " ") in await page.text_content("#failure_reasons")
 
     look_at(swarm, look)

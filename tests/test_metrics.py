@@ -71,6 +71,7 @@ def told() -> Metrics:
         ("spes_phase_seconds_sum", {"phase": "exchange"}, 2),
         ("spes_round_failures_total", {"reason": "timeout"}, 2),
         ("spes_member_score", {"peer": "X"}, -0.25),
+        ("spes_task_score", {"task": "piqa", "metric": "acc"}, 0.5),
         ("spes_dropped_parts_total", {}, 2),
         ("spes_dropped_tokens_total", {}, 77),
         ("spes_digest_mismatches_total", {}, 1),

@@ -30,6 +30,7 @@ from spes_p2p.observe.events import (
     PhaseTrained,
     RoundFailed,
     StateEntered,
+    TasksEvaluated,
     TrainingProgress,
     WorkDropped,
     to_all,
@@ -49,6 +50,7 @@ KEPT: tuple[Event, ...] = (
     RoundFailed(2, 1, "timeout", "no plan\nin time"),
     WorkDropped(1, 77, "old"),
     DigestMismatch(1, "a", "b"),
+    TasksEvaluated(1, (("piqa", "acc", 0.5, 0.025),)),
 )
 
 

@@ -35,6 +35,7 @@ from spes_p2p.config.types import (
     Positive,
     PositiveNumber,
     SourceName,
+    TaskName,
     Text,
     Whole,
 )
@@ -191,10 +192,20 @@ class SyncConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out loss during training."""
+    """Held-out loss and tasks during training."""
 
     every_rounds: Count = Field(5, description="Evaluate on the held-out text every this many rounds; 0: never.")
     max_samples: Positive = Field(64, description="Maximum number of held-out samples.")
+    tasks: tuple[TaskName, ...] = Field(
+        (), max_length=32,
+        description="lm-eval tasks that peers with --evaluate-tasks run every every_rounds rounds, each with "
+        "its few-shot examples or its own number: [arc_easy, piqa:5].")
+    max_examples: Positive = Field(500, description="Maximum number of examples per task.")
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationConfig:
+        require(not self.tasks or self.every_rounds > 0, "every_rounds", 0, "must be greater than 0 if there are tasks")
+        return self
 
 
 class SourceConfig(Section):
@@ -375,6 +386,11 @@ class PeerConfig(Section):
     quota: Positive | None = Field(
         None, description="Bytes that this trainer may send and receive in a day, local time (--quota 20GB/day). It pauses when"
                           " what is left does not suffice for another round. Default: no limit.")
+    evaluate_tasks: bool = Field(
+        False, description="Run the campaign's evaluation.tasks on this machine's CPU, in a process of lowest priority "
+                           "(--evaluate-tasks).")
+    include_path: Path | None = Field(
+        None, description="Folder with task definitions for --evaluate-tasks; lm-eval's own are known without it.")
     invite: Text | None = Field(
         None, description="Invitation of the campaign's owner: the text, or a file with it. Kept in run_dir for later starts.")
     identity: Path | None = Field(None, description="Private key file of the peer. Default: identity.key in run_dir.")

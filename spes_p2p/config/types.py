@@ -54,6 +54,9 @@ CampaignName = Annotated[str, checked(
 SourceName = Annotated[str, checked(
     "must be 1 to 32 letters, digits, '_' or '-', and begin with a letter or digit",
     re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}").fullmatch)]
+TaskName = Annotated[str, checked(
+    "must be the name of an lm-eval task, such as arc_easy, or with its few-shot examples, such as piqa:5",
+    re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(:[0-9]{1,2})?").fullmatch)]
 Multiaddr = Annotated[str, checked("must be a multiaddress such as /ip4/0.0.0.0/tcp/31337", _is_multiaddr)]
 IPAddress = Annotated[str, checked(
     "must be an address of this machine such as 127.0.0.1, or 0.0.0.0 for all of them",

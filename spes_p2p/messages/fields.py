@@ -42,6 +42,8 @@ MAX_PAGE = 2**8
 MAX_ADDRESSES = 2**4
 MAX_PHASES = 2**6
 """Phases of a round, or reasons for failed attempts, in a status."""
+MAX_TASK_SCORES = 2**6
+"""Results of lm-eval tasks in a status: a campaign has at most 32 tasks, most with two metrics."""
 LONGEST_WORD = 200
 
 PeerId = Annotated[str, MaxLen(128)]

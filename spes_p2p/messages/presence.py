@@ -19,6 +19,7 @@ from spes_p2p.messages.fields import (
     MAX_MEMBERS,
     MAX_PAGE,
     MAX_PHASES,
+    MAX_TASK_SCORES,
     Addresses,
     Count,
     Digest,
@@ -127,6 +128,10 @@ class PeerStatus:
     """The owner's orders in words; empty for none."""
     scores: Annotated[dict[Word, Real], MaxLen(MAX_MEMBERS)] = field(default_factory=dict)
     """By member of the round that this peer judged last: nats per token by which its experts' steps lower the held-out loss."""
+    task_round: Count = 0
+    """The last round in the base on which this peer ran the campaign's tasks."""
+    task_scores: Annotated[tuple[tuple[Word, Word, Real, Real], ...], MaxLen(MAX_TASK_SCORES)] = ()
+    """What it measured there, a claim of this peer: task, metric, value, standard error (NaN if unknown)."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""

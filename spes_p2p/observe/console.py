@@ -19,6 +19,7 @@ from spes_p2p.observe.units import (
     human_indices,
     human_loss,
     human_rate,
+    human_scores,
     human_seconds,
     short_peer,
     time_left,
@@ -97,6 +98,8 @@ class RoundLog:
             case events.Evaluated():
                 when = "" if event.round > 0 else " before training"
                 return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"
+            case events.TasksEvaluated():
+                return f"{self._nth(event.round)} · tasks: {human_scores(event.scores)}"
             case events.RoundFailed():
                 why = f"{event.reason}: {event.detail}" if event.detail else event.reason
                 return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"

@@ -247,6 +247,16 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True)
+class TasksEvaluated(Event):
+    """This peer ran the campaign's lm-eval tasks on a base."""
+
+    round: int
+    """The last round in that base."""
+    scores: tuple[tuple[str, str, float, float], ...]
+    """Task, metric, value, standard error (NaN if unknown)."""
+
+
+@dataclass(frozen=True)
 class PeersSeen(Event):
     """Living peers in the registry."""
 

@@ -128,6 +128,8 @@ METRICS = (
            PhaseTrained, lambda e: e.owned_routing),
     _gauge("spes_member_score", "Nats per token by which the last steps of a member's experts lower the held-out loss, as"
            " this judge of an open campaign measured; negative: harm.", events.StepsJudged, lambda e: dict(e.scores), "peer"),
+    _gauge("spes_task_score", "Result of an lm-eval task on the base that this peer evaluated last (--evaluate-tasks).",
+           events.TasksEvaluated, lambda e: {score[:2]: score[2] for score in e.scores}, "task", "metric"),
     _counter("spes_round_failures_total",
              f"Attempts at a round that did not commit, by reason: {', '.join(FAILURE_REASONS)}.",
              events.RoundFailed, lambda e: {e.reason: 1}, "reason"),

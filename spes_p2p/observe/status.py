@@ -77,6 +77,8 @@ class StatusBoard:
                 self._set(validation_loss=event.validation_loss, validation_round=max(0, event.round))
             case events.StepsJudged():
                 self._set(scores=dict(event.scores))
+            case events.TasksEvaluated():
+                self._set(task_round=event.round, task_scores=event.scores)
             case events.PeersSeen():
                 self._set(trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate)
 

@@ -22,6 +22,7 @@ from spes_p2p.observe.units import (
     human_indices,
     human_loss,
     human_rate,
+    human_scores,
     human_seconds,
     short_peer,
     time_left,
@@ -48,6 +49,7 @@ def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> 
         *last_round,
         Text(),
         _peer_table(swarm),
+        *_task_scores(swarm),
         *_warnings([*troubles(swarm), *notes]),
     )
 
@@ -213,6 +215,13 @@ def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:
         Text(human_bytes(status.round_received_bytes)),
         Text(human_seconds(sync_seconds(status.round_seconds)) if status.round_seconds else UNKNOWN),
     )
+
+
+def _task_scores(swarm: SwarmStatus) -> list[Text]:
+    return [
+        Text(f"{short_peer(each.peer_id)} measured on base {each.task_round}: {human_scores(each.task_scores)}")
+        for each in swarm.peers if each.task_scores
+    ]
 
 
 def _owned(status: PeerStatus, experts: int) -> Text:

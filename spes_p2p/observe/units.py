@@ -23,6 +23,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def human_scores(scores: Iterable[tuple[str, str, float, float]]) -> str:
+    """(('piqa', 'acc', 0.5, 0.025),) -> 'piqa acc 0.500 ± 0.025'; an unknown error is left out."""
+    return ", ".join(
+        f"{task} {metric} {value:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
+        for task, metric, value, error in scores
+    )
+
+
 def human_rate(tokens_per_second: float) -> str:
     """1234.5 -> '1.23k tokens/s'."""
     return f"{human_count(tokens_per_second)} tokens/s"

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from spes_p2p.rounds.archive import Archive
 from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
+from spes_p2p.session.downstream import TaskEvaluations, evaluate_stored_base
 from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, remembering
@@ -111,7 +113,9 @@ async def _live_as_bootstrap(
     invitation = admitted(settings, files, genesis, net.identity, trains=False)
     keep_campaign(files, genesis, settings.run_dir)
     keep_invitation(invitation, settings.run_dir)
-    with observing(files, settings, net.identity.peer_id, "helper", extension.observers) as observers:
+    tasks = _task_evaluations(files, settings)
+    more = (tasks.observe, *extension.observers)
+    with observing(files, settings, net.identity.peer_id, "helper", more) as observers:
         world = extension.around(world_of(net, store, settings))
         node = await make_node(net, world, files, genesis, "helper", observers.all, invitation)
         await serve_text(node, shelf)
@@ -122,9 +126,18 @@ async def _live_as_bootstrap(
             held_out=[HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)],
         )
         call_on_signals(helper.leave, LEAVING)
-        async with remembering(node, observers.history):
+        async with remembering(node, observers.history), beside(tasks.run(observers.all)):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
+
+
+def _task_evaluations(files: CampaignFiles, settings: PeerConfig) -> TaskEvaluations:
+    """Return what evaluates the campaign's tasks here; nothing is ever due on a peer that does not offer it."""
+    config = files.campaign.config.evaluation
+    if settings.evaluate_tasks and not config.tasks:
+        logger.warning("--evaluate-tasks: this campaign names no tasks")
+    every_rounds = config.every_rounds if settings.evaluate_tasks and config.tasks else 0
+    return TaskEvaluations(every_rounds, partial(evaluate_stored_base, config, settings))
 
 
 async def run_join(
@@ -227,7 +240,9 @@ async def _live_as_trainer(
     from spes_p2p.training.trainer import TorchTrainer
 
     files, resources, config = ready.files, ready.resources, ready.files.campaign.config
-    with observing(files, settings, net.identity.peer_id, "trainer", (pauses.observe, *extension.observers)) as observers:
+    tasks = _task_evaluations(files, settings)
+    more = (pauses.observe, tasks.observe, *extension.observers)
+    with observing(files, settings, net.identity.peer_id, "trainer", more) as observers:
         world = extension.around(world_of(net, ready.store, settings))
         node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation)
         library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
@@ -250,7 +265,8 @@ async def _live_as_trainer(
             pauses.ending.make()
             peer.leave()
 
-        around = (reachability.keep_measuring(), net.keep_finding(addresses), pauses.watch(peer.leave))
+        searching = (reachability.keep_measuring(), net.keep_finding(addresses))
+        around = (*searching, pauses.watch(peer.leave), tasks.run(observers.all))
         followers = started(ready.devices, config, resources.options)
         call_on_signals(end, LEAVING)
         async with followers as ranks, remembering(node, observers.history), beside(*around):

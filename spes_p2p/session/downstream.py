@@ -1,0 +1,139 @@
+"""lm-eval tasks on the base while a campaign runs, in a process of its own that gives way to everything else.
+
+The process is `spes-p2p evaluate --run-dir`: it reads the newest base on the disk, which stays valid while rounds go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from spes_p2p.config.campaign import EvaluationConfig, PeerConfig
+from spes_p2p.errors import UserError
+from spes_p2p.messages.fields import MAX_TASK_SCORES
+from spes_p2p.net.die_with_parent import die_with
+from spes_p2p.observe.events import Event, Observer, RoundCommitted, TasksEvaluated
+
+logger = logging.getLogger(__name__)
+
+WORK_FOLDER = "evaluation"
+"""Folder in the run-dir for the exported copy."""
+LOWEST_PRIORITY = 19
+FIRST_TO_KILL = "1000"
+"""The kernel's score, of which the largest dies first when memory runs out: not the trainer."""
+
+
+class TaskEvaluations:
+    """Evaluates the campaign's tasks in the rounds that are due, unless the last evaluation still runs."""
+
+    def __init__(self, every_rounds: int, evaluate: Callable[[], Awaitable[TasksEvaluated]]):
+        """`every_rounds`: 0 is never. `evaluate` raises UserError for what this machine lacks."""
+        self._every_rounds = every_rounds
+        self._evaluate = evaluate
+        self._due = asyncio.Event()
+        """Set until the evaluation is over."""
+        self._has_skipped = False
+
+    def observe(self, event: Event) -> None:
+        """Observer: begins an evaluation when it is due."""
+        every = self._every_rounds
+        if not isinstance(event, RoundCommitted) or not every or event.round <= 0 or event.round % every:
+            return
+        if self._due.is_set() and not self._has_skipped:
+            self._has_skipped = True
+            logger.info("round %d: no tasks are evaluated until the evaluation that still runs ends", event.round)
+        self._due.set()
+
+    async def run(self, observer: Observer) -> None:
+        """Evaluate whenever it is due, and tell the results. Never returns."""
+        failure = ""
+        while await self._due.wait():
+            try:
+                observer(await self._evaluate())
+                failure = ""
+            except (UserError, OSError) as error:
+                if str(error) != failure:
+                    failure = str(error)
+                    logger.warning("no tasks evaluated: %s", failure)
+            self._has_skipped = False
+            self._due.clear()
+
+
+async def evaluate_stored_base(config: EvaluationConfig, settings: PeerConfig) -> TasksEvaluated:
+    """Evaluate the newest base on this peer's disk in another process, which ends when this coroutine is cancelled.
+
+    Raises UserError with the reason if there is no result.
+    """
+    folder = settings.run_dir / WORK_FOLDER
+    results = folder / "results.json"
+    await asyncio.to_thread(_make_empty, folder)
+    options = ["--run-dir", str(settings.run_dir), "--tasks", ",".join(config.tasks), "--limit", str(config.max_examples)]
+    own = [] if settings.include_path is None else ["--include-path", str(settings.include_path)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, str(os.getpid()), "evaluate", *options, *own, "--output", str(results),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    try:
+        _, errors = await process.communicate()
+        code = await process.wait()
+        if code == 0:
+            return read_results(json.loads(results.read_bytes()))
+    finally:
+        if process.returncode is None:
+            _kill(process)
+        shutil.rmtree(folder, ignore_errors=True)
+    if code < 0:
+        raise UserError(f"the process was killed by signal {-code}; it needs memory for the model in float32")
+    raise UserError((errors.decode(errors="replace").strip().splitlines() or [""])[-1].removeprefix("error: "))
+
+
+def read_results(results: dict[str, Any]) -> TasksEvaluated:
+    """Return what `evaluate` printed, without the subtasks of groups."""
+    within = {subtask for subtasks in results["groups"].values() for subtask in subtasks}
+    scores = []
+    for task, row in results["tasks"].items():
+        for name, value in row.items():
+            metric, comma, variant = name.partition(",")
+            error = row.get(f"{metric}_stderr{comma}{variant}")
+            if value is not None and task not in within and name != "sample_len" and not metric.endswith("_stderr"):
+                scores.append((task, name, float(value), math.nan if error is None else float(error)))
+    return TasksEvaluated(results["round"], tuple(scores[:MAX_TASK_SCORES]))
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill it and wait for its end without the loop: a peer that leaves cancels whatever awaits, again and again."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def _make_empty(folder: Path) -> None:
+    """An evaluation that was killed leaves its copy."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Become `spes-p2p COMMAND` with the lowest priority, which the kernel kills when the parent dies.
+
+    It stays in the parent's session, since Linux may divide the cores among sessions before priorities count.
+    """
+    die_with(parent)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the peer, which ends this process
+    os.nice(LOWEST_PRIORITY)
+    Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
+    os.execv(sys.executable, [sys.executable, "-m", "spes_p2p", *command])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,190 @@
+"""lm-eval tasks during a campaign: when they run, what is told of them, and a real swarm in which a trainer offers them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgpack
+import psutil
+import pytest
+from network_swarm import LocalPeers, call, write_variant
+from observed_events import ROUNDS, assembly, commit, shown, status_after
+
+from spes_p2p.config.campaign import EvaluationConfig, PeerConfig, load_campaign_config
+from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.tasks import beside
+from spes_p2p.observe.events import Event, RoundCommitted, TasksEvaluated
+from spes_p2p.observe.status import swarm_status
+from spes_p2p.session.downstream import TaskEvaluations, evaluate_stored_base, read_results
+
+ROOT = Path(__file__).resolve().parents[1]
+FOUND = TasksEvaluated(4, (("piqa", "acc", 0.5, 0.025), ("piqa", "acc_norm", 0.25, math.nan)))
+
+
+def told(every_rounds: int, work: Callable[[TaskEvaluations, asyncio.Event], Awaitable[None]], fails: str = "") -> list[Event]:
+    """Events of a peer with an evaluator that ends when the test says so; it has begun and ended what `work` left."""
+    events: list[Event] = []
+
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        async def evaluate() -> TasksEvaluated:
+            await may_end.wait()
+            if fails:
+                raise UserError(fails)
+            return FOUND
+
+        evaluations = TaskEvaluations(every_rounds, evaluate)
+        async with beside(evaluations.run(events.append)):
+            await work(evaluations, may_end)
+
+    asyncio.run(run())
+    return events
+
+
+async def until_idle() -> None:
+    """Let everything run that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("every_rounds", "evaluations"), [(0, 0), (1, ROUNDS), (3, ROUNDS // 3)])
+def test_tasks_run_every_so_many_rounds(every_rounds: int, evaluations: int) -> None:
+    async def all_rounds(tasks: TaskEvaluations, may_end: asyncio.Event) -> None:
+        may_end.set()
+        for event in (assembly(), *(commit(number) for number in range(1, ROUNDS + 1))):
+            tasks.observe(event)
+            await until_idle()
+
+    assert told(every_rounds, all_rounds) == [FOUND] * evaluations
+
+
+def test_a_round_is_skipped_while_the_last_evaluation_runs(caplog: pytest.LogCaptureFixture) -> None:
+    async def slow(tasks: TaskEvaluations, may_end: asyncio.Event) -> None:
+        for number in (2, 3, 4, 5):
+            tasks.observe(commit(number))
+            await until_idle()
+        may_end.set()
+        await until_idle()
+        tasks.observe(commit(6))
+        await until_idle()
+
+    caplog.set_level(logging.INFO, "spes_p2p")
+    assert told(1, slow) == [FOUND] * 2
+    assert caplog.messages == ["round 3: no tasks are evaluated until the evaluation that still runs ends"]
+
+
+def test_a_failure_is_one_line_however_often_it_recurs(caplog: pytest.LogCaptureFixture) -> None:
+    async def three_rounds(tasks: TaskEvaluations, may_end: asyncio.Event) -> None:
+        may_end.set()
+        for number in (1, 2, 3):
+            tasks.observe(commit(number))
+            await until_idle()
+
+    assert told(1, three_rounds, "no such data") == []
+    assert caplog.messages == ["no tasks evaluated: no such data"]
+
+
+def test_the_process_that_fails_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
+    config = EvaluationConfig(tasks=("arc_easyy",))
+    with pytest.raises(UserError, match=r"^--tasks: unknown task 'arc_easyy'; did you mean"):
+        asyncio.run(evaluate_stored_base(config, PeerConfig(run_dir=tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    async def cancel() -> None:
+        config, settings = EvaluationConfig(tasks=("piqa",)), PeerConfig(run_dir=tmp_path)
+        evaluation = asyncio.ensure_future(evaluate_stored_base(config, settings))
+        while not psutil.Process().children():
+            assert not evaluation.done()
+            await asyncio.sleep(0.01)
+        assert (tmp_path / "evaluation").is_dir()
+        evaluation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await evaluation
+        assert list(tmp_path.iterdir()) == []
+        assert [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE] == []
+
+    asyncio.run(cancel())
+
+
+def test_results_are_the_groups_metrics_and_bounded() -> None:
+    row = {"acc": 0.5, "acc_stderr": 0.1, "exact_match,strict": 0.0, "exact_match_stderr,strict": None, "sample_len": 3}
+    results = {"round": 7, "tasks": {"group": row, "leaf": row}, "groups": {"group": ["leaf"]}}
+    found = read_results(results)
+    assert found.round == 7
+    assert found.scores[0] == ("group", "acc", 0.5, 0.1)
+    assert (found.scores[1][:3], math.isnan(found.scores[1][3]), len(found.scores)) == (
+        ("group", "exact_match,strict", 0.0), True, 2,
+    )
+    many = {**results, "tasks": {f"task{i}": row for i in range(100)}, "groups": {}}
+    status = status_after(read_results(many))
+    assert PeerStatus.from_bytes(status.to_bytes()).task_scores[0] == ("task0", "acc", 0.5, 0.1)
+
+
+@pytest.mark.parametrize("claim", [
+    [["piqa", "acc", 0.5, 0.1]] * 65, [["\x1b[2J", "acc", 0.5, 0.1]], [["piqa", "acc", 1e300, 0.1]], [["piqa", "acc", 0.5]], 3,
+])
+def test_a_peers_claim_is_bounded(claim: object) -> None:
+    valid = {"peer_id": "p", "role": "trainer", "campaign": "c", "campaign_hash": "h", "total_rounds": 1}
+    with pytest.raises(ValueError, match=r"^not a peer's status: task_scores"):
+        PeerStatus.from_bytes(msgpack.packb({**valid, "task_scores": claim}))
+
+
+def test_status_shows_who_measured_what() -> None:
+    status = status_after(commit(5), FOUND)
+    assert "aaaaaa measured on base 4: piqa acc 0.500 ± 0.025, piqa acc_norm 0.250" in shown([status])
+    assert swarm_status([status])["peers"][0]["task_scores"] == [["piqa", "acc", 0.5, 0.025], ["piqa", "acc_norm", 0.25, None]]
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"tasks": ["../x.yaml"]}, "evaluation.tasks.* must be the name of an lm-eval task"),
+    ({"tasks": ["piqa:many"]}, "evaluation.tasks.* must be the name of an lm-eval task"),
+    ({"tasks": ["piqa:5"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks"),
+])
+def test_a_campaign_with_wrong_tasks_is_refused(campaign: Path, fields: dict[str, object], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        load_campaign_config(write_variant(campaign, "wrong.yaml", evaluation=fields))
+
+
+@pytest.mark.network
+def test_a_trainer_measures_tasks_and_everybody_sees_it(campaign: Path, tmp_path: Path) -> None:
+    tasks = {"tasks": ["demo_continuation"], "every_rounds": 1, "max_examples": 2}
+    long = {"total_steps": 400_000, "sync_steps": 10}
+    config = write_variant(campaign, "tasks.yaml", training=long, merge={"merge_interval": 10}, evaluation=tasks)
+    with LocalPeers(tmp_path, niceness=19) as swarm:  # the evaluation has the priority of its peer, or it may get no core
+        address = swarm.bootstrap(config).address
+        swarm.join("peer-0", address)
+        offering = swarm.join("peer-1", address, "--evaluate-tasks", "--include-path", str(ROOT / "configs/demo_eval"))
+        swarm.wait(lambda: evaluators(offering.children()), 120, "an evaluation runs")
+        assert {process.nice() for process in evaluators(offering.children())} == {19}
+        swarm.wait(lambda: offering.events(TasksEvaluated), 120, "the tasks are evaluated")
+        found = offering.events(TasksEvaluated)[0]
+        assert {score[:2] for score in found.scores} == {("demo_continuation", "acc"), ("demo_continuation", "acc_norm")}
+        assert all(value in (0, 0.5, 1) for _, _, value, _ in found.scores)
+        assert found.round in {event.round for event in offering.events(RoundCommitted)}
+        peers = json.loads(call("status", address, "--json").stdout)["peers"]
+        assert {peer["peer_id"] for peer in peers if peer["task_scores"]} == {offering.peer_id}
+        assert "tasks: demo_continuation acc" in offering.log
+        assert swarm.terminate("peer-1") == 0
+        assert not (offering.run_dir / "evaluation").exists()
+        assert swarm["peer-0"].is_running
+
+
+def evaluators(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that evaluate, as seen by their command lines."""
+    found = []
+    for process in processes:
+        try:
+            if "evaluate" in process.cmdline() and "spes_p2p" in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
