@@ -94,7 +94,8 @@ async def evaluate_stored_base(config: EvaluationConfig, settings: PeerConfig) -
         shutil.rmtree(folder, ignore_errors=True)
     if code < 0:
         raise UserError(f"the process was killed by signal {-code}; it needs memory for the model in float32")
-    raise UserError((errors.decode(errors="replace").strip().splitlines() or [""])[-1].removeprefix("error: "))
+    last_line = (errors.decode(errors="replace").strip().splitlines() or [f"the process ended with code {code}"])[-1]
+    raise UserError(last_line.removeprefix("error: ").removeprefix("--tasks: "))
 
 
 def read_results(results: dict[str, Any]) -> TasksEvaluated:
