@@ -102,21 +102,21 @@ def test_an_evaluation_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     async def cancel() -> None:
         config, settings = EvaluationConfig(tasks=("piqa",)), PeerConfig(run_dir=tmp_path)
         evaluation = asyncio.ensure_future(evaluate_stored_base(config, settings))
-        while not psutil.Process().children():
+        while not evaluators(psutil.Process().children()):
             assert not evaluation.done()
             await asyncio.sleep(0.01)
-        assert (tmp_path / "evaluation").is_dir()
         evaluation.cancel()
         with pytest.raises(asyncio.CancelledError):
             await evaluation
         assert list(tmp_path.iterdir()) == []
-        assert [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE] == []
+        assert evaluators(psutil.Process().children()) == []
 
     asyncio.run(cancel())
 
 
 def test_results_are_the_groups_metrics_and_bounded() -> None:
-    row = {"acc": 0.5, "acc_stderr": 0.1, "exact_match,strict": 0.0, "exact_match_stderr,strict": None, "sample_len": 3}
+    row = {"acc": 0.5, "acc_stderr": 0.1, "exact_match,strict": 0.0, "exact_match_stderr,strict": None,
+           "perplexity": 1e20, "sample_len": 3}
     results = {"round": 7, "tasks": {"group": row, "leaf": row}, "groups": {"group": ["leaf"]}}
     found = read_results(results)
     assert found.round == 7
@@ -159,12 +159,11 @@ def test_a_trainer_measures_tasks_and_everybody_sees_it(campaign: Path, tmp_path
     tasks = {"tasks": ["demo_continuation"], "every_rounds": 1, "max_examples": 2}
     long = {"total_steps": 400_000, "sync_steps": 10}
     config = write_variant(campaign, "tasks.yaml", training=long, merge={"merge_interval": 10}, evaluation=tasks)
-    with LocalPeers(tmp_path, niceness=19) as swarm:  # the evaluation has the priority of its peer, or it may get no core
+    with LocalPeers(tmp_path, niceness=18) as swarm:
         address = swarm.bootstrap(config).address
         swarm.join("peer-0", address)
         offering = swarm.join("peer-1", address, "--evaluate-tasks", "--include-path", str(ROOT / "configs/demo_eval"))
         swarm.wait(lambda: evaluators(offering.children()), 120, "an evaluation runs")
-        assert {process.nice() for process in evaluators(offering.children())} == {19}
         swarm.wait(lambda: offering.events(TasksEvaluated), 120, "the tasks are evaluated")
         found = offering.events(TasksEvaluated)[0]
         assert {score[:2] for score in found.scores} == {("demo_continuation", "acc"), ("demo_continuation", "acc_norm")}
@@ -179,11 +178,11 @@ def test_a_trainer_measures_tasks_and_everybody_sees_it(campaign: Path, tmp_path
 
 
 def evaluators(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that evaluate, as seen by their command lines."""
+    """Those that evaluate, at the lowest priority."""
     found = []
     for process in processes:
         try:
-            if "evaluate" in process.cmdline() and "spes_p2p" in process.cmdline():
+            if "evaluate" in process.cmdline() and process.nice() == 19:
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -95,11 +95,12 @@ Loss = Annotated[float, Ge(-1e15), Le(1e15)]
 """Nats per token; token-weighted sums stay finite."""
 
 
-def _is_real(number: float) -> bool:
+def is_real(number: float) -> bool:
+    """Whether others read this measurement."""
     return math.isnan(number) or abs(number) <= 1e15
 
 
-Real = Annotated[float, Predicate(_is_real)]
+Real = Annotated[float, Predicate(is_real)]
 """A measurement; NaN when unknown."""
 
 Addresses = Annotated[tuple[Address, ...], MaxLen(MAX_ADDRESSES)]

@@ -19,7 +19,7 @@ from typing import Any
 
 from spes_p2p.config.campaign import EvaluationConfig, PeerConfig
 from spes_p2p.errors import UserError
-from spes_p2p.messages.fields import MAX_TASK_SCORES
+from spes_p2p.messages.fields import MAX_TASK_SCORES, is_real
 from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.observe.events import Event, Observer, RoundCommitted, TasksEvaluated
 
@@ -75,21 +75,22 @@ async def evaluate_stored_base(config: EvaluationConfig, settings: PeerConfig) -
     """
     folder = settings.run_dir / WORK_FOLDER
     results = folder / "results.json"
-    await asyncio.to_thread(_make_empty, folder)
     options = ["--run-dir", str(settings.run_dir), "--tasks", ",".join(config.tasks), "--limit", str(config.max_examples)]
     own = [] if settings.include_path is None else ["--include-path", str(settings.include_path)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, str(os.getpid()), "evaluate", *options, *own, "--output", str(results),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},
-    )
+    process = None
     try:
+        await asyncio.to_thread(_make_empty, folder)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, str(os.getpid()), "evaluate", *options, *own, "--output", str(results),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+        )
         _, errors = await process.communicate()
         code = await process.wait()
         if code == 0:
             return read_results(json.loads(results.read_bytes()))
     finally:
-        if process.returncode is None:
+        if process is not None and process.returncode is None:
             _kill(process)
         shutil.rmtree(folder, ignore_errors=True)
     if code < 0:
@@ -106,8 +107,10 @@ def read_results(results: dict[str, Any]) -> TasksEvaluated:
         for name, value in row.items():
             metric, comma, variant = name.partition(",")
             error = row.get(f"{metric}_stderr{comma}{variant}")
-            if value is not None and task not in within and name != "sample_len" and not metric.endswith("_stderr"):
-                scores.append((task, name, float(value), math.nan if error is None else float(error)))
+            if value is None or not is_real(value):  # the perplexity of a model that has learned little
+                continue
+            if task not in within and name != "sample_len" and not metric.endswith("_stderr"):
+                scores.append((task, name, float(value), float(error) if error is not None and is_real(error) else math.nan))
     return TasksEvaluated(results["round"], tuple(scores[:MAX_TASK_SCORES]))
 
 
