@@ -419,6 +419,8 @@ class _Run:
             victims = victims[: max(1, (len(free) - 1) // 2)]
         if self._over or not victims or (fault.kind != "join" and not set(victims) <= {*free, BOOTSTRAP} - self._held):
             return
+        if fault.kind == "join" and not self._peers.keys().isdisjoint(victims):  # drawn before an earlier joiner had joined
+            return
         if fault.kind == "partition" and self._cut:
             return
         self._struck[fault.kind] += 1
