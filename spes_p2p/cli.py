@@ -211,6 +211,7 @@ def bootstrap(
 
 @app.command()
 def join(
+    context: typer.Context,
     addresses: Addresses,
     run_dir: RunDir = Path("runs/peer"),
     devices: Devices = None,
@@ -274,6 +275,8 @@ def join(
         max_upload=_rate(max_upload, "--max-upload"), max_download=_rate(max_download, "--max-download"),
     )
     _check_invitation(invite)
+    if context.obj is CHECK_ONLY:
+        return
     _log(settings.log_level, log_json)
     logger.info("looking for the campaign at %s", ", ".join(addresses))
     with _waiting("looking for the campaign") as end_waiting:
@@ -328,6 +331,8 @@ def _order_pause(run_dir: Path, pauses: bool, as_json: bool) -> None:
 
 service = typer.Typer(help="Run a trainer as a systemd service of your user.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(service, name="service")
+CHECK_ONLY = object()
+"""Given to `join` by `service install`: check the options, and no more."""
 UnitName = Annotated[str, typer.Option(help="Name of the unit, if there are several.")]
 
 
@@ -337,7 +342,9 @@ def install_service(
     name: UnitName = "spes-p2p",
 ) -> None:
     """Write the unit that joins with these arguments, and start it if systemd runs for this user."""
-    joining = typer.main.get_command(app).commands["join"].make_context("join", list(arguments))  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands["join"]  # type: ignore[attr-defined]
+    joining = command.make_context("join", list(arguments), obj=CHECK_ONLY)
+    command.invoke(joining)
     from spes_p2p.client.service import install
 
     print("\n".join(install(name, arguments, joining.params["run_dir"])))

@@ -323,6 +323,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "service of nothing": (lambda p: ["service", "install"], ("ADDRESS",)),
     "service of a malformed address": (lambda p: ["service", "install", "--", "localhost"], ("'localhost'", "/p2p/")),
     "service of a typo": (lambda p: ["service", "install", "--", NOBODY, "--hour", "22-8"], ("--hour",)),
+    "service of hours": (lambda p: ["service", "install", "--", NOBODY, "--hours", "25-3"], ("--hours '25-3'", "22-8")),
     "service name": (lambda p: ["service", "install", "--name", "a b", "--", NOBODY], ("--name 'a b'", "letters")),
     "service not there": (lambda p: ["service", "remove", "--name", "spes-p2p-not-there"], ("no such unit", "--name")),
     "control no round": (lambda p: control(p, "rollback"), ("give the round to return to: rollback 40",)),

@@ -16,7 +16,7 @@ from network_swarm import call
 from spes_p2p.client.service import unit_text
 from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 
-HARD = ["a b", "100%", "$HOME", 'say "x"', "back\\slash", "", "it's", "two\nlines", "${A}", "%h", "ünï", "#no", ";"]
+HARD = ["a b", "100%", "$HOME", 'say "x"', "back\\slash", "", "it's", "${A}", "%h", "ünï", "#no", ";"]
 
 
 @pytest.fixture
@@ -28,10 +28,28 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def program(home: Path, name: str, script: str) -> None:
+    """Put a program of this user in place of one of systemd's."""
+    (home / "bin").mkdir(exist_ok=True)
+    (home / "bin" / name).write_text(f"#!/bin/sh\n{script}")
+    (home / "bin" / name).chmod(0o755)
+
+
+def units(home: Path) -> list[str]:
+    return sorted(path.name for path in home.glob("config/systemd/user/*"))
+
+
+def assert_refused(arguments: list[str], *expected: str) -> None:
+    ended = call("service", *arguments)
+    assert (ended.code, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1), ended
+    for part in expected:
+        assert part in ended.stderr
+
+
 def words_of(line: str) -> list[str]:
     """What systemd makes of a command line: quotes, escapes, specifiers, and no variables but in words after the first."""
     found = re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line)
-    words = [re.sub(r"\\(.)", lambda each: {"n": "\n"}.get(each[1], each[1]), quoted or plain) for quoted, plain in found]
+    words = [re.sub(r"\\(.)", r"\1", quoted or plain) for quoted, plain in found]
     words = [word.replace("%%", "%") for word in words]
     return [words[0], *(word.replace("$$", "$") for word in words[1:])]
 
@@ -61,7 +79,7 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
     assert ended.code == 0, ended.stderr
     unit = home / "config/systemd/user/spes-p2p.service"
     assert f"wrote {unit}" in ended.stdout
-    assert "systemctl --user daemon-reload && systemctl --user enable --now spes-p2p" in ended.stdout
+    assert "systemctl --user daemon-reload && systemctl --user enable --now spes-p2p.service" in ended.stdout
     assert "loginctl enable-linger" in ended.stdout
     assert f"join {EXAMPLE_ADDRESS} --hours 22-8 --run-dir runs/night\n" in unit.read_text()
     assert f"WorkingDirectory={home}\n" in unit.read_text()
@@ -72,19 +90,95 @@ def test_without_systemd_the_unit_is_written_and_the_rest_is_said(home: Path) ->
 
     removed = call("service", "remove")
     assert (removed.code, unit.exists()) == (0, False)
-    assert "systemctl --user disable --now spes-p2p" in removed.stdout
+    assert "systemctl --user disable --now spes-p2p.service" in removed.stdout
     assert "not installed" in call("service", "status").stdout
 
 
 def test_with_systemd_the_unit_is_started_and_stopped(home: Path) -> None:
-    (home / "bin").mkdir()
-    fake = home / "bin/systemctl"
-    fake.write_text(f'#!/bin/sh\necho "$*" >> {home}/calls\n[ "$2" != is-active ] || echo active\n')
-    fake.chmod(0o755)
+    program(home, "systemctl", f'echo "$*" >> {home}/calls\n[ "$2" != is-active ] || echo active\n')
     assert "started" in call("service", "install", "--name", "second", "--", EXAMPLE_ADDRESS).stdout
     assert "installed, active" in call("service", "status", "--name", "second").stdout
     assert call("service", "remove", "--name", "second").stdout.strip().endswith("second.service")
     assert (home / "calls").read_text().splitlines() == [
-        "--user daemon-reload", "--user enable --now second", "--user is-active second", "--user disable --now second",
-        "--user daemon-reload",
+        "--user daemon-reload", "--user enable --now second.service", "--user is-active second.service",
+        "--user disable --now second.service", "--user daemon-reload",
     ]
+
+
+@pytest.mark.parametrize("name", ["backup", "backup.service"])
+@pytest.mark.parametrize("command", [["install"], ["remove"], ["status"]])
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_unit_of_the_user_s_own_stays_as_it_is(name: str, command: list[str], is_dangling: bool, home: Path) -> None:
+    program(home, "systemctl", f'echo "$*" >> {home}/calls\n')
+    theirs = home / "config/systemd/user/backup.service"
+    theirs.parent.mkdir(parents=True)
+    text = b"[Service]\n# Nachts f\xfcr alle\nExecStart=/usr/bin/restic\n"
+    if is_dangling:
+        theirs.symlink_to("/nonexistent/backup.service")
+    else:
+        theirs.write_bytes(text)
+    addresses = ["--", EXAMPLE_ADDRESS] if command == ["install"] else []
+    assert_refused([*command, "--name", name, *addresses], str(theirs), "not written by spes-p2p", "--name")
+    assert theirs.is_symlink() if is_dangling else theirs.read_bytes() == text
+    assert not (home / "calls").exists()
+
+
+def test_installing_again_replaces_the_unit(home: Path) -> None:
+    for hours in ("22-8", "23-7"):
+        assert call("service", "install", "--", EXAMPLE_ADDRESS, "--hours", hours).code == 0
+    assert "--hours 23-7" in (home / "config/systemd/user/spes-p2p.service").read_text()
+
+
+@pytest.mark.parametrize(("option", "value"), [
+    ("--hours", "25-3"), ("--quota", "20GB"), ("--memory", "much"), ("--max-upload", "fast"), ("--log-level", "silly"),
+    ("--metrics-port", "99999999"), ("--experts", "-5"), ("--devices", "tpu"), ("--listen", "localhost"),
+    ("--invite", "no.txt"),
+])
+def test_options_that_join_refuses_make_no_unit(option: str, value: str, home: Path) -> None:
+    assert_refused(["install", "--", EXAMPLE_ADDRESS, option, value], option if option != "--listen" else value)
+    assert units(home) == []
+
+
+@pytest.mark.parametrize("word", ["a\rb", "a\nb", "a\x1bb", "a\x85b", "a\u2028b", "a\udcffb"])
+@pytest.mark.parametrize("option", ["--run-dir", "--identity"])
+def test_words_that_a_unit_cannot_hold_are_named(option: str, word: str, home: Path) -> None:
+    assert_refused(["install", "--", EXAMPLE_ADDRESS, option, word], repr(word))
+    assert units(home) == []
+
+
+def test_no_folder_swallows_the_next_line_of_the_unit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(["install", "--", EXAMPLE_ADDRESS, "--run-dir", "runs\\"], "no such folder", "runs")
+    (home / "folder\\").mkdir()
+    monkeypatch.chdir(home / "folder\\")
+    assert_refused(["install", "--", EXAMPLE_ADDRESS], "no such folder", "folder")
+    assert units(home) == []
+
+
+@pytest.mark.parametrize(("name", "unit"), [
+    ("foo.timer", "foo.timer.service"), ("foo.service", "foo.service"), ("foo", "foo.service"),
+])
+@pytest.mark.parametrize("answers", [True, False])
+def test_commands_name_the_file_that_was_written(name: str, unit: str, answers: bool, home: Path) -> None:
+    program(home, "systemctl", f'echo "$*" >> {home}/calls\nexit {0 if answers else 1}\n')
+    said = call("service", "install", "--name", name, "--", EXAMPLE_ADDRESS).stdout
+    assert units(home) == [unit]
+    call("service", "status", "--name", name)
+    said += call("service", "remove", "--name", name).stdout
+    assert units(home) == []
+    ran = "\n".join(line for line in (home / "calls").read_text().splitlines() if not line.endswith("daemon-reload"))
+    named = re.findall(r"(?:--now|is-active|-u) (\S+)", f"{ran}\n{said}")
+    assert set(named) == {unit}
+    assert len(named) >= 4
+
+
+@pytest.mark.parametrize(("script", "expected"), [
+    ("echo 'Failed to initialize manager' >&2; exit 1\n", "could not be checked (Failed to initialize manager)"),
+    (None, "could not be checked (systemd-analyze does not run)"),
+    ("echo \"$3:5: Unknown key\" >&2\n", "spes-p2p.service:5: Unknown key"),
+    ("echo 'other.service: something' >&2\n", None),
+])
+def test_what_systemd_says_of_the_unit_is_told(script: str | None, expected: str | None, home: Path) -> None:
+    if script is not None:
+        program(home, "systemd-analyze", script)
+    said = call("service", "install", "--", EXAMPLE_ADDRESS).stdout
+    assert expected in said if expected else "checked" not in said and "other.service" not in said

@@ -17,8 +17,9 @@ from spes_p2p.errors import UserError
 from spes_p2p.session.own_state import OwnState, read_own_state
 from spes_p2p.storage.files import write_whole
 
-UNIT = """\
-# Written by spes-p2p service install; installing again replaces it.
+MARK = "# Written by spes-p2p service install"
+"""How a unit begins that may be replaced and removed."""
+UNIT = f"{MARK}; installing again replaces it.\n" """\
 [Unit]
 Description=spes_p2p trainer
 
@@ -63,11 +64,12 @@ class Service:
 
 
 def unit_path(name: str) -> Path:
-    """Return the path of a unit file. Raises UserError for a name that systemd does not take."""
-    if not NAME.fullmatch(name):
+    """Return the path of a unit file; .service may follow its name. Raises UserError for a name that systemd does not take."""
+    stem = name.removesuffix(".service")
+    if not NAME.fullmatch(stem):
         raise UserError(f"--name {name!r}: must be up to 64 letters, digits, '_', '.' or '-', and begin with a letter or digit")
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(home) / "systemd/user" / f"{name}.service"
+    return Path(home) / "systemd/user" / f"{stem}.service"
 
 
 def unit_text(arguments: Sequence[str], run_dir: Path, folder: Path) -> str:
@@ -79,43 +81,65 @@ def unit_text(arguments: Sequence[str], run_dir: Path, folder: Path) -> str:
 def install(name: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     """Write the unit and start it; return what to tell the user. Raises UserError."""
     path = unit_path(name)
+    _read_ours(path)
     write_whole(path, unit_text(arguments, run_dir, Path.cwd()).encode())
-    told = [f"wrote {path}"]
-    verified = _output("systemd-analyze", "--user", "verify", str(path)).splitlines()
-    told += [f"systemd-analyze: {line}" for line in verified if path.name in line]
-    if _systemctl("daemon-reload") and _systemctl("enable", "--now", name):
+    told = [f"wrote {path}", *_verify(path)]
+    if _systemctl("daemon-reload") and _systemctl("enable", "--now", path.name):
         told.append("started; it starts again at each login")
     else:
-        told.append(f"to start it:              systemctl --user daemon-reload && systemctl --user enable --now {name}")
+        told.append(f"to start it:              systemctl --user daemon-reload && systemctl --user enable --now {path.name}")
     told.append("to run it without login:  loginctl enable-linger")
-    told.append(f"its log:                  journalctl --user -u {name} -f")
+    told.append(f"its log:                  journalctl --user -u {path.name} -f")
     return told
 
 
 def remove(name: str) -> list[str]:
     """Stop the trainer and remove its unit; return what to tell the user. Raises UserError if there is none."""
     path = unit_path(name)
-    if not path.exists():
+    if not _read_ours(path):
         raise UserError(f"{path}: no such unit; give the --name with which it was installed")
-    stopped = _systemctl("disable", "--now", name)
+    stopped = _systemctl("disable", "--now", path.name)
     path.unlink()
     _systemctl("daemon-reload")
-    left = "" if stopped else f"; systemd does not answer: if it runs, stop it with systemctl --user disable --now {name}"
+    left = "" if stopped else f"; systemd does not answer: if it runs, stop it with systemctl --user disable --now {path.name}"
     return [f"removed {path}{left}"]
 
 
 def look_at(name: str) -> Service:
-    """Return what is known of a unit."""
+    """Return what is known of a unit. Raises UserError."""
     path = unit_path(name)
-    text = path.read_text() if path.exists() else ""
+    text = _read_ours(path)
     found = re.search(r"^X-RunDir=(.*)$", text, re.MULTILINE)
     trainer = read_own_state(Path(found[1].replace("%%", "%"))) if found else None
-    return Service(str(path), bool(text), _output("systemctl", "--user", "is-active", name, stderr=False) or "unknown", trainer)
+    ended = _ended("systemctl", "--user", "is-active", path.name)
+    return Service(str(path), bool(text), ended.stdout.strip() if ended and ended.stdout.strip() else "unknown", trainer)
+
+
+def _read_ours(path: Path) -> str:
+    """Return the text of a unit, "" if there is none. Raises UserError if it is not one that `install` wrote."""
+    if not os.path.lexists(path):
+        return ""
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    if not text.startswith(MARK):
+        raise UserError(f"{path}: not written by spes-p2p service install; choose another --name")
+    return text
+
+
+def _verify(path: Path) -> list[str]:
+    """Return what systemd has against a unit, or that it could not be asked."""
+    ended = _ended("systemd-analyze", "--user", "verify", str(path))
+    said = ended.stderr.splitlines() if ended else ["systemd-analyze does not run"]
+    found = [f"systemd-analyze: {line}" for line in said if path.name in line]
+    if found or (ended and ended.returncode == 0):
+        return found
+    return [f"the unit could not be checked ({said[-1] if said else 'systemd-analyze failed'})"]
 
 
 def _quoted(word: str, is_program: bool = False) -> str:
     """Quote a word for ExecStart; systemd expands no variable in the first one, the program."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("%", "%%")
+    if not word.isprintable():
+        raise UserError(f"{word!r}: a unit takes no such character; leave it out or rename the file")
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     if not is_program:
         escaped = escaped.replace("$", "$$")
     return escaped if re.fullmatch(r"[\w./:=,@+-]+", escaped) else f'"{escaped}"'
@@ -124,23 +148,20 @@ def _quoted(word: str, is_program: bool = False) -> str:
 def _path(path: Path) -> str:
     """Return an absolute path as a setting that takes the rest of its line."""
     text = os.path.abspath(path)
-    if text != text.strip() or not text.isprintable():
-        raise UserError(f"{text!r}: systemd takes no such folder; start in another one")
+    if text != text.strip() or not text.isprintable() or text.endswith("\\"):
+        raise UserError(f"{text!r}: systemd takes no such folder; choose another one")
     return text.replace("%", "%%")
 
 
 def _systemctl(*words: str) -> bool:
-    try:
-        command = ["systemctl", "--user", *words]
-        return subprocess.run(command, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, check=False).returncode == 0
-    except (OSError, subprocess.SubprocessError):
-        return False
+    ended = _ended("systemctl", "--user", *words)
+    return ended is not None and ended.returncode == 0
 
 
-def _output(*command: str, stderr: bool = True) -> str:
-    """Return what a command says, "" if it cannot be run."""
+def _ended(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a command; None if it cannot be run."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=SYSTEMCTL_TIMEOUT_S, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=SYSTEMCTL_TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return (ended.stderr if stderr else ended.stdout).strip()
+        return None
