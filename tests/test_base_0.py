@@ -63,6 +63,7 @@ def joined(files: CampaignFiles, run_dir: Path, rounds: int, genesis: Commit | N
         await snapshots.serve(owner, ContentServer(owner))
         endpoint = RpcEndpoint(network.transport("me"), SILENCE_S)
         peer = PeerConfig(run_dir=run_dir, **settings)
+        session_genesis.require_checkpoint(peer, files.campaign.config)
         await session_genesis.join_with_base_0(endpoint, ["owner"], files, genesis, peer, store)
         return store.read(BASE) is not None
 

@@ -176,9 +176,12 @@ def test_a_damaged_count_starts_again(tmp_path: Path) -> None:
     assert TrafficMeter(tmp_path).read(NOON).used_bytes == 0
 
 
-@pytest.mark.parametrize("text", ["20GB", "20GB/week", "0GB/day", "much/day"])
+NO_QUOTAS = ["20GB", "20GB/week", "0GB/day", "much/day", "-1GB/day", "1e999GB/day", "20GBps/day", "20GB/s/day", "\u0662GB/day"]
+
+
+@pytest.mark.parametrize("text", NO_QUOTAS)
 def test_what_is_no_quota_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--quota"):
+    with pytest.raises(UserError, match=r"--quota '.*': must be a size per day such as 20GB/day"):
         parse_bytes_per_day(text, "--quota")
 
 
@@ -203,6 +206,7 @@ def test_the_reason_is_the_first_that_holds(tmp_path: Path) -> None:
     assert reason_to_pause(tmp_path, "12:00", hours=hours) == "hours"
     (tmp_path / "traffic.json").write_text('{"day": "2026-03-01", "used_bytes": 100, "round_bytes": 10}')
     assert reason_to_pause(tmp_path, "23:00", hours=hours, quota=105) == "quota"
+    (tmp_path / "own_state.json").touch()
     order_pause(tmp_path, True)
     assert reason_to_pause(tmp_path, "12:00", hours=hours, quota=105) == "user"
     assert set(PAUSE_REASONS) == {"user", "hours", "busy", "battery", "quota"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import urllib.request
 from pathlib import Path
 
@@ -10,7 +12,11 @@ import psutil
 import pytest
 from network_swarm import LocalPeer, LocalPeers, call, free_port, write_variant
 
+from spes_p2p.client import own_peer
+from spes_p2p.errors import UserError
 from spes_p2p.observe.events import BaseRestored, RoundFailed
+from spes_p2p.session.own_state import OwnState, StateFile, read_own_state
+from spes_p2p.storage.files import write_whole
 
 START_S = 90.0
 TRAINERS = ("peer-0", "peer-1", "peer-2")
@@ -71,7 +77,56 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         assert swarm.terminate("peer-1") == 0
 
 
+def test_orders_touch_no_folder_but_a_trainers_and_no_file_but_their_own(tmp_path: Path) -> None:
+    (tmp_path / "pause").write_text("precious")
+    for order in ("pause", "resume"):
+        ended = call(order, str(tmp_path))
+        assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+        assert "no trainer has used this run-dir" in ended.stderr
+    (tmp_path / "own_state.json").touch()
+    for order in ("pause", "resume"):
+        ended = call(order, str(tmp_path))
+        assert (ended.code, "was not written by spes-p2p pause" in ended.stderr) == (2, True)
+    assert (tmp_path / "pause").read_text() == "precious"
+
+
+def test_a_link_in_the_run_dir_leads_to_no_other_file_of_the_user(tmp_path: Path) -> None:
+    other, run_dir = tmp_path / "other", tmp_path / "run"
+    other.write_text("precious")
+    run_dir.mkdir()
+    for name in ("own_state.json", "kept.partial"):
+        (run_dir / name).symlink_to(other)
+    with pytest.raises(UserError, match=r"own_state.json: is no regular file; remove it"):
+        StateFile(run_dir).write(OwnState("running", 0.0))
+    write_whole(run_dir / "kept", b"new")
+    assert (other.read_text(), (run_dir / "kept").read_bytes()) == ("precious", b"new")
+
+
+@pytest.mark.parametrize("content", [b"garbage", b'{"state": "x", "since": 1, "addresses": ["zzz"]}'])
+def test_an_absurd_state_names_no_address_and_nothing_reaches_the_terminal(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "own_state.json").write_bytes(content)
+    with (tmp_path / "own_state.json").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert read_own_state(tmp_path) == OwnState("running", 0.0)
+    assert OwnState("running", 0.0, detail="\x1b[31m").line == "running: ?[31m"
+    (tmp_path / "own_state.json").unlink()
+    os.mkfifo(tmp_path / "own_state.json")
+    with pytest.raises(UserError, match="is no regular file"):
+        read_own_state(tmp_path)
+
+
+def test_a_trainer_that_does_not_obey_in_time_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_peer, "OBEYS_WITHIN_S", 0.3)
+    state = StateFile(tmp_path)
+    state.write(OwnState("running", 0.0))
+    ended = call("pause", str(tmp_path))
+    state.close()
+    assert ended.code == 1
+    assert "the trainer was ordered to pause and has not done so after 0.3 s" in ended.stderr
+
+
 def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:
+    (tmp_path / "own_state.json").touch()
     assert "no trainer runs" in call("pause", str(tmp_path)).stdout
     assert (tmp_path / "pause").stat().st_mode & 0o777 == 0o600
     assert json.loads(call("resume", str(tmp_path), "--json").stdout) == {"state": "not running"}

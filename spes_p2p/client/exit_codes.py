@@ -24,7 +24,7 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         _fail(str(error), 1 if isinstance(error, Broken) else 2)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free disk space and start again")
         if error.filename is None:
             raise

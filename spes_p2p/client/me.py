@@ -18,7 +18,7 @@ from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.events import BaseRestored, PhaseTrained, RoundCommitted
-from spes_p2p.observe.history import Entry, read_history
+from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
 from spes_p2p.observe.units import human_count, human_indices, human_seconds, short_peer
 from spes_p2p.session.own_state import OwnState, read_own_state
 
@@ -108,7 +108,8 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
     if not identity.exists():
         raise UserError(f"{identity}: no such file; give the --identity with which the trainer joined")
     peer_id, planned = RSAIdentity(identity).peer_id, known[0].campaign.config.total_rounds
-    return own_share(read_history(run_dir), peer_id, planned, read_own_state(run_dir), time.time())
+    history = read_history(run_dir) if (run_dir / HISTORY_FILE).exists() else []
+    return own_share(history, peer_id, planned, read_own_state(run_dir), time.time())
 
 
 def render(share: OwnShare) -> str:

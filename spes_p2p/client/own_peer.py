@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from spes_p2p.errors import Broken
 from spes_p2p.session.own_state import OwnState, order_pause, read_own_state
 
 OBEYS_WITHIN_S = 60.0
@@ -15,13 +16,17 @@ LOOK_EVERY_S = 0.2
 def give_pause_order(run_dir: Path, pauses: bool) -> OwnState | None:
     """Order the trainer with this run-dir to pause or to go on; return what it does then, None if none runs.
 
-    Raises UserError if there is no such run-dir.
+    Raises UserError if it is no trainer's run-dir, and Broken if the trainer does not obey in time.
     """
     order_pause(run_dir, pauses)
     deadline = time.monotonic() + OBEYS_WITHIN_S
     while True:
         state = read_own_state(run_dir)
         obeys = state is None or (state.state == "paused" if pauses else state.reason != "user")
-        if obeys or time.monotonic() > deadline:
+        if obeys:
             return state
+        if time.monotonic() > deadline:
+            order = "pause" if pauses else "go on"
+            told = f"{run_dir}: the trainer was ordered to {order} and has not done so after {OBEYS_WITHIN_S:g} s"
+            raise Broken(f"{told}; it does after what it is busy with, unless it hangs")
         time.sleep(LOOK_EVERY_S)

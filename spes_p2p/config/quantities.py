@@ -32,7 +32,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 def parse_bits_per_second(text: str, option: str) -> float:
     """Return bits per second. Units are decimal, case-insensitive. Raises UserError naming the option."""
-    return _parse(text, option, _BITS, "a rate such as 100mbit or 1gbit")
+    return _parse(text, option, _BITS, "a rate such as 100mbit or 1gbit", "(?:/s|ps)?")
 
 
 def parse_seconds(text: str, option: str) -> int:
@@ -45,20 +45,20 @@ def parse_bytes_per_day(text: str, option: str) -> int:
     size, _, period = text.partition("/")
     if period.strip() != "day":
         raise UserError(f"{option} {text!r}: must be a size per day such as 20GB/day")
-    return parse_bytes(size, option)
+    return max(1, round(_parse(size, option, _BYTES, "a size per day such as 20GB/day")))
 
 
 def parse_hours(text: str, option: str) -> Hours:
     """Return a part of the day, of 22-8 or 22:30-7:15. Raises UserError naming the option."""
-    match = re.fullmatch(r"(\d{1,2})(?::([0-5]\d))?-(\d{1,2})(?::([0-5]\d))?", text.replace(" ", ""))
+    match = re.fullmatch(r"([0-9]{1,2})(?::([0-5][0-9]))?-([0-9]{1,2})(?::([0-5][0-9]))?", text.replace(" ", ""))
     start, stop = (60 * int(match[hour]) + int(match[hour + 1] or 0) for hour in (1, 3)) if match else (0, 0)
     if start % DAY_MINUTES == stop % DAY_MINUTES or max(start, stop) > DAY_MINUTES:
         raise UserError(f"{option} {text!r}: must be hours of the day such as 22-8 or 22:30-7:15")
     return Hours(start % DAY_MINUTES, stop % DAY_MINUTES)
 
 
-def _parse(text: str, option: str, units: dict[str, int], example: str) -> float:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+?)(?:/s|ps)?\s*", text.lower())
+def _parse(text: str, option: str, units: dict[str, int], example: str, ending: str = "") -> float:
+    match = re.fullmatch(rf"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+?){ending}\s*", text.lower())
     number = float(match[1]) * units[match[2]] if match and match[2] in units else 0.0
     if not 0 < number < math.inf:
         raise UserError(f"{option} {text!r}: must be {example}")

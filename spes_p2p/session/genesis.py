@@ -16,7 +16,7 @@ import numpy as np
 from spes_p2p.campaign.files import CampaignFiles, check_run_dir, fetch_campaign, read_genesis
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
 from spes_p2p.config.addresses import peer_of
-from spes_p2p.config.campaign import PeerConfig
+from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.config.model import ModelSection
 from spes_p2p.content.bases import newest_bases
 from spes_p2p.errors import UserError
@@ -70,6 +70,17 @@ async def fetch_genesis(endpoint: RpcEndpoint, others: Sequence[str], files: Cam
     return genesis
 
 
+def require_checkpoint(settings: PeerConfig, config: CampaignConfig) -> None:
+    """Raise UserError where `settings.checkpoint` is no checkpoint, or the campaign starts from none."""
+    from spes_p2p.model.checkpoint import Checkpoint
+
+    if settings.checkpoint is not None and config.start is None:
+        start = f"campaign {config.name} starts from random weights"
+        raise UserError(f"--from {settings.checkpoint}: {start}; leave out --from")
+    if settings.checkpoint is not None:
+        Checkpoint(settings.checkpoint)
+
+
 async def join_with_base_0(
     endpoint: RpcEndpoint, peers: Sequence[str], files: CampaignFiles, genesis: Commit, settings: PeerConfig, store: Store
 ) -> None:
@@ -79,13 +90,8 @@ async def join_with_base_0(
     """
     from spes_p2p.campaign.start import cached
     from spes_p2p.model.build import layout_of
-    from spes_p2p.model.checkpoint import Checkpoint
 
     config, name = files.campaign.config, files.campaign.config.name
-    if settings.checkpoint is not None and config.start is None:
-        raise UserError(f"--from {settings.checkpoint}: campaign {name} starts from random weights; leave out --from")
-    if settings.checkpoint is not None:
-        Checkpoint(settings.checkpoint)
     if store.read(BASE) is not None:
         return
     checkpoint = settings.checkpoint or (cached(config.start.checkpoint) if config.start else None)

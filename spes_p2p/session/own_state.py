@@ -6,8 +6,10 @@ order to pause; it outlasts restarts.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from typing import IO
 
 from pydantic import TypeAdapter, ValidationError
 
-from spes_p2p.errors import UserError
+from spes_p2p.config.addresses import is_peer_address
+from spes_p2p.errors import UserError, printable
 from spes_p2p.observe.json_values import to_json
 
 STATE_FILE, ORDER_FILE = "own_state.json", "pause"
@@ -42,7 +45,7 @@ class OwnState:
     @property
     def line(self) -> str:
         """For people."""
-        return f"{self.state}: {self.detail}" if self.detail else self.state
+        return printable(f"{self.state}: {self.detail}" if self.detail else self.state)
 
 
 _STATE = TypeAdapter(OwnState)
@@ -73,7 +76,7 @@ class StateFile:
     def _open(self) -> None:
         self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        file = os.fdopen(_open_own(self._path, os.O_RDWR | os.O_CREAT), "r+b")
         for _ in range(LOCK_TRIES):
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,15 +90,30 @@ class StateFile:
 def read_own_state(run_dir: Path) -> OwnState | None:
     """Return what the trainer with this run-dir says; None when none runs."""
     try:
-        with (run_dir / STATE_FILE).open("rb") as file:
+        with os.fdopen(_open_own(run_dir / STATE_FILE, os.O_RDONLY), "rb") as file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
-            return _STATE.validate_json(file.read())
+            state = _STATE.validate_json(file.read())
+            return state if all(map(is_peer_address, state.addresses)) else OwnState("running", 0.0)
     except FileNotFoundError:
         return None
     except ValidationError:
         return OwnState("running", 0.0)  # it is being written
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this run-dir, never one that a link names. Raises FileNotFoundError, UserError."""
+    try:
+        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise UserError(f"{path}: is no regular file; remove it") from None
+    if stat.S_ISREG(os.fstat(opened).st_mode):
+        return opened
+    os.close(opened)
+    raise UserError(f"{path}: is no regular file; remove it")
 
 
 def own_state_json(state: OwnState | None) -> dict[str, object]:
@@ -105,15 +123,18 @@ def own_state_json(state: OwnState | None) -> dict[str, object]:
 
 def is_pause_ordered(run_dir: Path) -> bool:
     """Return whether the user paused the trainer with this run-dir."""
-    return (run_dir / ORDER_FILE).exists()
+    path = run_dir / ORDER_FILE
+    return path.is_file() and not path.is_symlink()
 
 
 def order_pause(run_dir: Path, pauses: bool) -> None:
-    """Order the trainer with this run-dir to pause, or to go on. Raises UserError unless it is a run-dir."""
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such folder; give the --run-dir of the trainer")
+    """Order the trainer with this run-dir to pause, or to go on. Raises UserError unless a trainer has used it."""
+    if not (run_dir / STATE_FILE).is_file():
+        raise UserError(f"{run_dir}: no trainer has used this run-dir; give the --run-dir of the trainer")
     path = run_dir / ORDER_FILE
+    if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size)):
+        raise UserError(f"{path}: was not written by spes-p2p pause; move it away")
     if pauses:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        os.close(_open_own(path, os.O_WRONLY | os.O_CREAT))
     else:
         path.unlink(missing_ok=True)

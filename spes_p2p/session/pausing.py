@@ -118,7 +118,7 @@ class Pauses:
         """Return why the trainer is to pause now, if it is."""
         settings, now = self._settings, self._now()
         if is_pause_ordered(settings.run_dir):
-            return Pause("user", f"until you type: spes-p2p resume {settings.run_dir}")
+            return Pause("user", f"until you type: spes-p2p resume {settings.run_dir.resolve()}")
         if settings.hours is not None and (pause := outside_hours(settings.hours, now)):
             return pause
         quota, meter = settings.quota, self._meter

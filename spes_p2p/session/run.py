@@ -36,7 +36,7 @@ from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import TaskEvaluations, evaluate_stored_base
-from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout
+from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout, require_checkpoint
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, remembering
 from spes_p2p.session.pausing import Pauses, call_on_signals
@@ -213,6 +213,7 @@ async def _prepare(
     from spes_p2p.campaign.free_memory import choose_devices
     from spes_p2p.session.resources import choose_resources, require_disk
 
+    require_checkpoint(settings, files.campaign.config)
     devices = choose_devices(settings.devices)
     resources = choose_resources(devices, settings, files.campaign.config)
     require_disk(files, settings, resources)

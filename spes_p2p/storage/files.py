@@ -21,7 +21,8 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically and durably: to a temporary name, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:  # never through a link that somebody put there
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
