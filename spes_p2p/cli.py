@@ -856,7 +856,7 @@ def _check_invitation(given: str | None) -> None:
 
 
 def _number_or_word(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.lstrip("-").isdigit() else text
+    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text
 
 
 def _bytes(text: str | None, option: str) -> int | None:

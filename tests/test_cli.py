@@ -283,6 +283,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "join base": (lambda p: join(p, "--base", "tape"), ("--base", "tape", "'disk' or 'ram'")),
     "join token cache": (lambda p: join(p, "--token-cache", "some"), ("--token-cache 'some'", "24GiB")),
     "join experts word": (lambda p: join(p, "--experts", "many"), ("--experts", "many")),
+    "join experts dashes": (lambda p: join(p, "--experts=--5"), ("--experts", "--5")),
     "join no experts": (lambda p: join(p, "--experts", "0"), ("--experts", "0")),
     "bootstrap other nobody": (
         lambda p: bootstrap(p, "--listen", LOOPBACK, "--peer", NOBODY), ("no peer answers at", NOBODY)),
