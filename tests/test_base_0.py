@@ -41,8 +41,9 @@ ALL_SPARSE = {"router": "sparse", "shared": "sparse", "experts": "sparse"}
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in this process what a peer runs in one of its own."""
+    """Run in this process what a peer runs in one of its own, also for small models."""
     monkeypatch.setattr(session_genesis, "run_apart", lambda function, *args: function(*args))
+    monkeypatch.setattr(session_genesis, "WORTH_MAKING_BYTES", 0)
 
 
 def base_0_of(files: CampaignFiles) -> np.ndarray:
@@ -106,6 +107,10 @@ def test_random_weights_are_made_here_while_the_rounds_since_can_be_replayed(tmp
     files = read_campaign(write_test_campaign(tmp_path))
     assert joined(files, tmp_path / "young", KEPT_ROUNDS)
     assert not joined(files, tmp_path / "old", KEPT_ROUNDS + 1)
+
+
+def test_a_small_base_is_downloaded(tmp_path: Path) -> None:
+    assert not joined(read_campaign(write_test_campaign(tmp_path)), tmp_path / "young", 1)
 
 
 def test_random_weights_of_another_machine_are_not_kept(

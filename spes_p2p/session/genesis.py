@@ -35,6 +35,9 @@ from spes_p2p.storage.store import DirectoryStore
 
 logger = logging.getLogger(__name__)
 
+WORTH_MAKING_BYTES = 2**28
+"""A smaller base is downloaded before another process has imported torch and made it, unless the user names a checkpoint."""
+
 
 def make_layout(model: ModelSection) -> Layout:
     """Return the layout of the model's flat state."""
@@ -94,11 +97,14 @@ async def join_with_base_0(
     config, name = files.campaign.config, files.campaign.config.name
     if store.read(BASE) is not None:
         return
+    layout = layout_of(config.model)
+    if settings.checkpoint is None and 4 * layout.size < WORTH_MAKING_BYTES:
+        return
     checkpoint = settings.checkpoint or (cached(config.start.checkpoint) if config.start else None)
     if config.start is not None and checkpoint is None:
         return
     rounds = max((info.round + 1 for info in await newest_bases(endpoint, peers)), default=None)
-    replayable = replayable_rounds(layout_of(config.model), group_codecs(config.sync.codec), config.outer)
+    replayable = replayable_rounds(layout, group_codecs(config.sync.codec), config.outer)
     if rounds is None or rounds > replayable:
         if settings.checkpoint is not None:
             logger.info("base 0 is too old: peers have the results of the last %d rounds; downloading a base", replayable)
