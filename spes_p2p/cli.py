@@ -768,7 +768,7 @@ def generate(
         with _waiting("loading the model"):
             from spes_p2p.client.generate import Continuation
 
-            continuation = Continuation(model_dir, device, None)
+            continuation = Continuation(model_dir, device)
         for prompt in prompts or _typed_lines():
             if prompts:
                 print(prompt, end="")

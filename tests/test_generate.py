@@ -33,11 +33,11 @@ def test_the_likeliest_continuation_is_that_of_transformers(checkpoint: Path) ->
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     text = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
     assert text
-    assert written(Continuation(checkpoint, "cpu", None), "The house", 8) == text
+    assert written(Continuation(checkpoint, "cpu"), "The house", 8) == text
 
 
 def test_a_continuation_ends_with_the_context_and_a_prompt_that_fills_it_is_refused(checkpoint: Path) -> None:
-    continuation = Continuation(checkpoint, "cpu", None)
+    continuation = Continuation(checkpoint, "cpu")
     tokenizer, context = AutoTokenizer.from_pretrained(checkpoint), continuation._context
     prompt = tokenizer.decode([300] * (context - 3))
     used = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
@@ -57,5 +57,5 @@ def test_control_characters_do_not_reach_the_terminal(checkpoint: Path) -> None:
 
 def test_the_command_prints_prompt_and_continuation(checkpoint: Path) -> None:
     ended = call("generate", str(checkpoint), "--prompt", "The house", "--max-new-tokens", "3", "--temperature", "0")
-    expected = written(Continuation(checkpoint, "cpu", None), "The house", 3)
+    expected = written(Continuation(checkpoint, "cpu"), "The house", 3)
     assert (ended.code, ended.stdout) == (0, f"The house{expected}\n")

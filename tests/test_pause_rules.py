@@ -153,7 +153,7 @@ def test_the_quota_is_new_the_next_day() -> None:
 @pytest.mark.parametrize(("used", "rate", "end"), [
     (10 * GB, 9 * GB / 7200, "pauses about 14:00"),
     (10 * GB, 1.0, "that lasts for the day"),
-    (0, 0.0, "that lasts for the day"),
+    (0, 0.0, "0 B of 20.0 GB used today"),
 ])
 def test_it_says_when_the_quota_will_be_used_up(used: int, rate: float, end: str) -> None:
     assert quota_forecast(20 * GB, Traffic("2026-03-01", used, GB), rate, NOON).endswith(end)

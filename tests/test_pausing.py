@@ -22,6 +22,13 @@ START_S = 90.0
 TRAINERS = ("peer-0", "peer-1", "peer-2")
 
 
+def endless(campaign: Path) -> Path:
+    """The campaign with more steps than a test waits for."""
+    return write_variant(
+        campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10}, merge={"merge_interval": 10}
+    )
+
+
 def works_again(peer: LocalPeer, after: int) -> bool:
     """Whether the work of this peer is in a round after this one."""
     commits = [commit for number, commit in peer.commits.items() if number > after]
@@ -30,11 +37,8 @@ def works_again(peer: LocalPeer, after: int) -> bool:
 
 @pytest.mark.network
 def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign: Path, tmp_path: Path) -> None:
-    config = write_variant(
-        campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10}, merge={"merge_interval": 10}
-    )
     with LocalPeers(tmp_path) as swarm:
-        address = swarm.bootstrap(config).address
+        address = swarm.bootstrap(endless(campaign)).address
         port = str(free_port())
         for name in TRAINERS:
             swarm.join(name, address, *(("--metrics-port", port) if name == "peer-1" else ()))
@@ -136,11 +140,8 @@ def test_a_trainer_that_does_not_run_starts_paused(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_a_machine_that_slept_catches_up_and_trains_again(campaign: Path, tmp_path: Path) -> None:
     """Asleep for longer than others wait: it is given up, and its rounds are decided without it."""
-    config = write_variant(
-        campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10}, merge={"merge_interval": 10}
-    )
     with LocalPeers(tmp_path) as swarm:
-        address = swarm.bootstrap(config).address
+        address = swarm.bootstrap(endless(campaign)).address
         for name in TRAINERS:
             swarm.join(name, address)
         swarm.wait_for_round(2, START_S)
@@ -165,11 +166,8 @@ def test_a_machine_that_slept_catches_up_and_trains_again(campaign: Path, tmp_pa
 
 @pytest.mark.network
 def test_a_trainer_pauses_at_its_quota_and_stays_so_after_a_restart(campaign: Path, tmp_path: Path) -> None:
-    config = write_variant(
-        campaign, "long.yaml", training={"total_steps": 400_000, "sync_steps": 10}, merge={"merge_interval": 10}
-    )
     with LocalPeers(tmp_path) as swarm:
-        address = swarm.bootstrap(config).address
+        address = swarm.bootstrap(endless(campaign)).address
         options = ("--quota", "3MB/day")
         swarm.join("peer-0", address)
         thrifty = swarm.join("peer-1", address, *options)

@@ -33,8 +33,7 @@ MANIFEST_FILE, VALIDATION_FILE = "manifest.json", "validation_manifest.json"
 GENESIS_FILE = "genesis"
 MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES = 2**25, 2**26
 """Bounds a campaign's files before they are parsed: 80,000 token files; twice the largest tokenizer in use."""
-
-ADVICE = "join again with this run-dir to restore it, or copy it from another peer's"
+RESTORE = "join again with this run-dir to restore it, or copy it from another peer's"
 
 
 @dataclass(frozen=True)
@@ -203,22 +202,22 @@ def read_run_dir(run_dir: Path) -> tuple[CampaignFiles, Commit] | None:
     try:
         json.loads(path.read_bytes())
     except ValueError:
-        raise Damaged(f"{path}: damaged; {ADVICE}") from None
+        raise Damaged(f"{path}: damaged; {RESTORE}") from None
     try:
         campaign = parse_campaign(path.read_bytes(), str(path))
         validation = (run_dir / VALIDATION_FILE).read_bytes() if campaign.validation_manifest_sha256 else None
         manifest, tokenizer = (run_dir / MANIFEST_FILE).read_bytes(), (run_dir / TOKENIZER_FILE).read_bytes()
     except (OSError, ValueError) as error:
-        raise Damaged(f"{run_dir}: incomplete run-dir ({error}); {ADVICE}") from None
+        raise Damaged(f"{run_dir}: incomplete run-dir ({error}); {RESTORE}") from None
     for name, content, digest in (
         (TOKENIZER_FILE, tokenizer, campaign.tokenizer_sha256),
         (MANIFEST_FILE, manifest, campaign.manifest_sha256),
         (VALIDATION_FILE, validation, campaign.validation_manifest_sha256),
     ):
         if content is not None and sha256(content) != digest:
-            raise Damaged(f"{run_dir / name}: damaged; {ADVICE}")
+            raise Damaged(f"{run_dir / name}: damaged; {RESTORE}")
     if genesis.campaign != campaign.hash:
-        raise Damaged(f"{path}: damaged, or of another campaign than {GENESIS_FILE}; {ADVICE}")
+        raise Damaged(f"{path}: damaged, or of another campaign than {GENESIS_FILE}; {RESTORE}")
     return CampaignFiles(campaign, manifest, validation, tokenizer, ()), genesis
 
 

@@ -16,9 +16,9 @@ from spes_p2p.errors import UserError, printable
 class Continuation:
     """Continues text with the model of one checkpoint."""
 
-    def __init__(self, model_dir: Path, device: str, dtype: str | None):
+    def __init__(self, model_dir: Path, device: str):
         """Raises UserError where weights are missing."""
-        self._model = load_model(model_dir, device, dtype)
+        self._model = load_model(model_dir, device, None)
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._context: int = self._model.config.max_position_embeddings
 

@@ -107,10 +107,12 @@ def over_quota(quota_bytes: int, traffic: Traffic, now: datetime) -> Pause | Non
 
 
 def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: datetime) -> str:
-    """Say when the quota will end the day's training at this rate."""
+    """Say when the quota will end the day's training at this rate; 0: unknown."""
     today = traffic.on(now)
     used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)} used today"
-    left_s = (quota_bytes - today.round_bytes - today.used_bytes) / bytes_per_s if bytes_per_s > 0 else math.inf
+    if bytes_per_s <= 0:
+        return used
+    left_s = (quota_bytes - today.round_bytes - today.used_bytes) / bytes_per_s
     midnight = datetime.combine(now.date() + timedelta(days=1), time(), now.tzinfo)
     if left_s >= (midnight - now).total_seconds():
         return f"{used}; that lasts for the day"

@@ -43,6 +43,8 @@ class TrafficMeter:
         self._daemon: psutil.Process | None = None
         self._counted = 0
         """Of the daemon that runs, so far."""
+        self._exchanged_before = 0
+        """What this process had exchanged when that daemon was started."""
         self._at_commit: list[tuple[float, int]] = []
         """Time and count at the first and the last commit since the daemon was started."""
         self._saved_s = 0.0

@@ -18,7 +18,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
-from spes_p2p.observe.status import gather, swarm_status
+from spes_p2p.observe.status import swarm_status
 
 logger = logging.getLogger(__name__)
 
@@ -129,20 +129,22 @@ async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: Swarm
             await _learn_rounds(swarm, statuses, history)
             history.control = await swarm.newest_order(history.control)
             address = await _address(swarm, addresses)
-            take = f"spes-p2p export --from {address} --output checkpoint"
-            published.command = take if gather(statuses).done else f"spes-p2p join {address}"
-            _publish(statuses, config, history, published)
+            _publish(statuses, config, history, published, address)
         else:
             silent_polls += 1
             published.lost("no peer of the campaign answers; retrying")
         await asyncio.sleep(max(LOOK_EVERY_S, len(statuses) / PEERS_PER_SECOND))
 
 
-def _publish(statuses: Sequence[PeerStatus], config: CampaignConfig, history: SwarmHistory, published: Published) -> None:
+def _publish(
+    statuses: Sequence[PeerStatus], config: CampaignConfig, history: SwarmHistory, published: Published, address: str
+) -> None:
     now = time.time()
     records = history.rounds.records
     published.view = swarm_view(statuses, history.by_peer, totals_of(records), now)
     published.status = swarm_status(statuses)
+    take = f"spes-p2p export --from {address} --output checkpoint"
+    published.command = take if published.view["done"] else f"spes-p2p join {address}"
     curves = series(records, history.traffic, config, history.control)
     if curves != published.curves:
         published.curves = curves
