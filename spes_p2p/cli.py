@@ -25,7 +25,7 @@ from spes_p2p.client.exit_codes import exit_with
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import json_line
-from spes_p2p.storage.files import require_writable
+from spes_p2p.storage.files import require_writable, write_whole
 
 if TYPE_CHECKING:
     from spes_p2p.campaign.files import CampaignFiles
@@ -690,6 +690,27 @@ def export(
     print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")
     if push_to is not None:
         print(push_to_hub(output, push_to, private))
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run-dir of a trainer or bootstrap peer; it may be running.")],
+    output: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the run-dir.")] = None,
+    evaluations: Annotated[list[Path] | None, typer.Option(
+        "--evaluation", help="Results to include: a file that `evaluate --output` wrote; repeatable.")] = None,
+) -> None:
+    """Write one HTML page about a run: figures, plots, contributors, evaluation and config. It needs no network to read."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such folder; give the run-dir of a trainer or bootstrap peer")
+    target = output or run_dir / "report.html"
+    if target.is_dir():
+        raise UserError(f"--output {target}: is a folder; name a file")
+    require_writable(target.parent)
+    with _waiting("starting"):
+        from spes_p2p.client.report import make_report
+
+    write_whole(target, make_report(run_dir, evaluations or ()).encode())
+    print(target)
 
 
 @app.command()

@@ -30,9 +30,9 @@ from spes_p2p.observe.history import Entry, read_history
 from spes_p2p.observe.plot import plot_loss
 from spes_p2p.observe.table import SwarmView
 from spes_p2p.observe.units import human_bytes
+from spes_p2p.session.run_dir import ADDRESS_FILE
 
 BOOTSTRAP = "bootstrap"
-ADDRESS_FILE = "address"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TRAINER_BYTES, BOOTSTRAP_BYTES = 700_000_000, 500_000_000
 """Main memory of one process with the demo's model, from 0.6 to 0.9 GB and 0.5 GB as measured: libraries, above all torch."""

@@ -118,7 +118,7 @@ def with_evaluation(card: str, results: dict[str, Any], command: str) -> str:
     within = {subtask for subtasks in results["groups"].values() for subtask in subtasks}
     rows = [
         f"| {task} | {results['versions'].get(task)} | {results['num_fewshot'].get(task)} | "
-        f"{scores.get('sample_len')} | {_metrics(scores)} |"
+        f"{scores.get('sample_len')} | {task_metrics(scores)} |"
         for task, scores in results["tasks"].items() if task not in within
     ]
     table = [
@@ -128,7 +128,8 @@ def with_evaluation(card: str, results: dict[str, Any], command: str) -> str:
     return "\n## ".join([*others, head + "\n".join(table)])
 
 
-def _metrics(scores: dict[str, Any]) -> str:
+def task_metrics(scores: dict[str, Any]) -> str:
+    """Return a task's metrics as `evaluate` wrote them, with their errors."""
     texts = []
     for name, value in scores.items():
         metric, comma, variant = name.partition(",")

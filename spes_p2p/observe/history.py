@@ -116,11 +116,20 @@ def _lines(file: Path) -> Iterator[tuple[float, Event | RoundRecord]]:
     """Yield entries, without a torn last line (the writer was killed), damaged lines and unknown kinds."""
     for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            found = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+            found = _from_json(json.loads(line))
             if found["event"] in _KINDS:
                 yield float(found["time"]), _KINDS[found["event"]].validate_python(found)
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError):
             logger.warning("%s, line %d: damaged, skipped", file, number)
+
+
+def _from_json(value: Any) -> Any:
+    """Undo what `to_json` does to numbers: None was not finite."""
+    if isinstance(value, dict):
+        return {name: _from_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    return math.nan if value is None else value
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -13,6 +13,9 @@ from spes_p2p.rounds.base import Base, load_base
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.storage.store import DirectoryStore
 
+ADDRESS_FILE = "address"
+"""The address that a bootstrap peer shows, in its run-dir."""
+
 
 @contextlib.contextmanager
 def made_run_dir(run_dir: Path) -> Iterator[None]:

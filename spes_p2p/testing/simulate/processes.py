@@ -22,11 +22,12 @@ from pathlib import Path
 import psutil
 
 from spes_p2p.campaign.files import read_campaign
-from spes_p2p.client.local_swarm import ADDRESS_FILE, BOOTSTRAP, START_TIMEOUT_S, invited_by, last_line, start_peer
+from spes_p2p.client.local_swarm import BOOTSTRAP, START_TIMEOUT_S, invited_by, last_line, start_peer
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.events import Evaluated, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
+from spes_p2p.session.run_dir import ADDRESS_FILE
 from spes_p2p.testing.attacks.kinds import KINDS as ATTACK_KINDS
 from spes_p2p.testing.simulate.audit import Audit
 from spes_p2p.testing.simulate.decisions import Held, commits_of, compare

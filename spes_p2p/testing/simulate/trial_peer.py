@@ -9,10 +9,10 @@ from pathlib import Path
 
 from spes_p2p.campaign.files import read_campaign
 from spes_p2p.client.exit_codes import exit_with
-from spes_p2p.client.local_swarm import ADDRESS_FILE
 from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.log import setup_logging
+from spes_p2p.session.run_dir import ADDRESS_FILE
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.latency import delayed

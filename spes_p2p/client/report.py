@@ -1,0 +1,202 @@
+"""`spes-p2p report`: one HTML page about the run that a run-dir holds. It loads nothing and runs no script."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spes_p2p import __version__
+from spes_p2p.campaign.files import read_run_dir
+from spes_p2p.client.model_card import Origin, origin_of, task_metrics
+from spes_p2p.client.report_plots import plots
+from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import RoundRecord
+from spes_p2p.observe.events import TasksEvaluated
+from spes_p2p.observe.history import HISTORY_FILE, read_history, read_rounds
+from spes_p2p.observe.units import counted, human_bytes, human_count, human_loss, human_scores, human_seconds
+from spes_p2p.session.run_dir import ADDRESS_FILE
+
+Row = Sequence[str]
+
+
+def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
+    """Return the page. `evaluations`: files that `evaluate --output` wrote. Raises UserError."""
+    known = read_run_dir(run_dir)
+    if known is None:
+        raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give that of a trainer or bootstrap peer")
+    try:
+        records = read_rounds(run_dir).records
+    except OSError as error:
+        raise UserError(f"{run_dir / HISTORY_FILE}: cannot be read ({error.strerror})") from None
+    if not records or records[-1].round < 1:
+        raise UserError(f"{run_dir}: no round with training yet; wait for one")
+    origin = origin_of(known[0].campaign, records[-1].round, records[-1].base_digest, records)
+    orders = origin.orders
+    measured = [entry.event for entry in read_history(run_dir) if isinstance(entry.event, TasksEvaluated)]
+    sections = [
+        ("Figures", _table((), _figures(origin, records))),
+        ("Plots", "".join(f"<figure><figcaption>{_text(name)}</figcaption>{svg}</figure>" for name, svg in plots(records))),
+        ("Evaluation", _tasks(measured) + "".join(_evaluation(path) for path in evaluations)),
+        ("Contributors", _contributors(origin)),
+        ("Orders of the owner", _table(("from round", "order"), [(str(at), order or "as planned") for at, order in orders])),
+        ("Configuration", _configuration(origin)),
+        ("Take the model", _commands(run_dir)),
+    ]
+    title = f"{origin.campaign.config.name}, round {origin.round}"
+    body = "".join(f"<section><h2>{_text(name)}</h2>{content}</section>" for name, content in sections if content)
+    made = f"spes_p2p {__version__}, {_day(time.time())}"
+    return _PAGE.format(title=_text(title), body=body, made=_text(made))
+
+
+def _figures(origin: Origin, records: Sequence[RoundRecord]) -> list[Row]:
+    trained, own = [record for record in records if record.round > 0], [record for record in records if not record.teller]
+    held_out = [record for record in records if math.isfinite(record.validation_loss)]
+    losses = [record for record in trained if math.isfinite(record.loss)]
+    paces = [after.time - before.time for before, after in pairwise(records) if after.round == before.round + 1]
+    members = sorted(record.members for record in trained)
+    least_to_most = " to ".join(map(str, sorted({members[0], members[-1]})))
+    sent, received = (human_bytes(sum(getattr(record, f"{way}_bytes") for record in own)) for way in ("sent", "received"))
+    rows = [
+        ("campaign", f"{origin.campaign.config.name} ({origin.campaign.hash})"),
+        ("round", f"{origin.round} of {origin.campaign.config.total_rounds} planned"),
+        ("base", origin.digest),
+        ("tokens", f"{human_count(records[-1].total_tokens)} ({records[-1].total_tokens:,})"),
+        ("peers", f"{len(origin.totals.contributions)} contributed; {least_to_most} in a round"),
+        ("time", f"{_day(records[0].time)} to {_day(records[-1].time)}, {human_seconds(records[-1].time - records[0].time)}"),
+        ("seconds per round", f"{human_seconds(statistics.median(paces))} (median)" if paces else ""),
+        ("training loss", _first_to_last([(record.round, record.loss) for record in losses])),
+        ("held-out loss", _first_to_last([(record.round, record.validation_loss) for record in held_out])),
+        ("bytes on this peer", f"{sent} sent, {received} received in {counted(len(own), 'round')}"),
+        ("failed attempts on this peer", str(sum(record.failed_attempts for record in own))),
+        ("dropped parts", str(sum(record.dropped_parts for record in trained))),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _first_to_last(losses: Sequence[tuple[int, float]]) -> str:
+    """Nats per token in the first and the last round, and in the best one if that is another."""
+    if not losses:
+        return ""
+    (first, at_first), (last, at_last), best = losses[0], losses[-1], min(losses, key=lambda each: each[1])
+    lowest = f"; best {human_loss(best[1])} (round {best[0]})" if best[1] < at_last else ""
+    return f"{human_loss(at_first)} (round {first}) to {human_loss(at_last)} (round {last}){lowest}"
+
+
+def _contributors(origin: Origin) -> str:
+    totals = origin.totals
+    ranked = sorted(totals.contributions, key=lambda each: (-each.tokens, each.peer))
+    rows = [(each.peer, f"{each.tokens:,}", f"{100 * each.tokens / max(1, totals.tokens):.1f} %", f"{each.expert_steps:,}")
+            for each in ranked]
+    note = ("<p>From the certified commits, as this peer recorded them or took them over from others: tokens whose updates are "
+            "in the base, and local steps times the experts trained in them.</p>")
+    return note + _table(("peer", "tokens", "share", "expert-steps"), rows) if rows else ""
+
+
+def _tasks(measured: Sequence[TasksEvaluated]) -> str:
+    return _table(("round", "measured by this peer during the campaign"),
+                  [(str(each.round), human_scores(each.scores)) for each in measured])
+
+
+def _evaluation(path: Path) -> str:
+    """Return a table of the results that `evaluate` wrote. Raises UserError for any other file."""
+    try:
+        results: dict[str, Any] = json.loads(path.read_bytes())
+        columns = [results[name] for name in ("versions", "num_fewshot", "samples")]
+        rows = [
+            (str(task), *(str(column.get(task)) for column in columns), task_metrics(scores))
+            for task, scores in results["tasks"].items()
+        ]
+        of_round = f", round {int(results['round'])}" if "round" in results else ""
+        weights = f"weights in {results['dtype']}, on {results['device']}"
+        note = f"{results['model']}{of_round}; lm-eval {results['lm_eval']}, {weights}"
+    except OSError as error:
+        raise UserError(f"--evaluation {path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"--evaluation {path}: not results of `spes-p2p evaluate`; give a file of its --output") from None
+    return f"<p>{_text(note)}</p>" + _table(("task", "version", "shots", "examples", "result ± standard error"), rows)
+
+
+def _configuration(origin: Origin) -> str:
+    written = json.loads(origin.campaign.canonical_json())["config"]
+    return f"<p>As the owner wrote it.</p><pre>{_text(yaml.safe_dump(written, sort_keys=False, width=100))}</pre>"
+
+
+def _commands(run_dir: Path) -> str:
+    address = run_dir / ADDRESS_FILE
+    lines = [f"spes-p2p export --run-dir {shlex.quote(str(run_dir))} --output checkpoint"]
+    if address.is_file():
+        where = shlex.quote(address.read_text(encoding="utf-8", errors="replace").strip())
+        lines.append(f"spes-p2p export --from {where} --output checkpoint    # while the swarm runs")
+    lines.append('spes-p2p generate checkpoint --prompt "Once upon a time"')
+    return f"<pre>{_text(chr(10).join(lines))}</pre>"
+
+
+def _table(head: Row, rows: Sequence[Row]) -> str:
+    """Return a table; nothing without rows."""
+    if not rows:
+        return ""
+    titles = f"<tr>{''.join(f'<th>{_text(name)}</th>' for name in head)}</tr>" if head else ""
+    cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{titles}{cells}</table></div>'
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+
+
+def _text(text: str) -> str:
+    """Escape text: names, orders and ids come from other peers."""
+    return html.escape(text)
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --paper: #fcfcfa; --ink: #1a1b1d; --soft: #5c6066; --line: #dedfd9; --faint: #efefeb; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --paper: #141517; --ink: #e7e7e4; --soft: #a0a5ab; --line: #303236; --faint: #202225; }}
+}}
+body {{
+  margin: 0 auto; max-width: 1120px; padding: 28px 24px 56px; background: var(--paper); color: var(--ink);
+  font: 14px/1.5 Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
+  font-variant-numeric: tabular-nums;
+}}
+h1 {{ font-size: 22px; margin: 0; }}
+h2 {{ font-size: 15px; margin: 32px 0 8px; }}
+p, footer, figcaption, th {{ color: var(--soft); }}
+.scroll, pre {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; }}
+th {{ font-weight: 400; text-align: left; }}
+th, td {{ padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
+td {{ overflow-wrap: anywhere; min-width: 4.5em; }}
+td:last-child {{ min-width: 8em; }}
+pre {{ background: var(--faint); padding: 12px 14px; font-size: 12.5px; }}
+figure {{ display: inline-block; width: 520px; max-width: 100%; margin: 0 12px 18px 0; vertical-align: top; }}
+svg {{ width: 100%; height: auto; }}
+footer {{ margin-top: 36px; }}
+@media print {{ figure, tr {{ break-inside: avoid; }} }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+<footer>{made}</footer>
+</body>
+</html>
+"""

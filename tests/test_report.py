@@ -1,0 +1,127 @@
+"""The report of a run: everything on one page, and no text of a peer in its markup."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from network_swarm import call
+from observed_events import FIRST_COMMIT
+from synthetic_swarm import synthetic_swarm
+
+from spes_p2p.campaign.files import CampaignFiles, keep_campaign, sha256
+from spes_p2p.campaign.genesis import make_genesis
+from spes_p2p.client.report import make_report
+from spes_p2p.config.campaign import Campaign, load_campaign_config
+from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import Contribution, RoundRecord
+from spes_p2p.observe.events import Event, TasksEvaluated
+from spes_p2p.observe.history import History
+from spes_p2p.session.run_dir import ADDRESS_FILE
+
+CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
+HARM = "</pre></table><script>alert(1)</script><img src=x onerror=alert(1)>"
+RESULTS: dict[str, Any] = {
+    "model": "checkpoint", "lm_eval": "0.4.13", "dtype": "float32", "device": "cpu", "groups": {}, "versions": {"piqa": 1},
+    "num_fewshot": {"piqa": 0}, "samples": {"piqa": 96}, "tasks": {"piqa": {"sample_len": 96, "acc": 0.5, "acc_stderr": 0.025}},
+}
+OWN = replace(FIRST_COMMIT, round=13, total_tokens=7_654_321, seconds={"exchange": 2.0}, contributions=(("QmMe", 1000, 10),))
+
+
+def run_dir(folder: Path, records: list[RoundRecord], *events: Event) -> Path:
+    """Of a peer that took over `records` from others."""
+    content = {name: name.encode() for name in ("manifest", "tokenizer")}
+    hashes = {f"{name}_sha256": sha256(content[name]) for name in content}
+    campaign = Campaign(config=CONFIG, validation_manifest_sha256=None, **hashes)
+    files = CampaignFiles(campaign, content["manifest"], None, content["tokenizer"], ())
+    keep_campaign(files, make_genesis(campaign, "QmOwner", np.zeros(4, np.float32), "0" * 32), folder)
+    history = History("QmMe", folder)
+    history.add(records)
+    for event in events:
+        history.record(event)
+    history.close()
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags and text of a page."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: dict[str, int] = {}
+        self.loaded: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.loaded += [str(value) for name, value in attrs if name in ("src", "href", "xlink:href") and str(value)[:1] != "#"]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
+    records = [replace(record, control="paused" if record.round == 7 else "") for record in synthetic_swarm(3, 4, 12).records]
+    scores = TasksEvaluated(round=8, scores=(("arc_easy", "acc", 0.25, math.nan),))
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    folder = run_dir(tmp_path / "run", records, scores, OWN)
+    (folder / ADDRESS_FILE).write_text("/ip4/203.0.113.7/tcp/31337/p2p/Qm\n")
+    page = Page(make_report(folder, [tmp_path / "results.json"]))
+    held_out = [record for record in records if math.isfinite(record.validation_loss)]
+    for text in (
+        f"{CONFIG.name}, round 13", "7,654,321", "4 contributed; 2 to 3 in a round",
+        "1.50 MB sent, 2.00 MB received in 1 round",
+        f"{held_out[0].validation_loss:.3f} (round 0) to {held_out[-1].validation_loss:.3f} (round 10)",
+        f"{records[1].loss:.3f} (round 1) to {OWN.loss:.3f} (round 13)", records[0].contributions[0].peer, "QmMe",
+        "arc_easy acc 0.250", "acc 0.5000 ± 0.0250", "paused", f"sync_steps: {CONFIG.training.sync_steps}",
+        "spes-p2p export --from /ip4/203.0.113.7/tcp/31337/p2p/Qm --output checkpoint", f"export --run-dir {folder}",
+    ):
+        assert text in page.text, text
+    assert page.tags["svg"] == 5
+    assert page.loaded == []
+    assert "script" not in page.tags
+
+
+def test_text_of_peers_stays_text(tmp_path: Path) -> None:
+    records = [
+        replace(record, control=HARM, contributions=(Contribution(HARM, 10, 1),), base_digest=HARM)
+        for record in synthetic_swarm(2, 4, 3).records
+    ]
+    scores = TasksEvaluated(round=2, scores=((HARM, HARM, 0.5, 0.1),))
+    results = RESULTS | {"tasks": {HARM: {HARM: 0.5}}, "model": HARM}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    page = Page(make_report(run_dir(tmp_path / "run", records, scores), [tmp_path / "results.json"]))
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert page.text.count(HARM) >= 6
+
+
+def test_a_run_without_a_round_has_no_report(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, synthetic_swarm(2, 4, 0).records)
+    with pytest.raises(UserError, match="no round with training yet"):
+        make_report(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", json.dumps(RESULTS | {"tasks": 3}).encode(), None])
+def test_a_file_that_evaluate_did_not_write_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    folder, file = run_dir(tmp_path / "run", synthetic_swarm(2, 4, 3).records), tmp_path / "results.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=r"results.json: (not results of|cannot be read)"):
+        make_report(folder, [file])
+
+
+def test_the_command_writes_the_page_into_the_run_dir_or_where_it_is_told(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path / "run", synthetic_swarm(2, 4, 3).records)
+    for options, target in (([], folder / "report.html"), (["--output", str(tmp_path / "a.html")], tmp_path / "a.html")):
+        ended = call("report", str(folder), *options)
+        assert (ended.code, ended.stdout) == (0, f"{target}\n")
+        assert Page(target.read_text()).tags["svg"] == 3
