@@ -257,6 +257,24 @@ def test_whatever_a_proposal_says_a_plan_follows_or_it_is_refused(honest: tuple[
     assert plan.members
 
 
+def test_a_plan_that_was_derived_once_is_derived_anew_from_other_inputs(honest: tuple[Proposal, Any]) -> None:
+    proposal, node = honest
+    recent, rules = node.log.recent(proposal.round - 1), node.rules
+
+    class Distrustful(SimulatedIdentity):
+        @staticmethod
+        def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
+            return False
+
+    plan = derive_plan(proposal, recent, rules, SimulatedIdentity("any"), {})
+    assert derive_plan(proposal, recent, rules, SimulatedIdentity("other"), {}) is plan
+    with pytest.raises(Refused, match="not signed"):
+        derive_plan(proposal, recent, rules, Distrustful("any"), {})
+    assert derive_plan(proposal, recent, dataclasses.replace(rules, num_samples=121), SimulatedIdentity("any"), {}) != plan
+    with pytest.raises(Refused, match="another round"):
+        derive_plan(proposal, recent[1:], rules, SimulatedIdentity("any"), {})
+
+
 # After a crash ------------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spes_p2p import messages
 from spes_p2p.messages import consensus, content, fields, presence, refusals, rounds, samples
-from spes_p2p.messages.codec import Extensible, WireError, _plain, pack, record_id, unpack
+from spes_p2p.messages.codec import Extensible, WireError, _plain, pack, record_id, share_records, unpack
 from spes_p2p.messages.samples import Interval
 
 EXAMPLES_OF_EACH_RECORD = max(5, settings().max_examples // 3)
@@ -236,3 +236,17 @@ def test_one_meaning_has_one_form_of_bytes() -> None:
     assert pack(interval) == b"\x93\x00\x01\x02"
     with pytest.raises(WireError, match="canonical"):
         unpack(Interval, b"\x93\x00\xcc\x01\x02")
+
+
+def test_shared_records_are_read_by_type_and_bytes() -> None:
+    share_records(4)
+    try:
+        interval = unpack(Interval, b"\x93\x00\x01\x02")
+        assert unpack(Interval, memoryview(b"\x93\x00\x01\x02")) is interval
+        assert unpack(Interval, b"\x93\x00\x01\x03") == Interval(0, 1, 3)
+        assert unpack(Interval, b"\x93\x00\x01\x02") == interval
+        for _ in range(2):
+            with pytest.raises(WireError):
+                unpack(presence.Contact, b"\x93\x00\x01\x02")
+    finally:
+        share_records(0)

@@ -15,7 +15,7 @@ import hashlib
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import cycle, islice
 from types import NoneType, UnionType
 from typing import Any, TypeVar
@@ -30,6 +30,9 @@ _Reader = Callable[["_Source"], Any]
 
 NONE = 0xC0
 """msgpack's byte for None."""
+
+SHARED_BYTES = 2**16
+"""Larger records are not shared (`share_records`)."""
 
 
 class WireError(ValueError):
@@ -52,12 +55,27 @@ def unpack(cls: type[Record], data: Buffer) -> Record:
     The bytes are read along the fields' types: a list is read once its length is known to be within its field's bound, and
     nothing nested deeper than the type. So a record takes memory in proportion to its bytes, whatever these claim.
     """
+    record: Record = _read(cls, data)
+    return record
+
+
+def share_records(count: int) -> None:
+    """Keep the last `count` small records that were read, for a process of many peers, which read the same ones.
+
+    Records are immutable, and the same bytes of the same type always give the same record.
+    """
+    global _read
+    kept = lru_cache(count)(_read_record)
+    _read = lambda cls, data: kept(cls, bytes(data)) if len(data) <= SHARED_BYTES else _read_record(cls, data)  # noqa: E731
+
+
+def _read_record(cls: Any, data: Buffer) -> Any:
     kind: Any = cls
     try:
         source = _Source(data)
         given = source.array()
         known = min(given, len(_field_readers(kind))) if issubclass(kind, Extensible) else given
-        record: Record = _adapter(kind).validate_python(_read_fields(kind, source, known))
+        record = _adapter(kind).validate_python(_read_fields(kind, source, known))
         if known < given:
             canonical = msgpack.Packer().pack_array_header(given) + b"".join(map(msgpack.packb, _all_fields(record)))
             data = data[: source.place()]
@@ -73,6 +91,9 @@ def unpack(cls: type[Record], data: Buffer) -> Record:
         raise WireError(f"not a {cls.__name__}: {where}: {problem['msg']}") from None
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise WireError(f"not a {cls.__name__}: {error}") from None
+
+
+_read: Callable[[Any, Buffer], Any] = _read_record
 
 
 def record_id(record: Any) -> str:

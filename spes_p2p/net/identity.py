@@ -50,7 +50,8 @@ class RSAIdentity:
         signature = self._key.sign(message, _PADDING, hashes.SHA256())
         return len(self._public_der).to_bytes(2, "big") + self._public_der + signature
 
-    def verify(self, peer_id: str, message: bytes, signature: bytes) -> bool:
+    @staticmethod
+    def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
         """True when the key inside `signature` hashes to `peer_id` and signed exactly this message."""
         key_end = 2 + int.from_bytes(signature[:2], "big")
         key = _public_key(signature[2:key_end])

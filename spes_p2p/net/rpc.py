@@ -76,8 +76,11 @@ class Stream:
         self._sending = asyncio.Lock()
         self._ended = False
         self._has_refused = False
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         self._loop = asyncio.get_running_loop()
+        self._reader = asyncio.create_task(self._read())
+        self._beating: asyncio.TimerHandle | asyncio.Task[None]
+        """The task that sends heartbeats, or the timer that starts it: most streams end before the first heartbeat."""
+        self._beating = self._loop.call_later(detector.heartbeat_s, self._start_beating)
         self._heard_at, self._reading = self._loop.time(), True
         channel.watch(self._hear, self._admit)
         self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
@@ -195,8 +198,8 @@ class Stream:
 
     async def close(self) -> None:
         """Drop the stream. Safe to call at any time."""
-        for task in self._tasks:
-            task.cancel()
+        self._reader.cancel()
+        self._beating.cancel()
         self._silence.cancel()
         if self._request_due is not None:
             self._request_due.cancel()
@@ -286,15 +289,18 @@ class Stream:
         if left_s > CLOCK_ERROR_S:
             self._silence = self._loop.call_later(left_s, self._check_silence)
             return
-        self._tasks[0].cancel()
+        self._reader.cancel()
         self._detector.lost(self.remote, self._loop.time())
         self._break(PeerUnreachable(f"{self.remote[-6:]} is silent in this stream for {self._loop.time() - heard_at:.3g} s"))
+
+    def _start_beating(self) -> None:
+        self._beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
         with contextlib.suppress(PeerUnreachable):
             while True:
-                await asyncio.sleep(self._detector.heartbeat_s)
                 await self._send(kind=Kind.HEARTBEAT)
+                await asyncio.sleep(self._detector.heartbeat_s)
 
     def _break(self, error: Exception) -> None:
         if not self._broken.done():

@@ -18,12 +18,14 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """
     ending = list(tasks)
     for task in ending:
-        task.add_done_callback(_drop)
+        if task.done():
+            _drop(task)
+        else:
+            task.add_done_callback(_drop)
     while running := [task for task in ending if not task.done()]:
         for task in running:
             task.cancel()
         await asyncio.wait(running, timeout=CANCEL_EVERY_S)
-    await asyncio.gather(*ending, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.model.layout import Group, Layout
@@ -76,6 +77,7 @@ def weight(member: Member, group: Group) -> int:
     return member.tokens if group.expert is None else member.routed[group.expert]
 
 
+@lru_cache(2)
 def part_table(
     layout: Layout, members: tuple[Member, ...], codecs: GroupCodecs, part_bytes: int = PART_BYTES
 ) -> tuple[Part, ...]:

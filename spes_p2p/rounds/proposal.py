@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 
 from spes_p2p.consensus.admission import check_admission
@@ -19,6 +20,23 @@ from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.rounds.claims import outstanding, within
 from spes_p2p.rounds.plan import Rules, check_announcement, make_plan
 from spes_p2p.rounds.planned import Plan
+
+KEPT_PLANS = 8
+"""The last plans that were derived: of one round, since a member derives its plan several times, with some attempts."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a plan is derived from; equal for equal plans."""
+
+    proposal: Proposal = field(compare=False)
+    recent: Sequence[Commit] = field(compare=False)
+    rules: Rules
+    identity: Identity = field(compare=False)
+    proposal_id: str
+    commits: tuple[str, ...]
+    verify: Callable[[str, bytes, bytes], bool]
+    rounds_served: frozenset[tuple[str, int]]
 
 
 def derive_plan(
@@ -38,6 +56,13 @@ def derive_plan(
     whether an invitation has expired, which coordinators see to; and whether a peer that is left out is absent, which nobody
     can prove.
     """
+    commits, served = tuple(commit.id for commit in recent), frozenset(rounds_served.items())
+    return _derive(_Inputs(proposal, recent, rules, identity, proposal.id, commits, identity.verify, served))
+
+
+@lru_cache(KEPT_PLANS)
+def _derive(inputs: _Inputs) -> Plan:
+    proposal, recent, rules, identity = inputs.proposal, inputs.recent, inputs.rules, inputs.identity
     commit, control = recent[0], proposal.control
     if (proposal.round, proposal.parent) != (commit.round + 1, commit.id):
         raise Refused(Code.NOT_PROVEN, f"a proposal for another round than {commit.round + 1}")
@@ -62,7 +87,7 @@ def derive_plan(
     _require(not any(leave.back for leave in leaves), "a peer that is back")
     returned = tuple(interval for leave in leaves for interval in leave.untrained)
     _require(proposal.donors is None or _fits_the_model(proposal, rules), "its merge")
-    return make_plan(recent, proposal, announcements, returned, rules, rounds_served)
+    return make_plan(recent, proposal, announcements, returned, rules, dict(inputs.rounds_served))
 
 
 def may_exclude(commit: Commit, accused: Sequence[str]) -> bool:

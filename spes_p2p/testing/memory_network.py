@@ -348,6 +348,8 @@ class MemoryRegistry:
         await self._round_trip()
         now = asyncio.get_running_loop().time()
         history = self._network._records.setdefault(key, {}).setdefault(self._unit.peer, [])
+        while history and history[0].expires_at <= now:
+            del history[0]
         history.append(_Record(bytes(value), now + self._network.registry_delay_s, now + ttl_s))
 
     async def get(self, key: str) -> dict[str, bytes]:

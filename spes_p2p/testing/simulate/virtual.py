@@ -7,11 +7,13 @@ capacities, codec) and the faults, so a seed gives the same event log every time
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import multiprocessing
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ import numpy as np
 
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.consensus.reform import is_reform
+from spes_p2p.messages.codec import share_records
 from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress, WorkDropped
@@ -47,6 +50,10 @@ STUCK_S = 400.0
 QUIET_ROUNDS = 3
 """Rounds that every trainer must commit after all faults are lifted."""
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
+SHARED_RECORDS_PER_PEER = 64
+"""Records that peers read alike: a contact and a signed announcement of each in every round, and the commits."""
+OBJECTS_PER_COLLECTION = 100_000
+"""Allocations between two garbage collections: each visits what all peers hold, for the little that is in cycles."""
 UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 """Events that are not logged."""
 
@@ -54,7 +61,8 @@ UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 def run_seed(scenario: Scenario, seed: int) -> RunReport:
     """Run one seed to its end."""
     run = _Run(scenario, seed)
-    with _LoggedErrors(run.error):
+    share_records(SHARED_RECORDS_PER_PEER * len(scenario.peer_names))
+    with _LoggedErrors(run.error), _rarely_collecting():
         run_virtual(run.main())
     return run.result()
 
@@ -75,6 +83,16 @@ def run_seeds(
             results[futures[future]] = future.result()
             on_done(future.result())
     return [results[place] for place in range(len(runs))]
+
+
+@contextlib.contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(OBJECTS_PER_COLLECTION, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Run:
