@@ -238,6 +238,8 @@ def join(
     only_when_idle: Annotated[bool, typer.Option(
         "--only-when-idle", help="Pause while other programs use CPU or GPUs, and on battery.")] = False,
     quota: Annotated[str | None, typer.Option(help="Most traffic, both directions together: 20GB/day.")] = None,
+    name: Annotated[str | None, typer.Option(help="What lists of contributors call this peer. Default: its id.")] = None,
+    team: Annotated[str | None, typer.Option(help="Team whose tokens yours count for in these lists.")] = None,
     private_urls: Annotated[
         bool, typer.Option("--private-urls", help="Read text also from URLs in this machine's local network.")
     ] = False,
@@ -266,7 +268,7 @@ def join(
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         checkpoint=checkpoint, base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
         token_cache_bytes=_bytes(token_cache, "--token-cache"),
-        private_urls=private_urls or None,
+        private_urls=private_urls or None, name=name, team=team,
         hours=None if hours is None else parse_hours(hours, "--hours"),
         only_when_idle=only_when_idle or None, evaluate_tasks=evaluate_tasks or None, include_path=include_path,
         quota=None if quota is None else parse_bytes_per_day(quota, "--quota"),

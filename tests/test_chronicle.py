@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.fields import MAX_MEMBERS
+from spes_p2p.messages.fields import LONGEST_NAME, MAX_MEMBERS, MAX_NAMES
 from spes_p2p.messages.methods import HISTORY
-from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, RoundRecord
+from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named, RoundRecord
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
 from spes_p2p.observe.rounds import Totals, totals_of
-from spes_p2p.peer.history_sync import CONTRIBUTIONS_PER_MESSAGE, RECORDS_PER_MESSAGE, fill_history, pages, serving
+from spes_p2p.peer.history_sync import (
+    CONTRIBUTIONS_PER_MESSAGE,
+    NAME_WEIGHT,
+    RECORDS_PER_MESSAGE,
+    fill_history,
+    pages,
+    serving,
+)
 from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm, campaign, simulate
 
 FIRST = RoundCommitted(
@@ -196,7 +203,9 @@ def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: 
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path, total_steps=100)
         await swarm.begin()
+        swarm.nodes["A"].named, swarm.nodes["B"].named = ("Ada", "Night owls"), ("", "night owls")
         await swarm.until_round(4)
+        swarm.nodes["A"].named = "Ada L.", "Night owls"
         await swarm.join("D")
         await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 7)
         await swarm.until(lambda: all(swarm.credits_all(name, 7) for name in "WAD"))
@@ -206,6 +215,8 @@ def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: 
             assert a.contributions == d.contributions == w.contributions
         totals = totals_of(swarm.records("D").values())
         assert {each.peer for each in totals.contributions} == {"A", "B", "C", "D"}
+        assert {each.peer: each.name for each in totals.names.values()} == {"A": "Ada L.", "B": ""}
+        assert totals.teams() == [("Night owls", 2, sum(each.tokens for each in totals.contributions if each.peer in "AB"))]
         assert all(each.expert_steps > 0 for each in totals.contributions)
 
     simulate(main)
@@ -250,6 +261,10 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
         history.add([replace(first, round=number, contributions=many) for number in range(1000, 1001 + 2 * fitting)])
         assert await asked(999) == list(range(1000, 1000 + fitting))
         heard = [page.records[-1].round async for page in pages(node.endpoint, "A", 999, 10**6)]
+        called = tuple(Named(f"peer-{i:050}", "東" * LONGEST_NAME, "京" * LONGEST_NAME) for i in range(MAX_NAMES))
+        named = replace(first, contributions=(), names=called)
+        history.add([replace(named, round=number) for number in range(9000, 9000 + RECORDS_PER_MESSAGE)])
+        assert await asked(8999) == list(range(9000, 9000 + CONTRIBUTIONS_PER_MESSAGE // NAME_WEIGHT // MAX_NAMES))
         assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]
 
     simulate(main)

@@ -317,6 +317,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "invite a nickname": (lambda p: invite(p, NOBODY, "--peer", "alice"), ("--peer alice: not the whole id of a peer",)),
     "init admission": (lambda p: init_with_text(p, "--admission", "list"), ("admission = 'list'", "'friends'", "'invite'")),
     "identity of nothing": (lambda p: ["identity", "--identity", a_file(p)], ("not an identity file",)),
+    "name with markup": (
+        lambda p: ["join", p.address, "--name", "<b>me</b>"], ("--name = '<b>me</b>'", "letters, digits, spaces", "1 to 24")),
+    "team of blanks": (lambda p: ["join", p.address, "--team", "  "], ("--team = '  '", "a letter among them")),
     "me of nothing": (lambda p: ["me", str(p.folder)], ("not a peer's run-dir", "run-dir of your trainer")),
     "pause nothing": (lambda p: ["pause", p.output], ("output: no trainer has used this run-dir", "--run-dir")),
     "resume nothing": (lambda p: ["resume", p.output], ("output: no trainer has used this run-dir", "--run-dir")),

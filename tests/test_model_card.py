@@ -20,7 +20,7 @@ from spes_p2p.client.export import push_to_hub
 from spes_p2p.client.model_card import CARD_FILE, FACTS_FILE, Origin, card_files, origin_of
 from spes_p2p.config.campaign import Campaign, load_campaign_config
 from spes_p2p.errors import UserError
-from spes_p2p.messages.presence import Contribution
+from spes_p2p.messages.presence import Contribution, Named
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 CAMPAIGN = Campaign(config=CONFIG, manifest_sha256="a" * 64, validation_manifest_sha256=None, tokenizer_sha256="b" * 64)
@@ -40,7 +40,7 @@ def test_the_card_and_the_facts_say_the_same() -> None:
                  f"{facts['held_out_loss']:.4f} nats per token, round 10", "| peers that contributed | 3 |"):
         assert text in card
     for each in facts["contributions"]:
-        assert f"| `{each['peer']}` | {each['tokens']} | 33.3 % | {each['expert_steps']} |" in card
+        assert f"| `{each['peer']}` |  |  | {each['tokens']} | 33.3 % | {each['expert_steps']} |" in card
     assert facts["config"] == json.loads(CONFIG.model_dump_json())
 
 
@@ -71,7 +71,24 @@ def test_later_rounds_are_not_this_bases_and_who_did_most_stands_first() -> None
     assert made.held_out is not None
     assert made.held_out[0] == 5
     card = card_files(made)[CARD_FILE]
-    assert card.index("| `b` | 30 | 50.0 % |") < card.index("| `c` | 20 | 33.3 % |") < card.index("| `a` | 10 | 16.7 % |")
+    assert card.index("| 30 | 50.0 % |") < card.index("| 20 | 33.3 % |") < card.index("| 10 | 16.7 % |")
+    assert "team | peers" not in card
+
+
+def test_peers_stand_there_under_the_names_and_teams_that_they_gave_last() -> None:
+    work = (Contribution("a", 5, 1), Contribution("b", 15, 2), Contribution("c", 10, 3))
+    names = {2: (Named("a", "Ada", "owls"), Named("b", "Bob", "")), 4: (Named("a", "Ada L.", "Owls"), Named("c", "", "OWLS"))}
+    records = [replace(record, contributions=work, names=names.get(record.round, ()))
+               for record in synthetic_swarm(3, 4, 5).records[1:5]]
+    files = card_files(origin_of(CAMPAIGN, 4, "d" * 64, records))
+    rows = [row for row in files[CARD_FILE].splitlines() if row.startswith("| `") or "OWLS" in row or "wls" in row]
+    assert rows == [
+        "| `b` | Bob |  | 60 | 50.0 % | 8 |",
+        "| `c` |  | OWLS | 40 | 33.3 % | 12 |",
+        "| `a` | Ada L. | Owls | 20 | 16.7 % | 4 |",
+        "| OWLS | 2 | 60 | 50.0 % |",
+    ]
+    assert json.loads(files[FACTS_FILE])["names"]["a"] == {"peer": "a", "name": "Ada L.", "team": "Owls"}
 
 
 def test_what_nobody_remembers_is_said_to_be_unknown() -> None:

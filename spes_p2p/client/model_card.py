@@ -10,7 +10,7 @@ from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, CampaignConfig
-from spes_p2p.messages.presence import Contribution, RoundRecord
+from spes_p2p.messages.presence import Contribution, Named, RoundRecord
 from spes_p2p.model.export import ExportDtype
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals, totals_of
@@ -75,6 +75,7 @@ def facts(origin: Origin) -> dict[str, Any]:
             "orders": [{"from_round": number, "order": order} for number, order in origin.orders],
             "contributions_up_to_round": origin.totals.round,
             "contributions": origin.totals.contributions,
+            "names": origin.totals.names,
             "made_with": f"spes_p2p {__version__}",
             "config": json.loads(config.model_dump_json()),
         }
@@ -180,12 +181,19 @@ def _contributors(totals: Totals) -> list[str]:
     if not totals.contributions:
         return ["No queried peer has a record of the contributions."]
 
-    def row(each: Contribution) -> str:
-        return f"| `{each.peer}` | {each.tokens} | {100 * each.tokens / max(1, totals.tokens):.1f} % | {each.expert_steps} |"
+    def share(tokens: int) -> str:
+        return f"{tokens} | {100 * tokens / max(1, totals.tokens):.1f} %"
 
-    ranked = sorted(totals.contributions, key=lambda each: (-each.tokens, each.peer))
+    def row(each: Contribution) -> str:
+        named = totals.names.get(each.peer, Named(each.peer, "", ""))
+        return f"| `{each.peer}` | {named.name} | {named.team} | {share(each.tokens)} | {each.expert_steps} |"
+
+    teams = [f"| {team} | {peers} | {share(tokens)} |" for team, peers, tokens in totals.teams()]
+    of_teams = ["", "| team | peers | tokens | share |", "|---|---|---|---|", *teams] if teams else []
     return [
         f"## Contributions up to round {totals.round}", "",
-        "Tokens count training whose updates are in the base; expert-steps are local steps times experts trained in them.", "",
-        "| peer | tokens | share | expert-steps |", "|---|---|---|---|", *(row(each) for each in ranked),
+        "Tokens count training whose updates are in the base; expert-steps are local steps times experts trained in them. "
+        "Peers choose names and teams themselves.", "",
+        "| peer | name | team | tokens | share | expert-steps |", "|---|---|---|---|---|---|", *map(row, totals.ranked()),
+        *of_teams,
     ]

@@ -27,6 +27,7 @@ from spes_p2p.config.types import (
     Count,
     Decay,
     Devices,
+    DisplayName,
     Fraction,
     IPAddress,
     Multiaddr,
@@ -391,6 +392,11 @@ class PeerConfig(Section):
                            "(--evaluate-tasks).")
     include_path: Path | None = Field(
         None, description="Folder with task definitions for --evaluate-tasks; lm-eval's own are known without it.")
+    name: DisplayName | None = Field(
+        None, description="What lists of contributors call this peer (--name). Anybody may choose any name, so its id stands "
+                          "beside it. Default: only the id.")
+    team: DisplayName | None = Field(
+        None, description="Team whose sum this peer's tokens count for in these lists (--team). Anybody may join any team.")
     invite: Text | None = Field(
         None, description="Invitation of the campaign's owner: the text, or a file with it. Kept in run_dir for later starts.")
     identity: Path | None = Field(None, description="Private key file of the peer. Default: identity.key in run_dir.")

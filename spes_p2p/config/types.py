@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from spes_p2p.config.addresses import is_host
 from spes_p2p.config.problems import broken_rule
+from spes_p2p.messages.fields import LONGEST_NAME, is_display_name
 
 Whole = Annotated[int, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -57,6 +58,9 @@ SourceName = Annotated[str, checked(
 TaskName = Annotated[str, checked(
     "must be the name of an lm-eval task, such as arc_easy, or with its few-shot examples, such as piqa:5",
     re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(:[0-9]{1,2})?").fullmatch)]
+DisplayName = Annotated[str, checked(
+    f"must be 1 to {LONGEST_NAME} letters, digits, spaces, hyphens, '_', '.' or apostrophes, with a letter among them",
+    is_display_name)]
 Multiaddr = Annotated[str, checked("must be a multiaddress such as /ip4/0.0.0.0/tcp/31337", _is_multiaddr)]
 IPAddress = Annotated[str, checked(
     "must be an address of this machine such as 127.0.0.1, or 0.0.0.0 for all of them",

@@ -6,6 +6,7 @@ Bounds are generous: they keep arithmetic on numbers and work on lists safe. The
 from __future__ import annotations
 
 import math
+import unicodedata
 from typing import Annotated
 
 from annotated_types import Ge, Le, MaxLen, Predicate
@@ -44,7 +45,10 @@ MAX_PHASES = 2**6
 """Phases of a round, or reasons for failed attempts, in a status."""
 MAX_TASK_SCORES = 2**6
 """Results of lm-eval tasks in a status: a campaign has at most 32 tasks, most with two metrics."""
+MAX_NAMES = 2**7
+"""New names in one round record; others wait for the next rounds. Bounds what renaming costs in journals."""
 LONGEST_WORD = 200
+LONGEST_NAME = 24
 
 PeerId = Annotated[str, MaxLen(128)]
 """A libp2p id is a multihash in base58: 46 characters for RSA, 52 for Ed25519."""
@@ -58,6 +62,19 @@ Signature = Annotated[bytes, MaxLen(2**11)]
 """RSA of at most 4096 bits: length (2 bytes), public key (550) and signature (512)."""
 Word = Annotated[str, MaxLen(LONGEST_WORD), Predicate(str.isprintable)]
 """Short text from another peer, without control characters that could corrupt a terminal."""
+
+
+def is_display_name(text: str) -> bool:
+    """Whether a peer may call itself so: letters, marks and digits of any script, and " -_.'" between them.
+
+    That leaves nothing that means anything to a terminal, to HTML or to Markdown.
+    """
+    kinds = {unicodedata.category(character)[0] for character in text if character not in " -_.'"}
+    return len(text) <= LONGEST_NAME and text == text.strip() and kinds <= {"L", "M", "N"} and "L" in kinds
+
+
+Name = Annotated[str, MaxLen(LONGEST_NAME), Predicate(lambda text: not text or is_display_name(text))]
+"""What a peer calls itself or its team; empty for nothing. Not unique: people are shown the id with it."""
 Address = Annotated[str, MaxLen(2**9), Predicate(str.isprintable)]
 """A multiaddr; one through a relay names two peers."""
 Text = Annotated[str, MaxLen(2**10)]

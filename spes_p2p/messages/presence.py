@@ -17,6 +17,7 @@ from spes_p2p.messages.fields import (
     MAX_ELECTORATE,
     MAX_EXPERTS,
     MAX_MEMBERS,
+    MAX_NAMES,
     MAX_PAGE,
     MAX_PHASES,
     MAX_TASK_SCORES,
@@ -24,6 +25,7 @@ from spes_p2p.messages.fields import (
     Count,
     Digest,
     Loss,
+    Name,
     Port,
     Real,
     Round,
@@ -165,6 +167,15 @@ class Contribution:
 
 
 @dataclass(frozen=True)
+class Named:
+    """What a member called itself in the announcement that it signed."""
+
+    peer: Word
+    name: Name
+    team: Name
+
+
+@dataclass(frozen=True)
 class RoundRecord:
     """One committed round. Fields up to `teller` are the same on every peer."""
 
@@ -196,6 +207,8 @@ class RoundRecord:
     """The owner's orders by then, in words; empty for none. The same on every peer."""
     contributions: Annotated[tuple[Contribution, ...], MaxLen(MAX_MEMBERS)] = ()
     """By member. The same on every peer."""
+    names: Annotated[tuple[Named, ...], MaxLen(MAX_NAMES)] = ()
+    """Members whose name or team was new to `teller`."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from spes_p2p.messages.fields import (
     Loss,
     Lost,
     MemberIndex,
+    Name,
     PartIndex,
     PeerId,
     Rate,
@@ -99,6 +100,9 @@ class Announcement(Extensible):
     """The owner's, where the campaign's rule of admission asks for one."""
     unanswered: Annotated[tuple[Unanswered, ...], MaxLen(MAX_UNANSWERED)] = ()
     """Reducers that this member checked and that did not show their inputs."""
+    name: Name = ""
+    """What lists of contributors call it."""
+    team: Name = ""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class RoundCommitted(Event):
     """Number of the last round under the owner's orders; 0: as planned."""
     control: str = ""
     """Description of the owner's orders; empty if there are none."""
+    names: tuple[tuple[str, str, str], ...] = ()
+    """Peer id, name and team of members that this process had not seen under that name; empty: none."""
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD
-from spes_p2p.messages.presence import Contribution, RoundRecord
+from spes_p2p.messages.presence import Contribution, Named, RoundRecord
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed, seconds_by_stage
 
 
@@ -20,22 +20,42 @@ class Totals:
     """-1: no round yet."""
     contributions: tuple[Contribution, ...]
     """By peer id."""
+    names: Mapping[str, Named] = field(default_factory=dict)
+    """Newest names by peer id, of peers that gave one."""
 
     @property
     def tokens(self) -> int:
         """Tokens of all peers."""
         return sum(each.tokens for each in self.contributions)
 
+    def ranked(self) -> list[Contribution]:
+        """Return the contributions by decreasing tokens."""
+        return sorted(self.contributions, key=lambda each: (-each.tokens, each.peer))
+
+    def teams(self) -> list[tuple[str, int, int]]:
+        """Return name, peers and tokens of each team that has trained, by decreasing tokens.
+
+        A peer's tokens count for the team that it is in now. Teams are the same if they differ in capitals only.
+        """
+        found: dict[str, tuple[str, int, int]] = {}
+        for each in self.ranked():
+            named = self.names.get(each.peer)
+            if named is not None and named.team and each.tokens:
+                team, peers, tokens = found.get(named.team.casefold(), (named.team, 0, 0))
+                found[named.team.casefold()] = team, peers + 1, tokens + each.tokens
+        return sorted(found.values(), key=lambda team: (-team[2], team[0]))
+
 
 def totals_of(records: Iterable[RoundRecord]) -> Totals:
-    """Sum the contributions to these rounds."""
-    newest, sums = -1, dict[str, tuple[int, int]]()
+    """Sum the contributions to these rounds, given in their order."""
+    newest, sums, names = -1, dict[str, tuple[int, int]](), dict[str, Named]()
     for record in records:
         newest = max(newest, record.round)
+        names.update((each.peer, each) for each in record.names)
         for each in record.contributions:
             tokens, steps = sums.get(each.peer, (0, 0))
             sums[each.peer] = tokens + each.tokens, steps + each.expert_steps
-    return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums)))
+    return Totals(newest, tuple(Contribution(peer, *sums[peer]) for peer in sorted(sums)), names)
 
 
 def merged(known: RoundRecord | None, other: RoundRecord) -> RoundRecord:
@@ -126,5 +146,6 @@ class Rounds:
             failed_attempts=self._failed_attempts,
             control=event.control[:LONGEST_WORD],
             contributions=tuple(Contribution(*each) for each in event.contributions),
+            names=tuple(Named(*each) for each in event.names),
         )
         self._train_seconds, self._failed_attempts = 0.0, 0

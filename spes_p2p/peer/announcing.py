@@ -80,5 +80,7 @@ class Announcer:
             archived=tuple(archived_rounds(node.world.store)),
             invitation=node.invitation,
             unanswered=self._unanswered(),
+            name=node.named[0],
+            team=node.named[1],
         )
         return sign(announcement, node.world.identity)

@@ -64,14 +64,16 @@ class Node:
         blobs: Mapping[str, bytes],
         observer: Observer,
         invitation: Invitation | None = None,
+        named: tuple[str, str] = ("", ""),
     ):
-        """`blobs`: the campaign's files by sha256. `invitation`: this peer's."""
+        """`blobs`: the campaign's files by sha256. `invitation`: this peer's. `named`: its name and team in lists, or ""."""
         self.world = world
         self.campaign = campaign
         self.campaign_hash = campaign.hash
         self.rules = rules
         self.role = role
         self.invitation = invitation
+        self.named = named
         self.endpoint = RpcEndpoint(world.transport, campaign.config.sync.silence_s, world.line)
         self.decisions = Decisions(world, self.endpoint, genesis)
         self.log, self.controls = self.decisions.log, self.decisions.controls

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from spes_p2p.campaign.orders import describe
 from spes_p2p.consensus.control import is_stopped
 from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.fields import MAX_NAMES
 from spes_p2p.messages.methods import SPEED
 from spes_p2p.observe.events import (
     BaseRestored,
@@ -44,6 +45,7 @@ class EventReporter:
         self.evaluated_round = -1
         """The last round whose held-out loss was reported."""
         self._control = 0
+        self._names: dict[str, tuple[str, str]] = {}
         self._moved: Counter[tuple[str, bool]] = Counter()
 
     def set_state(self, state: str) -> None:
@@ -105,6 +107,7 @@ class EventReporter:
                 contributions=contributions(commit, applied.results, training.batch_size * training.sequence_length),
                 total_rounds=self._total_rounds(commit),
                 control=describe(commit.control),
+                names=self._new_names(plan),
             )
         )
         self._report_control(commit)
@@ -135,6 +138,13 @@ class EventReporter:
         if control is not None and control.number != self._control:
             self._control = control.number
             self._observer(Controlled(commit.round, control.number, control.state, describe(control)))
+
+    def _new_names(self, plan: Plan) -> tuple[tuple[str, str, str], ...]:
+        """Return members that call themselves otherwise than was reported here before: id, name, team."""
+        said = {each.peer: (each.name, each.team) for each in plan.members if each.trains}
+        changed = [peer for peer, named in said.items() if named != self._names.get(peer, ("", ""))][:MAX_NAMES]
+        self._names.update((peer, said[peer]) for peer in changed)
+        return tuple((peer, *said[peer]) for peer in changed)
 
     def _bytes(self) -> tuple[int, int]:
         """Report the bytes that crossed the transport since the last call; return (sent, received) without measurements."""

@@ -176,7 +176,7 @@ def _member(peer: str, announced: Announcement, commit: Commit, rules: Rules, ro
     if standing == "newcomer" and tokens > most:
         routed = tuple(-(-each * most // tokens) for each in routed)
         tokens = most
-    return Member(peer, tokens, routed, announced.bandwidth, announced.trains, standing)
+    return Member(peer, tokens, routed, announced.bandwidth, announced.trains, standing, announced.name, announced.team)
 
 
 def local_steps(sync_steps: int, tokens_per_second: Mapping[str, float], pace: Collection[str]) -> dict[str, int]:

@@ -24,6 +24,8 @@ class Member:
     trains: bool = True
     standing: Standing = "vouched"
     """What it may do beyond training; among friends everything."""
+    name: str = ""
+    team: str = ""
 
     @property
     def is_stranger(self) -> bool:

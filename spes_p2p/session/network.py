@@ -71,10 +71,11 @@ async def make_node(
     role: str,
     observer: Observer,
     invitation: Invitation | None,
+    named: tuple[str, str] = ("", ""),
 ) -> Node:
     """Return a node of the campaign that serves the measurements of `spes-p2p doctor`."""
     rules = Rules(files.campaign.config, files.campaign.hash, files.num_samples)
-    node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer, invitation)
+    node = Node(world, files.campaign, genesis, rules, role, files.blobs, observer, invitation, named)
     await Checkup(time.time, net.transport.seen_at).serve(node.endpoint)
     return node
 

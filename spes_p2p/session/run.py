@@ -245,7 +245,8 @@ async def _live_as_trainer(
     more = (pauses.observe, tasks.observe, *extension.observers)
     with observing(files, settings, net.identity.peer_id, "trainer", more) as observers:
         world = extension.around(world_of(net, ready.store, settings))
-        node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation)
+        named = settings.name or "", settings.team or ""
+        node = await make_node(net, world, files, ready.genesis, "trainer", observers.all, ready.invitation, named)
         library = await serve_text(node, ready.shelf, settings.private_urls or all(map(is_loopback, addresses)))
         leave = LeaveRequest()
         text, held_out = make_readers(files, ready.shelf, library, leave)
