@@ -48,6 +48,12 @@ class Judge:
         self._trainer.load_base(base)
         return {domain: loss_of(self._trainer.model, reader.read_spread(samples)) for domain, reader in self._held_out.items()}
 
+    def test_losses(self, base: State, samples: int) -> dict[str, float]:
+        """Return the same on `samples` others, which lie between those that `losses` reads if it reads as many."""
+        self._trainer.load_base(base)
+        between = {domain: reader.read_spread(2 * samples)[1::2] for domain, reader in self._held_out.items()}
+        return {domain: loss_of(self._trainer.model, chosen) for domain, chosen in between.items()}
+
     def loss(self, base: State, samples: Samples) -> float:
         """Return the cross-entropy per token on these samples."""
         self._trainer.load_base(base)

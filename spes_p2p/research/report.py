@@ -26,8 +26,8 @@ class Outcome:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Final held-out loss by seed."""
-        return {seed: record["loss"] for seed, record in self.runs.items()}
+        """Final held-out loss by seed, on the test samples where the experiment has them."""
+        return {seed: record["test_loss" if "test_loss" in record else "loss"] for seed, record in self.runs.items()}
 
     @property
     def first(self) -> Record:
@@ -121,9 +121,13 @@ def sweep_table(found: Sequence[Outcome]) -> str:
 
 def domains_table(found: Sequence[Outcome]) -> str:
     """Return final held-out losses by domain, mean over seeds."""
+    def of(run: Record) -> dict[str, float]:
+        losses: dict[str, float] = run["test_domains" if "test_domains" in run else "domains"]
+        return losses
+
     domains = sorted({domain for outcome in found for domain in outcome.first.get("domains", {})})
     rows = [
-        (o.arm, *(f"{statistics.fmean(run['domains'][domain] for run in o.runs.values()):.3f}" for domain in domains))
+        (o.arm, *(f"{statistics.fmean(of(run)[domain] for run in o.runs.values()):.3f}" for domain in domains))
         for o in found if o.first.get("domains")
     ]
     return _table(("held-out loss by domain", *domains), rows)

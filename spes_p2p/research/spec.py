@@ -91,6 +91,8 @@ class Experiment(Section):
     """Held-out samples per domain for each measurement."""
     final_samples: Positive = 128
     """The same for the last measurement."""
+    test_samples: Count = 0
+    """Others per domain, for the tables: learning rates are chosen by the last measurement. 0: it serves for both."""
     measured_rounds: Count = 6
     """Number of rounds with diagnostics."""
     pictured: tuple[Text, ...] = ()
@@ -158,6 +160,8 @@ class Run:
         config = self.config.model_dump(mode="json", exclude={"name": True, "evaluation": True}, exclude_unset=True)
         samples = self.experiment.final_samples
         unusual: list[Any] = [v for v, usual in ((self.experiment.device, "cpu"), (self.arm.domains, "mixed")) if v != usual]
+        if self.experiment.test_samples:
+            unusual.append(f"tested on {self.experiment.test_samples}")
         if self.arm.donors != "base":
             unusual.append(f"donors of the {self.arm.donors}")
         if self.arm.attack is not None:

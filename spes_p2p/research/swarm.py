@@ -222,6 +222,7 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
         watches.append(watch)
     last, peers = watches[-1], run.members
     keep(last.base[: layout.size])
+    tested = last.judge.test_losses(last.base, run.experiment.test_samples) if run.experiment.test_samples else {}
     curve = _joined([watch.curve for watch in watches], ("step", "tokens", "sent_bytes"))
     return {
         "experiment": run.experiment.name, "arm": run.arm.name, "mode": run.arm.mode, "rate": run.rate, "seed": run.seed,
@@ -230,6 +231,7 @@ def train(run: Run, text: Text, keep: Callable[[State], None] = lambda base: Non
         "batch_tokens": config.training.batch_size * config.training.sequence_length,
         "steps": config.training.total_steps,
         "tokens": curve[-1]["tokens"], "loss": curve[-1]["loss"], "domains": curve[-1]["domains"],
+        **({"test_loss": float(np.mean(list(tested.values()))), "test_domains": tested} if tested else {}),
         "memory_bytes": max(watch.memory_bytes for watch in watches), "base_bytes": base0.nbytes,
         "sent_bytes": sum(watch.sent_bytes for watch in watches) // peers,
         "failed_rounds": sum(watch.failed for watch in watches),
