@@ -419,8 +419,9 @@ def status(
         print(f"your trainer: {own.line}", flush=True)
     _log("warning", False)
     with _waiting("looking for the swarm") as end_waiting:
+        from spes_p2p.client.alerts import status_document
         from spes_p2p.client.status import fetch_statuses, watch_status
-        from spes_p2p.observe.status import gather, swarm_status
+        from spes_p2p.observe.status import gather
         from spes_p2p.observe.table import render_status
 
         if watch:
@@ -430,7 +431,7 @@ def status(
     if not statuses:
         raise UserError(f"{addresses[0]}: connected, but no peer of the campaign answers; try again in a moment")
     if as_json:
-        print(json.dumps({**swarm_status(statuses), **({"own": own_state_json(own)} if own else {})}, indent=2))
+        print(json.dumps({**status_document(statuses), **({"own": own_state_json(own)} if own else {})}, indent=2))
     else:
         Console().print(render_status(statuses))
         if gather(statuses).done:
@@ -572,17 +573,23 @@ def dashboard(
     addresses: Addresses,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8700,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every interface.")] = "127.0.0.1",
+    webhook: Annotated[str | None, typer.Option(
+        help="URL that gets a POST with JSON when an alert begins and when it ends.")] = None,
 ) -> None:
     """Serve a live web page about a running swarm. Ctrl-C ends it."""
     _log("warning", False)
     with _waiting("starting") as end_waiting:
         from spes_p2p.client.dashboard.server import run_dashboard
+        from spes_p2p.client.dashboard.webhook import check_webhook
+
+        if webhook is not None:
+            check_webhook(webhook)
 
         def show(url: str) -> None:
             end_waiting()
             print(f"dashboard on {url}", flush=True)
 
-        _run(run_dashboard(addresses, host, port, show))
+        _run(run_dashboard(addresses, host, port, show, webhook))
 
 
 @app.command()

@@ -345,6 +345,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "describe wrong dtype": (lambda p: describe(p, TOO_LARGE[:4], "--dtype", "int8"), ("--dtype int8",)),
     "describe other dtype": (lambda p: describe(p, TOO_LARGE[:2] * 6, "--dtype", "uint32"), ("tokens.npy",)),
     "describe cut short": (lambda p: describe(p, TOO_LARGE[:3]), ("tokens.npy",)),
+    "dashboard to no URL": (lambda p: ["dashboard", NOBODY, "--webhook", "a.b"], ("--webhook: must be an http:// or https://",)),
     "report of nothing": (lambda p: ["report", p.output], ("no such folder; give the run-dir",)),
     "report of no run-dir": (lambda p: ["report", str(p.folder)], ("not a peer's run-dir",)),
     "report into a folder": (lambda p: ["report", str(p.folder), "--output", str(p.folder)], ("is a folder; name a file",)),

@@ -17,11 +17,13 @@ import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
 from synthetic_swarm import Synthetic, synthetic_swarm
 
+from spes_p2p.client.alerts import alerts
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.view import series, swarm_view
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.observe.status import gather
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")
 
@@ -70,6 +72,7 @@ def look_at(swarm: Synthetic, look: Callable[[Any, Published], Awaitable[None]],
 
 def show(live: Published, swarm: Synthetic) -> None:
     live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    live.known_alerts = alerts(gather(swarm.statuses), swarm.records, swarm.now)
     live.curves = series(swarm.records, {}, CONFIG)
     live.curves_version += 1
     live.updated = time.time()
@@ -167,7 +170,7 @@ def test_the_page_follows_without_reloading_and_says_when_nobody_answers() -> No
         assert await page.locator("#peers tr").count() == 5
         live.set_state("silent", "no peer of the campaign answers; trying again")
         await page.wait_for_selector("#banner:not([hidden])")
-        assert "No peer answers since" in await page.text_content("#banner")
+        assert "No peer has answered since" in await page.text_content("#banner")
         assert await page.is_visible("#main")
         show(live, synthetic_swarm(4, 8, 22))
         await page.wait_for_selector("#banner", state="hidden")

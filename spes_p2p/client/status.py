@@ -6,9 +6,10 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 
+from spes_p2p.client.alerts import status_document
 from spes_p2p.client.connection import connect
 from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.status import gather, swarm_status
+from spes_p2p.observe.status import gather
 from spes_p2p.observe.table import SwarmView, round_line
 
 LOOK_EVERY_S = 1.0
@@ -41,4 +42,4 @@ async def watch_status(addresses: Sequence[str], as_json: bool, on_reached: Call
 
 def json_line(statuses: Sequence[PeerStatus]) -> str:
     """Return the document of `status --json` as one line."""
-    return json.dumps(swarm_status(statuses), separators=(",", ":"))
+    return json.dumps(status_document(statuses), separators=(",", ":"))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spes_p2p.client.alerts import NOBODY_ANSWERS, Alert, alerts, status_document
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
 from spes_p2p.config.addresses import is_peer_address, peer_of
@@ -18,7 +19,7 @@ from spes_p2p.messages.consensus import Control
 from spes_p2p.messages.presence import HistoryPage, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds, totals_of
-from spes_p2p.observe.status import swarm_status
+from spes_p2p.observe.status import gather
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class Published:
     command: str = ""
     """The command to copy: `join`, or `export` once the campaign is done."""
     view: dict[str, Any] | None = None
+    known_alerts: Sequence[Alert] = ()
+    """As of the last answer."""
     status: dict[str, Any] | None = None
     """The document of `status --json`."""
     curves: dict[str, Any] | None = None
@@ -51,9 +54,14 @@ class Published:
     version: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts now. What was wrong when the swarm fell silent still is, as far as anyone knows."""
+        return (*(() if self.state == "live" else (NOBODY_ANSWERS,)), *self.known_alerts)
+
     def document(self) -> dict[str, Any]:
-        """Return state, message, times, the command to copy, and the state of the swarm, without the curves."""
-        header = {name: getattr(self, name) for name in ("state", "message", "since", "updated", "command")}
+        """Return state, message, times, the command to copy, alerts, and the state of the swarm, without the curves."""
+        header = {name: getattr(self, name) for name in ("state", "message", "since", "updated", "command", "alerts")}
         document: dict[str, Any] = to_json({**header, "swarm": self.view})
         return document
 
@@ -142,7 +150,8 @@ def _publish(
     now = time.time()
     records = history.rounds.records
     published.view = swarm_view(statuses, history.by_peer, totals_of(records), now)
-    published.status = swarm_status(statuses)
+    published.known_alerts = alerts(gather(statuses), records, now)
+    published.status = status_document(statuses, records)
     take = f"spes-p2p export --from {address} --output checkpoint"
     published.command = take if published.view["done"] else f"spes-p2p join {address}"
     curves = series(records, history.traffic, config, history.control)

@@ -14,23 +14,33 @@ from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
+from spes_p2p.client.alerts import KINDS
 from spes_p2p.client.dashboard.poll import Published, watch
+from spes_p2p.client.dashboard.webhook import post_alerts
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
+from spes_p2p.net.tasks import beside
 
 KEEP_ALIVE_S = 15.0
 NO_STORE = {"Cache-Control": "no-store"}
 PUBLISHED = web.AppKey("published", Published)
 
 
-async def run_dashboard(addresses: Sequence[str], host: str, port: int, on_url: Callable[[str], None]) -> None:
-    """Serve the page until cancelled. Raises UserError for a malformed address or an unavailable port."""
+async def run_dashboard(
+    addresses: Sequence[str], host: str, port: int, on_url: Callable[[str], None], webhook: str | None = None
+) -> None:
+    """Serve the page and post alerts to `webhook` until cancelled.
+
+    Raises UserError for a malformed address or an unavailable port.
+    """
     check_peer_addresses(addresses)
     published = Published(message=f"looking for a peer at {', '.join(addresses)}")
     async with serving(published, host, port) as url:
         on_url(url)
-        await watch(addresses, published)
+        async with beside(*([post_alerts(webhook, published)] if webhook else [])):
+            await watch(addresses, published)
 
 
 @contextlib.asynccontextmanager
@@ -70,11 +80,24 @@ def make_app(published: Published) -> web.Application:
 
         return handle
 
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(_alert_metrics(published)), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
     app.add_routes([
         web.get("/", index), web.get("/events", _events), web.get("/view.json", as_json(published.document)),
+        web.get("/metrics", metrics),
         web.get("/series.json", as_json(lambda: published.curves)), web.get("/status.json", as_json(lambda: published.status)),
     ])
     return app
+
+
+def _alert_metrics(published: Published) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    gauge = Gauge("spes_alert", "1 while the dashboard shows an alert of this kind, otherwise 0.", ["kind"], registry=registry)
+    present = {alert.kind for alert in published.alerts}
+    for kind in KINDS:
+        gauge.labels(kind).set(kind in present)
+    return registry
 
 
 def content_policy(page: str) -> str:

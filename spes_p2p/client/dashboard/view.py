@@ -15,7 +15,6 @@ from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
 from spes_p2p.observe.status import gather
-from spes_p2p.observe.table import troubles
 
 MAX_POINTS = 600
 """Maximum number of points per curve; more are not visible."""
@@ -53,7 +52,6 @@ def swarm_view(
         for each in totals.contributions
         if each.peer not in places
     ]
-    document["troubles"] = troubles(swarm)
     document["assembled"], document["done"] = swarm.assembled, swarm.done
     return document
 

@@ -1,0 +1,95 @@
+"""What a campaign's owner should look at: a pure function of the swarm's state and its rounds so far."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from spes_p2p.messages.presence import PeerStatus, RoundRecord
+from spes_p2p.observe.json_values import to_json
+from spes_p2p.observe.status import SwarmStatus, gather, swarm_status
+from spes_p2p.observe.units import counted, human_indices, human_loss, human_seconds, short_peer
+from spes_p2p.rounds.runaway import HeldOut, last_good_round
+
+KINDS = ("nobody_answers", "loss_runs_away", "electors_missing", "no_round", "experts_without_owner", "bases_differ")
+PACE_ROUNDS, USUAL_ROUNDS, PATIENCE_S = 8, 3, 300.0
+"""No round for three times the median of the last eight and five minutes: the bound of SpesRoundsStalled in alerts.yml."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that lasts until it is dealt with."""
+
+    kind: str
+    """One of KINDS."""
+    severity: str
+    """critical: rounds do not happen, or make the model worse; warning: they still do."""
+    text: str
+
+
+NOBODY_ANSWERS = Alert("nobody_answers", "critical", "no peer of the campaign answers")
+
+
+def alerts(swarm: SwarmStatus, records: Sequence[RoundRecord], now: float) -> list[Alert]:
+    """Return the alerts, the worst first. `records`: by round, as far as known, at the clock of `now` (Unix time)."""
+    found = [_experts(swarm), _bases(swarm)]
+    if not swarm.done and swarm.state != "stopped":
+        found += [_loss(records), _electors(swarm), _stall(swarm, records, now)]
+    return sorted((each for each in found if each is not None), key=lambda each: (each.severity, KINDS.index(each.kind)))
+
+
+def status_document(statuses: Sequence[PeerStatus], records: Sequence[RoundRecord] = ()) -> dict[str, Any]:
+    """Return the document of `spes-p2p status --json`. Without `records` it lacks the alerts that need them."""
+    found = alerts(gather(statuses), records, time.time())
+    return {**swarm_status(statuses), "alerts": to_json(found)}
+
+
+def _loss(records: Sequence[RoundRecord]) -> Alert | None:
+    """By the rule of the owner's bootstrap peer, which then rolls back."""
+    held_out = [HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)]
+    good = last_good_round(held_out)
+    if good is None:
+        return None
+    newest, best = held_out[-1], min(each.loss for each in held_out)
+    text = f"the held-out loss runs away: {human_loss(newest.loss)} after round {newest.round}, {human_loss(best)} at best"
+    return Alert("loss_runs_away", "critical", f"{text}; the base of round {good} was still good")
+
+
+def _electors(swarm: SwarmStatus) -> Alert | None:
+    """Some are missing, and without one more no majority is left."""
+    total, missing = len(swarm.electorate), len(swarm.electors_missing)
+    if not missing or 2 * (total - missing - 1) > total:
+        return None
+    text = f"{missing} of {counted(total, 'elector')} do not answer ({', '.join(map(short_peer, swarm.electors_missing))})"
+    if swarm.majority_missing:
+        return Alert("electors_missing", "critical", f"{text}; rounds wait until a majority is back or the swarm reforms")
+    return Alert("electors_missing", "warning", f"{text}; without one more, no round is decided")
+
+
+def _stall(swarm: SwarmStatus, records: Sequence[RoundRecord], now: float) -> Alert | None:
+    last = records[-PACE_ROUNDS - 1 :]
+    if not last or swarm.state != "running":
+        return None
+    pace = statistics.median([after.time - before.time for before, after in pairwise(last)] or [0.0])
+    waited = now - last[-1].time
+    if waited <= USUAL_ROUNDS * pace + PATIENCE_S:
+        return None
+    text = f"no round for {human_seconds(waited)}; the last ones took {human_seconds(pace)}"
+    return Alert("no_round", "critical", text)
+
+
+def _experts(swarm: SwarmStatus) -> Alert | None:
+    if not swarm.ownerless or swarm.done or swarm.state == "stopped":
+        return None
+    return Alert("experts_without_owner", "warning", f"no peer trains expert {human_indices(swarm.ownerless)}")
+
+
+def _bases(swarm: SwarmStatus) -> Alert | None:
+    if swarm.digests_equal:
+        return None
+    return Alert("bases_differ", "warning", f"peers at round {swarm.round} hold different bases")

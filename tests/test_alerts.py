@@ -1,0 +1,212 @@
+"""Alerts: what is one, and what a webhook is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from synthetic_swarm import Synthetic, synthetic_swarm
+
+from spes_p2p.client.alerts import Alert, alerts, status_document
+from spes_p2p.client.dashboard.poll import Published
+from spes_p2p.client.dashboard.server import serving
+from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, check_webhook, post_alerts
+from spes_p2p.errors import UserError
+from spes_p2p.observe.status import gather
+
+EXPERTS = Alert("experts_without_owner", "warning", "no peer trains expert 3")
+ROUND_S = 21.0
+"""Of a synthetic swarm, whose last round was 9 s ago."""
+
+
+def found(swarm: Synthetic, later_s: float = 0.0) -> list[tuple[str, str]]:
+    return [(each.kind, each.severity) for each in alerts(gather(swarm.statuses), swarm.records, swarm.now + later_s)]
+
+
+def changed(swarm: Synthetic, **fields: Any) -> Synthetic:
+    return replace(swarm, statuses=[replace(status, **fields) for status in swarm.statuses])
+
+
+def test_a_healthy_swarm_has_no_alert() -> None:
+    assert found(synthetic_swarm(4, 8, 30)) == []
+    assert status_document(synthetic_swarm(4, 8, 30).statuses)["alerts"] == []
+
+
+def test_the_held_out_loss_runs_away_when_three_evaluations_agree() -> None:
+    swarm = synthetic_swarm(4, 8, 30)
+    for bad_from, expected in ((22, []), (18, [("loss_runs_away", "critical")])):
+        records = [
+            replace(each, validation_loss=math.nan if each.round % 5 else 9.0 if each.round > bad_from else 4.0)
+            for each in swarm.records
+        ]
+        assert found(replace(swarm, records=records)) == expected
+    [alert] = alerts(gather(swarm.statuses), records, swarm.now)
+    assert alert.text == "the held-out loss runs away: 9.000 after round 30, 4.000 at best; the base of round 15 was still good"
+
+
+@pytest.mark.parametrize(("electors", "away", "severity"), [
+    (5, 0, None), (5, 1, None), (5, 2, "warning"), (5, 3, "critical"), (3, 1, "warning"), (4, 1, "warning"), (4, 2, "critical"),
+    (1, 0, None), (1, 1, "critical"), (2, 0, None),
+])
+def test_electors_are_near_a_minority_when_one_more_stops_decisions(electors: int, away: int, severity: str | None) -> None:
+    swarm = synthetic_swarm(8, 8, 12)
+    ids = [status.peer_id for status in swarm.statuses]
+    electorate = (*(f"Qm{'z' * 43}{i}" for i in range(away)), *ids[: electors - away])
+    assert found(changed(swarm, electorate=electorate)) == ([("electors_missing", severity)] if severity else [])
+
+
+def test_no_round_for_three_usual_ones_and_five_minutes() -> None:
+    swarm = synthetic_swarm(4, 8, 30)
+    last = swarm.now - swarm.records[-1].time
+    assert found(swarm, 3 * ROUND_S + 290 - last) == []
+    assert found(swarm, 3 * ROUND_S + 310 - last) == [("no_round", "critical")]
+    for harmless in (changed(swarm, state="paused"), changed(swarm, total_rounds=30)):
+        assert found(harmless, 10_000) == []
+
+
+def test_experts_without_owner_and_different_bases_are_warnings() -> None:
+    swarm = synthetic_swarm(4, 8, 30)
+    owners = ((), *swarm.statuses[0].owners[1:])
+    swarm = changed(swarm, owners=owners)
+    first, *others = swarm.statuses
+    swarm = replace(swarm, statuses=[replace(first, base_digest="f" * 64), *others])
+    assert found(swarm) == [("experts_without_owner", "warning"), ("bases_differ", "warning")]
+
+
+# The webhook -------------------------------------------------------------------------------------------------------------
+
+
+def told(notices: Notices, alert: Alert | None, now: float) -> list[tuple[str, float]]:
+    return [(each.event, each.since) for each in notices.update([alert] if alert else [], now)]
+
+
+def test_an_alert_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
+    notices = Notices()
+    assert [told(notices, EXPERTS, at) for at in (100.0, 130.0, 99 + HOLD_S)] == [[], [], []]
+    assert told(notices, EXPERTS, 100 + HOLD_S) == [("begin", 100.0)]
+    assert told(notices, replace(EXPERTS, text="no peer trains expert 4"), 500.0) == []
+    assert told(notices, None, 600.0) == []
+    assert told(notices, None, 600 + HOLD_S) == [("end", 100.0)]
+    assert told(notices, None, 900.0) == []
+
+
+def test_flapping_is_not_told() -> None:
+    notices = Notices()
+    assert [told(notices, EXPERTS if at % 50 < 25 else None, float(at)) for at in range(0, 1000, 5)] == [[]] * 200
+    assert told(notices, EXPERTS, 1000.0) == []
+    assert told(notices, EXPERTS, 1000 + HOLD_S) == [("begin", 1000.0)]
+    assert [told(notices, EXPERTS if at % 50 < 25 else None, float(at)) for at in range(1100, 2000, 5)] == [[]] * 180
+
+
+class Receiver:
+    """A server that takes notices, or refuses them."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, Any]] = []
+        self.refused = 0
+        self.refuses = False
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if self.refuses:
+            self.refused += 1
+            return web.Response(status=503)
+        self.taken.append(await request.json())
+        return web.Response(status=204)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+
+def posting(live: Published, look: Callable[[Receiver], Awaitable[None]]) -> None:
+    async def run() -> None:
+        receiver = Receiver()
+        app = web.Application()
+        app.router.add_post("/secret", receiver.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/secret"
+        task = asyncio.create_task(post_alerts(url, live, Notices(hold_s=0.0), retry_s=0.05))
+        try:
+            await look(receiver)
+            assert not task.done()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+def test_the_webhook_gets_json_when_an_alert_begins_and_ends() -> None:
+    live = Published(state="live", known_alerts=[EXPERTS], view={"campaign": "fable", "campaign_hash": "ab", "round": 7})
+
+    async def look(receiver: Receiver) -> None:
+        await receiver.until(lambda: len(receiver.taken) == 1)
+        live.known_alerts = []
+        await receiver.until(lambda: len(receiver.taken) == 2)
+        begin, end = receiver.taken
+        assert (begin.pop("event"), end.pop("event")) == ("begin", "end")
+        assert begin.pop("time") <= end.pop("time")
+        assert begin == end
+        alert = {"kind": EXPERTS.kind, "severity": "warning", "text": EXPERTS.text}
+        campaign = {"campaign": "fable", "campaign_hash": "ab", "round": 7}
+        assert {name: value for name, value in begin.items() if name != "since"} == {**alert, **campaign}
+
+    posting(live, look)
+
+
+def test_a_notice_that_the_url_refuses_is_posted_again_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    live = Published(state="searching")
+
+    async def look(receiver: Receiver) -> None:
+        receiver.refuses = True
+        await receiver.until(lambda: receiver.refused >= 3)
+        receiver.refuses = False
+        await receiver.until(lambda: len(receiver.taken) == 1)
+        assert receiver.taken[0]["kind"] == "nobody_answers"
+
+    posting(live, look)
+    [line] = [record.getMessage() for record in caplog.records if "--webhook" in record.getMessage()]
+    assert "answers 503" in line
+    assert "secret" not in line
+
+
+@pytest.mark.parametrize("url", ["", "ftp://a/b", "https://", "http:/a", "https://a b/c", "file:///etc/x", "http://a:x", "a.b"])
+def test_a_webhook_that_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="--webhook: must be an http:// or https:// URL"):
+        check_webhook(url)
+
+
+def test_prometheus_can_scrape_the_alerts() -> None:
+    async def run() -> str:
+        live = Published(state="live", known_alerts=[EXPERTS])
+        async with serving(live, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+            return await (await session.get(f"{url}metrics")).text()
+
+    lines = asyncio.run(run()).splitlines()
+    assert 'spes_alert{kind="experts_without_owner"} 1.0' in lines
+    assert 'spes_alert{kind="no_round"} 0.0' in lines
+
+
+def test_what_was_wrong_when_a_swarm_fell_silent_is_still_wrong() -> None:
+    live = Published(state="live", known_alerts=[EXPERTS])
+    assert [each.kind for each in live.alerts] == ["experts_without_owner"]
+    live.state = "silent"
+    assert [each.kind for each in live.alerts] == ["nobody_answers", "experts_without_owner"]
+
+
+def test_status_json_has_the_alerts_that_need_no_history() -> None:
+    status = replace(synthetic_swarm(1, 4, 5).statuses[0], electorate=("Qm" + "z" * 44,))
+    [alert] = status_document([status])["alerts"]
+    assert (alert["kind"], alert["severity"]) == ("electors_missing", "critical")
