@@ -644,3 +644,28 @@ def test_the_package_can_be_taken_alone() -> None:
     assert not FOREIGN & set(output)
     packages = {".".join(name.split(".")[:2]) for name in output if name.startswith("spes_p2p")}
     assert packages == {"spes_p2p", "spes_p2p.consensus", "spes_p2p.messages", "spes_p2p.errors"}
+
+
+# A long log ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_log_returns_what_was_put_and_gives_up_a_branch_of_any_length() -> None:
+    log, chain = CommitLog(SimulatedIdentity("A"), genesis()), [genesis()]
+
+    def following(parent: Commit, term: int) -> CertifiedCommit:
+        commit = dataclasses.replace(parent, term=term, round=parent.round + 1, parent=parent.id)
+        return CertifiedCommit(commit, Ballot(1, "A"), ())
+
+    for _ in range(100):
+        log.put(following(chain[-1], 0))
+        chain.append(log.last)
+    assert [log.commit_at(number) for number in range(-1, 100)] == chain
+    assert [each.commit for each in log.since(10, 3)] == chain[12:15]
+    assert [each.commit for each in log.since(97, 8)] == chain[99:]
+    log.put(following(chain[50], 1))
+    assert (log.round, log.last.term) == (50, 1)
+    assert log.gave_up(chain[51].id)
+    assert log.gave_up(chain[100].id)
+    assert not log.gave_up(chain[50].id)
+    assert log.recent(50) == (log.last, *reversed(chain[44:51]))
+    assert [log.commit_at(number) for number in range(-1, 50)] == chain[:51]

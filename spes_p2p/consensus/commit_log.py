@@ -11,7 +11,7 @@ from spes_p2p.consensus.certificate import equivocators, proves
 from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import WireError, unpack
+from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control
 from spes_p2p.messages.refusals import Code
 
@@ -19,6 +19,35 @@ logger = logging.getLogger(__name__)
 
 RECENT = 8
 """Commits that a plan is made from: those whose assignments may be pending, and some reforms between them."""
+KEPT_READ = 32
+"""Commits that are held as objects, for all that a round looks up."""
+
+
+class _Chain:
+    """Certified commits by round. Those before the last KEPT_READ are held as bytes, which take much less memory."""
+
+    def __init__(self) -> None:
+        self._packed: list[bytes] = []
+        self._last: list[CertifiedCommit] = []
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __getitem__(self, number: int) -> CertifiedCommit:
+        place = number - len(self._packed)
+        if place >= -len(self._last):
+            return self._last[place]
+        return unpack(CertifiedCommit, self._packed[number])
+
+    def append(self, decided: CertifiedCommit) -> None:
+        self._packed.append(pack(decided))
+        self._last = [*self._last[1 - KEPT_READ :], decided]
+
+    def cut(self, length: int) -> None:
+        """Drop all but the first `length`."""
+        left = range(max(0, length - KEPT_READ), length)
+        self._last = [self[number] for number in left]
+        del self._packed[length:]
 
 
 class CommitLog:
@@ -31,7 +60,7 @@ class CommitLog:
         """`records`: of the durable file. The first one that does not follow and all after it are dropped."""
         self._identity = identity
         self.genesis = genesis
-        self._decided: list[CertifiedCommit] = []
+        self._decided = _Chain()
         self._given_up: set[str] = set()
         self._served: Counter[str] = Counter()
         """By peer, its rounds of service in this log."""
@@ -47,7 +76,7 @@ class CommitLog:
     @property
     def last(self) -> Commit:
         """The last certified commit (genesis before round 0)."""
-        return self._decided[-1].commit if self._decided else self.genesis
+        return self._decided[len(self._decided) - 1].commit if self._decided else self.genesis
 
     @property
     def round(self) -> int:
@@ -83,9 +112,10 @@ class CommitLog:
             later.update(served(decided.commit))
         return self._served - later
 
-    def since(self, round_number: int) -> tuple[CertifiedCommit, ...]:
-        """Return all certified commits after that round."""
-        return tuple(self._decided[max(-1, round_number) + 1 :])
+    def since(self, round_number: int, count: int | None = None) -> tuple[CertifiedCommit, ...]:
+        """Return the certified commits after that round; the first `count`, or all."""
+        first, end = max(-1, round_number) + 1, len(self._decided)
+        return tuple(self._decided[number] for number in range(first, end if count is None else min(end, first + count)))
 
     def admits(self, decided: CertifiedCommit) -> bool:
         """Return True for the next commit or one that replaces a branch, False for a known one.
@@ -108,10 +138,11 @@ class CommitLog:
 
     def put(self, decided: CertifiedCommit) -> None:
         """Append an admitted commit; known commits of its round and later ones, all of lower terms, are given up."""
-        for old in self._decided[decided.commit.round :]:
+        for old in self.since(decided.commit.round - 1):
             self._given_up.add(old.commit.id)
             self._served.subtract(served(old.commit))
-        del self._decided[decided.commit.round :]
+        if decided.commit.round < len(self._decided):
+            self._decided.cut(decided.commit.round)
         self._decided.append(decided)
         self._served.update(served(decided.commit))
 

@@ -183,7 +183,7 @@ class Decisions:
 
     async def _on_commits(self, stream: Stream) -> None:
         after = unpack(CommitsRequest, await stream.message()).after
-        await stream.send(pack(Decide(self.log.since(after)[:COMMITS_PER_MESSAGE])))
+        await stream.send(pack(Decide(self.log.since(after, COMMITS_PER_MESSAGE))))
 
     async def _on_prepare(self, stream: Stream) -> None:
         request = unpack(Prepare, await stream.message())
