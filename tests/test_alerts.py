@@ -206,6 +206,11 @@ def test_what_was_wrong_when_a_swarm_fell_silent_is_still_wrong() -> None:
     assert [each.kind for each in live.alerts] == ["nobody_answers", "experts_without_owner"]
 
 
+def test_peers_that_leave_a_campaign_that_is_done_are_no_alert() -> None:
+    assert Published(state="silent", view={"done": True}).alerts == ()
+    assert Published(state="silent", view={"done": False}).alerts != ()
+
+
 def test_status_json_has_the_alerts_that_need_no_history() -> None:
     status = replace(synthetic_swarm(1, 4, 5).statuses[0], electorate=("Qm" + "z" * 44,))
     [alert] = status_document([status])["alerts"]

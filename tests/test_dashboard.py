@@ -10,12 +10,14 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import aiohttp
 import pytest
 from network_swarm import call
 from synthetic_swarm import synthetic_swarm
 
+from spes_p2p.client.dashboard.card import status_card
 from spes_p2p.client.dashboard.poll import Published, SwarmHistory
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.client.dashboard.server import content_policy, make_app, run_dashboard, serving
@@ -173,6 +175,43 @@ def visit(live: Published, look: Callable[[aiohttp.ClientSession, str], Awaitabl
             await asyncio.wait_for(look(session, url), 20)
 
     asyncio.run(run())
+
+
+def test_the_card_has_the_state_of_the_campaign_and_may_be_cached() -> None:
+    live = published()
+    assert live.view is not None
+
+    async def look(session: aiohttp.ClientSession, url: str) -> None:
+        answer = await session.get(f"{url}card.svg")
+        assert answer.content_type == "image/svg+xml"
+        assert answer.headers["Cache-Control"] == "public, max-age=60"
+        assert live.view is not None
+        texts = [text.text or "" for text in ElementTree.fromstring(await answer.text()).iter() if "text" in text.tag]
+        assert texts[0] == live.view["campaign"]
+        assert texts[1] == "round 20 of 400 · 2h13m left"
+        assert texts[2].startswith(f"loss {live.view['loss']:.3f} · held-out ")
+        assert texts[2].endswith(" · 9.83M tokens · 3 trainers")
+
+    visit(live, look)
+
+
+@pytest.mark.parametrize(("state", "fields", "detail"), [
+    ("live", {"done": True}, "done"), ("live", {"state": "paused"}, "paused"),
+    ("live", {"state": "stopped", "done": True}, "stopped"),
+    ("silent", {}, "no answer"), ("silent", {"done": True}, "done"), ("live", {"seconds_left": None}, ""),
+])
+def test_the_card_says_why_no_time_is_left(state: str, fields: dict[str, Any], detail: str) -> None:
+    card = ElementTree.fromstring(status_card({**view_of(2, 4), **fields}, state))
+    texts = [text.text or "" for text in card.iter() if "text" in text.tag]
+    assert texts[1] == " · ".join(filter(None, ("round 20 of 400", detail)))
+
+
+def test_a_card_holds_any_name_as_text_and_none_without_a_swarm() -> None:
+    name = "</text><script>alert(1)</script>" * 3
+    card = ElementTree.fromstring(status_card({**view_of(2, 4), "campaign": name, "loss": None}, "live"))
+    assert not [each for each in card.iter() if "script" in each.tag]
+    assert any(str(each.text).startswith("</text><script>") and str(each.text).endswith("…") for each in card.iter())
+    assert "looking for the swarm" in status_card(None, "searching")
 
 
 async def next_event(response: aiohttp.ClientResponse) -> tuple[str, Any]:

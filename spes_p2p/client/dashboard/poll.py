@@ -57,7 +57,8 @@ class Published:
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts now. What was wrong when the swarm fell silent still is, as far as anyone knows."""
-        return (*(() if self.state == "live" else (NOBODY_ANSWERS,)), *self.known_alerts)
+        is_fine = self.state == "live" or (self.view is not None and self.view["done"])
+        return (*(() if is_fine else (NOBODY_ANSWERS,)), *self.known_alerts)
 
     def document(self) -> dict[str, Any]:
         """Return state, message, times, the command to copy, alerts, and the state of the swarm, without the curves."""

@@ -17,6 +17,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
 from spes_p2p.client.alerts import KINDS
+from spes_p2p.client.dashboard.card import status_card
 from spes_p2p.client.dashboard.poll import Published, watch
 from spes_p2p.client.dashboard.webhook import post_alerts
 from spes_p2p.config.addresses import check_peer_addresses
@@ -25,6 +26,10 @@ from spes_p2p.net.tasks import beside
 
 KEEP_ALIVE_S = 15.0
 NO_STORE = {"Cache-Control": "no-store"}
+CARD_HEADERS = {
+    "Cache-Control": "public, max-age=60", "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+}
 PUBLISHED = web.AppKey("published", Published)
 
 
@@ -65,7 +70,7 @@ async def serving(published: Published, host: str, port: int) -> AsyncIterator[s
 
 
 def make_app(published: Published) -> web.Application:
-    """Return the application with /, /view.json, /series.json, /status.json (as `status --json`) and /events."""
+    """Return the application with /, /card.svg, /metrics, /view.json, /series.json, /status.json and /events."""
     app = web.Application()
     app[PUBLISHED] = published
     page = files("spes_p2p.client.dashboard").joinpath("page.html").read_text(encoding="utf-8")
@@ -83,9 +88,13 @@ def make_app(published: Published) -> web.Application:
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(_alert_metrics(published)), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def card(request: web.Request) -> web.Response:
+        text = status_card(published.view, published.state)
+        return web.Response(text=text, content_type="image/svg+xml", headers=CARD_HEADERS)
+
     app.add_routes([
         web.get("/", index), web.get("/events", _events), web.get("/view.json", as_json(published.document)),
-        web.get("/metrics", metrics),
+        web.get("/metrics", metrics), web.get("/card.svg", card),
         web.get("/series.json", as_json(lambda: published.curves)), web.get("/status.json", as_json(lambda: published.status)),
     ])
     return app
