@@ -14,7 +14,7 @@ from rich.console import Console
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, RoundLog, farewell
+from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, SLOW_LINE_EVERY_S, RoundLog, farewell
 from spes_p2p.observe.events import (
     BaseRestored,
     Controlled,
@@ -194,3 +194,17 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     assert farewell(done, records, Path("runs/peer")) == f"the campaign is done · {take}"
     assert farewell(stopped, records, Path("runs/peer")) == f"the campaign was stopped by its owner · {take}"
     assert "no round includes work of this peer yet" in farewell(left, (), Path("runs/peer"))
+
+
+def test_a_trainer_whose_line_holds_rounds_up_is_told_once_an_hour(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    trainer = console_of(clock, "peer-aaaaaa", "trainer")
+    slow = {"upload": 125e3, "median_upload": 12.5e6, "seconds": {"exchange": 9.0}}
+    short, fair, unknown = {**slow, "seconds": {"exchange": 0.2}}, {**slow, "upload": 5e6}, {**slow, "upload": 0.0}
+    for number, changes in enumerate([short, fair, unknown, slow, slow], start=1):
+        trainer(PhaseTrained(number, 5, 100, 4.0, 0.0, 12.0, 0))
+        trainer(replace(commit(number), **changes))
+    clock.now += SLOW_LINE_EVERY_S
+    trainer(replace(commit(6), **slow))
+    told = [message.split(" · ")[0] for message in log.messages if "rounds wait for this line: 1.00Mbit/s up" in message]
+    assert told == [f"round 4/{ROUNDS}", f"round 6/{ROUNDS}"]

@@ -32,6 +32,13 @@ HEARTBEAT_S = 60.0
 DOWNLOAD_EVERY_S = 10.0
 """Minimum interval between two lines about one download."""
 
+SLOW_LINE_EVERY_S = 3600.0
+"""Minimum interval between two remarks about this peer's line."""
+SLOW_LINE = 4.0
+"""A line is called slow if its upload is less than that of the others' median by this factor."""
+WAITING_SHARE = 0.25
+"""Rounds that take less than this share of the training before them are not worth a remark."""
+
 _SOURCES = {"disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
             "rollback": "the campaign was rolled back to base {}",
             "reform": "the swarm lost its majority and was reformed on base {}"}
@@ -59,6 +66,7 @@ class RoundLog:
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
+        self._complained_at = -math.inf
         self._utilisation = ""
         """Device utilisation in the last phase; empty if the device's peak is unknown."""
         self._waiting = {"announcing": "waiting for the plan", "downloading": "waiting for a peer that has the base"}
@@ -188,11 +196,20 @@ class RoundLog:
             (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
+        if trains and self._is_slow_line(event, train_s, sync_s):
+            self._complained_at = self._clock()
+            parts.append(f"rounds wait for this line: {human_count(8 * event.upload)}bit/s up, the others' median is "
+                         f"{human_count(8 * event.median_upload)}bit/s; fewer --experts send less")
         if event.dropped_parts:
             parts.append(f"{event.dropped_parts} of {event.parts} parts dropped")
         if status.round < status.total_rounds:
             parts.append(time_left(status.seconds_left))
         return " · ".join(part for part in parts if part)
+
+    def _is_slow_line(self, event: RoundCommitted, train_s: float, sync_s: float) -> bool:
+        """Whether this peer's upload held the round up, and that was not said for a while."""
+        is_slow = 0 < event.upload * SLOW_LINE < event.median_upload
+        return is_slow and sync_s > WAITING_SHARE * train_s and self._clock() - self._complained_at >= SLOW_LINE_EVERY_S
 
     def _nth(self, number: int) -> str:
         return f"round {max(0, number)}/{self._board.status.total_rounds}"

@@ -117,6 +117,10 @@ class RoundCommitted(Event):
     """Number of the last round under the owner's orders; 0: as planned."""
     control: str = ""
     """Description of the owner's orders; empty if there are none."""
+    upload: float = 0.0
+    """Of this peer's line as measured, in bytes per second; 0: unknown."""
+    median_upload: float = 0.0
+    """The same of the other members, as announced; 0: unknown."""
     names: tuple[tuple[str, str, str], ...] = ()
     """Peer id, name and team of members that this process had not seen under that name; empty: none."""
 

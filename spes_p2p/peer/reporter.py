@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 
@@ -107,6 +108,8 @@ class EventReporter:
                 contributions=contributions(commit, applied.results, training.batch_size * training.sequence_length),
                 total_rounds=self._total_rounds(commit),
                 control=describe(commit.control),
+                upload=self._node.endpoint.upload.last_bytes_per_s,
+                median_upload=median_upload(plan, self._node.peer_id),
                 names=self._new_names(plan),
             )
         )
@@ -165,6 +168,12 @@ class EventReporter:
 def trainers_of(plan: Plan) -> tuple[str, ...]:
     """Return the ids of the members that train."""
     return tuple(member.peer for member in plan.members if member.trains)
+
+
+def median_upload(plan: Plan, peer: str) -> float:
+    """Return the median upload of the other members that announced one, in bytes per second; 0 if there is none."""
+    uploads = [member.bandwidth for member in plan.members if member.peer != peer and member.bandwidth > 0]
+    return statistics.median(uploads) if uploads else 0.0
 
 
 def expert_tokens_of(plan: Plan) -> tuple[int, ...]:
