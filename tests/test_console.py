@@ -7,6 +7,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from observed_events import ROUNDS, Clock, assembly, commit, new_board, shown, status_after
@@ -199,7 +200,7 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
 def test_a_trainer_whose_line_holds_rounds_up_is_told_once_an_hour(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
-    slow = {"upload": 125e3, "median_upload": 12.5e6, "seconds": {"exchange": 9.0}}
+    slow: dict[str, Any] = {"upload": 125e3, "median_upload": 12.5e6, "seconds": {"exchange": 9.0}}
     short, fair, unknown = {**slow, "seconds": {"exchange": 0.2}}, {**slow, "upload": 5e6}, {**slow, "upload": 0.0}
     for number, changes in enumerate([short, fair, unknown, slow, slow], start=1):
         trainer(PhaseTrained(number, 5, 100, 4.0, 0.0, 12.0, 0))
