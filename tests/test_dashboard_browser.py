@@ -193,6 +193,26 @@ def test_trouble_is_said_at_the_top() -> None:
     look_at(replace(honest, statuses=statuses), look)
 
 
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_click_on_a_peer_shows_it_until_the_next_click(viewport: dict[str, int]) -> None:
+    swarm = synthetic_swarm(3, 8, 12)
+    status = sorted(swarm.statuses[:3], key=lambda each: each.peer_id)[1]
+
+    async def look(page: Any, live: Published) -> None:
+        row = page.locator(f"#peers tr[data-peer='{status.peer_id}']")
+        assert not await page.is_visible("#peer")
+        await row.click()
+        told = await page.text_content("#peer")
+        for text in (status.peer_id, " ".join(map(str, status.owned)), "exchange", " up, "):
+            assert text in told
+        scrolled, shown = await widths(page)
+        assert scrolled <= shown
+        await row.click()
+        assert not await page.is_visible("#peer")
+
+    look_at(swarm, look, viewport=viewport)
+
+
 def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
     async def run() -> None:
         live = Published()
