@@ -172,7 +172,7 @@ def walk(clone: Path) -> Iterator[Walk]:
 @pytest.mark.network
 def test_a_campaign_is_run_and_joined_as_the_docs_say(walk: Walk, clone: Path) -> None:
     owner, volunteer = (fenced_commands(ROOT / f"docs/{page}.md") for page in ("campaign", "join"))
-    before_export = [words for words in owner if words[1] not in ("export", "evaluate")]
+    before_export = [words for words in owner if words[1] not in ("export", "evaluate", "generate")]
     own = [words for words in volunteer if words[1] in OF_A_RUNNING_TRAINER]
     joining = [words for words in volunteer if words[1] in ("doctor", "join") and "--devices" not in words]
     for words in (*before_export, *joining):
@@ -187,7 +187,7 @@ def test_a_campaign_is_run_and_joined_as_the_docs_say(walk: Walk, clone: Path) -
     (clone / "checkpoint").rename(clone / "from_the_swarm")
     walk.peers.terminate("bootstrap")
     for words in owner:
-        if words[1] == "export":
+        if words[1] in ("export", "generate"):
             walk.run(words)
     assert (clone / "checkpoint/config.json").is_file()
 
