@@ -25,7 +25,7 @@ from spes_p2p.client.dashboard.view import MAX_POINTS, series, swarm_view, thinn
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.consensus import Change, Control
-from spes_p2p.messages.presence import HistoryPage
+from spes_p2p.messages.presence import HistoryPage, Named
 from spes_p2p.observe.status import swarm_status
 
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
@@ -93,6 +93,18 @@ def test_who_is_gone_keeps_its_share_of_the_work() -> None:
     view = swarm_view([status for status in swarm.statuses if status.peer_id != left], swarm.by_peer, swarm.totals, swarm.now)
     assert [peer["peer_id"] for peer in view["gone"]] == [left]
     assert sum(peer["tokens"] for peer in (*view["peers"], *view["gone"])) == view["total_tokens"]
+
+
+def test_peers_here_and_gone_have_their_names_and_count_for_their_teams() -> None:
+    swarm = synthetic_swarm(4, 8, 10)
+    left, here = (status.peer_id for status in swarm.statuses[:2])
+    totals = replace(swarm.totals, names={left: Named(left, "Ada", "owls"), here: Named(here, "", "Owls")})
+    view = swarm_view(swarm.statuses[1:], swarm.by_peer, totals, swarm.now)
+    shown = {peer["peer_id"]: (peer["name"], peer["team"]) for peer in (*view["peers"], *view["gone"])}
+    assert {peer: called for peer, called in shown.items() if any(called)} == {left: ("Ada", "owls"), here: ("", "Owls")}
+    tokens = sum(peer["tokens"] for peer in (*view["peers"], *view["gone"]) if peer["peer_id"] in (left, here))
+    [(_, members, of_team)] = view["teams"]
+    assert (members, of_team) == (2, tokens)
 
 
 def test_tokens_a_second_are_a_rounds_tokens_by_the_time_since_the_round_before() -> None:

@@ -94,12 +94,18 @@ def _first_to_last(losses: Sequence[tuple[int, float]]) -> str:
 
 def _contributors(origin: Origin) -> str:
     totals = origin.totals
-    ranked = sorted(totals.contributions, key=lambda each: (-each.tokens, each.peer))
-    rows = [(each.peer, f"{each.tokens:,}", f"{100 * each.tokens / max(1, totals.tokens):.1f} %", f"{each.expert_steps:,}")
-            for each in ranked]
+
+    def share(tokens: int) -> tuple[str, str]:
+        return f"{tokens:,}", f"{100 * tokens / max(1, totals.tokens):.1f} %"
+
+    named = {peer: (each.name, each.team) for peer, each in totals.names.items()}
+    rows = [(each.peer, *named.get(each.peer, ("", "")), *share(each.tokens), f"{each.expert_steps:,}")
+            for each in totals.ranked()]
+    teams = [(team, str(peers), *share(tokens)) for team, peers, tokens in totals.teams()]
+    of_teams = _table(("team", "peers", "tokens", "share"), teams) if teams else ""
     note = ("<p>From the certified commits, as this peer recorded them or took them over from others: tokens whose updates are "
-            "in the base, and local steps times the experts trained in them.</p>")
-    return note + _table(("peer", "tokens", "share", "expert-steps"), rows) if rows else ""
+            "in the base, and local steps times the experts trained in them. Peers choose names and teams themselves.</p>")
+    return note + _table(("peer", "name", "team", "tokens", "share", "expert-steps"), rows) + of_teams if rows else ""
 
 
 def _tasks(measured: Sequence[TasksEvaluated]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.consensus import Control
-from spes_p2p.messages.presence import PeerStatus, RoundRecord
+from spes_p2p.messages.presence import Named, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
 from spes_p2p.observe.status import gather
@@ -39,6 +39,7 @@ def swarm_view(
     document["peers"] = [
         {
             **_lean(status),
+            **_called(totals, status.peer_id),
             "tokens": tokens.get(status.peer_id, 0),
             "expert_steps": steps.get(status.peer_id, 0),
             "score": swarm.scores.get(status.peer_id),
@@ -48,10 +49,11 @@ def swarm_view(
     ]
     document["owners"] = [[places[peer] for peer in owners if peer in places] for owners in swarm.owners]
     document["gone"] = [
-        {"peer_id": each.peer, "tokens": each.tokens, "expert_steps": each.expert_steps}
+        {"peer_id": each.peer, **_called(totals, each.peer), "tokens": each.tokens, "expert_steps": each.expert_steps}
         for each in totals.contributions
         if each.peer not in places
     ]
+    document["teams"] = totals.teams()
     document["assembled"], document["done"] = swarm.assembled, swarm.done
     return document
 
@@ -97,6 +99,11 @@ def thinned(count: int, at_most: int) -> list[int]:
     if count <= at_most:
         return list(range(count))
     return [(i + 1) * count // at_most - 1 for i in range(at_most)]
+
+
+def _called(totals: Totals, peer: str) -> dict[str, str]:
+    named = totals.names.get(peer, Named(peer, "", ""))
+    return {"name": named.name, "team": named.team}
 
 
 def _lean(status: PeerStatus) -> dict[str, Any]:
