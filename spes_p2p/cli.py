@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spes_p2p import __version__
 from spes_p2p.client.exit_codes import exit_with
-from spes_p2p.config.addresses import check_peer_addresses
+from spes_p2p.config.addresses import check_peer_addresses, check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import json_line
 from spes_p2p.storage.files import require_writable, write_whole
@@ -577,13 +577,11 @@ def dashboard(
         help="URL that gets a POST with JSON when an alert begins and when it ends.")] = None,
 ) -> None:
     """Serve a live web page about a running swarm. Ctrl-C ends it."""
+    if webhook is not None:
+        check_webhook(webhook)
     _log("warning", False)
     with _waiting("starting") as end_waiting:
         from spes_p2p.client.dashboard.server import run_dashboard
-        from spes_p2p.client.dashboard.webhook import check_webhook
-
-        if webhook is not None:
-            check_webhook(webhook)
 
         def show(url: str) -> None:
             end_waiting()

@@ -17,7 +17,8 @@ from synthetic_swarm import Synthetic, synthetic_swarm
 from spes_p2p.client.alerts import Alert, alerts, status_document
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
-from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, check_webhook, post_alerts
+from spes_p2p.client.dashboard.webhook import HOLD_S, Notices, post_alerts
+from spes_p2p.config.addresses import check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.observe.status import gather
 

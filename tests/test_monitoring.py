@@ -17,6 +17,7 @@ import yaml
 from monitoring_files import BOOTSTRAP, DASHBOARD, ROOT, alert_rules, dashboard_queries
 
 from spes_p2p.cli import app
+from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.observe.metrics import METRICS
 
 BY_HISTOGRAMS = ("_bucket", "_sum", "_count")
@@ -93,8 +94,20 @@ def test_files_that_compose_mounts_are_there() -> None:
     assert [path for path in mounted if path.startswith("./") and not (BOOTSTRAP / path).is_file()] == []
 
 
-def test_files_that_the_container_copies_are_there() -> None:
-    copied = re.findall(r"^COPY (.*) \S+$", (BOOTSTRAP / "Containerfile").read_text(), re.MULTILINE)
+def test_the_trainers_container_is_started_with_options_of_join() -> None:
+    text = (BOOTSTRAP / "Containerfile.trainer").read_text()
+    assert container_command(text, "ENTRYPOINT") == ["spes-p2p"]
+    started = re.search(r"spes-p2p-trainer join ADDRESS (.*?)\nFROM", text, re.DOTALL)
+    assert started
+    options = started[1].replace("\\\n#", " ").replace("YOUR.PUBLIC.IP", "203.0.113.7").split()
+    known = typer.main.get_command(app).commands["join"]  # type: ignore[attr-defined]
+    context = known.make_context("join", [EXAMPLE_ADDRESS, *options])
+    assert context.params["announce"] == ["/ip4/203.0.113.7/tcp/31337"]
+
+
+@pytest.mark.parametrize("container", ["Containerfile", "Containerfile.trainer"])
+def test_files_that_the_containers_copy_are_there(container: str) -> None:
+    copied = re.findall(r"^COPY (.*) \S+$", (BOOTSTRAP / container).read_text(), re.MULTILINE)
     assert [path for paths in copied for path in paths.split() if not (ROOT / path).exists()] == []
     compose = yaml.safe_load((BOOTSTRAP / "compose.yaml").read_text())["services"]["bootstrap"]["build"]
     assert (BOOTSTRAP / compose["context"] / compose["dockerfile"]).resolve() == BOOTSTRAP / "Containerfile"

@@ -1,10 +1,11 @@
-"""Syntax of the multiaddrs that users write: addresses of peers and addresses to listen on."""
+"""Syntax of the addresses that users write: of peers, to listen on, and of a webhook."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from spes_p2p.errors import UserError
 
@@ -19,6 +20,17 @@ _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,52}")
 """A hash of a public key, or a short public key itself, in base58."""
 _PATH = re.compile(rf"(/p2p/{_PEER_ID.pattern}/p2p-circuit)?/p2p/{_PEER_ID.pattern}")
 """All that may follow the transport: the peer, or a relay and the peer."""
+
+
+def check_webhook(url: str) -> None:
+    """Raise UserError unless this is a URL to post to."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+    except ValueError:
+        is_url = False
+    if not is_url or " " in url:
+        raise UserError("--webhook: must be an http:// or https:// URL with a host")
 
 
 def check_peer_addresses(addresses: Sequence[str]) -> None:

@@ -15,7 +15,6 @@ import aiohttp
 
 from spes_p2p.client.alerts import Alert
 from spes_p2p.client.dashboard.poll import Published
-from spes_p2p.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +65,6 @@ class Notices:
         for kind in self._changed_at.keys() - present.keys() - self._begun.keys():
             del self._changed_at[kind]
         return sorted(told, key=lambda notice: notice.alert.kind)
-
-
-def check_webhook(url: str) -> None:
-    """Raise UserError unless this is a URL to post to."""
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
-    except ValueError:
-        is_url = False
-    if not is_url or " " in url:
-        raise UserError("--webhook: must be an http:// or https:// URL with a host")
 
 
 async def post_alerts(
