@@ -216,3 +216,15 @@ def test_status_json_has_the_alerts_that_need_no_history() -> None:
     status = replace(synthetic_swarm(1, 4, 5).statuses[0], electorate=("Qm" + "z" * 44,))
     [alert] = status_document([status])["alerts"]
     assert (alert["kind"], alert["severity"]) == ("electors_missing", "critical")
+
+
+def test_a_line_that_rounds_wait_for_is_named_and_one_that_costs_little_is_not() -> None:
+    swarm = synthetic_swarm(4, 8, 10)
+
+    def measured(upload: float, exchange_s: float) -> list[tuple[str, str]]:
+        seconds = {"train": 10.0, "exchange": exchange_s}
+        first, *others = (replace(each, upload=12.5e6, round_seconds=seconds) for each in swarm.statuses)
+        return found(replace(swarm, statuses=[replace(first, upload=upload), *others]))
+
+    assert measured(125e3, 8.0) == [("slow_line", "warning")]
+    assert measured(125e3, 1.0) == measured(5e6, 8.0) == measured(0.0, 8.0) == []

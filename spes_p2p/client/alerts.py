@@ -12,11 +12,13 @@ from typing import Any
 
 from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
-from spes_p2p.observe.status import SwarmStatus, gather, swarm_status
-from spes_p2p.observe.units import counted, human_indices, human_loss, human_seconds, short_peer
+from spes_p2p.observe.status import SwarmStatus, gather, holds_rounds_up, swarm_status
+from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.rounds.runaway import HeldOut, last_good_round
 
-KINDS = ("nobody_answers", "loss_runs_away", "electors_missing", "no_round", "experts_without_owner", "bases_differ")
+KINDS = (
+    "nobody_answers", "loss_runs_away", "electors_missing", "no_round", "experts_without_owner", "bases_differ", "slow_line",
+)
 PACE_ROUNDS, USUAL_ROUNDS, PATIENCE_S = 8, 3, 300.0
 """No round for three times the median of the last eight and five minutes: the bound of SpesRoundsStalled in alerts.yml."""
 
@@ -37,7 +39,7 @@ NOBODY_ANSWERS = Alert("nobody_answers", "critical", "no peer of the campaign an
 
 def alerts(swarm: SwarmStatus, records: Sequence[RoundRecord], now: float) -> list[Alert]:
     """Return the alerts, the worst first. `records`: by round, as far as known, at the clock of `now` (Unix time)."""
-    found = [_experts(swarm), _bases(swarm)]
+    found = [_experts(swarm), _bases(swarm), _lines(swarm)]
     if not swarm.done and swarm.state != "stopped":
         found += [_loss(records), _electors(swarm), _stall(swarm, records, now)]
     return sorted((each for each in found if each is not None), key=lambda each: (each.severity, KINDS.index(each.kind)))
@@ -93,3 +95,17 @@ def _bases(swarm: SwarmStatus) -> Alert | None:
     if swarm.digests_equal:
         return None
     return Alert("bases_differ", "warning", f"peers at round {swarm.round} hold different bases")
+
+
+def _lines(swarm: SwarmStatus) -> Alert | None:
+    """Some trainer's line holds rounds up; by what the trainers measured themselves."""
+    trainers = [peer for peer in swarm.peers if peer.role == "trainer" and peer.upload > 0]
+    if len(trainers) < 2 or swarm.done:
+        return None
+    median = statistics.median(peer.upload for peer in trainers)
+    slow = [peer for peer in trainers if holds_rounds_up(peer.upload, median, peer.round_seconds)]
+    if not slow:
+        return None
+    lines = ", ".join(f"{short_peer(peer.peer_id)} {human_count(8 * peer.upload)}bit/s" for peer in slow)
+    text = f"rounds wait for slow lines: {lines} up; the median is {human_count(8 * median)}bit/s"
+    return Alert("slow_line", "warning", text)

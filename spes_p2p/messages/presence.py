@@ -134,6 +134,8 @@ class PeerStatus:
     """The last round in the base on which this peer ran the campaign's tasks."""
     task_scores: Annotated[tuple[tuple[Word, Word, Real, Real], ...], MaxLen(MAX_TASK_SCORES)] = ()
     """What it measured there, a claim of this peer: task, metric, value, standard error (NaN if unknown)."""
+    upload: Real = 0.0
+    """Of its line as measured, in bytes per second; 0: unknown."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""

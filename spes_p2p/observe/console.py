@@ -11,7 +11,7 @@ from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe import events
 from spes_p2p.observe.events import BEFORE_TRAINING, BaseRestored, Event, RoundCommitted
 from spes_p2p.observe.log import EVENT
-from spes_p2p.observe.status import StatusBoard, gather, sync_seconds
+from spes_p2p.observe.status import StatusBoard, gather, holds_rounds_up, sync_seconds
 from spes_p2p.observe.units import (
     counted,
     human_bytes,
@@ -34,10 +34,6 @@ DOWNLOAD_EVERY_S = 10.0
 
 SLOW_LINE_EVERY_S = 3600.0
 """Minimum interval between two remarks about this peer's line."""
-SLOW_LINE = 4.0
-"""A line is called slow if its upload is less than that of the others' median by this factor."""
-WAITING_SHARE = 0.25
-"""Rounds that take less than this share of the training before them are not worth a remark."""
 
 _SOURCES = {"disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
             "rollback": "the campaign was rolled back to base {}",
@@ -196,7 +192,8 @@ class RoundLog:
             (f"trained {human_seconds(train_s)}{self._utilisation}" if train_s else "trained nothing") if trains else "",
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
-        if trains and self._is_slow_line(event, train_s, sync_s):
+        is_slow = trains and holds_rounds_up(event.upload, event.median_upload, status.round_seconds)
+        if is_slow and self._clock() - self._complained_at >= SLOW_LINE_EVERY_S:
             self._complained_at = self._clock()
             parts.append(f"rounds wait for this line: {human_count(8 * event.upload)}bit/s up, the others' median is "
                          f"{human_count(8 * event.median_upload)}bit/s; fewer --experts send less")
@@ -205,11 +202,6 @@ class RoundLog:
         if status.round < status.total_rounds:
             parts.append(time_left(status.seconds_left))
         return " · ".join(part for part in parts if part)
-
-    def _is_slow_line(self, event: RoundCommitted, train_s: float, sync_s: float) -> bool:
-        """Whether this peer's upload held the round up, and that was not said for a while."""
-        is_slow = 0 < event.upload * SLOW_LINE < event.median_upload
-        return is_slow and sync_s > WAITING_SHARE * train_s and self._clock() - self._complained_at >= SLOW_LINE_EVERY_S
 
     def _nth(self, number: int) -> str:
         return f"round {max(0, number)}/{self._board.status.total_rounds}"

@@ -19,6 +19,10 @@ KEPT_PHASES = 12
 """Maximum number of recorded phases of the current round; a stalled round can have many."""
 PACE_ROUNDS = 8
 """Estimate the time left from the median duration of this many rounds."""
+SLOW_LINE = 4.0
+"""A line is slow if its upload is less than the median by this factor."""
+WAITING_SHARE = 0.25
+"""Rounds that take less than this share of the training before them are not worth a remark."""
 
 
 class StatusBoard:
@@ -107,6 +111,7 @@ class StatusBoard:
             round_seconds={**trained, **seconds_by_stage(event.seconds)},
             sent_bytes=self._status.sent_bytes + event.sent_bytes,
             received_bytes=self._status.received_bytes + event.received_bytes,
+            upload=event.upload,
             steps_done=0,
             steps_planned=0,
         )
@@ -260,6 +265,12 @@ def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:
     """Return the document of `spes-p2p status --json`: SwarmStatus as JSON values (unknown numbers are null)."""
     document: dict[str, Any] = to_json(gather(statuses))
     return document
+
+
+def holds_rounds_up(upload: float, median_upload: float, round_seconds: Mapping[str, float]) -> bool:
+    """Whether a line is much slower than the median, in bytes per second (0: unknown), where rounds take time worth saving."""
+    train_s = round_seconds.get("train", 0.0)
+    return 0 < SLOW_LINE * upload < median_upload and sync_seconds(round_seconds) > WAITING_SHARE * train_s
 
 
 def sync_seconds(round_seconds: Mapping[str, float]) -> float:
