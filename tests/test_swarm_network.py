@@ -205,7 +205,7 @@ def test_anybody_exports_the_newest_base_with_its_card(endless: LocalPeers, tmp_
         assert text in card
     for each in facts["contributions"]:
         share = 100 * each["tokens"] / upto.total_tokens
-        assert f"| `{each['peer']}` | {each['tokens']} | {share:.1f} % | {each['expert_steps']} |" in card
+        assert f"| `{each['peer']}` |  |  | {each['tokens']} | {share:.1f} % | {each['expert_steps']} |" in card
     from transformers import AutoModelForCausalLM
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
