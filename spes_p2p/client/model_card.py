@@ -10,7 +10,7 @@ from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, CampaignConfig
-from spes_p2p.messages.presence import Contribution, Named, RoundRecord
+from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.model.export import ExportDtype
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals, totals_of
@@ -185,7 +185,7 @@ def _contributors(totals: Totals) -> list[str]:
         return f"{tokens} | {100 * tokens / max(1, totals.tokens):.1f} %"
 
     def row(each: Contribution) -> str:
-        named = totals.names.get(each.peer, Named(each.peer, "", ""))
+        named = totals.called(each.peer)
         return f"| `{each.peer}` | {named.name} | {named.team} | {share(each.tokens)} | {each.expert_steps} |"
 
     teams = [f"| {team} | {peers} | {share(tokens)} |" for team, peers, tokens in totals.teams()]

@@ -98,9 +98,8 @@ def _contributors(origin: Origin) -> str:
     def share(tokens: int) -> tuple[str, str]:
         return f"{tokens:,}", f"{100 * tokens / max(1, totals.tokens):.1f} %"
 
-    named = {peer: (each.name, each.team) for peer, each in totals.names.items()}
-    rows = [(each.peer, *named.get(each.peer, ("", "")), *share(each.tokens), f"{each.expert_steps:,}")
-            for each in totals.ranked()]
+    rows = [(named.peer, named.name, named.team, *share(each.tokens), f"{each.expert_steps:,}")
+            for each in totals.ranked() for named in [totals.called(each.peer)]]
     teams = [(team, str(peers), *share(tokens)) for team, peers, tokens in totals.teams()]
     of_teams = _table(("team", "peers", "tokens", "share"), teams) if teams else ""
     note = ("<p>From the certified commits, as this peer recorded them or took them over from others: tokens whose updates are "

@@ -66,7 +66,11 @@ def share_records(count: int) -> None:
     """
     global _read
     kept = lru_cache(count)(_read_record)
-    _read = lambda cls, data: kept(cls, bytes(data)) if len(data) <= SHARED_BYTES else _read_record(cls, data)  # noqa: E731
+
+    def read(cls: Any, data: Buffer) -> Any:
+        return kept(cls, bytes(data)) if len(data) <= SHARED_BYTES else _read_record(cls, data)
+
+    _read = read
 
 
 def _read_record(cls: Any, data: Buffer) -> Any:

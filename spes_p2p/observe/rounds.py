@@ -28,6 +28,10 @@ class Totals:
         """Tokens of all peers."""
         return sum(each.tokens for each in self.contributions)
 
+    def called(self, peer: str) -> Named:
+        """Return how a peer calls itself; with empty names if it gave none."""
+        return self.names.get(peer, Named(peer, "", ""))
+
     def ranked(self) -> list[Contribution]:
         """Return the contributions by decreasing tokens."""
         return sorted(self.contributions, key=lambda each: (-each.tokens, each.peer))
@@ -39,8 +43,8 @@ class Totals:
         """
         found: dict[str, tuple[str, int, int]] = {}
         for each in self.ranked():
-            named = self.names.get(each.peer)
-            if named is not None and named.team and each.tokens:
+            named = self.called(each.peer)
+            if named.team and each.tokens:
                 team, peers, tokens = found.get(named.team.casefold(), (named.team, 0, 0))
                 found[named.team.casefold()] = team, peers + 1, tokens + each.tokens
         return sorted(found.values(), key=lambda team: (-team[2], team[0]))

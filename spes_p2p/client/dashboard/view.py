@@ -11,7 +11,7 @@ from typing import Any
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.consensus import Control
-from spes_p2p.messages.presence import Named, PeerStatus, RoundRecord
+from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
 from spes_p2p.observe.status import gather
@@ -102,7 +102,7 @@ def thinned(count: int, at_most: int) -> list[int]:
 
 
 def _called(totals: Totals, peer: str) -> dict[str, str]:
-    named = totals.names.get(peer, Named(peer, "", ""))
+    named = totals.called(peer)
     return {"name": named.name, "team": named.team}
 
 
