@@ -9,7 +9,8 @@ could come next:
 - the elector makes its writes durable and answers, or crashes after any of the writes; the answer arrives, or is lost;
 - an elector crashes at any other time, or loses its disk and returns with an empty one;
 - an elector gives up its seat, and a coordinator has heard of that, of an earlier time, or not;
-- the owner opens a term after any round of its log.
+- the owner opens a term after any round of its log that is not before its milestone;
+- the owner signs a milestone at any round of its log, and an elector's log begins there from any time on, or never.
 
 Electors may lie: they send whatever their keys can sign, and need no state for it. As coordinators they propose any commit in
 any ballot, valid or not, several in one; as electors they sign every vote, and promise whatever they like.
@@ -33,13 +34,14 @@ from spes_p2p.consensus.acceptor import VoteState, fresh_votes
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.farewell import signed_farewell
+from spes_p2p.consensus.milestone import signed_milestone
 from spes_p2p.consensus.output import LOG, VOTES, Output
 from spes_p2p.consensus.participant import Files, Participant
 from spes_p2p.consensus.proposer import Proposer, ProposerState
 from spes_p2p.consensus.reform import is_reform
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Farewell, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Farewell, Milestone, Prepare, Promise, Vote
 from spes_p2p.messages.samples import Cursor
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -71,6 +73,8 @@ class Bounds:
     """Times that an elector gives up its seat."""
     reforms: int = 0
     """Terms that are opened. With any, A is the owner, and keeps its seat and its disk."""
+    milestones: int = 0
+    """Milestones that the owner signs."""
     owner_loses: bool = False
     """The owner may lose its disk too."""
     liars: int = 0
@@ -104,6 +108,8 @@ class Process(NamedTuple):
     votes: bytes
     log: tuple[int, ...]
     """Heads."""
+    begins: int
+    """Round of the milestone that is the first of the log; NONE: the log begins after genesis."""
     memory: VoteState | None
     """Its votes where they are not what is on disk."""
 
@@ -143,6 +149,8 @@ class State(NamedTuple):
     left: tuple[tuple[int, ...], ...]
     """For each elector, the commits after which it said farewell."""
     reforms: tuple[int, ...]
+    milestones: tuple[int, ...]
+    """Commits at which the owner signed one."""
     live: tuple[Live | None, ...]
     """Of each coordinator."""
     attempts: tuple[Attempt, ...]
@@ -205,7 +213,7 @@ class Model:
         order = [*range(self._fixed), *sorted(range(self._fixed, len(ELECTORS)), key=columns.__getitem__)]
         numbers = [state.electors[i] for i in order]
         numbers += [self._sets.of(state.left[i]) for i in order]
-        numbers.append(self._sets.of(state.reforms))
+        numbers += [self._sets.of(state.reforms), self._sets.of(state.milestones)]
         for live in state.live:
             if live is None:
                 numbers.append(0)
@@ -220,15 +228,16 @@ class Model:
     def state(self, key: bytes) -> State:
         """The state of a key."""
         numbers, many = array("I", key), len(ELECTORS)
-        live = tuple(self._lives.things[n - 1] if n else None for n in numbers[2 * many + 1 : 2 * many + 3])
+        live = tuple(self._lives.things[n - 1] if n else None for n in numbers[2 * many + 2 : 2 * many + 4])
         left = tuple(self._sets.things[number] for number in numbers[many : 2 * many])
-        attempts = tuple(self._attempts.things[number] for number in numbers[2 * many + 3 :])
-        return State(tuple(numbers[:many]), left, self._sets.things[numbers[2 * many]], live, attempts)
+        attempts = tuple(self._attempts.things[number] for number in numbers[2 * many + 4 :])
+        reforms, milestones = (self._sets.things[number] for number in numbers[2 * many : 2 * many + 2])
+        return State(tuple(numbers[:many]), left, reforms, milestones, live, attempts)
 
     def first(self) -> State:
         """Nothing has happened."""
         many = len(ELECTORS)
-        return State((self._processes.of(_empty_disk(0)),) * many, ((),) * many, (), (None,) * len(COORDINATORS), ())
+        return State((self._processes.of(_empty_disk(0)),) * many, ((),) * many, (), (), (None,) * len(COORDINATORS), ())
 
     def steps(self, state: State) -> Iterator[Step]:
         """Every state that can come next, with the step that leads there."""
@@ -242,6 +251,7 @@ class Model:
             yield from self._lose_disk(state, place)
             yield from self._leave(state, place)
             yield from self._open_term(state, place)
+            yield from self._sign_milestone(state, place)
             for attempt in state.attempts:
                 yield from self._prepare(state, attempt, place)
                 yield from self._accept(state, attempt, place)
@@ -455,6 +465,9 @@ class Model:
             reform: CertifiedCommit = self._known["reform", commit]
             for after, _ in self._handle(state, place, ("reform", commit), partial(Participant.learn, decided=reform)):
                 yield f"{ELECTORS[place]} learns the reform {commit}", _with_elector(state, place, after)
+        for commit in state.milestones:
+            for after, _ in self._handle(state, place, ("milestone", commit), partial(self._begun_at, commit)):
+                yield f"{ELECTORS[place]} begins its log at commit {commit}", _with_elector(state, place, after)
 
     def _taught(self, certificate: Certificate, elector: Participant) -> Output[bool]:
         """The elector gets these votes; of the farewells only those of electors that left carry their signature."""
@@ -470,7 +483,7 @@ class Model:
         if sum(map(len, state.left)) == self.bounds.farewells:
             return
         process: Process = self._processes.things[state.electors[place]]
-        if len(process.log) == self.bounds.rounds:
+        if _decided(process) == self.bounds.rounds:
             return
         for after, farewell in self._handle(state, place, ("leave",), lambda elector: elector.acceptor.leave()):
             changed = _with_elector(state, place, after)
@@ -485,7 +498,7 @@ class Model:
         if len(state.reforms) >= self.bounds.reforms:
             return
         process: Process = self._processes.things[state.electors[place]]
-        for number in range(-1, min(len(process.log), self.bounds.rounds - 1)):
+        for number in range(-1, min(_decided(process), self.bounds.rounds - 1)):
             ends = self._handle(state, place, ("open", number), partial(Participant.open_term, round_number=number))
             opened: CertifiedCommit | None = next((decided for _, decided in ends if decided is not None), None)
             if opened is None:
@@ -496,6 +509,24 @@ class Model:
             for after, _ in ends:
                 opens = f"{ELECTORS[place]} opens a term with commit {commit}"
                 yield opens, _with_elector(state, place, after)._replace(reforms=reforms)
+
+    def _sign_milestone(self, state: State, place: int) -> Iterator[Step]:
+        """At any round of the log. It may be told at any time, too."""
+        process: Process = self._processes.things[state.electors[place]]
+        if ELECTORS[place] != OWNER or len(state.milestones) >= self.bounds.milestones:
+            return
+        for commit in process.log:
+            milestones = tuple(sorted({*state.milestones, commit}))
+            for after, taken in self._handle(state, place, ("milestone", commit), partial(self._begun_at, commit)):
+                if after != state.electors[place] or taken:
+                    signs = f"{ELECTORS[place]} signs a milestone at commit {commit}"
+                    yield signs, _with_elector(state, place, after)._replace(milestones=milestones)
+
+    def _begun_at(self, commit: int, elector: Participant) -> Output[bool]:
+        return elector.take_milestone(self._milestone(commit))
+
+    def _milestone(self, commit: int) -> Milestone:
+        return signed_milestone(Milestone(_uncertified(self._commits.things[commit]), (), b""), SimulatedIdentity(OWNER))
 
     def _crash(self, state: State, place: int) -> Iterator[Step]:
         process: Process = self._processes.things[state.electors[place]]
@@ -528,7 +559,10 @@ class Model:
                 if write.file == VOTES:
                     disk = disk._replace(votes=write.record)
                 elif write.file == LOG:
-                    disk = disk._replace(log=tuple(self._commits.of(decided.commit) for decided in elector.log.since(-1)))
+                    log = tuple(self._commits.of(decided.commit) for decided in elector.log.since(-1))
+                    disk = disk._replace(log=log, begins=elector.log.begins)
+                    if disk.begins != NONE:
+                        self.reached.add("a log begins at a milestone")
                 ends.append((self._processes.of(self._settled(disk)), None))
             memory = None if pack(elector.acceptor.votes) == disk.votes else elector.acceptor.votes
             ends.append((self._processes.of(self._settled(disk._replace(memory=memory))), output.reply))
@@ -539,6 +573,8 @@ class Model:
     def _participant(self, name: str, process: Process) -> Participant:
         """The elector as it recovers, with what it has in memory."""
         records = [pack(_uncertified(self._commits.things[commit])) for commit in process.log]
+        if process.begins != NONE:
+            records[0] = pack(self._milestone(process.log[0]))
         files = Files(process.votes, records, None)
         elector = Participant(SimulatedIdentity(name), self.genesis, files, random.Random(process.losses), is_valid)
         assert not elector.recovery
@@ -548,7 +584,7 @@ class Model:
 
     def _settled(self, process: Process) -> Process:
         """After the last round of the search nobody asks for votes any more: they are kept as for the next round."""
-        if len(process.log) < self.bounds.rounds:
+        if _decided(process) < self.bounds.rounds:
             return process
         commit: Commit = self._commits.things[process.log[-1]]
         unused = VoteState(_incarnation(process.losses), commit.term, commit.round + 1, commit.id, None, None, None)
@@ -592,12 +628,16 @@ class Model:
         reforms = [commit.term for commit in commits if is_reform(commit)]
         if len(set(reforms)) < len(reforms):
             return f"commits {sorted(certified)}: one term is opened twice"
-        logs = [self._processes.things[process].log for process in state.electors]
+        for milestone in map(self._commits.things.__getitem__, state.milestones):
+            if any(is_reform(each) and each.term > milestone.term and each.round <= milestone.round for each in commits):
+                return f"commits {sorted(certified)}: a term is opened before a milestone"
+        processes: list[Process] = [self._processes.things[process] for process in state.electors]
+        logs = [(NONE,) * max(0, process.begins) + process.log for process in processes]
         for name, log in zip(ELECTORS, logs, strict=True):
-            if not certified.issuperset(log):
+            if not certified.issuperset(set(log) - {NONE}):
                 return f"{name} learned a commit that is not certified"
         for one, other in itertools.combinations(logs, 2):
-            fork = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), None)
+            fork = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1] and NONE not in pair), None)
             if fork is None or not self.bounds.one_commit:
                 continue
             if self._commits.things[fork[0]].term == self._commits.things[fork[1]].term:
@@ -673,6 +713,11 @@ def _put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
+def _decided(process: Process) -> int:
+    """Rounds that a process knows to be decided."""
+    return max(0, process.begins) + len(process.log)
+
+
 def _uncertified(commit: Commit) -> CertifiedCommit:
     """Certificates of one commit prove the same, so logs are kept without votes."""
     return CertifiedCommit(commit, Ballot(0, ""), ())
@@ -680,7 +725,7 @@ def _uncertified(commit: Commit) -> CertifiedCommit:
 
 def _empty_disk(losses: int) -> Process:
     """A process on a new disk, after so many were lost. Its incarnation does not depend on the elector's name."""
-    return Process(losses, pack(fresh_votes(random.Random(losses))), (), None)
+    return Process(losses, pack(fresh_votes(random.Random(losses))), (), NONE, None)
 
 
 def _incarnation(losses: int) -> str:

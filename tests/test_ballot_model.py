@@ -15,6 +15,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from ballot_model import Bounds, search
 
+from spes_p2p.consensus import milestone
 from spes_p2p.consensus.acceptor import Acceptor, VoteState
 from spes_p2p.consensus.certificate import proves, vote_message
 from spes_p2p.consensus.commit_log import CommitLog
@@ -23,11 +24,18 @@ from spes_p2p.consensus.output import LOG, VOTES, Identity, Output, Write
 from spes_p2p.consensus.participant import Participant
 from spes_p2p.consensus.proposer import Proposer, Reply, Request, Send
 from spes_p2p.consensus.reform import reform_commit
-from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Farewell, Prepare, Promise, Vote
+from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Farewell, Milestone, Prepare, Promise, Vote
 
 BOTH, BOUND = {"A decides", "B decides"}, {"a bound commit is proposed again"}
 OUTBID, FEWER = {"an outbid proposer goes on with a higher ballot"}, {"a minority decides, as the others left"}
+SHORT = "a log begins at a milestone"
 FORK = {"a term is opened", "two terms fork", "round 1 is decided in term 1"}
+
+
+@pytest.fixture(autouse=True)
+def milestones_at_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollbacks, which are not in the search, need the rounds between a milestone and the first reform after it."""
+    monkeypatch.setattr(milestone, "ROLLBACK_ROUNDS", 0)
 
 
 def slow(*values: Any) -> ParameterSet:
@@ -43,6 +51,7 @@ def slow(*values: Any) -> ParameterSet:
         (Bounds((1, 1), numbers=1, rounds=2), BOTH | BOUND | {"round 1 is decided in term 0"}, 3_000),
         (Bounds((1, 1), numbers=1, farewells=2), BOTH | BOUND | FEWER, 3_000),
         (Bounds((1, 0), numbers=1, rounds=2, reforms=1), {"A decides"} | FORK, 400),
+        (Bounds((1, 0), numbers=1, rounds=2, reforms=1, milestones=1), {"A decides", SHORT} | FORK, 1_400),
         slow(Bounds((1, 1), losses=1), BOTH | BOUND, 25_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, losses=1), BOTH | BOUND | {"round 1 is decided in term 0"}, 60_000),
         slow(Bounds((2, 1)), BOTH | BOUND | OUTBID, 200_000),
@@ -51,6 +60,7 @@ def slow(*values: Any) -> ParameterSet:
         slow(Bounds((1, 1), numbers=1, losses=1, farewells=1), BOTH | BOUND, 10_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, reforms=1), BOTH | BOUND | FORK, 45_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, farewells=1, reforms=1), BOTH | BOUND | FORK, 110_000),
+        slow(Bounds((1, 1), numbers=1, rounds=2, reforms=1, milestones=1), BOTH | BOUND | FORK | {SHORT}, 100_000),
     ],
     ids=lambda value: str(value) if isinstance(value, Bounds) else None,
 )
@@ -68,7 +78,7 @@ def test_every_interleaving_decides_one_commit_at_most(bounds: Bounds, reached: 
 Broken = Callable[[pytest.MonkeyPatch], None]
 
 
-def method(owner: type[Any], name: str, broken: Callable[..., Any]) -> Broken:
+def method(owner: type[Any], name: str, broken: Callable[..., Any] | property) -> Broken:
     """Replace a method."""
     return lambda monkeypatch: monkeypatch.setattr(owner, name, broken)
 
@@ -97,7 +107,7 @@ def both(*parts: Broken) -> Broken:
 
 prepare, accept, leave = Acceptor.prepare, Acceptor.accept, Acceptor.leave
 receive, next_ballot = Proposer.receive, Proposer._next_ballot
-admits, open_term = CommitLog.admits, Participant.open_term
+admits, open_term, take_milestone = CommitLog.admits, Participant.open_term, Participant.take_milestone
 
 
 def in_memory_only(handle: Callable[..., Output[Any]]) -> Callable[..., Output[Any]]:
@@ -204,9 +214,15 @@ def open_unwritten(self: Participant, round_number: int) -> Output[CertifiedComm
     return Output(open_term(self, round_number).reply)
 
 
+def sign_unwritten(self: Participant, milestone: Milestone) -> Output[bool]:
+    output = take_milestone(self, milestone)
+    return output if self._identity.peer_id != "A" else Output(output.reply)
+
+
 ONE, LOSS = Bounds((1, 1), numbers=1), Bounds((1, 1), numbers=1, losses=1)
 TWO_LEAVE = Bounds((1, 1), numbers=1, farewells=2)
 REFORMS = Bounds((0, 1), numbers=1, rounds=2, reforms=2)
+SHORTENED = Bounds((1, 0), numbers=1, rounds=2, reforms=1, milestones=1)
 
 BROKEN: dict[str, tuple[Broken, Bounds]] = {
     "promises are forgotten by a restart": (method(Acceptor, "prepare", in_memory_only(prepare)), Bounds((2, 1), numbers=1)),
@@ -230,6 +246,8 @@ BROKEN: dict[str, tuple[Broken, Bounds]] = {
     ),
     "a term is not above all that the owner has seen": (method(Participant, "open_term", open_above_parent), REFORMS),
     "a term is told before it is durable": (method(Participant, "open_term", open_unwritten), REFORMS),
+    "a term is opened before a milestone": (method(CommitLog, "earliest_reform", property(lambda self: -1)), SHORTENED),
+    "a milestone is told before it is durable": (method(Participant, "take_milestone", sign_unwritten), SHORTENED),
     "the lower of two terms wins": (method(CommitLog, "admits", lower_term_wins), REFORMS),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from functools import partial
 from spes_p2p.config.addresses import is_peer_id
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_paused, number_of
+from spes_p2p.consensus.milestone import ROLLBACK_ROUNDS, may_roll_back
 from spes_p2p.errors import UserError, version_advice
 from spes_p2p.messages.consensus import CampaignState, Change, Control, Pardon, Requirement
 from spes_p2p.messages.fields import MAX_BANNED
@@ -167,6 +168,8 @@ def _check_ahead(order: str, round_number: int, view: CampaignView) -> None:
 def rollback(round_number: int, view: CampaignView) -> Control:
     """Return to the base of an earlier round and discard later training."""
     possible = [kept for kept in view.archived if kept < view.round]
+    if round_number in possible and not may_roll_back(round_number, view.round):
+        raise UserError(f"rollback {round_number}: too long ago; a rollback returns at most {ROLLBACK_ROUNDS} rounds")
     if round_number not in possible:
         kept = ", ".join(map(str, possible)) or "none"
         raise UserError(f"rollback {round_number}: no answering peer archives the base of that round; archived rounds: {kept}")

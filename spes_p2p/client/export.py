@@ -29,6 +29,7 @@ from spes_p2p.model.build import layout_of
 from spes_p2p.model.export import ExportDtype, export_checkpoint
 from spes_p2p.observe.history import read_rounds
 from spes_p2p.observe.rounds import Rounds
+from spes_p2p.peer.decisions import fetch_milestone
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.storage.scratch import file_scratch
@@ -123,6 +124,10 @@ async def _digest_of_last(swarm: SwarmConnection, helpers: Sequence[str], last: 
 async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> None:
     """Add a peer's newer certified commits to the log, without those that fail verification."""
     with contextlib.suppress(PeerUnreachable, Refused, WireError):
+        with contextlib.suppress(Refused):
+            milestone = await fetch_milestone(swarm.endpoint, peer, log.round)
+            if log.admits_milestone(milestone):
+                log.begin_at(milestone)
         while True:
             request = pack(CommitsRequest(log.round))
             found = unpack(Decide, await swarm.endpoint.ask(peer, COMMITS, request, swarm.endpoint.silence_s)).decided
@@ -133,9 +138,9 @@ async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> N
 
 
 async def _history(swarm: SwarmConnection, log: CommitLog, round_number: int) -> tuple[RoundRecord, ...]:
-    """Return the peers' records of the rounds up to this one."""
+    """Return the peers' records of the rounds up to this one: all that the log has, and earlier ones that came with them."""
     rounds = Rounds("")
-    wanted = [number for number in range(round_number + 1) if log.commit_at(number).plan]
+    wanted = [number for number in range(max(0, log.begins), round_number + 1) if log.commit_at(number).plan]
     for peer in await swarm.contacts():
         async for page in swarm.history(peer, -1, round_number):
             for record in page.records:

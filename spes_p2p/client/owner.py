@@ -10,6 +10,7 @@ from spes_p2p.campaign.orders import CampaignView, MakeControl
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_signed, is_stopped, number_of, owner_of, signed
+from spes_p2p.consensus.milestone import may_roll_back
 from spes_p2p.errors import UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known
@@ -77,7 +78,7 @@ def _view(swarm: SwarmConnection, config: CampaignConfig, known: Sequence[Known]
     if is_stopped(newest) and number_of(newest) <= applied:
         raise UserError("the campaign is stopped permanently; export its model with spes-p2p export")
     round_number = max(each.round for each in known)
-    if newest is not None and newest.rollback >= 0 and newest.number > applied:
+    if newest is not None and newest.number > applied and may_roll_back(newest.rollback, round_number):
         raise UserError(f"the rollback to round {newest.rollback} is still pending; repeat the order after the next round")
     archived = sorted({kept for each in known for kept in each.archived})
     step = max(each.step for each in known)

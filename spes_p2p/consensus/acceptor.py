@@ -80,7 +80,7 @@ def recovered_votes(record: bytes | None, log: CommitLog, me: str, rng: random.R
 
 def _last_vote_in_log(log: CommitLog, me: str, incarnation: str) -> tuple[int, int]:
     """Return term and round of the last certificate with a vote of this incarnation."""
-    for decided in map(log.at, range(log.round, -1, -1)):
+    for decided in map(log.at, range(log.round, log.begins, -1)):
         parent = log.commit_at(decided.commit.round - 1)
         has_voted = any(vote.elector == me for vote in decided.votes)
         if decided.commit.plan and has_voted and incarnations_of(parent).get(me) == incarnation:

@@ -1,4 +1,4 @@
-"""The certified commits since genesis, as one peer knows them."""
+"""The certified commits since genesis or a milestone, as one peer knows them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from spes_p2p.consensus.admission import served
 from spes_p2p.consensus.certificate import equivocators, proves
 from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
+from spes_p2p.consensus.milestone import earliest_reform, is_due, may_roll_back, next_milestone, proves_milestone
 from spes_p2p.consensus.output import LOG, Identity
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control
+from spes_p2p.messages.consensus import CertifiedCommit, Commit, Control, Milestone, Served
+from spes_p2p.messages.fields import MAX_SERVED
 from spes_p2p.messages.refusals import Code
 
 logger = logging.getLogger(__name__)
@@ -26,28 +28,41 @@ KEPT_READ = 32
 class _Chain:
     """Certified commits by round. Those before the last KEPT_READ are held as bytes, which take much less memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+        """Round of the first one."""
         self._packed: list[bytes] = []
         self._last: list[CertifiedCommit] = []
 
-    def __len__(self) -> int:
-        return len(self._packed)
+    @property
+    def end(self) -> int:
+        """The round after the last one."""
+        return self.first + len(self._packed)
 
     def __getitem__(self, number: int) -> CertifiedCommit:
-        place = number - len(self._packed)
+        place = number - self.end
         if place >= -len(self._last):
             return self._last[place]
-        return unpack(CertifiedCommit, self._packed[number])
+        return unpack(CertifiedCommit, self._packed[number - self.first])
 
     def append(self, decided: CertifiedCommit) -> None:
         self._packed.append(pack(decided))
         self._last = [*self._last[1 - KEPT_READ :], decided]
 
-    def cut(self, length: int) -> None:
-        """Drop all but the first `length`."""
-        left = range(max(0, length - KEPT_READ), length)
+    def cut(self, end: int) -> None:
+        """Drop those from round `end` on."""
+        left = range(max(self.first, end - KEPT_READ), end)
         self._last = [self[number] for number in left]
-        del self._packed[length:]
+        del self._packed[end - self.first :]
+
+    def packed(self, first: int) -> list[bytes]:
+        """Return those from round `first` on, as bytes."""
+        return self._packed[first - self.first :]
+
+    def begin_at(self, first: int) -> None:
+        """Drop those before round `first`."""
+        self._packed, self.first = self.packed(first), first
+        self._last = self._last[-len(self._packed) :]
 
 
 class CommitLog:
@@ -58,6 +73,8 @@ class CommitLog:
 
     def __init__(self, identity: Identity, genesis: Commit, records: Sequence[bytes] = ()):
         """`records`: of the durable file. The first one that does not follow and all after it are dropped."""
+        self.milestone: Milestone | None = None
+        """Where the log begins; None: with genesis."""
         self._identity = identity
         self.genesis = genesis
         self._decided = _Chain()
@@ -76,7 +93,23 @@ class CommitLog:
     @property
     def last(self) -> Commit:
         """The last certified commit (genesis before round 0)."""
-        return self._decided[len(self._decided) - 1].commit if self._decided else self.genesis
+        end = self._decided.end
+        return self._decided[end - 1].commit if end > self._decided.first else self.genesis
+
+    @property
+    def begins(self) -> int:
+        """Round of the first commit that is held: the milestone's, or -1, genesis."""
+        return -1 if self.milestone is None else self.milestone.decided.commit.round
+
+    @property
+    def earliest_reform(self) -> int:
+        """The first round after which the owner may open a term."""
+        return earliest_reform(self.begins)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a newer milestone is due."""
+        return is_due(self.begins, self.round)
 
     @property
     def round(self) -> int:
@@ -85,7 +118,7 @@ class CommitLog:
 
     def at(self, round_number: int) -> CertifiedCommit:
         """Return a round's certified commit. Raises IndexError when it is not known."""
-        if not 0 <= round_number < len(self._decided):
+        if not self._decided.first <= round_number < self._decided.end:
             raise IndexError(round_number)
         return self._decided[round_number]
 
@@ -94,8 +127,8 @@ class CommitLog:
         return self.genesis if round_number < 0 else self.at(round_number).commit
 
     def has(self, commit: str, round_number: int) -> bool:
-        """Return whether that round decided the commit with this id."""
-        return round_number <= self.round and self.commit_at(round_number).id == commit
+        """Return whether that round decided the commit with this id; False for a round before the milestone."""
+        return self.begins <= round_number <= self.round and self.commit_at(round_number).id == commit
 
     def gave_up(self, commit: str) -> bool:
         """Return whether this commit is of a branch that was given up for one of a higher term."""
@@ -103,18 +136,16 @@ class CommitLog:
 
     def recent(self, round_number: int) -> tuple[Commit, ...]:
         """Return the last RECENT commits up to this round, newest first."""
-        return tuple(self.commit_at(each) for each in range(round_number, max(-2, round_number - RECENT), -1))
+        oldest = max(self.begins, round_number - RECENT + 1)
+        return tuple(self.commit_at(each) for each in range(round_number, oldest - 1, -1))
 
     def rounds_served(self, round_number: int) -> Mapping[str, int]:
         """Return by peer its rounds of service up to this one (`admission.served`), which end its probation."""
-        later = Counter[str]()
-        for decided in self.since(round_number):
-            later.update(served(decided.commit))
-        return self._served - later
+        return +self._served_until(round_number)
 
     def since(self, round_number: int, count: int | None = None) -> tuple[CertifiedCommit, ...]:
         """Return the certified commits after that round; the first `count`, or all."""
-        first, end = max(-1, round_number) + 1, len(self._decided)
+        first, end = max(self._decided.first, round_number + 1), self._decided.end
         return tuple(self._decided[number] for number in range(first, end if count is None else min(end, first + count)))
 
     def admits(self, decided: CertifiedCommit) -> bool:
@@ -123,12 +154,16 @@ class CommitLog:
         Raises Refused when it does not follow or is not proven.
         """
         commit = decided.commit
+        if commit.round < self.begins:
+            return False
         if commit.round <= self.round:
             if commit.id == self.commit_at(commit.round).id:
                 return False
             if commit.term <= self.commit_at(commit.round).term:
                 self._report(commit.round, equivocators(decided, self.at(commit.round), self._identity))
                 raise Refused(Code.NOT_PROVEN, f"round {commit.round} was decided otherwise")
+        if commit.round == self.begins:
+            raise Refused(Code.NOT_PROVEN, f"the owner's milestone has another commit of round {commit.round}")
         if commit.round > self.round + 1:
             raise Refused(Code.NOT_PROVEN, f"round {commit.round} does not follow round {self.round}")
         parent = self.commit_at(commit.round - 1)
@@ -141,10 +176,59 @@ class CommitLog:
         for old in self.since(decided.commit.round - 1):
             self._given_up.add(old.commit.id)
             self._served.subtract(served(old.commit))
-        if decided.commit.round < len(self._decided):
+        if decided.commit.round < self._decided.end:
             self._decided.cut(decided.commit.round)
         self._decided.append(decided)
         self._served.update(served(decided.commit))
+
+    def next_milestone(self) -> Milestone | None:
+        """Return the milestone that the owner may sign now, without its signature; None when none is due.
+
+        None also while a rollback after it goes back to before it: a log that begins there could not check that commit.
+        """
+        first = next_milestone(self.round)
+        if not self.is_long or any(_goes_back_before(first, each.commit) for each in self.since(first)):
+            return None
+        counts = tuple(Served(*each) for each in sorted(self._served_until(first).items()) if each[1])
+        return Milestone(self.at(first), counts, b"") if len(counts) <= MAX_SERVED else None
+
+    def admits_milestone(self, milestone: Milestone) -> bool:
+        """Return whether the log may begin at this milestone; False when it begins no earlier.
+
+        Raises Refused when the owner did not sign it, or it is of a branch that the owner has given up.
+        """
+        commit = milestone.decided.commit
+        if commit.round <= self.begins:
+            return False
+        if not proves_milestone(milestone, self.genesis, self._identity):
+            raise Refused(Code.NOT_PROVEN, "a milestone that the owner of this campaign did not sign")
+        if commit.round <= self.round and commit.term < self.commit_at(commit.round).term:
+            raise Refused(Code.NOT_PROVEN, f"round {commit.round} was decided otherwise")
+        return True
+
+    def records_from(self, milestone: Milestone) -> list[bytes]:
+        """Return the durable file of a log that begins at this admitted milestone."""
+        commit = milestone.decided.commit
+        follows = self._decided.packed(commit.round + 1) if self.has(commit.id, commit.round) else []
+        return [pack(milestone), *follows]
+
+    def begin_at(self, milestone: Milestone) -> None:
+        """Forget what is before an admitted milestone, and everything else where the log does not lead there."""
+        commit = milestone.decided.commit
+        if self.has(commit.id, commit.round):
+            self._decided.begin_at(commit.round)
+        else:
+            self._given_up.update(each.commit.id for each in self.since(commit.round - 1))
+            self._decided = _Chain(commit.round)
+            self._decided.append(milestone.decided)
+            self._served = Counter({each.peer: each.rounds for each in milestone.served})
+        self.milestone = milestone
+
+    def _served_until(self, round_number: int) -> Counter[str]:
+        counts = self._served.copy()
+        for decided in self.since(round_number):
+            counts.subtract(served(decided.commit))
+        return counts
 
     def leads_to(self, parent: Commit, commit: Commit) -> bool:
         """Return whether a plan or a rollback can lead from `parent`, in this log, to this commit of the same term."""
@@ -161,7 +245,7 @@ class CommitLog:
 
     def _digest_of_base(self, round_number: int, last: Commit) -> str | None:
         """Return the digest of the base after this round if the commits up to `last` certify it, else None."""
-        if round_number >= last.round:
+        if not may_roll_back(round_number, last.round) or round_number < self.begins:
             return None
         if is_rollback(self.commit_at(round_number)):
             return self.commit_at(round_number).base_digest
@@ -180,10 +264,27 @@ class CommitLog:
 
     def _load(self, record: bytes) -> bool:
         try:
+            if self.intact == 0 and (milestone := _milestone(record)) is not None:
+                if proves_milestone(milestone, self.genesis, self._identity):
+                    self.begin_at(milestone)
+                return self.milestone is not None
             decided = unpack(CertifiedCommit, record)
         except WireError:
             return False
-        if decided.commit.round > self.round + 1 or decided.commit.parent != self.commit_at(decided.commit.round - 1).id:
+        if not self.begins < decided.commit.round <= self.round + 1:
+            return False
+        if decided.commit.parent != self.commit_at(decided.commit.round - 1).id:
             return False
         self.put(decided)
         return True
+
+
+def _milestone(record: bytes) -> Milestone | None:
+    try:
+        return unpack(Milestone, record)
+    except WireError:
+        return None
+
+
+def _goes_back_before(round_number: int, commit: Commit) -> bool:
+    return is_rollback(commit) and commit.control is not None and commit.control.rollback < round_number

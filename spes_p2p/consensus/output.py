@@ -10,7 +10,8 @@ from spes_p2p.messages.codec import pack
 T = TypeVar("T")
 
 LOG, VOTES, CONTROL = "commits.log", "votes", "control"
-"""The durable files. A write to LOG appends a record, one to the others replaces the only record."""
+"""The durable files. A write to LOG appends a record, except that a milestone replaces all records up to its round. A write to
+the others replaces the only record."""
 
 
 @dataclass(frozen=True)

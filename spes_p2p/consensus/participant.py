@@ -10,10 +10,11 @@ from spes_p2p.consensus.acceptor import Acceptor, IsValid, VoteState, recovered_
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import ControlRecords, owner_of
+from spes_p2p.consensus.milestone import signed_milestone
 from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Write
 from spes_p2p.consensus.reform import reform_commit
 from spes_p2p.errors import Refused
-from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Vote
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Milestone, Vote
 from spes_p2p.messages.refusals import Code
 
 
@@ -55,6 +56,8 @@ class Participant:
         """Apply a write that is durable now."""
         if write.file == LOG and isinstance(write.value, CertifiedCommit):
             self.log.put(write.value)
+        elif write.file == LOG and isinstance(write.value, Milestone):
+            self.log.begin_at(write.value)
         elif write.file == VOTES and isinstance(write.value, VoteState):
             self.acceptor.apply(write.value)
         elif write.file == CONTROL and isinstance(write.value, Control):
@@ -77,7 +80,21 @@ class Participant:
         me = self._identity.peer_id
         if me != owner_of(self.log.genesis):
             raise Refused(Code.NOT_ALLOWED, "only the owner of the campaign opens a term")
+        if round_number < self.log.earliest_reform:
+            raise Refused(Code.NO_REFORM, f"no term begins before round {self.log.earliest_reform}, by the owner's milestone")
         commit = reform_commit(self.log.commit_at(round_number), self.log.last.term + 1, me, self.acceptor.incarnation)
         ballot = Ballot(0, me)
         decided = CertifiedCommit(commit, ballot, (Vote(me, self._identity.sign(vote_message(ballot, commit.id))),))
         return Output(decided, (*self.controls.before_new_term(), Write(LOG, decided)))
+
+    def take_milestone(self, milestone: Milestone) -> Output[bool]:
+        """Begin the log at a milestone; False when it begins no earlier. Raises Refused when the owner did not sign it."""
+        if not self.log.admits_milestone(milestone):
+            return Output(False)
+        kept = self.controls.before_new_term() if milestone.decided.commit.term > self.log.last.term else ()
+        return Output(True, (*kept, Write(LOG, milestone)))
+
+    def sign_milestone(self) -> Output[bool]:
+        """Begin the owner's log at a milestone; False when none is due."""
+        milestone = self.log.next_milestone()
+        return Output(False) if milestone is None else self.take_milestone(signed_milestone(milestone, self._identity))

@@ -17,6 +17,7 @@ from spes_p2p.consensus.electorate import quorum
 from spes_p2p.consensus.farewell import counted, remaining
 from spes_p2p.consensus.output import Identity
 from spes_p2p.messages.consensus import Accept, Ballot, CertifiedCommit, Commit, Decide, Farewell, Prepare, Promise, Vote
+from spes_p2p.messages.fields import MAX_PAGE
 
 MAX_BALLOTS = 5
 """An attempt fails after this many ballots."""
@@ -132,7 +133,7 @@ class Proposer:
     def _on_promise(self, elector: str, promise: Promise | None) -> tuple[Send, ...]:
         if promise is not None and promise.round < self.parent.round and elector not in self._caught_up:
             self._caught_up.add(elector)
-            return (Send(elector, Decide(self._log.since(promise.round))),)
+            return (Send(elector, Decide(self._log.since(promise.round, MAX_PAGE))),)
         if promise is not None and promise.granted and not self._is_honest(promise):
             promise = None
         self._answers[elector] = promise

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from annotated_types import MaxLen
+from annotated_types import Ge, Le, MaxLen
 
 from spes_p2p.messages.codec import Extensible, record_id
 from spes_p2p.messages.fields import (
@@ -19,6 +19,7 @@ from spes_p2p.messages.fields import (
     MAX_MEMBERS,
     MAX_PAGE,
     MAX_PARTS,
+    MAX_SERVED,
     Archived,
     Count,
     Digest,
@@ -204,6 +205,26 @@ class CertifiedCommit:
 
 
 @dataclass(frozen=True)
+class Served:
+    """One peer's rounds of service."""
+
+    peer: PeerId
+    rounds: Annotated[int, Ge(-(2**40)), Le(2**40)]
+    """Below 0 after work that did harm."""
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """A commit with the owner's word in place of the log before it, for joiners and for logs that grow long."""
+
+    decided: CertifiedCommit
+    served: Annotated[tuple[Served, ...], MaxLen(MAX_SERVED)]
+    """Up to this commit, since genesis. Sorted, without zeros."""
+    signature: Signature
+    """By the owner's key, over all other fields."""
+
+
+@dataclass(frozen=True)
 class Prepare:
     """A coordinator asks electors to promise that they accept no lower ballot in this round."""
 
@@ -246,7 +267,14 @@ class Decide:
 
 @dataclass(frozen=True)
 class CommitsRequest(Extensible):
-    """Ask for all certified commits after a round."""
+    """Ask for all certified commits after a round. Refused with `not_here` when the log begins at a later milestone."""
+
+    after: Round
+
+
+@dataclass(frozen=True)
+class MilestoneRequest(Extensible):
+    """Ask for the milestone at which a log begins. Refused with `not_here` when it begins no later than `after`."""
 
     after: Round
 

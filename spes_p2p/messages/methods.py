@@ -17,6 +17,7 @@ peer refuses one of a newer version."""
 
 ROUND, PREPARE, ACCEPT, DECIDE, COMMITS = "round", "prepare", "accept", "decide", "commits"
 PING, LEAVE, REFORM, CONTROL = "ping", "leave", "reform", "control"
+MILESTONE = "milestone"
 PUSH, PULL, CAMPAIGN, SNAPSHOT = "push", "pull", "campaign", "snapshot"
 INPUTS, ACCUSE = "inputs", "accuse"
 STATUS, HISTORY, CLOCK, DIAL_BACK, SPEED = "status", "history", "clock", "dial_back", "speed"
@@ -79,6 +80,7 @@ METHODS = {
         Method(STATUS, "anybody", "empty", "a msgpack mapping (`PeerStatus`)", answer_bytes=LISTS),
         Method(HISTORY, "anybody", "HistoryRequest", "HistoryPage", answer_bytes=LISTS),
         Method(COMMITS, "members", "CommitsRequest", "Decide: certificates, at most 200", answer_bytes=WHOLE),
+        Method(MILESTONE, "members", "MilestoneRequest", "Milestone", answer_bytes=WHOLE),
         Method(PING, "members", "Ping", "Pong"),
         Method(LEAVE, "members", "Signed with a Leave", "empty", request_bytes=WORK),
         Method(REFORM, "trainers, at helpers", "ReformRequest", "Decide", answer_bytes=WHOLE),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
 from spes_p2p.consensus.control import number_of, owner_of
 from spes_p2p.consensus.output import Output
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import (
     Accept,
@@ -24,10 +24,12 @@ from spes_p2p.messages.consensus import (
     Decide,
     Farewell,
     Known,
+    Milestone,
+    MilestoneRequest,
     Prepare,
     ReformRequest,
 )
-from spes_p2p.messages.methods import ACCEPT, COMMITS, CONTROL, DECIDE, PREPARE, REFORM
+from spes_p2p.messages.methods import ACCEPT, COMMITS, CONTROL, DECIDE, MILESTONE, PREPARE, REFORM
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
@@ -44,8 +46,6 @@ logger = logging.getLogger(__name__)
 COMMITS_PER_MESSAGE = 200
 MAX_ASKED = 16
 """Ask at most this many peers for certificates; one honest answer is enough."""
-BEFORE_GENESIS = -1
-"""The round after which all certificates follow."""
 
 
 class Decisions:
@@ -82,7 +82,7 @@ class Decisions:
         self.learned_at = asyncio.get_running_loop().time()
         handlers = {
             COMMITS: self._on_commits, PREPARE: self._on_prepare, ACCEPT: self._on_accept, DECIDE: self._on_decide,
-            CONTROL: self._on_control,
+            CONTROL: self._on_control, MILESTONE: self._on_milestone,
         }
         for method, handler in handlers.items():
             await self._endpoint.serve(method, handler)
@@ -100,12 +100,19 @@ class Decisions:
     async def learn_from(self, peer: str, after: int | None = None) -> None:
         """Fetch the peer's certificates after this round (default: the last one here), or all of them where the logs fork.
 
-        Each page continues the last one with commits that are known or proven, so a peer that lies gives one page at most.
+        Where the peer's log begins later, this one begins at its milestone from then on. Each page continues the last one with
+        commits that are known or proven, so a peer that lies gives one page at most.
         Raises PeerUnreachable, Refused, WireError.
         """
         after = self.log.round if after is None else after
         while True:
-            reply = await self._endpoint.ask(peer, COMMITS, pack(CommitsRequest(after)), self._endpoint.silence_s)
+            try:
+                reply = await self._endpoint.ask(peer, COMMITS, pack(CommitsRequest(after)), self._endpoint.silence_s)
+            except Refused as refused:
+                if refused.code is not Code.NOT_HERE or not await self.take_milestone_from(peer):
+                    raise
+                after = self.log.begins
+                continue
             found = (await unpack_beside(Decide, reply)).decided
             if not found:
                 return
@@ -115,11 +122,29 @@ class Decisions:
                 for decided in found:
                     self.learn(decided)
             except Refused:
-                if after == BEFORE_GENESIS:
+                if after == self.log.begins:
                     raise
-                after = BEFORE_GENESIS
+                after = self.log.begins
                 continue
             after = found[-1].commit.round
+
+    async def take_milestone_from(self, peer: str) -> bool:
+        """Begin the log at the peer's milestone; False when it is no later. Raises PeerUnreachable, Refused, WireError."""
+        return self._perform(self._participant.take_milestone(await fetch_milestone(self._endpoint, peer, self.log.begins)))
+
+    async def shorten_log(self, others: Sequence[str]) -> None:
+        """Begin the log at a newer milestone if one is due: the owner signs it, other peers ask one of `others`."""
+        if not self.log.is_long:
+            return
+        try:
+            if self._world.identity.peer_id == owner_of(self.log.genesis):
+                self._perform(self._participant.sign_milestone())
+            elif others:
+                await self.take_milestone_from(self._world.rng.choice(others))
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.debug("no milestone: %s", error)
+        except UserError as error:
+            logger.warning("the log is not shortened: %s", error)
 
     async def learn_from_all(self, peers: Iterable[str]) -> None:
         """Fetch missing certificates from the first MAX_ASKED of these peers.
@@ -183,7 +208,15 @@ class Decisions:
 
     async def _on_commits(self, stream: Stream) -> None:
         after = unpack(CommitsRequest, await stream.message()).after
+        if after < self.log.begins - 1:
+            raise Refused(Code.NOT_HERE, f"the log begins with round {self.log.begins}")
         await stream.send(pack(Decide(self.log.since(after, COMMITS_PER_MESSAGE))))
+
+    async def _on_milestone(self, stream: Stream) -> None:
+        after, milestone = unpack(MilestoneRequest, await stream.message()).after, self.log.milestone
+        if milestone is None or milestone.decided.commit.round <= after:
+            raise Refused(Code.NOT_HERE, f"no milestone after round {after}")
+        await stream.send(pack(milestone))
 
     async def _on_prepare(self, stream: Stream) -> None:
         request = unpack(Prepare, await stream.message())
@@ -221,3 +254,9 @@ class Decisions:
 
     def _perform(self, output: Output[T]) -> T:
         return perform(self._world.store, self._participant, output)
+
+
+async def fetch_milestone(endpoint: RpcEndpoint, peer: str, after: int) -> Milestone:
+    """Fetch the milestone after this round at which the peer's log begins. Raises PeerUnreachable, Refused, WireError."""
+    reply = await endpoint.ask(peer, MILESTONE, pack(MilestoneRequest(after)), endpoint.silence_s)
+    return await unpack_beside(Milestone, reply)

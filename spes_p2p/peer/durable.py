@@ -8,7 +8,7 @@ from typing import TypeVar
 from spes_p2p.consensus.acceptor import IsValid, fresh_votes, read_votes
 from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Output, Write
 from spes_p2p.consensus.participant import Files, Participant
-from spes_p2p.messages.consensus import Commit
+from spes_p2p.messages.consensus import Commit, Milestone
 from spes_p2p.net.interfaces import Identity
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record, parse_records
@@ -24,9 +24,7 @@ def open_participant(
     files = Files(read_record(store, VOTES), records, read_record(store, CONTROL))
     participant = Participant(identity, genesis, files, rng, is_valid)
     if participant.log.intact < len(records):
-        store.delete(LOG)
-        for record in records[: participant.log.intact]:
-            store.append(LOG, record)
+        store.replace_log(LOG, records[: participant.log.intact])
     for write in participant.recovery:
         _write(store, write)
     return participant
@@ -38,7 +36,10 @@ def perform(store: Store, participant: Participant, output: Output[T]) -> T:
     The caller's thread waits for the disk: no other request may come between a write and its effect on the participant.
     """
     for write in output.writes:
-        _write(store, write)
+        if isinstance(write.value, Milestone):
+            store.replace_log(LOG, participant.log.records_from(write.value))
+        else:
+            _write(store, write)
         participant.apply(write)
     return output.reply
 

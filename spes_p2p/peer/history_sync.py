@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.fields import MAX_MEMBERS, MAX_NAMES
@@ -73,7 +74,7 @@ async def fill_history(node: Node, history: History) -> None:
     given_up: set[int] = set()
     while True:
         known = range(min(rounds.newest, node.log.round) + 1)
-        wanted = [r for r in rounds.missing(known) if r not in given_up and node.log.at(r).commit.plan]
+        wanted = [r for r in rounds.missing(known) if r not in given_up and _has_record(node.log, r)]
         for _ in range(PATIENCE):
             if not wanted:
                 break
@@ -92,3 +93,7 @@ async def _ask_others(node: Node, history: History, wanted: list[int]) -> None:
             if not history.rounds.missing(wanted):
                 return
 
+
+def _has_record(log: CommitLog, round_number: int) -> bool:
+    """Return whether a round was trained, as far as the log shows: reforms and rollbacks have no record."""
+    return round_number < log.begins or bool(log.commit_at(round_number).plan)

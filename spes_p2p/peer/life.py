@@ -239,6 +239,8 @@ class Peer:
             self._guard.saw(each.plan)
         if not applied or applied[-1].decided.commit.id != self.replica.base.commit:
             self._reporter.restored(self._source_of_base())
+        if self.node.log.is_long:
+            self.node.spawn(self.node.decisions.shorten_log(self.node.others()))
         world = self.node.world
         await world.run_blocking(self._archive.file, world.store, self.replica.base, self._wanted_round(), world.threads)
         await self._evaluation.evaluate_if_due()

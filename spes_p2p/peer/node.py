@@ -31,7 +31,7 @@ from spes_p2p.net.interfaces import World
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, PeersSeen
-from spes_p2p.peer.decisions import BEFORE_GENESIS, Decisions
+from spes_p2p.peer.decisions import Decisions
 from spes_p2p.peer.departures import Departures
 from spes_p2p.rounds.plan import Rules
 from spes_p2p.rounds.planned import Plan
@@ -204,12 +204,13 @@ class Node:
         This happens in the background, so nothing waits for a claim. A peer that proves nothing is not believed again for a
         while. Of two proven branches the higher term wins.
         """
-        forks = 0 <= round_number <= self.log.round and commit not in ("", self.log.commit_at(round_number).id)
+        is_held = max(0, self.log.begins) <= round_number <= self.log.round
+        forks = is_held and commit not in ("", self.log.commit_at(round_number).id)
         claims = forks or round_number > self.log.round or control > self.controls.number
         is_doubted = self._doubted_until.get(peer, 0.0) > asyncio.get_running_loop().time()
         if claims and not is_doubted and peer not in self._proving and len(self._proving) < MAX_CONCURRENT_CLAIMS:
             self._proving.add(peer)
-            self.spawn(self._prove(peer, BEFORE_GENESIS if forks else None, control > self.controls.number))
+            self.spawn(self._prove(peer, self.log.begins if forks else None, control > self.controls.number))
 
     async def _prove(self, peer: str, after: int | None, has_control: bool) -> None:
         before, clock = (self.log.last.id, self.controls.number), asyncio.get_running_loop().time

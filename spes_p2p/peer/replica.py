@@ -233,8 +233,9 @@ class Replica:
         applied = []
         log, failures = self.node.log, self.newest.failures
         while self.base.commit != log.last.id and not (self.leaves() and self.newest.failures > failures):
-            if self.base.round >= log.round or log.commit_at(self.base.round).id != self.base.commit:
-                logger.warning("a reform gave up round %d of this peer: taking base %d", self.base.round, log.round)
+            if self.base.round >= log.round or not log.has(self.base.commit, self.base.round):
+                reason = "is older than the log" if self.base.round < log.begins else "was given up by a reform"
+                logger.warning("base %d of this peer %s: taking base %d", self.base.round, reason, log.round)
                 await self._jump_to_newest(forked=True)
                 continue
             decided = log.at(self.base.round + 1)
@@ -275,7 +276,7 @@ class Replica:
         Nothing else changes: the trainer may be training meanwhile.
         """
         log, base = self.node.log, self.base
-        if base.round >= log.round or log.commit_at(base.round).id != base.commit:
+        if base.round >= log.round or not log.has(base.commit, base.round):
             return
         commit = log.at(base.round + 1).commit
         if commit.plan and commit.base_digest == base.digest:
@@ -398,7 +399,8 @@ class Replica:
     async def _jump(self, new: Base, keep_pending: bool) -> None:
         old, log = self.base, self.node.log
         known = min(new.round, log.round)  # a branch may be given up during a download
-        rolled_back = any(map(is_rollback, map(log.commit_at, range(old.round + 1, known + 1))))
+        skipped = log.since(old.round, max(0, known - old.round))
+        rolled_back = any(is_rollback(each.commit) for each in skipped)
         await self.store.install(new)
         self._prepared = None
         dropped = await self.node.world.run_blocking(self.work.rebase, old, new, keep_pending, rolled_back)

@@ -40,6 +40,9 @@ class Store(Protocol):
     def append(self, name: str, record: bytes) -> None:
         """Append one record to a log durably. Raises UserError (disk full) and leaves the log as it was."""
 
+    def replace_log(self, name: str, records: Iterable[bytes]) -> None:
+        """Replace all records of a log, durably and at once. Raises UserError (disk full) and leaves the log as it was."""
+
     def records(self, name: str) -> list[bytes]:
         """Return all whole records of a log, in order; a torn tail is dropped."""
 

@@ -106,6 +106,11 @@ class DirectoryStore:
                 _sync_directory(target.parent)
             self._log_sizes[name] = size + _HEADER.size + len(record)
 
+    def replace_log(self, name: str, records: Iterable[bytes]) -> None:
+        """Replace all records of a log, durably and at once. Raises UserError (disk full) and leaves the log as it was."""
+        self._log_sizes.pop(name, None)
+        self.write(name, map(frame_record, records))
+
     def records(self, name: str) -> list[bytes]:
         """Return all whole records of a log, in order; a torn tail is dropped."""
         content = self._log_content(name)

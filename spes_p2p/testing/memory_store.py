@@ -48,6 +48,12 @@ class MemoryStore:
         self._logs.setdefault(name, []).append(bytes(record))
         self._at("append:done", name)
 
+    def replace_log(self, name: str, records: Iterable[bytes]) -> None:
+        """See Store."""
+        self._at("write:rename", name)
+        self._logs[name] = list(records)
+        self._at("write:done", name)
+
     def records(self, name: str) -> list[bytes]:
         """See Store."""
         self._check(name)

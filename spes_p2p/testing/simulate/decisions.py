@@ -9,8 +9,8 @@ from pathlib import Path
 
 from spes_p2p.consensus.output import LOG
 from spes_p2p.consensus.reform import is_reform
-from spes_p2p.messages.codec import unpack
-from spes_p2p.messages.consensus import CertifiedCommit, Commit
+from spes_p2p.messages.codec import WireError, unpack
+from spes_p2p.messages.consensus import CertifiedCommit, Commit, Milestone
 from spes_p2p.storage.store import parse_records
 from spes_p2p.testing.simulate.audit import Audit
 
@@ -26,12 +26,19 @@ class Held:
 
 
 def commits_of(run_dir: Path) -> list[Commit]:
-    """Return all commits that a peer ever had in its log, including those of abandoned branches."""
+    """Return all commits that a peer has in its log's file, including those of abandoned branches."""
     try:
         content = (run_dir / LOG).read_bytes()
     except FileNotFoundError:
         return []
-    return [unpack(CertifiedCommit, record).commit for record in parse_records(content)]
+    return [_commit_of(record) for record in parse_records(content)]
+
+
+def _commit_of(record: bytes) -> Commit:
+    try:
+        return unpack(CertifiedCommit, record).commit
+    except WireError:
+        return unpack(Milestone, record).decided.commit
 
 
 def compare(audit: Audit, now_s: float, logs: Mapping[str, Iterable[Commit]], bases: Iterable[Held]) -> None:

@@ -359,8 +359,9 @@ class VirtualSwarm:
 
     def assert_same_commits(self) -> None:
         """Assert that the peers' logs agree up to the shortest."""
-        for number in range(min(peer.node.log.round for peer in self.peers.values()) + 1):
-            assert len({peer.node.log.commit_at(number).id for peer in self.peers.values()}) == 1
+        logs = [peer.node.log for peer in self.peers.values()]
+        for number in range(max(0, *(log.begins for log in logs)), min(log.round for log in logs) + 1):
+            assert len({log.commit_at(number).id for log in logs}) == 1
 
     def assert_replicas_agree(self) -> None:
         """Assert one digest per round among all peers that committed it, and one final digest."""

@@ -152,6 +152,10 @@ class _WatchedStore(Wrapped):
         self._trial.reached(point_of_write(name))
         self._inner.append(name, record)
 
+    def replace_log(self, name: str, records: Iterable[bytes]) -> None:
+        self._trial.reached(point_of_write(name))
+        self._inner.replace_log(name, records)
+
 
 class _WatchedDraft(Wrapped):
     def __init__(self, inner: Draft, trial: Trial, name: str):

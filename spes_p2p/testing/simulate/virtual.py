@@ -243,7 +243,7 @@ class _Run:
         node, base = self._swarm.peers[peer].node, self._swarm.peers[peer].replica.base
         digest = state_digest(base.values) if self._audit.is_suspect(peer) else base.digest
         self._audit.has_base(now(), peer, base.commit, base.round, digest)
-        if 0 <= base.round <= node.log.round:
+        if max(0, node.log.begins) <= base.round <= node.log.round:
             commit = node.log.commit_at(base.round)
             self._audit.decided(now(), peer, commit.parent, commit.term, commit.id, is_reform(commit))
 

@@ -1,0 +1,274 @@
+"""A log begins at the owner's newest milestone: nobody keeps or reads the commits before it, and nothing needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+
+import pytest
+
+from spes_p2p.consensus import milestone as rules
+from spes_p2p.consensus.certificate import vote_message
+from spes_p2p.consensus.control import signed
+from spes_p2p.consensus.milestone import signed_milestone
+from spes_p2p.consensus.output import LOG
+from spes_p2p.errors import Refused
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Milestone, Vote
+from spes_p2p.messages.samples import Cursor
+from spes_p2p.peer.durable import open_participant, perform
+from spes_p2p.testing.memory_store import MemoryStore
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+from spes_p2p.testing.virtual_loop import run_virtual
+
+OWNER = "A"
+ROUNDS = 8
+"""In place of ROLLBACK_ROUNDS."""
+GENESIS = Commit(
+    campaign="c", term=0, round=-1, parent="", plan="", roots=(), dropped=(), base_digest="", step=0, tokens=0, members=(),
+    owners=(), cursor=Cursor(), helpers=(OWNER,), electorate=("A", "B", "C"), incarnations=("a", "b", "c"),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "ROLLBACK_ROUNDS", ROUNDS)
+
+
+class Somebody:
+    """A participant on a store."""
+
+    def __init__(self, name: str, store: MemoryStore | None = None):
+        self.name, self.store = name, store or MemoryStore()
+        self.part = open_participant(self.store, SimulatedIdentity(name), GENESIS, random.Random(name), lambda commit: True)
+        self.log = self.part.log
+
+    def learn(self, *decided: CertifiedCommit) -> None:
+        for each in decided:
+            perform(self.store, self.part, self.part.learn(each))
+
+    def take(self, milestone: Milestone | None) -> bool:
+        assert milestone is not None
+        return perform(self.store, self.part, self.part.take_milestone(milestone))
+
+    def sign(self) -> bool:
+        return perform(self.store, self.part, self.part.sign_milestone())
+
+    def open_term(self, round_number: int) -> CertifiedCommit:
+        return perform(self.store, self.part, self.part.open_term(round_number))
+
+    def restarted(self) -> Somebody:
+        return Somebody(self.name, self.store.reopen())
+
+
+def certified(commit: Commit) -> CertifiedCommit:
+    ballot = Ballot(1, "B")
+    message = vote_message(ballot, commit.id)
+    return CertifiedCommit(commit, ballot, tuple(Vote(each, SimulatedIdentity(each).sign(message)) for each in "ABC"))
+
+
+def after(parent: Commit, **changes: object) -> Commit:
+    commit = dataclasses.replace(
+        parent, round=parent.round + 1, parent=parent.id, plan="p", members=("B", "C"), heard=(0,),
+        base_digest=f"d{parent.round}",
+    )  # fmt: skip
+    return dataclasses.replace(commit, **changes)  # type: ignore[arg-type]
+
+
+def chain(count: int, parent: Commit = GENESIS, **changes: object) -> list[CertifiedCommit]:
+    decided: list[CertifiedCommit] = []
+    for _ in range(count):
+        parent = after(parent, **changes)
+        decided.append(certified(parent))
+    return decided
+
+
+def owner_after(decided: list[CertifiedCommit]) -> Somebody:
+    owner = Somebody(OWNER)
+    owner.learn(*decided)
+    return owner
+
+
+def test_a_joiner_that_knows_only_genesis_begins_at_the_milestone_and_counts_as_everybody_else() -> None:
+    decided = chain(4 * ROUNDS)
+    owner, joiner = owner_after(decided), Somebody("D")
+    before = owner.log.rounds_served(owner.log.round)
+    assert owner.sign()
+    assert owner.log.begins == owner.log.round - 2 * ROUNDS
+    assert joiner.take(owner.log.milestone)
+    joiner.learn(*owner.log.since(owner.log.begins))
+    for each in (owner, joiner, owner.restarted(), joiner.restarted()):
+        assert each.log.last == decided[-1].commit
+        assert [decided.commit for decided in each.log.since(-1)] == [each.commit for each in decided[each.log.begins :]]
+        assert each.log.rounds_served(each.log.round) == before == {"B": 4 * ROUNDS}
+        assert each.log.rounds_served(each.log.round - 3) == {"B": 4 * ROUNDS - 3}
+        assert each.log.recent(each.log.round)[0] == each.log.last
+    assert not joiner.take(owner.log.milestone)
+
+
+def test_logs_stay_short_however_many_rounds_there_are() -> None:
+    decided = chain(20 * ROUNDS)
+    owner, other = Somebody(OWNER), Somebody("B")
+    for each in decided:
+        owner.learn(each)
+        other.learn(each)
+        if owner.log.is_long and owner.sign():
+            other.take(owner.log.milestone)
+        for peer in (owner, other):
+            assert peer.log.round - peer.log.begins < 3 * ROUNDS + 1
+            assert len(peer.store.records(LOG)) <= 3 * ROUNDS + 1
+    assert other.restarted().log.last == decided[-1].commit
+
+
+def test_only_the_owner_signs_milestones() -> None:
+    decided = chain(4 * ROUNDS)
+    owner, other, joiner = owner_after(decided), Somebody("B"), Somebody("D")
+    owner.sign()
+    other.learn(*decided)
+    real = owner.log.milestone
+    assert real is not None
+    unsigned = other.log.next_milestone()
+    assert unsigned is not None
+    richer = dataclasses.replace(real, served=())
+    foreign = dataclasses.replace(real.decided, commit=dataclasses.replace(real.decided.commit, helpers=("B",)))
+    forged = [
+        signed_milestone(unsigned, SimulatedIdentity("B")), richer,
+        signed_milestone(dataclasses.replace(real, decided=foreign), SimulatedIdentity("B")),
+        signed_milestone(dataclasses.replace(real, decided=certified(GENESIS)), SimulatedIdentity(OWNER)),
+    ]  # fmt: skip
+    with pytest.raises(Refused, match="did not sign"):
+        other.sign()
+    for each in forged[:3]:
+        with pytest.raises(Refused, match="did not sign"):
+            joiner.take(each)
+    assert not joiner.take(forged[3])
+    assert joiner.log.round == -1
+
+
+def test_the_owner_opens_no_term_from_which_a_rollback_could_reach_before_the_milestone() -> None:
+    owner = owner_after(chain(4 * ROUNDS))
+    assert owner.log.earliest_reform == -1
+    owner.sign()
+    first = owner.log.earliest_reform
+    assert first == owner.log.begins + ROUNDS
+    for number in (-1, owner.log.begins, first - 1):
+        with pytest.raises(Refused, match="no term begins before"):
+            owner.open_term(number)
+    assert owner.open_term(first).commit.round == first + 1
+
+
+def test_a_peer_on_a_branch_that_forked_before_the_milestone_takes_the_owners() -> None:
+    decided = chain(4)
+    owner, lost = owner_after(decided), Somebody("B")
+    lost.learn(*decided, *chain(6 * ROUNDS, decided[-1].commit, tokens=7))
+    reform = owner.open_term(3)
+    owner.learn(*(certified_by_owner(each.commit) for each in chain(4 * ROUNDS, reform.commit)))
+    owner.sign()
+    assert lost.take(owner.log.milestone)
+    lost.learn(*owner.log.since(owner.log.begins))
+    assert lost.log.last == owner.log.last == lost.restarted().log.last
+    assert lost.log.last.term == 1
+    assert lost.log.gave_up(chain(6 * ROUNDS, decided[-1].commit, tokens=7)[-1].commit.id)
+
+
+def certified_by_owner(commit: Commit) -> CertifiedCommit:
+    ballot = Ballot(1, OWNER)
+    vote = Vote(OWNER, SimulatedIdentity(OWNER).sign(vote_message(ballot, commit.id)))
+    return CertifiedCommit(commit, ballot, (vote,))
+
+
+def test_a_milestone_of_a_branch_that_was_given_up_is_refused() -> None:
+    decided = chain(4 * ROUNDS)
+    owner, other = owner_after(decided), Somebody("B")
+    old = owner.log.next_milestone()
+    assert old is not None
+    reform = owner.open_term(3)
+    other.learn(*decided[:4], reform, *(certified_by_owner(each.commit) for each in chain(4 * ROUNDS, reform.commit)))
+    with pytest.raises(Refused, match="decided otherwise"):
+        other.take(signed_milestone(old, SimulatedIdentity(OWNER)))
+    with pytest.raises(Refused, match="decided otherwise"):
+        other.learn(decided[4])
+
+
+def rollback_to(round_number: int) -> Control:
+    order = Control(campaign="c", number=1, state="running", changes=(), rollback=round_number, signature=b"")
+    return signed(order, SimulatedIdentity(OWNER))
+
+
+def test_everybody_can_check_a_rollback_wherever_its_log_begins() -> None:
+    decided = chain(4 * ROUNDS)
+    owner, joiner = owner_after(decided), Somebody("D")
+    too_far = rollback_to(owner.log.round - ROUNDS - 1)
+    assert owner.log.rolled_back(owner.log.last, too_far) is None
+    oldest = rollback_to(owner.log.round - ROUNDS)
+    commit = owner.log.rolled_back(owner.log.last, oldest)
+    assert commit is not None
+    owner.learn(certified(commit))
+    # A milestone between the base and the rollback to it waits: a log that began there could not check that commit.
+    while not owner.sign():
+        assert owner.log.round - 2 * ROUNDS <= oldest.rollback or not owner.log.is_long
+        owner.learn(*chain(1, owner.log.last))
+    assert joiner.take(owner.log.milestone)
+    joiner.learn(*owner.log.since(owner.log.begins))
+    assert joiner.log.last == owner.log.last
+
+
+def test_no_milestone_stands_between_a_rollback_and_its_base() -> None:
+    decided = chain(2 * ROUNDS)
+    owner = owner_after(decided)
+    commit = owner.log.rolled_back(owner.log.last, rollback_to(owner.log.round - ROUNDS))
+    assert commit is not None
+    owner.learn(certified(commit))
+    tried = 0
+    while owner.log.round < 6 * ROUNDS:
+        owner.learn(*chain(1, owner.log.last))
+        would_begin = owner.log.round - 2 * ROUNDS
+        if owner.log.is_long and owner.log.next_milestone() is None:
+            assert ROUNDS - 1 < would_begin <= commit.round
+            tried += 1
+    assert tried > 0
+
+
+@pytest.mark.parametrize("point", ["write:rename", "write:done"])
+def test_a_crash_while_the_log_is_cut_leaves_the_old_log_or_the_new_one(point: str) -> None:
+    decided = chain(4 * ROUNDS)
+    owner = owner_after(decided)
+
+    def crash(at: str, name: str) -> None:
+        if (at, name) == (point, LOG):
+            raise asyncio.CancelledError
+
+    owner.store.fault = crash
+    with pytest.raises(asyncio.CancelledError):
+        owner.sign()
+    owner.store.fault = None
+    again = owner.restarted()
+    assert again.log.last == decided[-1].commit
+    assert (again.log.begins == -1) == (point == "write:rename")
+
+
+def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_one_that_was_away_go_on_with_it() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=100_000, sync={"min_peers": 2}))
+        swarm.start_bootstrap()
+        for name in "ABC":
+            swarm.start(name)
+        await swarm.until(lambda: all(swarm.round_of(name) >= 3 for name in "ABC"))
+        swarm.kill("C")
+        await swarm.until(lambda: swarm.round_of("A") >= 6 * ROUNDS and swarm.round_of("B") >= 6 * ROUNDS)
+        for peer in (swarm.peers["A"], swarm.peers["B"]):
+            assert peer.node.log.begins > 3
+        swarm.start_again("C")
+        swarm.start("D")
+        reached = swarm.round_of("A") + 5
+        await swarm.until(lambda: all(swarm.round_of(name) >= reached for name in "ABCD"))
+        for name in "ABCD":
+            log = swarm.peers[name].node.log
+            assert log.begins > 0
+            assert log.round - log.begins < 4 * ROUNDS
+        assert {"C", "D"} <= set(swarm.peers["A"].node.log.last.members)
+        swarm.assert_same_commits()
+        assert all(len(digests) == 1 for digests in swarm.digests().values())
+
+    run_virtual(main())
