@@ -256,6 +256,9 @@ class Model:
                 yield from self._prepare(state, attempt, place)
                 yield from self._accept(state, attempt, place)
             yield from self._learn(state, place)
+            for branch in self._owners_branches(state, place):
+                for after, _ in self._offered(state, place, branch):
+                    yield f"{ELECTORS[place]} learns the branch {branch}", _with_elector(state, place, after)
 
     # Coordinators ------------------------------------------------------------------------------------------------------
 
@@ -469,15 +472,38 @@ class Model:
             for after, _ in self._handle(state, place, ("milestone", commit), partial(self._begun_at, commit)):
                 yield f"{ELECTORS[place]} begins its log at commit {commit}", _with_elector(state, place, after)
 
+    def _owners_branches(self, state: State, place: int) -> Iterator[tuple[int, ...]]:
+        """The commits up to each new term that are not in the elector's log, where it has others of an equal term instead."""
+        log = self._processes.things[state.electors[place]].log
+        for reform in set(state.reforms).difference(log):
+            branch = [reform]
+            while (parent := self._parent(branch[0])) and parent not in log:
+                branch.insert(0, parent)
+            first: Commit = self._commits.things[branch[0]]
+            if len(log) > first.round and self._commits.things[log[first.round]].term == first.term:
+                yield tuple(branch)
+
+    def _offered(self, state: State, place: int, branch: tuple[int, ...]) -> list[tuple[int, Any]]:
+        """The elector gets the whole branch, each commit with all votes of the ballot that has the most."""
+        votes = _votes(state, self.bounds.lying)
+        proof = tuple(max(((v, b) for (b, c), v in votes.items() if c == each), key=lambda found: len(found[0]))
+                      for each in branch[:-1])  # fmt: skip
+        decided = [self._certificate(commit, ballot, voters) for commit, (voters, ballot) in zip(branch, proof, strict=False)]
+        whole = [*decided, self._known["reform", branch[-1]]]
+        return self._handle(state, place, ("branch", branch, proof), partial(Participant.learn_branch, branch=whole))
+
+    def _certificate(self, number: int, ballot: Ballot, voters: tuple[str, ...]) -> CertifiedCommit:
+        commit: Commit = self._commits.things[number]
+        message = vote_message(ballot, commit.id)
+        return CertifiedCommit(commit, ballot, tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in voters))
+
     def _taught(self, certificate: Certificate, elector: Participant) -> Output[bool]:
         """The elector gets these votes; of the farewells only those of electors that left carry their signature."""
         ballot, commit, voters, left, farewells = certificate
-        decided: Commit = self._commits.things[commit]
-        message = vote_message(ballot, decided.id)
-        votes = tuple(Vote(name, SimulatedIdentity(name).sign(message)) for name in voters)
-        said = [signed_farewell(SimulatedIdentity(name), decided.parent) for name in farewells]
+        decided = self._certificate(commit, ballot, voters)
+        said = [signed_farewell(SimulatedIdentity(name), decided.commit.parent) for name in farewells]
         told = [true if true.elector in left else dataclasses.replace(true, signature=b"forged") for true in said]
-        return elector.learn(CertifiedCommit(decided, ballot, votes, tuple(told)))
+        return elector.learn(dataclasses.replace(decided, farewells=tuple(told)))
 
     def _leave(self, state: State, place: int) -> Iterator[Step]:
         if sum(map(len, state.left)) == self.bounds.farewells:
@@ -636,6 +662,12 @@ class Model:
         for name, log in zip(ELECTORS, logs, strict=True):
             if not certified.issuperset(set(log) - {NONE}):
                 return f"{name} learned a commit that is not certified"
+        for place, name in enumerate(ELECTORS):
+            for branch in self._owners_branches(state, place):
+                self.reached.add("liars fork a log that the owner goes on with otherwise")
+                ends = self._offered(state, place, branch)
+                if not ends or not set(branch) <= set(self._processes.things[ends[-1][0]].log):
+                    return f"{name} cannot go over to the branch {branch}: a fork that no higher term heals"
         for one, other in itertools.combinations(logs, 2):
             fork = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1] and NONE not in pair), None)
             if fork is None or not self.bounds.one_commit:

@@ -212,3 +212,14 @@ def test_of_two_valid_commits_in_a_ballot_all_decide_the_one_that_most_honest_el
             assert (decided == asked.commit) == (len(votes) >= needed)
 
     simulate(main)
+
+
+@pytest.mark.slow
+def test_a_fork_that_an_elector_makes_is_healed_and_costs_it_its_place() -> None:
+    """In this seed the liar has two halves of the electors decide otherwise in round 1."""
+    found = run_seed(Scenario(peer_names(6), 5, attackers=1, attacks=KINDS, attack="equivocation"), 0)
+    assert {violation.rule for violation in found.violations} == {"fork", "error"}
+    assert all("decided twice" in violation.detail for violation in found.violations if violation.rule == "error")
+    assert found.attacked is not None
+    assert (found.attacked.attackers_banned, found.attacked.honest_banned) == (1, 0)
+    assert found.attacked.loss is not None, "rounds go on"

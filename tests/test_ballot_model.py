@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -194,9 +194,9 @@ def lower_term_wins(self: CommitLog, decided: CertifiedCommit) -> bool:
     return admits(self, decided)
 
 
-def open_as_anybody(self: Participant, round_number: int) -> Output[CertifiedCommit]:
+def open_as_anybody(self: Participant, round_number: int, liars: Sequence[str] = ()) -> Output[CertifiedCommit]:
     me = self._identity.peer_id
-    commit = reform_commit(self.log.commit_at(round_number), self.log.last.term + 1, me, self.acceptor.incarnation)
+    commit = reform_commit(self.log.commit_at(round_number), self.log.last.term + 1, me, self.acceptor.incarnation, ())
     decided = CertifiedCommit(commit, Ballot(0, me), (Vote(me, self._identity.sign(vote_message(Ballot(0, me), commit.id))),))
     return Output(decided, (Write(LOG, decided),))
 
@@ -205,7 +205,7 @@ def open_above_parent(self: Participant, round_number: int) -> Output[CertifiedC
     parent, me = self.log.commit_at(round_number), self._identity.peer_id
     if me != "A":
         return Output(None)  # type: ignore[arg-type]
-    commit = reform_commit(parent, parent.term + 1, me, self.acceptor.incarnation)
+    commit = reform_commit(parent, parent.term + 1, me, self.acceptor.incarnation, ())
     decided = CertifiedCommit(commit, Ballot(0, me), (Vote(me, self._identity.sign(vote_message(Ballot(0, me), commit.id))),))
     return Output(decided, (Write(LOG, decided),))
 
@@ -301,6 +301,27 @@ def test_one_liar_may_have_two_valid_commits_certified() -> None:
     assert found.violation is not None
     assert "two are certified" in found.violation
     assert any(step.startswith("B proposes") for step in found.trace)
+
+
+LIAR_AND_OWNER = Bounds((1, 1), numbers=1, rounds=2, reforms=1, liars=1, one_commit=False)
+HEALED = "liars fork a log that the owner goes on with otherwise"
+
+
+@pytest.mark.long
+def test_a_fork_that_a_liar_makes_is_healed_by_the_owners_next_term() -> None:
+    """In each state every honest elector can go over to the owner's branch, and crashes on the way do no harm."""
+    found = search(LIAR_AND_OWNER)
+    print(found.states)
+    assert found.violation is None, found.trace
+    assert HEALED in found.reached
+    assert found.states >= 2_000
+
+
+def test_without_branches_the_fork_of_a_liar_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Participant, "learn_branch", lambda self, branch: Output(False))
+    found = search(LIAR_AND_OWNER)
+    assert found.violation is not None
+    assert "no higher term heals" in found.violation
 
 
 def believing(handle: Callable[..., Output[Any]]) -> Callable[..., Output[Any]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import spes_p2p.consensus
 from spes_p2p.consensus.acceptor import BALLOT_STEP
-from spes_p2p.consensus.certificate import equivocators, proves, vote_message
+from spes_p2p.consensus.certificate import proves, vote_message
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.electorate import MAX_ELECTORS, choose_electorate, quorum
 from spes_p2p.consensus.output import LOG, VOTES
@@ -206,20 +206,6 @@ def test_an_elector_votes_for_one_commit_in_a_ballot() -> None:
     assert voter.accept(request) == voter.restarted().accept(request)
     with pytest.raises(Refused, match="another commit in a ballot"):
         voter.restarted().accept(Accept(request.ballot, commit_after(parent, tokens=1)))
-
-
-def test_who_signed_two_commits_in_one_ballot_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    voter, ballot = Elector("W"), Ballot(1, "A")
-    one, other = (decide(commit_after(genesis(), tokens=n), voters, ballot) for n, voters in ((1, "AB"), (2, "BC")))
-    voter.learn(one)
-    with pytest.raises(Refused, match="decided otherwise"):
-        voter.learn(other)
-    with pytest.raises(Refused, match="decided otherwise"):
-        voter.learn(other)
-    assert caplog.text.count("signed two commits in one ballot: B") == 1, "it is said once"
-    later = dataclasses.replace(other, ballot=Ballot(2, "A"))
-    assert equivocators(one, other, SimulatedIdentity("me")) == ("B",)
-    assert equivocators(one, later, SimulatedIdentity("me")) == ()
 
 
 def test_an_invalid_commit_gets_no_vote_and_binds_no_proposer() -> None:

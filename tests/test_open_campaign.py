@@ -182,7 +182,7 @@ def test_served_rounds_are_those_of_the_log_also_when_a_branch_is_given_up() -> 
 def test_rounds_that_move_no_work_serve_nobody() -> None:
     parent = commit_after(GENESIS, ("C", "D"), (0, 1)).commit
     assert served(parent) == {"C": 1, "D": 1}
-    assert not served(reform_commit(parent, 1, "W", ""))
+    assert not served(reform_commit(parent, 1, "W", "", ()))
     assert not served(rollback_commit(parent, Control(OPEN.hash, 1, "running", (), 0, b""), "d", 0))
 
 

@@ -8,6 +8,7 @@ the safety argument.
     acceptor      promises and votes of one elector
     proposer      the ballots of one coordinator in one attempt
     commit_log    the certified commits from genesis on
+    fork          what to do where electors lied and a round was decided twice
     certificate   what proves a commit
     electorate    who votes on a round, who coordinates it, what a majority is
     farewell      electors that give up their seats for a round

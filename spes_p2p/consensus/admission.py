@@ -44,7 +44,7 @@ def check_admission(
     `commit`: the last one. `control`: the record in force. `now_s`: Unix time.
     """
     if peer in commit.excluded:
-        raise Refused(Code.NOT_ADMITTED, "a result of this peer was proven wrong: its memory or its program is faulty")
+        raise Refused(Code.NOT_ADMITTED, "a proof excludes this peer: it made a wrong result, or voted twice in a ballot")
     if is_banned(control, peer):
         raise Refused(Code.NOT_ADMITTED, "the owner of this campaign banned this peer")
     if rule == "friends" or peer in commit.helpers:

@@ -49,9 +49,13 @@ def equivocators(one: CertifiedCommit, other: CertifiedCommit, identity: Identit
 
 
 def proves_reform(decided: CertifiedCommit, parent: Commit, identity: Identity) -> bool:
-    """Return whether the owner opened a higher term after `parent` with this commit, and changed nothing else."""
+    """Return whether the owner opened a higher term after `parent` with this commit, and changed nothing else.
+
+    Whom it excludes is its word, as with a ban.
+    """
     commit, owner = decided.commit, owner_of(parent)
-    if commit.term <= parent.term or commit != reform_commit(parent, commit.term, owner, "".join(commit.incarnations)):
+    made = reform_commit(parent, commit.term, owner, "".join(commit.incarnations), commit.excluded)
+    if commit.term <= parent.term or commit != made or not {*parent.excluded} <= {*commit.excluded} - {owner}:
         return False
     message = vote_message(decided.ballot, commit.id)
     return any(vote.elector == owner and identity.verify(owner, message, vote.signature) for vote in decided.votes)

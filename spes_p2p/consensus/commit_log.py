@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from spes_p2p.consensus.admission import served
-from spes_p2p.consensus.certificate import equivocators, proves
+from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.control import is_rollback, rollback_commit, rolls_back
 from spes_p2p.consensus.milestone import earliest_reform, is_due, may_roll_back, next_milestone, proves_milestone
 from spes_p2p.consensus.output import LOG, Identity
@@ -68,7 +68,8 @@ class _Chain:
 class CommitLog:
     """A chain of commits, each proven by its certificate.
 
-    Of two commits for one round, the one of the higher term wins: only a reform can fork the log, and this rule heals it.
+    Of two commits for one round, the one of the higher term wins: only a reform forks the log while no elector lies, and this
+    rule heals it.
     """
 
     def __init__(self, identity: Identity, genesis: Commit, records: Sequence[bytes] = ()):
@@ -81,8 +82,6 @@ class CommitLog:
         self._given_up: set[str] = set()
         self._served: Counter[str] = Counter()
         """By peer, its rounds of service in this log."""
-        self._reported: set[tuple[int, str]] = set()
-        """Electors that signed two commits in one ballot, by round."""
         self.intact = 0
         """How many records of the durable file were loaded."""
         while self.intact < len(records) and self._load(records[self.intact]):
@@ -160,7 +159,6 @@ class CommitLog:
             if commit.id == self.commit_at(commit.round).id:
                 return False
             if commit.term <= self.commit_at(commit.round).term:
-                self._report(commit.round, equivocators(decided, self.at(commit.round), self._identity))
                 raise Refused(Code.NOT_PROVEN, f"round {commit.round} was decided otherwise")
         if commit.round == self.begins:
             raise Refused(Code.NOT_PROVEN, f"the owner's milestone has another commit of round {commit.round}")
@@ -170,6 +168,20 @@ class CommitLog:
         if not proves(decided, parent, self._identity) or (commit.term == parent.term and not self.leads_to(parent, commit)):
             raise Refused(Code.NOT_PROVEN, f"the certificate of round {commit.round} does not hold")
         return True
+
+    def require_branch(self, branch: Sequence[CertifiedCommit]) -> None:
+        """Raise Refused unless these commits follow one of the log, one after the other, and end in a later term.
+
+        Only electors that lie make a branch that begins in the log's own term. The owner's signature on the last commit, which
+        names the others by their hashes, says that it goes on.
+        """
+        parent = self.commit_at(branch[0].commit.round - 1)
+        if branch[-1].commit.term <= self.last.term:
+            raise Refused(Code.NOT_PROVEN, "a branch that does not end in a later term")
+        for decided in branch:
+            if not proves(decided, parent, self._identity):
+                raise Refused(Code.NOT_PROVEN, f"the certificate of round {decided.commit.round} does not hold")
+            parent = decided.commit
 
     def put(self, decided: CertifiedCommit) -> None:
         """Append an admitted commit; known commits of its round and later ones, all of lower terms, are given up."""
@@ -255,12 +267,6 @@ class CommitLog:
             if later.plan:
                 return later.base_digest
         return None
-
-    def _report(self, round_number: int, liars: Sequence[str]) -> None:
-        """Log each of these electors once a round: whoever holds the other commit sends it again and again."""
-        if new := [peer for peer in liars if (round_number, peer) not in self._reported]:
-            self._reported |= {(round_number, peer) for peer in new}
-            logger.error("round %d: signed two commits in one ballot: %s", round_number, ", ".join(new))
 
     def _load(self, record: bytes) -> bool:
         try:

@@ -15,6 +15,7 @@ from spes_p2p.consensus.output import CONTROL, LOG, VOTES, Identity, Output, Wri
 from spes_p2p.consensus.reform import reform_commit
 from spes_p2p.errors import Refused
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Milestone, Vote
+from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.refusals import Code
 
 
@@ -72,17 +73,27 @@ class Participant:
         kept = self.controls.before_new_term() if decided.commit.term > self.log.last.term else ()
         return Output(True, (*kept, Write(LOG, decided)))
 
-    def open_term(self, round_number: int) -> Output[CertifiedCommit]:
+    def learn_branch(self, branch: Sequence[CertifiedCommit]) -> Output[bool]:
+        """Go over to the owner's branch of a fork that liars made. Raises Refused when it does not end in a later term."""
+        self.log.require_branch(branch)
+        return Output(True, (*self.controls.before_new_term(), *(Write(LOG, decided) for decided in branch)))
+
+    def open_term(self, round_number: int, liars: Sequence[str] = ()) -> Output[CertifiedCommit]:
         """Open a term after this round of the log: the owner alone decides the round after that. Raises Refused for others.
 
-        The term is above all that the owner has seen, and durable before it is announced.
+        The term is above all that the owner has seen, and durable before it is announced. `liars`: electors that signed two
+        commits in one ballot; it excludes them.
         """
         me = self._identity.peer_id
         if me != owner_of(self.log.genesis):
             raise Refused(Code.NOT_ALLOWED, "only the owner of the campaign opens a term")
         if round_number < self.log.earliest_reform:
             raise Refused(Code.NO_REFORM, f"no term begins before round {self.log.earliest_reform}, by the owner's milestone")
-        commit = reform_commit(self.log.commit_at(round_number), self.log.last.term + 1, me, self.acceptor.incarnation)
+        parent = self.log.commit_at(round_number)
+        excluded = tuple(sorted({*parent.excluded, *liars} - {me}))
+        if len(excluded) > MAX_BANNED:
+            excluded = parent.excluded
+        commit = reform_commit(parent, self.log.last.term + 1, me, self.acceptor.incarnation, excluded)
         ballot = Ballot(0, me)
         decided = CertifiedCommit(commit, ballot, (Vote(me, self._identity.sign(vote_message(ballot, commit.id))),))
         return Output(decided, (*self.controls.before_new_term(), Write(LOG, decided)))

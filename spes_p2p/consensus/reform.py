@@ -1,7 +1,8 @@
-"""Reform: the campaign's owner opens a new term when the swarm is stuck. Only this can fork the log, so the owner waits first.
+"""Reform: the campaign's owner opens a new term when the swarm is stuck. Honest electors fork the log by this only, so the
+owner waits first.
 
-A swarm is stuck when a majority of the electors is gone, so that no round can be decided, or when no peer has the last commit's
-base, so that nothing can be trained on it.
+A swarm is stuck when a majority of the electors is gone, so that no round can be decided, when no peer has the last commit's
+base, so that nothing can be trained on it, or when electors lied and a round was decided twice.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.rounds import Pong
 
 
-def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> Commit:
+def reform_commit(parent: Commit, term: int, helper: str, incarnation: str, excluded: tuple[str, ...]) -> Commit:
     """Return the commit that opens a new term: no weights move, and the owner (`helper`) alone decides the next round.
 
     `parent`: the owner's last commit, or an earlier one when later bases are lost. `term`: above all that the owner has seen.
-    `incarnation`: the owner's.
+    `incarnation`: the owner's. `excluded`: those of the parent, and electors that decided a round twice.
     """
     return replace(
         parent,
@@ -37,6 +38,7 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str) -> C
         owners=((),) * len(parent.owners),
         electorate=(helper,),
         incarnations=(incarnation,),
+        excluded=excluded,
     )
 
 

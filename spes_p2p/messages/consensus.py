@@ -158,8 +158,8 @@ class Commit:
     workloads: Annotated[tuple[Workload, ...], MaxLen(MAX_MEMBERS)] = ()
     """By member: the next phase. With `heard` this bounds what it may announce."""
     excluded: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
-    """Peers that take no part from this commit on, since a result of theirs was proven wrong in this round or an earlier one.
-    Sorted."""
+    """Peers that take no part from this commit on, since it is proven that they made a wrong result or signed two commits in
+    one ballot, in this round or an earlier one. Sorted."""
     disputed: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Members of which one did not show its checker what a mean was made from: both, as indices into `members`."""
     rejected: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()

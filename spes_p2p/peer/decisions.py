@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TypeVar
 
 from spes_p2p.consensus.control import number_of, owner_of
+from spes_p2p.consensus.fork import OtherBranches
 from spes_p2p.consensus.output import Output
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -58,6 +59,7 @@ class Decisions:
         self.validity: Validity
         """Set by `check_with`, before requests are served."""
         self.log = self._participant.log
+        self.other_branches = OtherBranches(self.log, world.identity)
         self.controls = self._participant.controls
         self.learned_at = 0.0
         """Loop time at which the last commit became known here; of the start when none did since."""
@@ -91,11 +93,23 @@ class Decisions:
         """Append a certified commit unless it is known. Raises Refused when it does not follow the log, is not proven, or
         contradicts its plan.
         """
-        learned = self._participant.learn(decided)
+        try:
+            learned = self._participant.learn(decided)
+        except Refused:
+            if not (branch := self.other_branches.offered(decided)):
+                raise
+            learned = self._participant.learn_branch(branch)
         if learned.reply:
             self.validity.require_fit(decided)
             self._perform(learned)
             self.learned_at = asyncio.get_running_loop().time()
+
+    def _learn_or_hold(self, decided: CertifiedCommit) -> None:
+        try:
+            self.learn(decided)
+        except Refused:
+            if not self.other_branches.holds(decided.commit):
+                raise
 
     async def learn_from(self, peer: str, after: int | None = None) -> None:
         """Fetch the peer's certificates after this round (default: the last one here), or all of them where the logs fork.
@@ -120,7 +134,7 @@ class Decisions:
                 raise WireError("a page of other commits than were asked for")
             try:
                 for decided in found:
-                    self.learn(decided)
+                    self._learn_or_hold(decided)
             except Refused:
                 if after == self.log.begins:
                     raise
@@ -167,8 +181,14 @@ class Decisions:
             await end_tasks(asked)
 
     async def ask_for_reform(self) -> None:
-        """Ask the campaign's owner for a new term, where rounds find no majority or no base. The owner may decline."""
-        request = pack(ReformRequest(self.log.last.id))
+        """Ask the campaign's owner for a new term, where rounds find no majority or no base, or one was decided twice.
+
+        The owner may decline.
+        """
+        request, fork = pack(ReformRequest(self.log.last.id)), self.other_branches.fork
+        for known in () if fork is None else (fork.mine, fork.other):
+            with contextlib.suppress(PeerUnreachable, Refused):
+                await self._endpoint.ask(owner_of(self.log.last), DECIDE, pack(Decide((known,))), self._endpoint.silence_s)
         with contextlib.suppress(PeerUnreachable, Refused, WireError):
             reply = await self._endpoint.ask(owner_of(self.log.last), REFORM, request, 2 * self._endpoint.silence_s)
             for decided in unpack(Decide, reply).decided:
@@ -176,7 +196,8 @@ class Decisions:
 
     def open_term(self, round_number: int) -> CertifiedCommit:
         """Open a term after this round of the log. Raises Refused when this peer is not the campaign's owner."""
-        decided = self._perform(self._participant.open_term(round_number))
+        fork = self.other_branches.fork
+        decided = self._perform(self._participant.open_term(round_number, fork.liars if fork is not None else ()))
         self.learned_at = asyncio.get_running_loop().time()
         return decided
 

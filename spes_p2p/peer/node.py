@@ -238,7 +238,7 @@ class Node:
         if method != CONTROL and is_banned(self.log.last.control, peer):
             raise Refused(Code.NOT_ADMITTED, "the owner of this campaign banned this peer")
         if method not in (CONTROL, COMMITS) and peer in self.log.last.excluded:
-            raise Refused(Code.NOT_ADMITTED, "a result of this peer was proven wrong")
+            raise Refused(Code.NOT_ADMITTED, "a proof excludes this peer: it made a wrong result, or voted twice in a ballot")
 
     async def _on_campaign(self, stream: Stream) -> None:
         try:

@@ -1,4 +1,6 @@
-"""The owner's answer to trainers that cannot go on: a new term, when a majority or the base has been missing for long."""
+"""The owner's answer to trainers that cannot go on: a new term, when a majority or the base has been missing for long, or a
+round was decided twice.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class ReformService:
-    """Opens a term when a majority of the electors, or the last base, has been missing for `sync.reform_after_s`."""
+    """Opens a term when a majority of the electors, or the last base, has been missing for `sync.reform_after_s`.
+
+    At once when a round was decided twice: two certificates prove it.
+    """
 
     def __init__(self, node: Node, newest: NewestBase):
         self._node, self._newest = node, newest
@@ -45,22 +50,23 @@ class ReformService:
     async def _on_reform(self, stream: Stream) -> None:
         """Answer with the commit that the trainer lacks, or the one that opens a term."""
         asked_for, log = unpack(ReformRequest, await stream.message()).commit, self._node.log
+        other_branches = self._node.decisions.other_branches
         if self._node.peer_id != owner_of(log.genesis):
             raise Refused(Code.NOT_ALLOWED, "not the owner of this campaign")
-        if asked_for != log.last.id:
+        if asked_for != log.last.id and other_branches.fork is None:
             await self._node.decisions.learn_from(stream.remote)
-        if asked_for != log.last.id:
+        if asked_for != log.last.id and other_branches.fork is None:
             await stream.send(pack(Decide(log.since(log.round - 1))))
             return
-        lost_since, parent = self._newest.lost_since(), log.round
+        last, lost_since, parent = log.last.id, self._newest.lost_since(), log.round
         if lost_since is not None:
             self._require_patience(f"no reachable peer has the base of round {log.round}", lost_since)
             parent = await self._newest_round(stream.remote)
-        if parent == log.round:
+        if parent == log.round and other_branches.fork is None:
             since = await self.no_majority_since()
             if not self._all_left():
                 self._require_patience("no majority of the electors", since)
-        if asked_for != log.last.id or self._newest.lost_since() != lost_since:
+        if last != log.last.id or self._newest.lost_since() != lost_since:
             raise Refused(Code.NO_REFORM, "the swarm goes on")
         await stream.send(pack(Decide((self._open_term(parent),))))
 
@@ -101,10 +107,11 @@ class ReformService:
 
     def _open_term(self, parent: int) -> CertifiedCommit:
         """Open a term after this round; its next round gathers whichever peers are there."""
-        last, all_left = self._node.log.last, self._all_left()
+        last, all_left, is_forked = self._node.log.last, self._all_left(), self._node.decisions.other_branches.fork is not None
         decided = self._node.decisions.open_term(parent)
         lost = f"no reachable peer has the base of round {last.round}: the rounds after {parent} are given up"
-        reason = lost if parent < last.round else "all electors left" if all_left else "no majority of the electors"
+        reason = "all electors left" if all_left else "no majority of the electors"
+        reason = "a round was decided twice" if is_forked else lost if parent < last.round else reason
         level = logging.INFO if all_left else logging.WARNING
         logger.log(level, "%s: term %d begins at round %d", reason, decided.commit.term, decided.commit.round)
         return decided

@@ -31,6 +31,8 @@ class Attack:
     around: Around
     """Returns the attacker's world as its peer gets it. Everything else about it is an honest peer."""
     identities: int = 1
+    needs_seat: bool = False
+    """Whether it can do nothing unless it may be an elector."""
 
 
 def _updates(**lies: object) -> Around:
@@ -50,10 +52,14 @@ ATTACKS: dict[AttackKind, Attack] = {
     "silent": Attack("lives, and serves no results as a reducer", serving.silent_reducer),
     "donor": Attack("serves wrong bytes of bases, plans and results", serving.lying_donor),
     "tarpit": Attack("is two seconds late with every message", serving.tarpit),
-    "coordinator": Attack("coordinates with forged proposals, commits and certificates", deciding.lying_coordinator),
-    "elector": Attack("answers with false promises and unsigned votes, or not", deciding.lying_elector),
-    "outbid": Attack("outbids every coordinator", deciding.outbidding),
-    "equivocation": Attack("has different peers exchange by two plans, and decide two commits", deciding.equivocating),
+    "coordinator": Attack(
+        "coordinates with forged proposals, commits and certificates", deciding.lying_coordinator, needs_seat=True
+    ),
+    "elector": Attack("answers with false promises and unsigned votes, or not", deciding.lying_elector, needs_seat=True),
+    "outbid": Attack("outbids every coordinator", deciding.outbidding, needs_seat=True),
+    "equivocation": Attack(
+        "has different peers exchange by two plans, and decide two commits", deciding.equivocating, needs_seat=True
+    ),
     "contacts": Attack("claims far rounds and other branches in its contact", network.false_contacts),
     "flood": Attack("holds streams open and sends the longest frames", network.flood),
     "hostile": Attack("sends bytes that are no messages", network.hostile),

@@ -127,7 +127,7 @@ class ScenarioSettings(Section):
     attackers: Count = Field(0, description="Number of the trainers that attack: the last ones.")
     attacks: tuple[AttackKind, ...] = Field(ATTACK_KINDS, description="Kinds of attacks, one in each run.")
     admission: Literal["friends", "open"] = Field(
-        "friends", description="The campaign's rule. open: every second trainer that does not attack is vouched for.")
+        "friends", description="The campaign's rule. open: every second honest trainer is vouched for, and liars that need it.")
 
     @model_validator(mode="after")
     def _check(self) -> ScenarioSettings:
@@ -188,8 +188,11 @@ class Scenario:
 
     @property
     def vouched(self) -> tuple[str, ...]:
-        """Trainers that the owner of an open campaign vouches for."""
-        return self.peer_names[: len(self.peer_names) - self.attackers : 2] if self.admission == "open" else ()
+        """Trainers that the owner of an open campaign vouches for: some honest ones, and attackers that need a seat."""
+        if self.admission != "open":
+            return ()
+        captured = self.liars if self.attack is not None and ATTACKS[self.attack].needs_seat else ()
+        return self.peer_names[: len(self.peer_names) - self.attackers : 2] + captured
 
     def machine(self, name: str) -> MachineSettings:
         """Return a peer's machine."""

@@ -313,6 +313,8 @@ class _Run:
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
+        if not loop.is_running():  # a task of an excluded attacker, collected after the run
+            return
         if error is not None and not isinstance(error, asyncio.CancelledError):
             self.error(f"{context.get('message')}: {error!r}", loop.time())
 
