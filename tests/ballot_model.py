@@ -475,12 +475,13 @@ class Model:
     def _owners_branches(self, state: State, place: int) -> Iterator[tuple[int, ...]]:
         """The commits up to each new term that are not in the elector's log, where it has others of an equal term instead."""
         log = self._processes.things[state.electors[place]].log
+        terms = {self._commits.things[commit].round: self._commits.things[commit].term for commit in log}
         for reform in set(state.reforms).difference(log):
             branch = [reform]
             while (parent := self._parent(branch[0])) and parent not in log:
                 branch.insert(0, parent)
             first: Commit = self._commits.things[branch[0]]
-            if len(log) > first.round and self._commits.things[log[first.round]].term == first.term:
+            if terms.get(first.round) == first.term:
                 yield tuple(branch)
 
     def _offered(self, state: State, place: int, branch: tuple[int, ...]) -> list[tuple[int, Any]]:
