@@ -311,10 +311,9 @@ HEALED = "liars fork a log that the owner goes on with otherwise"
 def test_a_fork_that_a_liar_makes_is_healed_by_the_owners_next_term() -> None:
     """In each state every honest elector can go over to the owner's branch, and crashes on the way do no harm."""
     found = search(LIAR_AND_OWNER)
-    print(found.states)
     assert found.violation is None, found.trace
     assert HEALED in found.reached
-    assert found.states >= 2_000
+    assert found.states >= 15_000
 
 
 def test_without_branches_the_fork_of_a_liar_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,5 +63,5 @@ class OtherBranches:
         liars = equivocators(other, log.at(number), self._identity)
         self._fork = Fork(log.at(number), other, liars)
         self._branches.append([other])
-        who = f"signed two commits in one ballot: {', '.join(liars)}" if liars else "an elector hid its vote"
+        who = f"signed two commits in one ballot: {', '.join(liars)}" if liars else "electors lied"
         logger.error("round %d was decided twice: %s; the owner's next term decides", number, who)
