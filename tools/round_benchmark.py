@@ -30,7 +30,9 @@ from round_contenders import EXPERTS, MEMBERS, Report, our_layout, tensor_sizes
 from spes_p2p.net import die_with_parent
 
 CODECS = ("none", "fp16", "int8", "int4", "sparse")
-CONTENDERS = (*CODECS, "dense", "server")
+UNBOUNDED = "unbounded"
+"""`int4` with `sync.bound_influence: false`."""
+CONTENDERS = (*CODECS, UNBOUNDED, "dense", "server")
 BASELINES = ("dense", "server")
 WARM_UP, OUR_WARM_UP = dict.fromkeys(BASELINES, 1), 5
 """Our peers keep the results of four rounds, then reuse the files."""
@@ -173,8 +175,8 @@ def end_all(processes: Iterable[Process]) -> None:
             left.unlink(missing_ok=True)
 
 
-def our_members(start: Any, codec: str) -> list[Process]:
-    rules = {"codec": codec, "sync": {}}
+def our_members(start: Any, name: str) -> list[Process]:
+    rules = {"codec": "int4", "sync": {"bound_influence": False}} if name == UNBOUNDED else {"codec": name, "sync": {}}
     first = start("bootstrap", MEMBERS, **rules)
     found = first.next_report()
     return [start("ours", i, addresses=[found["address"]], genesis=found["genesis"], **rules) for i in range(MEMBERS)]
@@ -244,6 +246,8 @@ def summary(measured: dict[str, list[Report]], elements: int) -> Report:
         "fp32_vs_server_seconds": ratio("none", "seconds", "server"),
         "fp32_vs_server_memory": ratio("none", "peak_bytes", "server"),
         "sparse_vs_int4_seconds": ratio("sparse", "seconds", "int4"),
+        "bounded_vs_unbounded_seconds": ratio("int4", "seconds", UNBOUNDED),
+        "bounded_vs_unbounded_cpu": ratio("int4", "cpu_seconds", UNBOUNDED),
     }
     for codec, name in (("none", "fp32"), ("int8", "int8"), ("int4", "int4"), ("sparse", "sparse")):
         report[f"bytes_vs_floor_{name}"] = contenders[codec]["sent_bytes"] / floor if codec in contenders else None
