@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from test_consensus import Elector, commit_after, decide, genesis
 
+from spes_p2p.consensus.acceptor import VoteState
 from spes_p2p.consensus.certificate import proves
 from spes_p2p.consensus.fork import OtherBranches
 from spes_p2p.errors import Refused
-from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, CommitsRequest, Decide
+from spes_p2p.messages.methods import COMMITS
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.peer.decisions import Decisions
 from spes_p2p.peer.durable import perform
+from spes_p2p.peer.validity import Validity
+from spes_p2p.testing.in_memory_world import in_memory_world
+from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 BALLOT = Ballot(1, "A")
@@ -123,3 +133,42 @@ def test_a_term_frees_nobody_that_a_proof_excludes() -> None:
     identity = SimulatedIdentity("W")
     assert proves(opened, parent, identity)
     assert not proves(decide(replace(opened.commit, excluded=("B",)), "W", opened.ballot), parent, identity)
+
+
+class Owner:
+    """Answers requests for commits with its own."""
+
+    silence_s = 1.0
+
+    def __init__(self, *decided: CertifiedCommit):
+        self._decided = decided
+
+    async def ask(self, peer: str, method: str, body: bytes, patience_s: float) -> bytes:
+        assert method == COMMITS
+        after = unpack(CommitsRequest, body).after
+        return pack(Decide(tuple(each for each in self._decided if each.commit.round > after)))
+
+
+class AnythingFits:
+    def recall(self, votes: VoteState) -> None: ...
+
+    def require_fit(self, decided: CertifiedCommit) -> None: ...
+
+
+def test_a_peer_fetches_a_branch_of_several_rounds_that_forks_before_its_last_one() -> None:
+    more = decide(commit_after(ONE.commit), "AB", BALLOT)
+    branch = [OTHER]
+    for number in range(3):
+        branch.append(decide(commit_after(branch[-1].commit, tokens=number), "BC", BALLOT))
+    opened = Reader("W", *branch).open_term(3)
+    owner = cast(RpcEndpoint, Owner(*branch, opened))
+    decisions = Decisions(in_memory_world(MemoryNetwork(), "A"), owner, genesis())
+    decisions.check_with(cast(Validity, AnythingFits()))
+
+    async def fetch() -> None:
+        for decided in (ONE, more):
+            decisions.learn(decided)
+        await decisions.learn_from("W")
+
+    asyncio.run(fetch())
+    assert decisions.log.last == opened.commit
