@@ -83,12 +83,21 @@ def test_peers_stand_there_under_the_names_and_teams_that_they_gave_last() -> No
     files = card_files(origin_of(CAMPAIGN, 4, "d" * 64, records))
     rows = [row for row in files[CARD_FILE].splitlines() if row.startswith("| `") or "OWLS" in row or "wls" in row]
     assert rows == [
-        "| `b` | Bob |  | 60 | 50.0 % | 8 |",
-        "| `c` |  | OWLS | 40 | 33.3 % | 12 |",
-        "| `a` | Ada L. | Owls | 20 | 16.7 % | 4 |",
-        "| OWLS | 2 | 60 | 50.0 % |",
+        "| `b` | `Bob` |  | 60 | 50.0 % | 8 |",
+        "| `c` |  | `OWLS` | 40 | 33.3 % | 12 |",
+        "| `a` | `Ada L.` | `Owls` | 20 | 16.7 % | 4 |",
+        "| `OWLS` | 2 | 60 | 50.0 % |",
     ]
     assert json.loads(files[FACTS_FILE])["names"]["a"] == {"peer": "a", "name": "Ada L.", "team": "Owls"}
+
+
+def test_no_name_of_a_peer_is_markdown() -> None:
+    """Markdown makes a link of the first and sets the second in bold."""
+    named = (Named("a", "www.example.org", "__init__"),)
+    records = [replace(synthetic_swarm(1, 1, 1).records[1], contributions=(Contribution("a", 5, 1),), names=named)]
+    card = card_files(origin_of(CAMPAIGN, 1, "d" * 64, records))[CARD_FILE]
+    assert card.count("`www.example.org`") == card.count("www.example.org") == 1
+    assert card.count("`__init__`") == card.count("__init__") == 2
 
 
 def test_what_nobody_remembers_is_said_to_be_unknown() -> None:

@@ -186,9 +186,9 @@ def _contributors(totals: Totals) -> list[str]:
 
     def row(each: Contribution) -> str:
         named = totals.called(each.peer)
-        return f"| `{each.peer}` | {named.name} | {named.team} | {share(each.tokens)} | {each.expert_steps} |"
+        return f"| `{each.peer}` | {_chosen(named.name)} | {_chosen(named.team)} | {share(each.tokens)} | {each.expert_steps} |"
 
-    teams = [f"| {team} | {peers} | {share(tokens)} |" for team, peers, tokens in totals.teams()]
+    teams = [f"| {_chosen(team)} | {peers} | {share(tokens)} |" for team, peers, tokens in totals.teams()]
     of_teams = ["", "| team | peers | tokens | share |", "|---|---|---|---|", *teams] if teams else []
     return [
         f"## Contributions up to round {totals.round}", "",
@@ -197,3 +197,8 @@ def _contributors(totals: Totals) -> list[str]:
         "| peer | name | team | tokens | share | expert-steps |", "|---|---|---|---|---|---|", *map(row, totals.ranked()),
         *of_teams,
     ]
+
+
+def _chosen(name: str) -> str:
+    """Return a name that a peer chose as code: Markdown would make a link of `www.example.org` and set `__name__` in bold."""
+    return f"`{name}`" if name else ""

@@ -189,7 +189,7 @@ p, footer, figcaption, th {{ color: var(--soft); }}
 table {{ border-collapse: collapse; }}
 th {{ font-weight: 400; text-align: left; }}
 th, td {{ padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
-td {{ overflow-wrap: anywhere; min-width: 4.5em; }}
+td {{ overflow: hidden; overflow-wrap: anywhere; min-width: 4.5em; }}
 td:last-child {{ min-width: 8em; }}
 pre {{ background: var(--faint); padding: 12px 14px; font-size: 12.5px; }}
 figure {{ display: inline-block; width: 520px; max-width: 100%; margin: 0 12px 18px 0; vertical-align: top; }}
