@@ -591,6 +591,27 @@ def dashboard(
 
 
 @app.command()
+def directory(
+    campaigns: Annotated[list[str], typer.Argument(
+        metavar="CAMPAIGN...", help="Address of a peer of each campaign; several of the same campaign separated by commas.")],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8701,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every interface.")] = "127.0.0.1",
+) -> None:
+    """Serve a web page that lists several campaigns, each with its state and the command to join. Ctrl-C ends it."""
+    addresses = [campaign.split(",") for campaign in campaigns]
+    check_peer_addresses([each for campaign in addresses for each in campaign])
+    _log("warning", False)
+    with _waiting("starting") as end_waiting:
+        from spes_p2p.client.dashboard.directory import run_directory
+
+        def show(url: str) -> None:
+            end_waiting()
+            print(f"directory on {url}", flush=True)
+
+        _run(run_directory(addresses, host, port, show))
+
+
+@app.command()
 def plan(
     config: ConfigFile,
     memory: Annotated[str, typer.Option(help="Memory of a GPU: 24GiB, 24GB.")],

@@ -417,6 +417,9 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "simulate processes run-dir": (
         lambda p: ["simulate", "--processes", "--config", str(p.campaign), "--run-dir", str(Path(a_file(p)).parent)],
         ("not empty",)),
+    "directory nothing": (lambda p: ["directory"], ("CAMPAIGN",)),
+    "directory malformed": (lambda p: ["directory", f"{NOBODY},x"], ("'x'", "/ip4/")),
+    "directory of too many": (lambda p: ["directory", *[NOBODY] * 65], ("65 campaigns: at most 64",)),
     "dashboard nothing": (lambda p: ["dashboard"], ("ADDRESS",)),
     "dashboard malformed": (lambda p: ["dashboard", "localhost"], ("'localhost'", "/ip4/")),
     "dashboard port": (lambda p: ["dashboard", NOBODY, "--port", "70000"], ("--port 70000",)),

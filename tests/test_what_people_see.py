@@ -13,7 +13,7 @@ from file_server import file_server
 
 from spes_p2p.campaign.files import MAX_MANIFEST_BYTES
 from spes_p2p.client.connection import SwarmConnection
-from spes_p2p.client.dashboard.poll import _address
+from spes_p2p.client.dashboard.poll import address_to_join
 from spes_p2p.config.addresses import EXAMPLE_ADDRESS, is_peer_address
 from spes_p2p.config.campaign import parse_campaign
 from spes_p2p.content.fetcher import Fetcher
@@ -67,7 +67,7 @@ def test_the_join_line_is_of_the_owners_helpers_and_of_nobody_else(peer: str, ad
         return {peer: Contact("c", PROTOCOL_VERSION, "helper", 0, "", (address,))}
 
     swarm = cast(SwarmConnection, SimpleNamespace(contacts=contacts, genesis=SimpleNamespace(helpers=(PEER,))))
-    found = asyncio.run(_address(swarm, [EXAMPLE_ADDRESS]))
+    found = asyncio.run(address_to_join(swarm, [EXAMPLE_ADDRESS]))
     assert found == (address if is_taken else EXAMPLE_ADDRESS)
 
 

@@ -137,7 +137,7 @@ async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: Swarm
             silent_polls = 0
             await _learn_rounds(swarm, statuses, history)
             history.control = await swarm.newest_order(history.control)
-            address = await _address(swarm, addresses)
+            address = await address_to_join(swarm, addresses)
             _publish(statuses, config, history, published, address)
         else:
             silent_polls += 1
@@ -163,7 +163,7 @@ def _publish(
     published.set_state("live", "")
 
 
-async def _address(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
+async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str]) -> str:
     """Return the announced address of one of the owner's helpers, or the given address.
 
     People copy it into a shell: nothing but a peer's address is in it, and the address is of that peer.

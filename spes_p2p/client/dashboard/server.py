@@ -48,12 +48,17 @@ async def run_dashboard(
             await watch(addresses, published)
 
 
-@contextlib.asynccontextmanager
-async def serving(published: Published, host: str, port: int) -> AsyncIterator[str]:
+def serving(published: Published, host: str, port: int) -> contextlib.AbstractAsyncContextManager[str]:
     """Serve what is `published`; yield the URL. Raises UserError if the port is not available."""
+    return listening(make_app(published), host, port)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Serve an application; yield the URL. Raises UserError if the port is not available."""
     if not 0 <= port <= 65535:
         raise UserError(f"--port {port}: must be 0 to 65535")
-    runner = web.AppRunner(make_app(published), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     try:

@@ -1,0 +1,220 @@
+"""`spes-p2p directory`: one page with the state of several campaigns. It loads nothing and runs no script."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from spes_p2p.client.connection import connect
+from spes_p2p.client.dashboard.poll import LOST_AFTER, address_to_join
+from spes_p2p.client.dashboard.server import NO_STORE, content_policy, listening
+from spes_p2p.config.addresses import check_peer_addresses
+from spes_p2p.errors import UserError, printable
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.tasks import beside
+from spes_p2p.observe.json_values import to_json
+from spes_p2p.observe.status import gather
+from spes_p2p.observe.units import counted, human_count, human_loss, human_rate, time_left
+
+LOOK_EVERY_S = 15.0
+MAX_CAMPAIGNS = 64
+"""Bounds memory and sockets: each campaign has a connection of its own, so that none waits for another."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the peers of a campaign say of it."""
+
+    campaign: str
+    campaign_hash: str
+    state: str
+    """running, paused, stopped; done."""
+    round: int
+    total_rounds: int
+    trainers: int
+    helpers: int
+    total_tokens: int
+    tokens_per_second: float
+    validation_loss: float
+    validation_round: int
+    seconds_left: float
+    command: str
+    """To take part, or to take the model once the campaign is done."""
+
+
+@dataclass
+class Listed:
+    """One entry of the directory."""
+
+    addresses: Sequence[str]
+    answers: bool = False
+    updated: float = 0.0
+    """Unix time of the last answer; 0 before the first."""
+    problem: str = ""
+    """Why the last try failed."""
+    seen: Seen | None = None
+    """As of the last answer."""
+
+
+async def run_directory(campaigns: Sequence[Sequence[str]], host: str, port: int, on_url: Callable[[str], None]) -> None:
+    """Serve the page until cancelled. `campaigns`: addresses of each. Raises UserError."""
+    for addresses in campaigns:
+        check_peer_addresses(addresses)
+    if len(campaigns) > MAX_CAMPAIGNS:
+        raise UserError(f"{len(campaigns)} campaigns: at most {MAX_CAMPAIGNS}; run a second directory")
+    listed = [Listed(addresses) for addresses in campaigns]
+    async with listening(directory_app(listed), host, port) as url, beside(*map(_follow, listed)):
+        on_url(url)
+        await asyncio.Event().wait()
+
+
+def directory_app(listed: Sequence[Listed]) -> web.Application:
+    """Return the application with / and /directory.json."""
+    headers = {"Content-Security-Policy": content_policy(_PAGE), "X-Content-Type-Options": "nosniff", **NO_STORE}
+
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text=directory_page(listed, time.time()), content_type="text/html", headers=headers)
+
+    async def document(request: web.Request) -> web.Response:
+        return web.json_response(to_json(listed), headers=NO_STORE)
+
+    app = web.Application()
+    app.add_routes([web.get("/", page), web.get("/directory.json", document)])
+    return app
+
+
+async def _follow(listed: Listed) -> None:
+    """Look at one campaign until cancelled."""
+    while True:
+        try:
+            async with connect(listed.addresses) as swarm:
+                silent_looks = 0
+                while silent_looks < LOST_AFTER:
+                    statuses = [each for each in await swarm.statuses() if each.campaign_hash == swarm.genesis.campaign]
+                    silent_looks = 0 if statuses else silent_looks + 1
+                    listed.answers, listed.problem = bool(statuses), "" if statuses else "no peer of the campaign answers"
+                    if statuses:
+                        listed.seen = seen(statuses, await address_to_join(swarm, listed.addresses))
+                        listed.updated = time.time()
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except UserError as error:
+            listed.answers, listed.problem = False, printable(str(error))
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def seen(statuses: Sequence[PeerStatus], address: str) -> Seen:
+    """Sum up the answers of one campaign's peers."""
+    swarm, trainers = gather(statuses), sum(each.role == "trainer" for each in statuses)
+    take = f"spes-p2p export --from {address} --output checkpoint"
+    return Seen(
+        swarm.campaign, swarm.campaign_hash, "done" if swarm.done and swarm.state != "stopped" else swarm.state, swarm.round,
+        swarm.total_rounds, trainers, len(statuses) - trainers, swarm.total_tokens, swarm.tokens_per_second,
+        swarm.validation_loss, swarm.validation_round, swarm.seconds_left, take if swarm.done else f"spes-p2p join {address}",
+    )
+
+
+def directory_page(listed: Sequence[Listed], now: float) -> str:
+    """Return the page. Names and figures come from peers: all of them are escaped."""
+    answering = sum(each.answers for each in listed)
+    head = f"{counted(len(listed), 'campaign')}, {answering} live"
+    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    parts = {"HEAD": head, "MADE": made, "BODY": "".join(map(_article, listed))}
+    return re.sub("HEAD|MADE|BODY", lambda found: parts[found[0]], _PAGE)
+
+
+def _article(listed: Listed) -> str:
+    known = listed.seen
+    if known is None:
+        state = "no answer" if listed.problem else "looking for its peers"
+        address = f'<p class="soft id">{html.escape(listed.addresses[0])}</p>'
+        return f'<article><header><h2>unknown campaign</h2>{_state(False, state)}</header>{address}</article>'
+    last = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(listed.updated))
+    now = known.state if known.state != "running" else time_left(known.seconds_left) or "running"
+    share = 100 * min(1.0, known.round / max(1, known.total_rounds))
+    of_round = f"round {known.validation_round}" if math.isfinite(known.validation_loss) else "not evaluated"
+    figures = [
+        ("round", str(known.round), f"of {known.total_rounds}"), ("held-out loss", human_loss(known.validation_loss), of_round),
+        ("tokens", human_count(known.total_tokens), human_rate(known.tokens_per_second) if known.trainers else ""),
+        ("trainers", str(known.trainers), counted(known.helpers, "helper")),
+    ]
+    cells = "".join(
+        f"<div><dt>{name}</dt><dd>{html.escape(value)}</dd><dd>{html.escape(more)}</dd></div>" for name, value, more in figures
+    )
+    campaign_hash = f'<span class="soft id">{html.escape(known.campaign_hash[:12])}</span>'
+    return (
+        f"<article><header><h2>{html.escape(known.campaign)}</h2>{campaign_hash}"
+        f"{_state(listed.answers, now if listed.answers else f'no answer since {last}')}</header>"
+        f'<svg viewBox="0 0 100 4" preserveAspectRatio="none" role="img" aria-label="{share:.0f} % of the rounds">'
+        f'<rect class="all" width="100" height="4"/><rect class="done" width="{share:.2f}" height="4"/></svg>'
+        f"<dl>{cells}</dl><p><code>{html.escape(known.command)}</code></p></article>"
+    )
+
+
+def _state(answers: bool, text: str) -> str:
+    return f'<span class="state"><i class="dot {"live" if answers else "silent"}"></i>{html.escape(text)}</span>'
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="refresh" content="30">
+<title>HEAD</title>
+<link rel="icon" href="data:,">
+<style>
+:root {
+  color-scheme: light dark;
+  --paper: #fcfcfa; --ink: #1a1b1d; --soft: #5c6066; --line: #dedfd9; --accent: #0d6b58; --bad: #b3261e;
+}
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #141517; --ink: #e7e7e4; --soft: #a0a5ab; --line: #303236; --accent: #63c7ad; --bad: #ff8f85; }
+}
+body {
+  margin: 0 auto; max-width: 860px; padding: 28px 24px 56px; background: var(--paper); color: var(--ink);
+  font: 14px/1.45 Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
+  font-variant-numeric: tabular-nums; overflow-wrap: anywhere;
+}
+h1 { font-size: 22px; font-weight: 650; letter-spacing: -0.01em; margin: 0; }
+h2 { font-size: 17px; font-weight: 650; margin: 0; }
+p { margin: 8px 0 0; }
+code, .id {
+  font: 0.92em "JetBrains Mono", ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+}
+code { color: var(--soft); user-select: all; }
+.soft, dt, dd + dd, .state, footer { color: var(--soft); }
+article { margin: 34px 0 0; }
+header { display: flex; flex-wrap: wrap; align-items: baseline; gap: 4px 14px; }
+.state { margin-left: auto; font-size: 13px; }
+.dot { display: inline-block; width: 8px; height: 8px; border-radius: 50%; margin-right: 7px; }
+.live { background: var(--accent); }
+.silent { background: var(--bad); }
+svg { display: block; width: 100%; height: 4px; margin: 10px 0 0; border-radius: 2px; }
+.all { fill: var(--line); }
+.done { fill: var(--accent); }
+dl { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 12px 24px; margin: 12px 0 0; }
+dd { margin: 0; font-size: 19px; font-weight: 600; line-height: 1.25; }
+dt, dd + dd { font-size: 12.5px; font-weight: 400; }
+footer { margin-top: 40px; font-size: 12.5px; }
+@media (max-width: 640px) {
+  body { padding: 18px 16px 40px; }
+  dl { grid-template-columns: repeat(2, minmax(0, 1fr)); }
+  .state { margin-left: 0; flex-basis: 100%; }
+}
+</style>
+</head>
+<body>
+<h1>HEAD</h1>
+BODY
+<footer>As their peers say, MADE. A click on a command selects it.</footer>
+</body>
+</html>
+"""

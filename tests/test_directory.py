@@ -1,0 +1,108 @@
+"""The page with the state of several campaigns."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import aiohttp
+import pytest
+from network_swarm import LocalPeers
+from synthetic_swarm import synthetic_swarm
+
+from spes_p2p.client.dashboard.directory import Listed, directory_app, directory_page, run_directory, seen
+from spes_p2p.client.dashboard.server import listening
+
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+LIVE = Listed([NOBODY], answers=True, updated=1e9, seen=seen(synthetic_swarm(3, 8, 20).statuses, NOBODY))
+
+
+class Texts(HTMLParser):
+    """The page's tags and its texts, as a browser reads them."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+def test_a_campaign_is_listed_with_its_state_and_the_command_to_join() -> None:
+    text = Texts(directory_page([LIVE], 0.0)).text
+    figures = ("20", "of 400", "9.83M", "3", "1 helper", "2h13m left")
+    for each in ("1 campaign, 1 live", "fable-1b", *figures, f"spes-p2p join {NOBODY}"):
+        assert f"{each}\n" in text
+    assert "no answer" not in text
+
+
+def test_a_campaign_that_is_done_offers_its_model() -> None:
+    done = seen([replace(each, total_rounds=20) for each in synthetic_swarm(3, 8, 20).statuses], NOBODY)
+    text = Texts(directory_page([replace(LIVE, seen=done)], 0.0)).text
+    assert "done\n" in text
+    assert f"spes-p2p export --from {NOBODY} --output checkpoint\n" in text
+
+
+def test_one_that_does_not_answer_shows_that_with_its_last_state() -> None:
+    listed = [replace(LIVE, answers=False), Listed([NOBODY], problem="it is off"), Listed([NOBODY])]
+    text = Texts(directory_page(listed, 0.0)).text
+    assert "3 campaigns, 0 live\n" in text
+    assert "no answer since 2001-09-09 01:46 UTC\n" in text
+    assert "fable-1b\n" in text
+    assert "unknown campaign\nno answer\n" in text
+    assert "unknown campaign\nlooking for its peers\n" in text
+
+
+def test_what_peers_say_is_text_and_never_markup() -> None:
+    assert LIVE.seen is not None
+    name = '"><script>alert(1)</script>BODY'
+    hostile = replace(LIVE.seen, campaign=name, campaign_hash="<b>", state="<i>", command="<u>", validation_loss=math.nan,
+                      round=2**60, total_rounds=0, total_tokens=2**62, tokens_per_second=math.inf)
+    page = Texts(directory_page([replace(LIVE, seen=hostile)], 0.0))
+    assert not page.tags & {"script", "b", "u"}
+    for each in (name, "<b>", "<i>", "<u>"):
+        assert f"{each}\n" in page.text
+
+
+def test_the_page_may_load_and_run_nothing_and_programs_get_the_same() -> None:
+    async def run() -> None:
+        async with listening(directory_app([LIVE]), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+            answer = await session.get(url)
+            policy = answer.headers["Content-Security-Policy"]
+            assert "default-src 'none'; script-src ;" in policy
+            assert "unsafe" not in policy
+            assert "fable-1b" in await answer.text()
+            [entry] = await (await session.get(f"{url}directory.json")).json()
+            assert (entry["answers"], entry["seen"]["round"]) == (True, 20)
+
+    asyncio.run(run())
+
+
+@pytest.mark.network
+def test_a_dead_campaign_delays_no_other(campaign: Path, tmp_path: Path) -> None:
+    async def run(address: str) -> None:
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(run_directory([[NOBODY], [address]], "127.0.0.1", 0, url.set_result))
+        try:
+            async with aiohttp.ClientSession() as session:
+                while True:
+                    dead, alive = await (await session.get(f"{await url}directory.json")).json()
+                    if alive["answers"] and dead["problem"]:
+                        break
+                    await asyncio.sleep(0.1)
+            assert (dead["answers"], dead["seen"]) == (False, None)
+            assert (alive["seen"]["trainers"], alive["seen"]["helpers"]) == (0, 1)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    with LocalPeers(tmp_path) as peers:
+        asyncio.run(asyncio.wait_for(run(peers.bootstrap(campaign).address), 120))
