@@ -117,6 +117,12 @@ def test_tokens_a_second_are_a_rounds_tokens_by_the_time_since_the_round_before(
     assert (curves["sent_bytes"][at[5]], curves["received_bytes"][at[5]], curves["sent_bytes"][at[4]]) == (15, 2, None)
 
 
+def test_the_parts_of_a_round_are_means_over_the_peers_that_trained() -> None:
+    told = {2: {"a": {"train": 4.0, "apply": 1.0}, "b": {"train": 8.0}, "helper": {"apply": 9.0}}}
+    rounds = series(synthetic_swarm(2, 4, 3).records, {}, CONFIG, phases=told)["rounds"]
+    assert (rounds["train"], rounds["apply"]) == ([None, None, 6.0, None], [None, None, 0.5, None])
+
+
 def test_the_schedule_reaches_from_the_first_step_to_the_last() -> None:
     points = schedule([], CONFIG, None)
     assert (points[0][:2], points[-1][:2]) == ((0, 0), (CONFIG.total_rounds, CONFIG.training.total_steps))

@@ -213,6 +213,30 @@ def test_a_click_on_a_peer_shows_it_until_the_next_click(viewport: dict[str, int
     look_at(swarm, look, viewport=viewport)
 
 
+def test_two_rounds_are_compared_and_thin_lines_come_first() -> None:
+    swarm = synthetic_swarm(4, 8, 30)
+    uploads = (30e6, 1e6, 20e6, 30e6, 0.0)
+    swarm = replace(swarm, statuses=[replace(each, upload=up) for each, up in zip(swarm.statuses, uploads, strict=True)])
+
+    async def look(page: Any, live: Published) -> None:
+        parts = {record.round: {"a": {"train": 1.0 * record.round, "exchange": 2.0}} for record in swarm.records}
+        live.curves = series(swarm.records, {}, CONFIG, phases=parts)
+        live.curves_version += 1
+        live.publish()
+        await until(page, "document.querySelector('#round-b').closest('tr').children[1].textContent === '32.0 s'")
+        await page.fill("#round-a", "10")
+        change = "round 30 against round 10: train +20.0 s"
+        await until(page, f"document.querySelector('#compare-readout').textContent === '{change}'")
+        assert await page.locator("#round-a").locator("xpath=../..").locator("rect").count() == 5
+        await page.fill("#round-a", "99999")
+        await until(page, "document.querySelector('#round-a').closest('tr').children[1].textContent === '32.0 s'")
+        first = await page.locator("#lines tr").first.inner_text()
+        assert first.startswith(swarm.statuses[1].peer_id[-6:])
+        assert "8.00 Mbit/s, rounds wait for it" in first
+
+    look_at(swarm, look)
+
+
 def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
     async def run() -> None:
         live = Published()

@@ -96,6 +96,7 @@ class SwarmHistory:
     rounds: Rounds = field(default_factory=lambda: Rounds(""))
     """Records with times by the local clock."""
     traffic: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    phases: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     by_peer: dict[str, tuple[RoundRecord, ...]] = field(default_factory=dict)
     """Each peer's own records of the last rounds."""
     control: Control | None = None
@@ -110,6 +111,7 @@ class SwarmHistory:
         for record in records:
             self.rounds.add(record)
             self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
+            self.phases.setdefault(record.round, {})[record.teller] = dict(record.seconds)
         return records
 
 
@@ -155,7 +157,7 @@ def _publish(
     published.status = status_document(statuses, records)
     take = f"spes-p2p export --from {address} --output checkpoint"
     published.command = take if published.view["done"] else f"spes-p2p join {address}"
-    curves = series(records, history.traffic, config, history.control)
+    curves = series(records, history.traffic, config, history.control, history.phases)
     if curves != published.curves:
         published.curves = curves
         published.curves_version += 1
@@ -183,7 +185,7 @@ async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], 
 
 
 async def _learn_past(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
-    for status in sorted(statuses, key=lambda status: -status.uptime_s):
+    for status in sorted(statuses, key=lambda status: (status.role != "trainer", -status.uptime_s)):
         async for page in swarm.history(status.peer_id, -1, status.round):
             history.add(page, time.time())
         if not history.rounds.missing([0]):

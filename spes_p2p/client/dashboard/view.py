@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from spes_p2p.client.dashboard.lines import lines
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.consensus import Control
@@ -22,6 +23,9 @@ TIMELINE_ROUNDS = 8
 
 Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
 """Bytes (sent, received) by round and reporting peer."""
+Phases = Mapping[int, Mapping[str, Mapping[str, float]]]
+"""Seconds by round, reporting peer and phase."""
+PHASES = ("train", "announce", "exchange", "commit", "apply")
 
 
 def swarm_view(
@@ -35,6 +39,7 @@ def swarm_view(
     places = {status.peer_id: place for place, status in enumerate(swarm.peers)}
     tokens = {each.peer: each.tokens for each in totals.contributions}
     steps = {each.peer: each.expert_steps for each in totals.contributions}
+    of_lines = lines(swarm.peers, rounds)
     document: dict[str, Any] = to_json(replace(swarm, peers=(), owners=()))
     document["peers"] = [
         {
@@ -43,6 +48,7 @@ def swarm_view(
             "tokens": tokens.get(status.peer_id, 0),
             "expert_steps": steps.get(status.peer_id, 0),
             "score": swarm.scores.get(status.peer_id),
+            "line": of_lines.get(status.peer_id),
             "timeline": _timeline(status, rounds.get(status.peer_id, ()), now),
         }
         for status in swarm.peers
@@ -59,7 +65,8 @@ def swarm_view(
 
 
 def series(
-    records: Sequence[RoundRecord], traffic: Traffic, config: CampaignConfig, control: Control | None = None
+    records: Sequence[RoundRecord], traffic: Traffic, config: CampaignConfig, control: Control | None = None,
+    phases: Phases | None = None,
 ) -> dict[str, Any]:
     """Return curves since the start of the campaign, one column per quantity, and the schedule to its end.
 
@@ -76,6 +83,7 @@ def series(
         "tokens_per_second": [rates[i] for i in kept],
         "sent_bytes": [sent[i] for i in kept],
         "received_bytes": [received[i] for i in kept],
+        **{phase: [_mean_seconds((phases or {}).get(records[i].round, {}), phase) for i in kept] for phase in PHASES},
     }
     evaluated = [record for record in records if math.isfinite(record.validation_loss)]
     held_out = [evaluated[i] for i in thinned(len(evaluated), MAX_POINTS)]
@@ -92,6 +100,12 @@ def series(
 def _mean_bytes(told: Mapping[str, tuple[int, int]], direction: int) -> float:
     """Return the mean over the peers; NaN without data."""
     return sum(pair[direction] for pair in told.values()) / len(told) if told else math.nan
+
+
+def _mean_seconds(told: Mapping[str, Mapping[str, float]], phase: str) -> float:
+    """Return the mean over the peers that trained; NaN without data."""
+    seconds = [by_phase.get(phase, 0.0) for by_phase in told.values() if "train" in by_phase]
+    return round(sum(seconds) / len(seconds), 3) if seconds else math.nan
 
 
 def thinned(count: int, at_most: int) -> list[int]:
