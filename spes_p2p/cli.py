@@ -779,10 +779,10 @@ def evaluate(
             origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
         results = {**evaluation.evaluate(model_dir or downloaded, shots, include_path, limit, device, batch, dtype), **origin}
     text = json.dumps(results, indent=2)
+    print(text)  # first, so that a disk that is full by now does not cost the results
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n")
-    print(text)
     if model_dir is not None:
         evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
 

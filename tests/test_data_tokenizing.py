@@ -137,7 +137,7 @@ def cut(content: bytes) -> bytes:
 BAD_INPUTS: dict[str, tuple[str, bytes, str]] = {
     "bad JSON": ("a.jsonl", json_lines(["fine", "fine"]) + b'{"text": "cut\n', "a.jsonl, line 3: not valid JSON"),
     "no object": ("a.jsonl", json_lines(["fine"]) + b'"text"\n', "a.jsonl, line 2: has no field 'text'"),
-    "no such field": ("a.jsonl", json_lines(["fine"], "content"), "a.jsonl, line 1: has no field 'text'"),
+    "no such field": ("a.jsonl", json_lines(["fine"], "content"), "a.jsonl, line 1: has no field 'text'; rename"),
     "not a string": ("a.jsonl", b'{"text": 7}\n', "a.jsonl, line 1: field 'text' is int"),
     "lone surrogate": ("a.jsonl", b'{"text": "a\\ud800"}\n', "a.jsonl, line 1: field 'text' is not valid Unicode"),
     "not UTF-8": ("a.jsonl", b'\n{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8"),

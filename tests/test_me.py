@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_swarm import synthetic_swarm
+from test_report import run_dir
 
-from spes_p2p.client.me import own_share, render
+from spes_p2p.client.me import look_at, own_share, render
+from spes_p2p.errors import UserError
 from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import Entry
 from spes_p2p.session.own_state import OwnState
@@ -78,3 +82,9 @@ def test_a_new_trainer_has_nothing_yet() -> None:
     share = own_share([], ME, 20, replace(RUNNING, state="paused", detail="until 22:00"), now=0.0)
     assert (share.tokens, share.rounds, share.round) == (0, 0, 0)
     assert "paused: until 22:00" in render(share)
+
+
+def test_a_bootstrap_peers_run_dir_is_said_to_be_no_trainers(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path / "bootstrap", synthetic_swarm(2, 4, 3).records)
+    with pytest.raises(UserError, match=r"no trainer has run here .*; give the run-dir of your trainer"):
+        look_at(folder, folder / "identity.key")

@@ -20,7 +20,7 @@ from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.events import BaseRestored, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
 from spes_p2p.observe.units import human_count, human_indices, human_seconds, short_peer
-from spes_p2p.session.own_state import OwnState, read_own_state
+from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
 
 PACE_ROUNDS = 8
 """The next round is expected at the median pace of this many rounds."""
@@ -105,6 +105,8 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
     known = read_run_dir(run_dir)
     if known is None:
         raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the run-dir of your trainer")
+    if not (run_dir / STATE_FILE).exists():
+        raise UserError(f"{run_dir}: no trainer has run here (bootstrap peers do not train); give the run-dir of your trainer")
     if not identity.exists():
         raise UserError(f"{identity}: no such file; give the --identity with which the trainer joined")
     peer_id, planned = RSAIdentity(identity).peer_id, known[0].campaign.config.total_rounds

@@ -16,6 +16,8 @@ import zstandard
 from spes_p2p.errors import UserError
 
 CHUNK_BYTES = 2**20
+OTHER_FIELD = "rename the one with the text, or name it with `spes-p2p tokenize --text-field`"
+"""`init` reads text too, and has no such option."""
 
 Documents = Iterator[tuple[str, int]]
 """(Text, bytes of the file read so far), without empty documents."""
@@ -66,7 +68,7 @@ def _parquet(raw: BinaryIO, name: str, field: str) -> Documents:
         table = pq.ParquetFile(raw)
         if field not in table.schema_arrow.names:
             columns = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{name}: has no column '{field}', only {columns}; name the text column with --text-field")
+            raise UserError(f"{name}: has no column '{field}', only {columns}; {OTHER_FIELD}")
         row = 0
         for batch in table.iter_batches(batch_size=1024, columns=[field]):
             for text in batch.column(0).to_pylist():
@@ -103,13 +105,13 @@ def _parse_lines(lines: Iterator[bytes], name: str, field: str, raw: BinaryIO) -
             raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); each line is one object like "
                             f'{{"{field}": "..."}}') from None
         if not isinstance(record, dict) or field not in record:
-            raise UserError(f"{where}: has no field '{field}'; name the text field with --text-field")
+            raise UserError(f"{where}: has no field '{field}'; {OTHER_FIELD}")
         yield _checked(record[field], where, field), raw.tell()
 
 
 def _checked(text: object, where: str, field: str) -> str:
     if not isinstance(text, str):
-        raise UserError(f"{where}: field '{field}' is {type(text).__name__}, not text; name another field with --text-field")
+        raise UserError(f"{where}: field '{field}' is {type(text).__name__}, not text; {OTHER_FIELD}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
