@@ -86,6 +86,12 @@ def test_streams_of_outsiders_are_capped_each_and_in_all() -> None:
     run_virtual(main())
 
 
+def test_a_common_start_of_64_peers_finds_room_for_three_streams_of_each() -> None:
+    shares = Shares()
+    shares.is_known = lambda peer: False
+    assert all(shares.enter(f"joiner {i}") for _ in range(3) for i in range(64))
+
+
 def test_frames_of_a_stranger_are_read_at_a_pace_and_those_of_a_member_at_once() -> None:
     async def taken(peer: str, body: bytes) -> int:
         host = Host()
