@@ -17,8 +17,8 @@ STREAMS_PER_PEER = 256
 STREAMS_PER_OUTSIDER = 16
 """Streams that one outsider may have open here."""
 STREAMS_OF_OUTSIDERS = 256
-"""Streams that all outsiders together may have open here. Of 64 peers that start together each has up to three at a time, and to
-the coordinator all of them are outsiders."""
+"""Streams that all outsiders together may have open here. Of 64 peers that start together each has up to three at a
+time, and to the coordinator all of them are outsiders."""
 HELD_PER_PEER = 2**25
 """Bytes of one peer's frames that arrive or wait to be read; beyond this the sender waits."""
 HELD_PER_OUTSIDER = 2**22
