@@ -60,6 +60,7 @@ def slow(*values: Any) -> ParameterSet:
         slow(Bounds((1, 1), numbers=1, losses=1, farewells=1), BOTH | BOUND, 10_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, reforms=1), BOTH | BOUND | FORK, 45_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, farewells=1, reforms=1), BOTH | BOUND | FORK, 110_000),
+        slow(Bounds((1, 1), numbers=1, rounds=2, reforms=1, milestones=1), BOTH | BOUND | FORK | {SHORT}, 150_000),
     ],
     ids=lambda value: str(value) if isinstance(value, Bounds) else None,
 )
