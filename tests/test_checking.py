@@ -123,7 +123,7 @@ def test_a_reducer_that_lies_is_excluded_by_proof_within_three_rounds(lie: Lie, 
         assert "B" not in {*commit.members, *commit.electorate}
         assert all(commit.owners)
         await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match="proven wrong"):
+        with pytest.raises(UserError, match="a proof excludes this peer"):
             life.result()
         for held in (swarm.tasks, swarm.peers, swarm.nodes):
             held.pop("B")
@@ -148,7 +148,7 @@ def test_a_pardoned_reducer_takes_part_again_until_another_proof(monkeypatch: py
         life, log = swarm.tasks["B"], swarm.nodes["W"].log
         await swarm.until(lambda: "B" in log.last.excluded)
         await asyncio.wait({life}, timeout=200)
-        with pytest.raises(UserError, match="proven wrong"):
+        with pytest.raises(UserError, match="a proof excludes this peer"):
             life.result()
         swarm.kill("B")
 
@@ -351,7 +351,7 @@ def test_an_exclusion_outlives_restarts_and_joiners_know_it(monkeypatch: pytest.
         swarm.peers.pop("B")
         swarm.nodes.pop("B")
         await asyncio.wait({life}, timeout=300)
-        with pytest.raises(UserError, match="proven wrong"):
+        with pytest.raises(UserError, match="a proof excludes this peer"):
             life.result()
         await swarm.until_round(number + 2)
         assert not any("B" in each.commit.members for each in swarm.nodes["D"].log.since(number - 1))
