@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_LISTED_CAMPAIGNS = 64
+"""Of one directory. Bounds memory and sockets: each campaign has a connection of its own."""
+
 app = typer.Typer(
     help="Peer-to-peer training of mixture-of-experts language models.",
     no_args_is_help=True,
@@ -600,6 +603,8 @@ def directory(
     """Serve a web page that lists several campaigns, each with its state and the command to join. Ctrl-C ends it."""
     addresses = [campaign.split(",") for campaign in campaigns]
     check_peer_addresses([each for campaign in addresses for each in campaign])
+    if len(campaigns) > MAX_LISTED_CAMPAIGNS:
+        raise UserError(f"{len(campaigns)} campaigns: at most {MAX_LISTED_CAMPAIGNS}; run a second directory")
     _log("warning", False)
     with _waiting("starting") as end_waiting:
         from spes_p2p.client.dashboard.directory import run_directory

@@ -15,7 +15,6 @@ from aiohttp import web
 from spes_p2p.client.connection import connect
 from spes_p2p.client.dashboard.poll import LOST_AFTER, address_to_join
 from spes_p2p.client.dashboard.server import NO_STORE, content_policy, listening
-from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError, printable
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.tasks import beside
@@ -24,8 +23,6 @@ from spes_p2p.observe.status import gather
 from spes_p2p.observe.units import counted, human_count, human_loss, human_rate, time_left
 
 LOOK_EVERY_S = 15.0
-MAX_CAMPAIGNS = 64
-"""Bounds memory and sockets: each campaign has a connection of its own, so that none waits for another."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,10 @@ class Listed:
 
 
 async def run_directory(campaigns: Sequence[Sequence[str]], host: str, port: int, on_url: Callable[[str], None]) -> None:
-    """Serve the page until cancelled. `campaigns`: addresses of each. Raises UserError."""
-    for addresses in campaigns:
-        check_peer_addresses(addresses)
-    if len(campaigns) > MAX_CAMPAIGNS:
-        raise UserError(f"{len(campaigns)} campaigns: at most {MAX_CAMPAIGNS}; run a second directory")
+    """Serve the page until cancelled. `campaigns`: checked addresses of each. Raises UserError.
+
+    Each campaign has a connection of its own, so that none waits for another.
+    """
     listed = [Listed(addresses) for addresses in campaigns]
     async with listening(directory_app(listed), host, port) as url, beside(*map(_follow, listed)):
         on_url(url)
