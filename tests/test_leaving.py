@@ -83,6 +83,31 @@ def test_who_leaves_and_takes_long_to_end_coordinates_no_round_meanwhile(
     simulate(main)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("leaver", "ABC")
+@pytest.mark.parametrize("delay_s", [0.1, 2.0, 6.4, 7.3, 9.1])
+@pytest.mark.sampled(6)
+def test_who_leaves_costs_no_attempt(delay_s: float, leaver: str, overlap: bool) -> None:
+    """One of the three coordinates the next round, one member is no elector, and the helper learns commits late."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=1500, sync={"overlap": overlap}))
+        swarm.start_all()
+        for peer in "ABC":
+            swarm.network.set_latency("W", peer, 0.3)
+        await swarm.until_round(3)
+        await asyncio.sleep(delay_s)
+        swarm.peers.pop(leaver).leave()
+        await swarm.until(swarm.tasks[leaver].done)
+        swarm.network.kill(leaver)
+        stayed = "ABC".replace(leaver, "")
+        goal = max(map(swarm.round_of, stayed)) + 4
+        await swarm.until(lambda: min(map(swarm.round_of, stayed)) >= goal)
+        assert [swarm.recorders[peer].of(RoundFailed) for peer in (*stayed, "W")] == [[], [], []]
+
+    simulate(main)
+
+
 def test_after_the_last_trainer_left_the_bootstrap_waits_in_silence_and_the_next_one_trains_at_once() -> None:
     async def main() -> None:
         swarm = VirtualSwarm(campaign(total_steps=200, sync={"min_peers": 1, "reform_after_s": 600.0}))

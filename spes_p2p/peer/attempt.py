@@ -83,8 +83,10 @@ class RoundMember:
         try:
             await self._attempt(attempt, coordinator, seconds)
         except PeerUnreachable as error:
-            self._reporter.failed(target, attempt, "coordinator_lost", str(error))
             attempt += 1
+            if coordinator in self._node.departures.gone(self._replica.base.commit):  # it said so meanwhile
+                return attempt
+            self._reporter.failed(target, attempt - 1, "coordinator_lost", str(error))
             in_this_pass = attempt % len(order)
             untried = order[in_this_pass:] if in_this_pass else ()
             attempt += await self._leave.unless_made(_first_living(self._node.endpoint, untried)) or 0

@@ -9,8 +9,8 @@ from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack, unpack
-from spes_p2p.messages.consensus import Farewell, Leave, Signed
-from spes_p2p.messages.methods import LEAVE
+from spes_p2p.messages.consensus import Decide, Farewell, Leave, Signed
+from spes_p2p.messages.methods import DECIDE, LEAVE
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint, Stream
@@ -23,7 +23,7 @@ LEAVE_TIMEOUT_S = 2.0
 
 
 class Departures:
-    """What electors tell each other about peers that leave the next round, or are back."""
+    """What peers tell each other about those that leave the next round, or are back."""
 
     def __init__(self, endpoint: RpcEndpoint, identity: Identity, decisions: Decisions, rules: Rules):
         self._endpoint, self._identity, self._decisions, self._rules = endpoint, identity, decisions, rules
@@ -38,11 +38,11 @@ class Departures:
         await self._endpoint.serve(LEAVE, self._on_leave)
 
     async def leave(self, untrained: tuple[Interval, ...]) -> None:
-        """Tell electors and helpers that this peer leaves, so that its experts and samples are reassigned at once."""
+        """Tell members, electors and helpers that this peer leaves, so that its experts and samples are reassigned at once."""
         await self._tell(Leave(self._decisions.log.last.id, untrained, self._decisions.leave()))
 
     async def come_back(self) -> None:
-        """Tell electors and helpers that this peer is back. A seat that it gave up stays given up until the next round."""
+        """Tell members, electors and helpers that this peer is back. A seat that it gave up stays so until the next round."""
         await self._tell(Leave(self._decisions.log.last.id, (), self._decisions.farewell(), back=True))
 
     def see(self, peer: str) -> None:
@@ -67,9 +67,17 @@ class Departures:
     async def _tell(self, leave: Leave) -> None:
         request = pack(sign(leave, self._identity))
         last = self._decisions.log.last
-        others = sorted({*last.electorate, *last.helpers} - {self._endpoint.peer_id})
-        asked = (self._endpoint.ask(peer, LEAVE, request, LEAVE_TIMEOUT_S) for peer in others)
-        await asyncio.gather(*asked, return_exceptions=True)
+        others = sorted({*last.members, *last.electorate, *last.helpers} - {self._endpoint.peer_id})
+        await asyncio.gather(*(self._tell_one(peer, request) for peer in others), return_exceptions=True)
+
+    async def _tell_one(self, peer: str, request: bytes) -> None:
+        """Tell a peer; one that does not know the last commit yet refuses, so it gets that first."""
+        try:
+            await self._endpoint.ask(peer, LEAVE, request, LEAVE_TIMEOUT_S)
+        except Refused:
+            last = self._decisions.log.since(self._decisions.log.round - 1, 1)
+            await self._endpoint.ask(peer, DECIDE, pack(Decide(last)), LEAVE_TIMEOUT_S)
+            await self._endpoint.ask(peer, LEAVE, request, LEAVE_TIMEOUT_S)
 
     async def _on_leave(self, stream: Stream) -> None:
         signed, peer, commit = unpack(Signed, await stream.message()), stream.remote, self._decisions.log.last
