@@ -197,15 +197,15 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     assert "no round includes work of this peer yet" in farewell(left, (), Path("runs/peer"))
 
 
-def test_a_trainer_whose_line_holds_rounds_up_is_told_once_an_hour(log: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_whose_line_holds_rounds_up_is_told_after_two_of_them_and_once_an_hour(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
     slow: dict[str, Any] = {"upload": 125e3, "median_upload": 12.5e6, "seconds": {"exchange": 9.0}}
     short, fair, unknown = {**slow, "seconds": {"exchange": 0.2}}, {**slow, "upload": 5e6}, {**slow, "upload": 0.0}
-    for number, changes in enumerate([short, fair, unknown, slow, slow], start=1):
+    for number, changes in enumerate([slow, short, fair, unknown, slow, slow, slow], start=1):
         trainer(PhaseTrained(number, 5, 100, 4.0, 0.0, 12.0, 0))
         trainer(replace(commit(number), **changes))
     clock.now += SLOW_LINE_EVERY_S
-    trainer(replace(commit(6), **slow))
+    trainer(replace(commit(8), **slow))
     told = [message.split(" · ")[0] for message in log.messages if "rounds wait for this line: 1.00Mbit/s up" in message]
-    assert told == [f"round 4/{ROUNDS}", f"round 6/{ROUNDS}"]
+    assert told == [f"round 6/{ROUNDS}", f"round 8/{ROUNDS}"]

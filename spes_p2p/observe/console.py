@@ -63,6 +63,8 @@ class RoundLog:
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
         self._complained_at = -math.inf
+        self._slow_rounds = 0
+        """Rounds in a row that waited for this peer's line. The first may have measured too little to judge."""
         self._utilisation = ""
         """Device utilisation in the last phase; empty if the device's peak is unknown."""
         self._waiting = {"announcing": "waiting for the plan", "downloading": "waiting for a peer that has the base"}
@@ -193,7 +195,8 @@ class RoundLog:
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
         is_slow = trains and holds_rounds_up(event.upload, event.median_upload, status.round_seconds)
-        if is_slow and self._clock() - self._complained_at >= SLOW_LINE_EVERY_S:
+        self._slow_rounds = self._slow_rounds + 1 if is_slow else 0
+        if self._slow_rounds > 1 and self._clock() - self._complained_at >= SLOW_LINE_EVERY_S:
             self._complained_at = self._clock()
             parts.append(f"rounds wait for this line: {human_count(8 * event.upload)}bit/s up, the others' median is "
                          f"{human_count(8 * event.median_upload)}bit/s; fewer --experts send less")
