@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,6 @@ from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
-from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import TaskEvaluations, evaluate_stored_base
@@ -119,11 +117,9 @@ async def _live_as_bootstrap(
         world = extension.around(world_of(net, store, settings))
         node = await make_node(net, world, files, genesis, "helper", observers.all, invitation)
         await serve_text(node, shelf)
-        records = observers.history.rounds.records
         helper = Peer(
             node, layout, None, NOTHING_TO_TRAIN, observers.all, observers.status,
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
-            held_out=[HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)],
         )
         call_on_signals(helper.leave, LEAVING)
         async with remembering(node, observers.history), beside(tasks.run(observers.all)):
