@@ -25,6 +25,7 @@ from spes_p2p.campaign.room import Device, find_room, needed_bytes
 from spes_p2p.client import local_swarm
 from spes_p2p.config.campaign import (
     CampaignConfig,
+    CodecConfig,
     ExpertsConfig,
     OuterConfig,
     load_campaign_config,
@@ -303,6 +304,15 @@ def test_traffic_of_shared_weights_is_that_of_an_all_reduce(peers: int) -> None:
     traffic = round_traffic(config, 0, peers, 1e8)
     for moved in (traffic.up_bytes, traffic.down_bytes):
         assert moved == pytest.approx(2 * encoded * (peers - 1) / peers, rel=0.02)
+
+
+@pytest.mark.parametrize(("codec", "gigabytes"), [("sparse16", 1.0), ("sparse", 0.57), ("sparse64", 0.33)])
+def test_a_sparse_round_of_four_peers_in_the_9b_shape(codec: str, gigabytes: float) -> None:
+    """SPES moves 50.1 GB a peer: `sparse64` is below a hundredth of it."""
+    config = load_campaign_config(ROOT / "configs" / "9b.yaml")
+    sync = config.sync.model_copy(update={"codec": CodecConfig(shared=codec, experts=codec)})
+    traffic = round_traffic(config.model_copy(update={"sync": sync}), config.model.moe_num_experts // 4, 4, 1e8)
+    assert (traffic.up_bytes + traffic.down_bytes) / 1e9 == pytest.approx(gigabytes, abs=0.005)
 
 
 def test_an_owned_expert_goes_up_once_to_each_other_peer() -> None:
