@@ -2,9 +2,9 @@
 
 SparseLoCo (arXiv 2508.15706) sends the top 1 to 3 % of each chunk of an update and keeps the rest as error feedback. Here the
 values of a group are spread over a chunk of 4,096, so that a row of large values sends many of them. Of the energy of Gaussian
-or Laplacian values a group of 32 sends as much as the top 1/40 of whole chunks, which takes the same bytes and ten times as long.
-A value is a sign and one of eight magnitudes: half octaves below the chunk's largest value, and 0. Bytes per value: 0.063, 0.036
-or 0.021.
+or Laplacian values a group of 32 sends as much as the top 1/40 of whole chunks, which takes as many bytes and ten times as
+long. A value is a sign and one of eight magnitudes: half octaves below the chunk's largest value, and 0. Bytes per value:
+0.063, 0.036 or 0.021.
 """
 
 from __future__ import annotations
