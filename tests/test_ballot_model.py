@@ -52,6 +52,7 @@ def slow(*values: Any) -> ParameterSet:
         (Bounds((1, 1), numbers=1, farewells=2), BOTH | BOUND | FEWER, 3_000),
         (Bounds((1, 0), numbers=1, rounds=2, reforms=1), {"A decides"} | FORK, 400),
         (Bounds((1, 0), numbers=1, rounds=2, reforms=1, milestones=1), {"A decides", SHORT} | FORK, 1_400),
+        (Bounds((1, 1), numbers=1, rounds=2, cuts=1), BOTH | BOUND | {"round 1 is decided in term 0"}, 3_000),
         slow(Bounds((1, 1), losses=1), BOTH | BOUND, 25_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, losses=1), BOTH | BOUND | {"round 1 is decided in term 0"}, 60_000),
         slow(Bounds((2, 1)), BOTH | BOUND | OUTBID, 200_000),
