@@ -141,10 +141,10 @@ def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
     clock.now = 30.0
     board.update(StateEntered("announcing"))
     clock.now = 42.0
-    assert board.status.phase_seconds == 12.0
-    assert board.status.phases == (("joining", 42.0), ("announcing", 12.0))
+    assert board.status.stage_seconds == 12.0
+    assert board.status.stages == (("joining", 42.0), ("announcing", 12.0))
     board.update(commit(1))
-    assert board.status.phases == (("announcing", 0.0),)
+    assert board.status.stages == (("announcing", 0.0),)
 
 
 def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgress | BaseRestored) -> str:

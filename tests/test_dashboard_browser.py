@@ -143,7 +143,7 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
 
     def poison(status: PeerStatus) -> PeerStatus:
         return replace(
-            status, phase=evil, role="trainer", peer_id=f"{evil}{status.peer_id[-4:]}", campaign=evil, campaign_hash=evil,
+            status, stage=evil, role="trainer", peer_id=f"{evil}{status.peer_id[-4:]}", campaign=evil, campaign_hash=evil,
             base_digest=evil, failures={evil: 3}, round_seconds={evil: 1.0}, owners=((evil,),), electorate=(evil,),
             task_scores=((evil, evil, 0.5, 0.1),),
         )

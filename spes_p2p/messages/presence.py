@@ -19,7 +19,7 @@ from spes_p2p.messages.fields import (
     MAX_MEMBERS,
     MAX_NAMES,
     MAX_PAGE,
-    MAX_PHASES,
+    MAX_STAGES,
     MAX_TASK_SCORES,
     Addresses,
     Count,
@@ -68,12 +68,12 @@ class PeerStatus:
     total_rounds: Count
     """Rounds of the campaign that move weights: 1 to total_rounds."""
     protocol: Count = PROTOCOL_VERSION
-    phase: Word = "joining"
+    stage: Word = "joining"
     """See events.StateEntered."""
-    phase_seconds: Real = 0.0
-    """Time in this phase."""
-    phases: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_PHASES)] = ()
-    """Phases since the last commit, with the seconds since each started; the current one is last."""
+    stage_seconds: Real = 0.0
+    """Time in this stage."""
+    stages: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_STAGES)] = ()
+    """Stages since the last commit, with the seconds since each started; the current one is last."""
     round: Count = 0
     """The last round in its base; 0 before any. Round 0 moves no weights, so this counts the rounds that have."""
     campaign_step: Count = 0
@@ -107,8 +107,8 @@ class PeerStatus:
     round_sent_bytes: Count = 0
     """By this peer in the last committed round."""
     round_received_bytes: Count = 0
-    round_seconds: Annotated[dict[Word, Real], MaxLen(MAX_PHASES)] = field(default_factory=dict)
-    """Of the last committed round, by phase: train, announce, exchange, commit, apply."""
+    round_seconds: Annotated[dict[Word, Real], MaxLen(MAX_STAGES)] = field(default_factory=dict)
+    """Of the last committed round, by stage: train, announce, exchange, commit, apply."""
     sent_bytes: Count = 0
     """By this peer in all rounds since it started."""
     received_bytes: Count = 0
@@ -118,7 +118,7 @@ class PeerStatus:
     """Peers whose majority decides the next round."""
     dropped_tokens: Count = 0
     """This peer's tokens discarded since it started."""
-    failures: Annotated[dict[Word, Count], MaxLen(MAX_PHASES)] = field(default_factory=dict)
+    failures: Annotated[dict[Word, Count], MaxLen(MAX_STAGES)] = field(default_factory=dict)
     """Attempts that did not commit since this peer started, by reason."""
     digest_mismatches: Count = 0
     seconds_left: Real = math.nan
@@ -199,8 +199,8 @@ class RoundRecord:
     """The peer that wrote this record and measured the following fields."""
     time: Real
     """Unix time at which it had the new base."""
-    seconds: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_PHASES)]
-    """By phase, in the order of the round: train, announce, exchange, commit, apply."""
+    seconds: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_STAGES)]
+    """By stage, in the order of the round: train, announce, exchange, commit, apply."""
     sent_bytes: Count
     received_bytes: Count
     failed_attempts: Count

@@ -150,13 +150,13 @@ class RoundLog:
     def _still_waiting(self, event: events.PeersSeen) -> str | None:
         """Report a long wait, and the electors that are missing from the registry."""
         status = self._board.status
-        what = self._waiting.get(status.phase)
-        if what is None or min(status.phase_seconds, self._clock() - self._spoke_at) < HEARTBEAT_S:
+        what = self._waiting.get(status.stage)
+        if what is None or min(status.stage_seconds, self._clock() - self._spoke_at) < HEARTBEAT_S:
             return None
         missing = sorted(set(event.electorate) - set(event.living) - {status.peer_id})
         names = ", ".join(short_peer(peer) for peer in missing)
         gone = f" · {len(missing)} of {len(event.electorate)} electors are missing ({names})" if missing else ""
-        return f"{self._nth(status.round + 1)} · {what} for {human_seconds(status.phase_seconds)}{gone}"
+        return f"{self._nth(status.round + 1)} · {what} for {human_seconds(status.stage_seconds)}{gone}"
 
     def _restored(self, event: BaseRestored) -> str:
         what = _SOURCES.get(event.source, "loaded base {}").format(max(0, event.round))

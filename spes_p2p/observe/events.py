@@ -16,7 +16,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StateEntered(Event):
-    """This peer enters a state."""
+    """This peer enters a stage."""
 
     name: str
     """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, paused, leaving."""
@@ -108,7 +108,7 @@ class RoundCommitted(Event):
     sent_bytes: int
     received_bytes: int
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase: announce, exchange, commit, apply."""
+    """Seconds by stage: announce, exchange, commit, apply."""
     merge_alpha: float = 0.0
     learning_rate: float = 0.0
     contributions: tuple[tuple[str, int, int], ...] = ()

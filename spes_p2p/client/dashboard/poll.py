@@ -96,7 +96,7 @@ class SwarmHistory:
     rounds: Rounds = field(default_factory=lambda: Rounds(""))
     """Records with times by the local clock."""
     traffic: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    phases: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
+    stages: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     by_peer: dict[str, tuple[RoundRecord, ...]] = field(default_factory=dict)
     """Each peer's own records of the last rounds."""
     control: Control | None = None
@@ -111,7 +111,7 @@ class SwarmHistory:
         for record in records:
             self.rounds.add(record)
             self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
-            self.phases.setdefault(record.round, {})[record.teller] = dict(record.seconds)
+            self.stages.setdefault(record.round, {})[record.teller] = dict(record.seconds)
         return records
 
 
@@ -157,7 +157,7 @@ def _publish(
     published.status = status_document(statuses, records)
     take = f"spes-p2p export --from {address} --output checkpoint"
     published.command = take if published.view["done"] else f"spes-p2p join {address}"
-    curves = series(records, history.traffic, config, history.control, history.phases)
+    curves = series(records, history.traffic, config, history.control, history.stages)
     if curves != published.curves:
         published.curves = curves
         published.curves_version += 1
