@@ -111,7 +111,7 @@ class Process(NamedTuple):
     """Times that its log lost its end."""
     votes: bytes
     log: tuple[int, ...]
-    """Heads."""
+    """Numbers of commits, the oldest first."""
     begins: int
     """Round of the milestone that is the first of the log; NONE: the log begins after genesis."""
     memory: VoteState | None
@@ -196,7 +196,7 @@ class Model:
         """Does a proposer propose as soon as it may? Later is the same, unless its commit depends on losses until then."""
         symmetric = (bounds.rounds == 1 or not bounds.losses) and not bounds.liars
         self._fixed = (1 if bounds.reforms else 0) if symmetric else len(ELECTORS)
-        """The first so many electors are told apart."""
+        """The number of electors, from the first on, that are told apart."""
         self._processes, self._attempts, self._commits, self._answers, self._memories, self._lives, self._sets = (
             Numbers() for _ in range(7)
         )
@@ -207,7 +207,7 @@ class Model:
     def key(self, state: State) -> bytes:
         """The same bytes for states that differ by the electors' names only, where no rule looks at those.
 
-        Heads that list different incarnations of electors tell them apart, and being the owner does.
+        Commits that list different incarnations of electors tell them apart, and being the owner does.
         """
         columns = [
             (e, state.left[i], *((live.answers[i] if live.answers else NONE, live.heard[i]) for live in state.live if live),
@@ -770,7 +770,7 @@ def _uncertified(commit: Commit) -> CertifiedCommit:
 
 
 def _empty_disk(losses: int) -> Process:
-    """A process on a new disk, after so many were lost. Its incarnation does not depend on the elector's name."""
+    """A process on a new disk, after `losses` others were lost. Its incarnation does not depend on the elector's name."""
     return Process(losses, 0, pack(fresh_votes(random.Random(losses))), (), NONE, None)
 
 

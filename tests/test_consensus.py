@@ -99,7 +99,7 @@ class Race:
         self.flying: list[tuple[str, Send]] = []
         self.votes: dict[tuple[Ballot, str], set[str]] = {}
         self.certificates: list[CertifiedCommit] = []
-        self.heads_made = 0
+        self.commits_made = 0
 
     def step(self) -> None:
         action = self.rng.random()
@@ -144,8 +144,8 @@ class Race:
         proposer = self.proposers[name]
         self.send(name, proposer.receive(send.to, send.request, reply))
         if proposer.state is ProposerState.PROMISED:
-            self.heads_made += 1
-            commit = proposer.bound or commit_after(proposer.parent, tokens=self.heads_made)
+            self.commits_made += 1
+            commit = proposer.bound or commit_after(proposer.parent, tokens=self.commits_made)
             self.send(name, proposer.propose(commit, b"", ()))
         if proposer.decided is not None:
             self.certificates.append(proposer.decided)

@@ -15,7 +15,7 @@ from rich.console import Console
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, SLOW_LINE_EVERY_S, RoundLog, farewell
+from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, SLOW_LINK_EVERY_S, RoundLog, farewell
 from spes_p2p.observe.events import (
     BaseRestored,
     Controlled,
@@ -205,7 +205,7 @@ def test_a_trainer_whose_line_holds_rounds_up_is_told_after_two_of_them_and_once
     for number, changes in enumerate([slow, short, fair, unknown, slow, slow, slow], start=1):
         trainer(PhaseTrained(number, 5, 100, 4.0, 0.0, 12.0, 0))
         trainer(replace(commit(number), **changes))
-    clock.now += SLOW_LINE_EVERY_S
+    clock.now += SLOW_LINK_EVERY_S
     trainer(replace(commit(8), **slow))
-    told = [message.split(" · ")[0] for message in log.messages if "rounds wait for this line: 1.00Mbit/s up" in message]
+    told = [message.split(" · ")[0] for message in log.messages if "rounds wait for this link: 1.00Mbit/s up" in message]
     assert told == [f"round 6/{ROUNDS}", f"round 8/{ROUNDS}"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_model import plain_model
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,7 @@ from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.tokenizers import END_OF_TEXT
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
-from spes_p2p.model.build import initial_state, layout_of, plain_model
+from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.observe.events import Drift, RoundMeasured
 from spes_p2p.research import probe
 from spes_p2p.research.command import results_of

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
+from plain_model import plain_model
 
 from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.config.model import ModelConfig
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
-from spes_p2p.model.build import State, build_model, initial_state, layout_of, plain_model
+from spes_p2p.model.build import State, build_model, initial_state, layout_of
 from spes_p2p.model.flops import training_flops_per_token
 from spes_p2p.model.low_rank import LowRank, directions
 from spes_p2p.model.partitioned import MATRICES

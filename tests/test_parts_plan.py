@@ -262,7 +262,7 @@ def test_what_leavers_gave_back_is_handed_out_first() -> None:
     assert plan.assignments[0].slices == (Interval(0, 40, 50), Interval(0, 100, 110))
 
 
-# Heads --------------------------------------------------------------------------------------------------------------------
+# Reports and commits ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

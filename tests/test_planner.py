@@ -35,7 +35,7 @@ from spes_p2p.config.model import ModelConfig
 from spes_p2p.config.quantities import parse_bits_per_second, parse_bytes
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import build_model, empty_model, initial_state, layout_of
-from spes_p2p.model.memory import DeviceBytes, Setup, device_bytes, saved_activation_bytes, shared_elements, tensor_moment_bytes
+from spes_p2p.model.memory import DeviceBytes, ForwardBackwardPass, Setup, device_bytes, shared_elements, tensor_moment_bytes
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.rounds.codecs import CODECS, group_codecs
@@ -160,7 +160,7 @@ def test_activations_are_what_autograd_saves(name: str, bf16: bool, z_loss: floa
     saved = sum(size for address, size in storages(kept).items() if address not in own)
     assert loss.requires_grad
     _, setup = predicted(shape(name), "int8", bf16)
-    assert saved_activation_bytes(shape(name), SEQUENCE, setup) == pytest.approx(saved, rel=0.1)
+    assert ForwardBackwardPass(shape(name), SEQUENCE, setup).saved() == pytest.approx(saved, rel=0.1)
 
 
 def test_of_few_tokens_the_cast_copies_of_the_layers_matrices_are_most_of_what_is_saved() -> None:
@@ -171,7 +171,7 @@ def test_of_few_tokens_the_cast_copies_of_the_layers_matrices_are_most_of_what_i
     own = storages([*peer.model.parameters(), *peer.model.buffers()])
     saved = sum(size for address, size in storages(kept).items() if address not in own)
     setup = Setup(len(OWNED), "int8", "adamw", 1, "cpu", True)
-    assert saved_activation_bytes(shape("large vocabulary"), 16, setup) == pytest.approx(saved, rel=0.1)
+    assert ForwardBackwardPass(shape("large vocabulary"), 16, setup).saved() == pytest.approx(saved, rel=0.1)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
@@ -186,7 +186,7 @@ def test_masks_between_documents_are_saved_in_every_layer(name: str, bf16: bool)
         own = storages([*peer.model.parameters(), *peer.model.buffers()])
         saved.append(sum(size for address, size in storages(kept).items() if address not in own))
     _, setup = predicted(shape(name), "int8", bf16)
-    formula = [saved_activation_bytes(shape(name), SEQUENCE, replace(setup, masked=masked)) for masked in (False, True)]
+    formula = [ForwardBackwardPass(shape(name), SEQUENCE, replace(setup, masked=masked)).saved() for masked in (False, True)]
     assert formula[1] - formula[0] == pytest.approx(saved[1] - saved[0], rel=0.35)  # less positions' embeddings
     assert formula[1] == pytest.approx(saved[1], rel=0.1)
 

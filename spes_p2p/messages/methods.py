@@ -124,4 +124,4 @@ METHODS = {
 }
 
 UNBOUNDED = Method("", "", "", "", request_bytes=WHOLE, answer_bytes=WHOLE, further={Kind.CONTENT: WHOLE})
-"""Of a method that is not in the table."""
+"""Limits of a method that is not in the table."""

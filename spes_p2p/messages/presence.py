@@ -100,15 +100,15 @@ class PeerStatus:
     owners: Annotated[tuple[Annotated[tuple[Word, ...], MaxLen(MAX_MEMBERS)], ...], MaxLen(MAX_EXPERTS)] = ()
     """For each expert, the ids of the peers that train it."""
     members: Annotated[tuple[Word, ...], MaxLen(MAX_MEMBERS)] = ()
-    """Of the last committed round."""
+    """Members of the last committed round."""
     base_digest: Word = ""
     round_tokens: Count = 0
-    """Of the last committed round, all members."""
+    """Tokens of all members in the last committed round."""
     round_sent_bytes: Count = 0
     """By this peer in the last committed round."""
     round_received_bytes: Count = 0
     round_seconds: Annotated[dict[Word, Real], MaxLen(MAX_STAGES)] = field(default_factory=dict)
-    """Of the last committed round, by stage: train, announce, exchange, commit, apply."""
+    """Seconds of the last committed round, by stage: train, announce, exchange, commit, apply."""
     sent_bytes: Count = 0
     """By this peer in all rounds since it started."""
     received_bytes: Count = 0
@@ -135,7 +135,7 @@ class PeerStatus:
     task_scores: Annotated[tuple[tuple[Word, Word, Real, Real], ...], MaxLen(MAX_TASK_SCORES)] = ()
     """What it measured there, a claim of this peer: task, metric, value, standard error (NaN if unknown)."""
     upload: Real = 0.0
-    """Of its line as measured, in bytes per second; 0: unknown."""
+    """Measured upload rate of its link, in bytes per second; 0: unknown."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""
@@ -184,7 +184,7 @@ class RoundRecord:
     round: Count
     campaign_step: Count
     tokens: Count
-    """Of this round, all members."""
+    """Tokens of all members in this round."""
     total_tokens: Count
     loss: Real
     """Training loss of all members, in nats per token; NaN without training, or when unknown."""

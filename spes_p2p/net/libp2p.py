@@ -71,7 +71,7 @@ class Libp2p:
 
     @property
     def daemon_pid(self) -> int:
-        """Process id of p2pd, our only child."""
+        """Process id of p2pd, the only child process."""
         return self._daemon.pid
 
     def world(self, store: Store, line: Line = UNLIMITED) -> World:

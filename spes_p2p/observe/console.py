@@ -28,12 +28,12 @@ from spes_p2p.observe.units import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 60.0
-"""Log progress after this long without a line."""
+"""Log progress after this long without a line in the log."""
 DOWNLOAD_EVERY_S = 10.0
 """Minimum interval between two lines about one download."""
 
-SLOW_LINE_EVERY_S = 3600.0
-"""Minimum interval between two remarks about this peer's line."""
+SLOW_LINK_EVERY_S = 3600.0
+"""Minimum interval between two remarks about this peer's link."""
 
 _SOURCES = {"disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
             "rollback": "the campaign was rolled back to base {}",
@@ -196,9 +196,9 @@ class RoundLog:
         ]
         is_slow = trains and holds_rounds_up(event.upload, event.median_upload, status.round_seconds)
         self._slow_rounds = self._slow_rounds + 1 if is_slow else 0
-        if self._slow_rounds > 1 and self._clock() - self._complained_at >= SLOW_LINE_EVERY_S:
+        if self._slow_rounds > 1 and self._clock() - self._complained_at >= SLOW_LINK_EVERY_S:
             self._complained_at = self._clock()
-            parts.append(f"rounds wait for this line: {human_count(8 * event.upload)}bit/s up, the others' median is "
+            parts.append(f"rounds wait for this link: {human_count(8 * event.upload)}bit/s up, the others' median is "
                          f"{human_count(8 * event.median_upload)}bit/s; fewer --experts send less")
         if event.dropped_parts:
             parts.append(f"{event.dropped_parts} of {event.parts} parts dropped")

@@ -118,7 +118,7 @@ class RoundCommitted(Event):
     control: str = ""
     """Description of the owner's orders; empty if there are none."""
     upload: float = 0.0
-    """Of this peer's line as measured, in bytes per second; 0: unknown."""
+    """Measured upload rate of this peer's link, in bytes per second; 0: unknown."""
     median_upload: float = 0.0
     """The same of the other members, as announced; 0: unknown."""
     names: tuple[tuple[str, str, str], ...] = ()

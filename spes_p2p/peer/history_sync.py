@@ -24,7 +24,7 @@ RECORDS_PER_MESSAGE = 256
 CONTRIBUTIONS_PER_MESSAGE = 2**14
 """About 70 bytes each: keeps a page near 1 MB, well below the frame limit, whatever the size of the swarm."""
 NAME_WEIGHT = 4
-"""A name with its team is at most as long as so many contributions."""
+"""A name with its team is at most as long as this many contributions."""
 LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // (MAX_MEMBERS + NAME_WEIGHT * MAX_NAMES)
 """Records that fit in a page whatever the size of the swarm."""
 MAX_PAGES = 2**12

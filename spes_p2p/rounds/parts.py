@@ -141,7 +141,7 @@ def pulls(part: Part, member: int) -> bool:
 
 
 def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
-    """Return the bytes that each of so many members sends and receives in an exchange of these parts."""
+    """Return by member the bytes that it sends and receives in an exchange of these parts. `members`: their number."""
     results = sum(part.encoded_bytes for part in parts)
     up, down = [0] * members, [results] * members
     for part in parts:

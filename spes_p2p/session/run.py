@@ -36,7 +36,7 @@ from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import TaskEvaluations, evaluate_stored_base
 from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout, require_checkpoint
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
-from spes_p2p.session.observers import observing, remembering
+from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
@@ -122,7 +122,7 @@ async def _live_as_bootstrap(
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
         )
         call_on_signals(helper.leave, LEAVING)
-        async with remembering(node, observers.history), beside(tasks.run(observers.all)):
+        async with sharing_history(node, observers.history), beside(tasks.run(observers.all)):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
 
@@ -267,7 +267,7 @@ async def _live_as_trainer(
         around = (*searching, pauses.watch(peer.leave), tasks.run(observers.all))
         followers = started(ready.devices, config, resources.options)
         call_on_signals(end, LEAVING)
-        async with followers as ranks, remembering(node, observers.history), beside(*around):
+        async with followers as ranks, sharing_history(node, observers.history), beside(*around):
             await live_on(net, peer.run())
         if peer.finished:
             pauses.ending.make()

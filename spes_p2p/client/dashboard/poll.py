@@ -46,7 +46,7 @@ class Published:
     """The command to copy: `join`, or `export` once the campaign is done."""
     view: dict[str, Any] | None = None
     known_alerts: Sequence[Alert] = ()
-    """As of the last answer."""
+    """Alerts of the last answer."""
     status: dict[str, Any] | None = None
     """The document of `status --json`."""
     curves: dict[str, Any] | None = None
