@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,16 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.content import PIECES_PER_REQUEST, ContentKind, PiecesRequest
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
 from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
+from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, piece_digests
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.in_memory_world import in_memory_world
@@ -127,8 +130,34 @@ def record_case(folder: Path) -> Case:
     return Case(single("record", sha, bytes.fromhex(sha), 2**20), {0: record}, serve)
 
 
-CASES = {"file": file_case, "base": base_case, "tokens": tokens_case, "parts": parts_case, "record": record_case}
-SEVERAL = ["base", "tokens", "parts"]
+def updates_case(folder: Path) -> Case:
+    """The inputs of means that are in proofs, by which other peers check them again."""
+    plan, members = "9" * 64, 3
+    places = [divmod(place, members) for place in range(PIECES)]
+    updates = {place: random.Random(str(place)).randbytes(2000) for place in places}
+    pieces = {part * MAX_MEMBERS + m: body for (part, m), body in updates.items()}
+
+    class ProofsOf:
+        async def serve(self, server: ContentServer) -> None:
+            pass
+
+        def body(self, name: str, part: int, m: int) -> Body | None:
+            return updates.get((part, m)) if name == plan else None
+
+    def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
+        node: Any = SimpleNamespace(endpoint=endpoint, content=server)
+        proofs: Any = ProofsOf()
+        exchanges: Any = None
+        return Checking(node, exchanges, proofs, lambda event: None).serve()
+
+    return Case(Content("updates", plan, lambda index: Piece(content_digest(pieces[index]), 2000)), pieces, serve)
+
+
+CASES = {
+    "file": file_case, "base": base_case, "tokens": tokens_case, "parts": parts_case, "record": record_case,
+    "updates": updates_case,
+}  # fmt: skip
+SEVERAL = ["base", "tokens", "parts", "updates"]
 """Kinds with several pieces."""
 
 

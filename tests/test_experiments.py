@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_model import plain_model
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
@@ -31,6 +30,7 @@ from spes_p2p.research.spec import Experiment, Run, load_experiment, open_runs
 from spes_p2p.research.swarm import readers_of, spread, train
 from spes_p2p.research.text import TOKENIZER, Text, endpoint_of, keep_endpoint
 from spes_p2p.research.upcycle import split_experts
+from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from model_shapes import tiny_campaign, tiny_model, tiny_training
-from plain_model import plain_model
 
 from spes_p2p.config.campaign import parse_campaign_config
 from spes_p2p.config.model import ModelConfig
@@ -18,6 +17,7 @@ from spes_p2p.model.low_rank import LowRank, directions
 from spes_p2p.model.partitioned import MATRICES
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.rounds.merge import merge_range, merged_rows, nearest_experts
+from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import next_token_loss
 from spes_p2p.training.trainer import TorchTrainer

@@ -53,7 +53,7 @@ class Watching:
             members = tuple(member.peer for member in results.plan.members)
             residuals = {start: values.copy() for start, values in replica.work.residuals.by_start.items()}
             self.seen[event.round] = Seen(
-                results.parts, members, trainer.owned, replica.base.values[: LAYOUT.size].copy(), trainer._local.copy(),
+                results.parts, members, trainer.owned, replica.base.values[: LAYOUT.size].copy(), trainer.local,
                 residuals,
             )
 
@@ -162,7 +162,7 @@ def test_an_update_is_applied_one_phase_after_it_was_announced_and_all_of_it_in_
         assert swarm.trained_tokens() == commits[7].total_tokens
         for name, peer in swarm.peers.items():
             assert not peer.replica.ledger.pending.tokens
-            assert np.abs(swarm.trainers[name]._local - peer.replica.base.values[: LAYOUT.size]).max() < 1e-4
+            assert np.abs(swarm.trainers[name].local - peer.replica.base.values[: LAYOUT.size]).max() < 1e-4
 
     simulate(main)
 

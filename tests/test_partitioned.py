@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from model_shapes import tiny_model
-from plain_model import plain_model
 from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -19,6 +18,7 @@ from spes_p2p.model.backends import GroupedMM
 from spes_p2p.model.build import build_model, initial_state, layout_of
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
+from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.trainer import checkpoint_activations
 
 OWNED = [(), (2,), (0, 3), (0, 1, 2, 3)]

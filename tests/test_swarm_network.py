@@ -93,10 +93,10 @@ def test_the_swarm_learns(completed: LocalPeers) -> None:
 
 def test_its_checkpoint_gives_the_same_logits_in_plain_transformers(completed: LocalPeers, tmp_path: Path) -> None:
     import torch
-    from plain_model import plain_model
     from transformers import AutoModelForCausalLM
 
     from spes_p2p.session.run_dir import load_run_dir_base
+    from spes_p2p.testing.plain_model import plain_model
 
     output = tmp_path / "checkpoint"
     result = call("export", "--run-dir", str(completed["peer-1"].run_dir), "--output", str(output))

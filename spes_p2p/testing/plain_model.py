@@ -1,4 +1,4 @@
-"""The reference that the partitioned model is compared with."""
+"""The reference with which the partitioned model is compared."""
 
 from __future__ import annotations
 
