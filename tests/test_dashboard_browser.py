@@ -220,7 +220,7 @@ def test_two_rounds_are_compared_and_thin_lines_come_first() -> None:
 
     async def look(page: Any, live: Published) -> None:
         parts = {record.round: {"a": {"train": 1.0 * record.round, "exchange": 2.0}} for record in swarm.records}
-        live.curves = series(swarm.records, {}, CONFIG, phases=parts)
+        live.curves = series(swarm.records, {}, CONFIG, stages=parts)
         live.curves_version += 1
         live.publish()
         await until(page, "document.querySelector('#round-b').closest('tr').children[1].textContent === '32.0 s'")
