@@ -606,6 +606,11 @@ def test_a_piece_that_does_not_exist_is_not_there(case: Case, index: int) -> Non
         async with endpoint.stream("A", kind) as stream:
             await stream.send(pack(PiecesRequest(case.content.name, (index,))))
             assert await stream.message(Kind.CONTENT) == b""
+        if kind == "updates":  # any plan may have updates that nobody asked for
+            async with endpoint.stream("A", kind) as stream:
+                await stream.send(pack(PiecesRequest("0" * 64, (0,))))
+                assert await stream.message(Kind.CONTENT) == b""
+            return
         with pytest.raises(Refused) as refused:
             await endpoint.ask("A", kind, pack(PiecesRequest("0" * 64, (0,))))
         assert refused.value.code is Code.NOT_HERE

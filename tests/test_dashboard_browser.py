@@ -29,7 +29,6 @@ playwright = pytest.importorskip("playwright.async_api", reason="needs playwrigh
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.network,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
 ]
@@ -308,6 +307,7 @@ SAME = (
 )
 
 
+@pytest.mark.slow
 def test_values_on_the_page_equal_status_json(swarm: LocalPeers, dashboard: LocalPeer) -> None:
     async def run() -> None:
         async with browser_page(dashboard_url(dashboard)) as page:
@@ -331,7 +331,8 @@ def test_values_on_the_page_equal_status_json(swarm: LocalPeers, dashboard: Loca
     asyncio.run(run())
 
 
-def test_it_shows_the_next_round_by_itself_with_its_curve_and_phases(swarm: LocalPeers, dashboard: LocalPeer) -> None:
+@pytest.mark.slow
+def test_it_shows_the_next_round_by_itself_with_its_curve_and_stages(swarm: LocalPeers, dashboard: LocalPeer) -> None:
     async def run() -> None:
         async with browser_page(dashboard_url(dashboard)) as page:
             await page.wait_for_selector("#peers tr")
