@@ -49,7 +49,8 @@ async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str,
     living = [i for i in range(count) if i not in gone]
     for i in gone:
         network.kill(members[i])
-    sent = {i: relays["C"].addressed(RECORD, i, members) for i in living}
+    message_to = relays["C"].addressed(Kind.PROPOSAL, bytes(RECORD.body), members)
+    sent = {i: message_to(members[i]) for i in living}
     got = await asyncio.gather(*(network.run_peer(members[i], relays[members[i]].received(sent[i])) for i in living))
     told_bytes = sum(len(message.body) for message in sent.values())
     return dict(zip([members[i] for i in living], got, strict=True)), told_bytes + endpoints["C"].sent["record"]
@@ -72,7 +73,7 @@ def test_the_coordinator_sends_the_record_to_a_few_only() -> None:
 def test_nobody_passes_on_to_more_than_a_few() -> None:
     members = members_of(300)
     relay = relay_of(MemoryNetwork(), "C")
-    told = [relay.addressed(RECORD, i, members) for i in range(FANOUT, 300)]
+    told = [*map(relay.addressed(Kind.PROPOSAL, bytes(RECORD.body), members), members[FANOUT:])]
     assert all(message.kind == Kind.PASSED for message in told)
     parents = [unpack(Passed, message.body).holders[0] for message in told]
     assert max(parents.count(parent) for parent in set(parents)) <= FANOUT
@@ -82,7 +83,7 @@ def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.05)
         member = relay_of(network, "009")
-        message = relay_of(network, "C").addressed(RECORD, 9, members_of(10))
+        message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(10))("009")
         with pytest.raises(PeerUnreachable):
             await network.run_peer("009", member.received(message))
         assert asyncio.get_running_loop().time() < 30

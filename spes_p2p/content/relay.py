@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, from_hex, single
@@ -22,8 +22,8 @@ from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
 
 FANOUT = 8
-KEPT_RECORDS = 8
-"""Bounds the records held for other members: those of the current round and of a few attempts."""
+KEPT_RECORDS = 4
+"""Bounds the records held for other members: plan and commit of the current round, and of another attempt or round."""
 
 
 class Relay:
@@ -38,20 +38,27 @@ class Relay:
         """Start to serve records, without a bound on peers: records are small and a member has few children."""
         await server.serve("record", self._record)
 
-    def keep(self, record: bytes) -> None:
-        """Hold a record for other members."""
-        self._records[hashlib.sha256(record).hexdigest()] = record
+    def keep(self, record: bytes) -> str:
+        """Hold a record for other members; return its hex sha256."""
+        sha256 = hashlib.sha256(record).hexdigest()
+        self._records[sha256] = record
         while len(self._records) > KEPT_RECORDS:
             self._records.popitem(last=False)
         self._changed.set()
+        return sha256
 
-    def addressed(self, message: Message, index: int, members: Sequence[str]) -> Message:
-        """Return what the coordinator sends to the member of this index: the record, or its hash and holders."""
-        if index < FANOUT:
-            return message
-        self.keep(bytes(message.body))
-        holders = (members[index // FANOUT - 1], self._endpoint.peer_id)
-        return Message(pack(Passed(message.kind, hashlib.sha256(message.body).hexdigest(), holders)), Kind.PASSED)
+    def addressed(self, kind: Kind, record: bytes, members: Sequence[str]) -> Callable[[str], Message]:
+        """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders."""
+        whole, sha256, places = Message(record, kind), self.keep(record), {peer: i for i, peer in enumerate(members)}
+
+        def message_to(peer: str) -> Message:
+            index = places.get(peer, 0)
+            if index < FANOUT:
+                return whole
+            holders = (members[index // FANOUT - 1], self._endpoint.peer_id)
+            return Message(pack(Passed(kind, sha256, holders)), Kind.PASSED)
+
+        return message_to
 
     async def received(self, message: Message) -> Message:
         """Return the record that a coordinator's message contains or names. Raises PeerUnreachable, WireError."""

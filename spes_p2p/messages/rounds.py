@@ -208,7 +208,7 @@ class Manifest:
     inputs: Annotated[bytes, MaxLen(32 * MAX_PARTS)]
     """For each part, the digest of what its mean was made from (`rounds/sums.py`); zeros for a part that is not a mean."""
 
-    @property
+    @cached_property
     def root(self) -> bytes:
         """Return the manifest's sha256, 32 bytes."""
         return hashlib.sha256(pack(self)).digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -56,6 +56,9 @@ class Coordination:
         self._reports: StagedReports | None = None
         """None until the round is planned."""
         loop = asyncio.get_running_loop()
+        self._proposal_to: Callable[[str], Message]
+        self._decided_to: Callable[[str], Message]
+        """What each member gets as the proposal, and as the decided commit; once there is one."""
         self._plan: asyncio.Future[Plan | CertifiedCommit] = loop.create_future()
         self._decided: asyncio.Future[CertifiedCommit] = loop.create_future()
 
@@ -66,6 +69,7 @@ class Coordination:
             await self._members.wait()
             decided = await self._decide()
             self._node.decisions.learn(decided)
+            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), decided.commit.members)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
         except (AttemptFailed, Refused, WireError, UserError) as error:
@@ -102,8 +106,8 @@ class Coordination:
             plan = await stream.alive(asyncio.shield(self._plan))
             if isinstance(plan, Plan):
                 await self._serve_proposal(stream, plan, announcement)
-            decided = await stream.alive(asyncio.shield(self._decided))
-            await self._send_record(stream, Kind.DECIDED, pack(decided), decided.commit.members)
+            await stream.alive(asyncio.shield(self._decided))
+            await self._send_record(stream, self._decided_to)
         finally:
             self._members.leave(stream)
 
@@ -115,7 +119,7 @@ class Coordination:
             raise Refused(Code.DIGEST, "your base differs from most members' bases")
         if index is None:
             raise Refused(Code.CLOSED, "the plan of this attempt was being made")
-        await self._send_record(stream, Kind.PROPOSAL, pack(plan.proposal), [member.peer for member in plan.members])
+        await self._send_record(stream, self._proposal_to)
         report: asyncio.Future[Message] | None = None
         try:
             await reports.begin(stream)
@@ -137,9 +141,8 @@ class Coordination:
             if report is not None:
                 await end_tasks([report])
 
-    async def _send_record(self, stream: Stream, kind: Kind, record: bytes, members: Sequence[str]) -> None:
-        index = members.index(stream.remote) if stream.remote in members else 0
-        message = self._node.relay.addressed(Message(record, kind), index, members)
+    async def _send_record(self, stream: Stream, record_to: Callable[[str], Message]) -> None:
+        message = record_to(stream.remote)
         await stream.send(bytes(message.body), kind=message.kind)
 
     async def _sit_out_pause(self) -> None:
@@ -171,6 +174,8 @@ class Coordination:
                 self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
             )
             self._node.meet_members(plan)
+            members = [member.peer for member in plan.members]
+            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), members)
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results

@@ -179,9 +179,10 @@ def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[in
     gone = set(range(len(results.plan.members))) - living - {i for lost in results.lost for i in lost}
     if not gone or not living:
         return ()
-    collected = _with_manifests(results, staged)
     needed = min(2, len(living))
-    counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
+    if all_reported:
+        collected = _with_manifests(results, staged)
+        counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
 
     def is_lost(part: Part) -> bool:
         if part.reducer not in gone or not set(part.contributors) - gone:
@@ -201,9 +202,9 @@ def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, i
     that reducer's manifest: by the digest of all its manifests, or by the roots if it lists them.
     """
     counts = dict.fromkeys((part.index for part in results.parts), 0)
-    roots = results.roots()
+    roots, members = results.roots(), len(results.plan.members)
     for report in staged.values():
-        agrees = bool(report.roots) or _agrees(report, results)
+        agrees = bool(report.roots) or _agrees(report, roots, members)
         missing = set(report.missing)
         for part in results.parts:
             place = results.root_place(part)
@@ -217,8 +218,8 @@ def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, i
 
 def disagreeing(results: Results, staged: Mapping[int, Staged]) -> list[int]:
     """Return the members whose manifests differ from those that the reducers reported, and that sent no list of roots."""
-    collected = _with_manifests(results, staged)
-    return [i for i, report in staged.items() if not report.roots and not _agrees(report, collected)]
+    roots, members = _with_manifests(results, staged).roots(), len(results.plan.members)
+    return [i for i, report in staged.items() if not report.roots and not _agrees(report, roots, members)]
 
 
 def staged_report(
@@ -275,10 +276,9 @@ def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
     return collected
 
 
-def _agrees(report: Staged, results: Results) -> bool:
-    """Return whether the member's manifests agree with those of these results."""
-    places = len(results.plan.members) * (report.revision + 1)
-    return report.roots_digest == _roots_digest(results.roots()[:places], report.missing)
+def _agrees(report: Staged, roots: Sequence[bytes], members: int) -> bool:
+    """Return whether the member's manifests agree with those of these roots."""
+    return report.roots_digest == _roots_digest(roots[: members * (report.revision + 1)], report.missing)
 
 
 def _roots_digest(roots: Sequence[bytes], missing: Sequence[int]) -> bytes:
