@@ -32,7 +32,7 @@ _Reader = Callable[["_Source"], Any]
 NONE = 0xC0
 """msgpack's byte for None."""
 
-SHARED_BYTES, SHARED_LARGE = 2**12, 64
+SHARED_BYTES, SHARED_LARGE = 2**10, 64
 """Keep fewer of the records that are larger than this (`share_records`): proposals and commits of the last rounds."""
 
 

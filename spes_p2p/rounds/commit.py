@@ -16,7 +16,7 @@ from spes_p2p.messages.consensus import Commit, Signed, Workload
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Staged
 from spes_p2p.rounds.gate import harmful_groups, rejected_members
-from spes_p2p.rounds.parts import Part, mask_bytes
+from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT, Results
 
@@ -166,7 +166,7 @@ def check_staged(staged: Staged, results: Results) -> None:
         raise WireError("a report about other manifests")
     if len(staged.incarnation) != 2 * INCARNATION_BYTES:
         raise WireError("malformed incarnation")
-    if len(staged.parts) != mask_bytes(len(results.parts)):
+    if len(staged.parts) not in (0, mask_bytes(len(results.parts))):
         raise WireError("a report about other parts")
 
 
@@ -209,7 +209,8 @@ def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, i
         for part in results.parts:
             place = results.root_place(part)
             byte, bit = divmod(part.index, 8)
-            if not agrees or not roots[place] or place in missing or not report.parts[byte] >> bit & 1:
+            is_held = not report.parts or report.parts[byte] >> bit & 1
+            if not agrees or not roots[place] or place in missing or not is_held:
                 continue
             if part.revision <= report.revision and (not report.roots or report.roots[place] == roots[place]):
                 counts[part.index] += 1
@@ -262,9 +263,9 @@ def _all_vouched(plan: Plan) -> bool:
 
 
 def _held_bits(results: Results) -> bytes:
-    """Encode which verified results are present: one bit a part."""
-    bits = sum(1 << part.index for part in results.parts if results.verified(part))
-    return bits.to_bytes(mask_bytes(len(results.parts)), "little")
+    """Encode which verified results are present: one bit a part; empty when all are."""
+    held = {part.index for part in results.parts if results.verified(part)}
+    return to_mask(held, len(results.parts)) if len(held) < len(results.parts) else b""
 
 
 def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:

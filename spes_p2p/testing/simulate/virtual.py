@@ -13,8 +13,11 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,11 +63,12 @@ UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 
 def run_seed(scenario: Scenario, seed: int) -> RunReport:
     """Run one seed to its end."""
-    run = _Run(scenario, seed)
+    run, cpu_before_s = _Run(scenario, seed), time.process_time()
     share_records(SHARED_RECORDS_PER_PEER * len(scenario.peer_names))
     with _LoggedErrors(run.error), _rarely_collecting():
         run_virtual(run.main())
-    return run.result()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(run.result(), cpu_s=time.process_time() - cpu_before_s, memory_peak_bytes=peak)
 
 
 def run_seeds(
