@@ -18,6 +18,7 @@ from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Signed, Vote
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.methods import ACCEPT, DECIDE, PREPARE
 from spes_p2p.messages.refusals import Code
@@ -230,8 +231,11 @@ class Coordination:
 
 
 def fitting(signed: Iterable[Signed], budget_bytes: int) -> tuple[Signed, ...]:
-    """Return these records by peer, without the longest where all do not fit: no member makes a plan too long for all."""
-    shortest = sorted(signed, key=lambda each: len(each.record))
+    """Return these records by peer, without the longest where all do not fit: no member makes a plan too long for all.
+
+    At most MAX_MEMBERS of them, since nobody reads a proposal with more.
+    """
+    shortest = sorted(signed, key=lambda each: len(each.record))[:MAX_MEMBERS]
     sizes = accumulate(len(pack(each)) for each in shortest)
     kept = [each for each, size in zip(shortest, sizes, strict=True) if size <= budget_bytes]
     return tuple(sorted(kept, key=lambda each: each.peer))
