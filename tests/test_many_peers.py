@@ -12,7 +12,7 @@ from spes_p2p.content.bases import Snapshots, collect_offers
 from spes_p2p.content.fetcher import FIRST_ASKED, WIDENING
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.messages.codec import pack
-from spes_p2p.messages.methods import PING, SNAPSHOT
+from spes_p2p.messages.methods import LEAVE, PING, SNAPSHOT
 from spes_p2p.messages.presence import Contact
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
@@ -108,5 +108,29 @@ def test_members_that_still_train_are_pinged_a_few_times_a_phase() -> None:
         phases = (asyncio.get_running_loop().time() - began) / swarm.peers["A"].node.endpoint.silence_s
         assert pings
         assert max(pings.values()) <= 2 * 4 + phases
+
+    simulate(main)
+
+
+def test_a_peer_that_is_no_member_does_not_tell_all_members_that_it_is_back() -> None:
+    async def main() -> None:
+        told: Counter[str] = Counter()
+        swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=2.0)
+        swarm.start_all()
+        await swarm.until_round(1)
+        swarm.start("D")
+        await swarm.until(lambda: "D" in swarm.peers and swarm.peers["D"].node.log.round >= 0)
+
+        def note(frame: Frame) -> Frame:
+            told[frame.sender] += frame.method == LEAVE and not frame.is_answer
+            return frame
+
+        swarm.network.tap = note
+        last = swarm.peers["D"].node.log.last
+        assert "D" not in last.members
+        await swarm.network.run_peer("D", swarm.peers["D"].node.departures.come_back())
+        assert not told["D"]
+        await swarm.network.run_peer("A", swarm.peers["A"].node.departures.come_back())
+        assert told["A"] >= 3
 
     simulate(main)

@@ -129,8 +129,8 @@ def _plain(value: Any) -> Any:
 
 def _list(record: Any) -> list[Any]:
     """Return the record's fields without trailing defaults."""
-    values = _all_fields(record)
-    for default in _trailing_defaults(type(record)):
+    values, kind = _all_fields(record), typing.cast(Any, type(record))
+    for default in _trailing_defaults(kind):
         if values[-1] != default:
             break
         values.pop()
