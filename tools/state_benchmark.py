@@ -1,10 +1,11 @@
 """./tools/bench state --billions X: what a peer does with the whole state, on this machine's disk and memory.
 
 One peer's own code (replica, base store, trainer, checkpoint) in a swarm of four lives through rounds of an X-billion-parameter
-model whose results the benchmark makes up. For each operation: seconds, the longest time for which the event loop stood still,
-and the bytes that this process caused to be written (/proc/self/io). `written_over_changed`: bytes written in the measured
-rounds, over the bytes of base, moments and pending work that these rounds changed. Ends in one line where the machine cannot
-bear the size.
+model whose results the benchmark makes up. `reduce N` is a reducer of eight parts with N contributors (reducer_benchmark.py).
+For each operation: seconds, the longest time for which the event loop stood still, and the bytes that this process gave the
+kernel to write (/proc/self/io). `written_over_changed`: bytes written in the measured rounds, without those of files that were
+deleted before the kernel wrote them, over the bytes of base, moments and pending work that these rounds changed. Ends in one
+line where the machine cannot bear the size.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
+from reducer_benchmark import CONTRIBUTORS, reduce_parts
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
 from spes_p2p.campaign.host_memory import host_bytes
@@ -176,7 +178,7 @@ class Meter:
         stalls = [0.0]
         probe = asyncio.ensure_future(_probe(stalls))
         await asyncio.sleep(5 * PROBE_S)
-        stalls[:], written, started = [0.0], written_bytes(), time.monotonic()
+        stalls[:], given, started = [0.0], given_bytes(), time.monotonic()
         try:
             yield
         finally:
@@ -186,7 +188,7 @@ class Meter:
             kept = self.operations.setdefault(name, {"seconds": [], "longest_stall_s": 0.0, "written_bytes": 0})
             kept["seconds"].append(round(seconds, 4))
             kept["longest_stall_s"] = max(kept["longest_stall_s"], round(max(stalls), 4))
-            kept["written_bytes"] += written_bytes() - written
+            kept["written_bytes"] += given_bytes() - given
 
 
 async def _probe(stalls: list[float]) -> None:
@@ -196,10 +198,23 @@ async def _probe(stalls: list[float]) -> None:
         stalls.append(time.monotonic() - before - PROBE_S)
 
 
+def given_bytes() -> int:
+    """Return the bytes that this process has given the kernel to write to disks."""
+    return _io_counts()["write_bytes"]
+
+
 def written_bytes() -> int:
-    """Return the bytes that this process caused to be written to disks until now."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["write_bytes"]) - int(counts["cancelled_write_bytes"])
+    """Return those of them that the kernel has written or still will: not those of files that were deleted before.
+
+    Such a file may be deleted long after it was filled, so this can fall during one operation.
+    """
+    counts = _io_counts()
+    return counts["write_bytes"] - counts["cancelled_write_bytes"]
+
+
+def _io_counts() -> dict[str, int]:
+    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {name: int(count) for name, count in lines}
 
 
 async def measure(
@@ -228,6 +243,9 @@ async def measure(
     async with meter.measured("restart"):
         await peer.restart()
     assert peer.replica.base.digest == digest
+    for contributors in CONTRIBUTORS:
+        async with meter.measured(f"reduce {contributors}"):
+            await reduce_parts(contributors, folder)
     return {
         "parameters": layout.size, "state_bytes": 4 * base_size(layout, config.outer), "rounds": rounds,
         "base": "ram" if in_memory else "disk",
