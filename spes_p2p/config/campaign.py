@@ -131,7 +131,8 @@ class MergeConfig(Section):
     merge_decay_steps: Positive = Field(1000, description="Campaign step at which alpha reaches 0.")
     merge_top_k: Positive = Field(
         4, description="Donors per expert: the most similar other experts. The plan of a round names them, so experts are "
-        "compared before the round; SPES compares them after it, which made no difference (docs/comparison.md).")
+        "compared before the round; SPES compares them after it, which made no difference in a small model "
+        "(docs/comparison.md).")
 
 
 class CodecConfig(Section):
