@@ -84,7 +84,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--billions", type=float, default=0.1, metavar="X", help="parameters, in billions (default 0.1)")
     parser.add_argument("--rounds", type=int, default=4, help="measured rounds; every second one merges (default 4)")
-    parser.add_argument("--base", choices=("disk", "ram"), default="disk", help="as `join --base` (default disk)")
+    parser.add_argument("--base", choices=("disk", "arrays", "ram"), default="disk",
+                        help="as `join --base`; arrays: only a round's arrays are in memory (default disk)")
     parser.add_argument("--checkpoint-minutes", type=float, default=0.0, help="default 0: one checkpoint in each round")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where a run-dir is made and removed (default runs)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to a file")
@@ -95,12 +96,11 @@ def main() -> int:
         parser.error(f"--billions {arguments.billions:g}: must be 0.01 to 100")
     config = campaign_of(arguments.billions, arguments.rounds)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    in_memory = arguments.base == "ram"
-    problem = why_not(config, arguments.folder, in_memory)
+    problem = why_not(config, arguments.folder, arguments.base)
     if problem:
         parser.error(f"--billions {arguments.billions:g}: {problem}")
     with tempfile.TemporaryDirectory(prefix="state-", dir=arguments.folder) as folder:
-        report = asyncio.run(measure(config, Path(folder), arguments.rounds, in_memory, 60 * arguments.checkpoint_minutes))
+        report = asyncio.run(measure(config, Path(folder), arguments.rounds, arguments.base, 60 * arguments.checkpoint_minutes))
     if arguments.json == "-":
         print(json.dumps(report, indent=2))
     else:
@@ -130,11 +130,11 @@ def campaign_of(billions: float, rounds: int) -> CampaignConfig:
     }, "bench")
 
 
-def why_not(config: CampaignConfig, folder: Path, in_memory: bool) -> str:
+def why_not(config: CampaignConfig, folder: Path, base: str) -> str:
     """Say what this machine lacks for this model; "" when it has all."""
     setup = Setup(OWNED, "int8", "adamw", 1, "cpu", bf16=False)
     choice = Choice(setup, device_bytes(config.model, SEQUENCE, setup))
-    memory = choice.device.total + host_bytes(config, choice.setup, in_memory).total + PROGRAM_BYTES
+    memory = choice.device.total + host_bytes(config, choice.setup, base == "ram", base == "arrays").total + PROGRAM_BYTES
     disk = disk_bytes(config, choice).total
     has_memory, has_disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free
     if memory > has_memory:
@@ -218,7 +218,7 @@ def _io_counts() -> dict[str, int]:
 
 
 async def measure(
-    config: CampaignConfig, folder: Path, rounds: int, in_memory: bool, checkpoint_every_s: float
+    config: CampaignConfig, folder: Path, rounds: int, base: str, checkpoint_every_s: float
 ) -> Report:
     """Return the costs of the operations in this many rounds, and of a restart after them."""
     campaign = Campaign(
@@ -226,7 +226,7 @@ async def measure(
     )
     layout, store, meter = layout_of(config.model), DirectoryStore(folder), Meter()
     genesis = make_base_0(campaign, layout, store)
-    peer = OnePeer(campaign, layout, genesis, folder, in_memory, checkpoint_every_s)
+    peer = OnePeer(campaign, layout, genesis, folder, base, checkpoint_every_s)
     await peer.restart()
     changed = written = 0
     for number in range(WARM_UP_ROUNDS + rounds):
@@ -248,7 +248,7 @@ async def measure(
             await reduce_parts(contributors, folder)
     return {
         "parameters": layout.size, "state_bytes": 4 * base_size(layout, config.outer), "rounds": rounds,
-        "base": "ram" if in_memory else "disk",
+        "base": base,
         "owned": f"{OWNED} of {EXPERTS} experts", "cores": os.cpu_count(), "threads": peer.world.threads,
         "longest_stall_s": max(each["longest_stall_s"] for each in meter.operations.values()),
         "written_over_changed": round(written / changed, 3), "written_bytes": written, "changed_bytes": changed,
@@ -277,10 +277,10 @@ class OnePeer:
     """One peer, and what the rest of its swarm would send it."""
 
     def __init__(
-        self, campaign: Campaign, layout: Layout, genesis: Commit, folder: Path, in_memory: bool, checkpoint_every_s: float
+        self, campaign: Campaign, layout: Layout, genesis: Commit, folder: Path, base: str, checkpoint_every_s: float
     ):
         self.campaign, self.layout, self.genesis, self.folder = campaign, layout, genesis, folder
-        self._in_memory, self._checkpoint_every_s = in_memory, checkpoint_every_s
+        self._base, self._checkpoint_every_s = base, checkpoint_every_s
         self.rules = Rules(campaign.config, campaign.hash, Text.num_samples)
         self.replica: Replica
         self.world: World
@@ -300,7 +300,7 @@ class OnePeer:
         )
         self.node = Node(self.world, self.campaign, self.genesis, self.rules, "trainer", {}, lambda event: None)
         self.replica = Replica(
-            self.node, self.layout, lambda event: None, self._in_memory, self._checkpoint_every_s
+            self.node, self.layout, lambda event: None, self._base == "ram", self._checkpoint_every_s, self._base == "arrays"
         )
         await self.replica.start()
         assert await self.replica.restore(str(self.folder))

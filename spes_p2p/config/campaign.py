@@ -354,7 +354,7 @@ class PeerConfig(Section):
     base: Literal["auto", "disk", "ram"] = Field(
         "auto", description="Where to keep bases and the data of a round: in memory-mapped files, which are written every "
                             "round, or in memory, several times 4 bytes per value (--base ram). auto: in memory where half of "
-                            "what is free suffices.")
+                            "what is free suffices, for both or for the data of a round.")
     checkpoint_minutes: NonNegative = Field(
         10.0, description="Minutes between two checkpoints of this peer's work, also within a phase: what a crash may lose. 0: "
                           "after each round.")
