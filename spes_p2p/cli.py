@@ -84,7 +84,7 @@ Memory = Annotated[str | None, typer.Option(help="Memory budget, of each device:
 MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
 MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
 EvaluateTasks = Annotated[bool, typer.Option(
-    "--evaluate-tasks", help="Run the campaign's lm-eval tasks on the CPU, at lowest priority.")]
+    "--evaluate-tasks", help="Run the campaign's lm-eval tasks and prompts on the CPU, at lowest priority.")]
 IncludePath = Annotated[Path | None, typer.Option(help="Folder with your own task definitions.", callback=_task_folder)]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
 Invite = Annotated[str | None, typer.Option(help="Invitation of the campaign's owner: the text, or a file with it.")]
@@ -767,10 +767,7 @@ def evaluate(
 
     if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
         raise UserError("evaluate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
-    if output is not None:
-        require_writable(output.parent)
-        if output.is_dir():
-            raise UserError(f"--output {output}: is a folder; name a file")
+    _require_file(output)
     evaluation.check_options(limit, device, batch_size, dtype)
     shots = parse_tasks(tasks)
     check_names(shots, include_path)
@@ -796,38 +793,65 @@ def evaluate(
 def generate(
     model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     addresses: FromAddresses = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer, whose last base to continue with.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(
         "--prompt", help="Text to continue; repeatable. Default: each line that you type, or that is piped in.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per continuation.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    follow: Annotated[bool, typer.Option(
+        "--follow", help="With --from: change to each newer base as it comes, between two prompts.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Also write prompts and continuations to this JSON file.")] = None,
 ) -> None:
-    """Continue text with a checkpoint, or with the newest base of a running swarm."""
+    """Continue text with a checkpoint, the base of a run-dir, or the newest base of a running swarm."""
     from spes_p2p.client.evaluate import check_checkpoint, check_device
 
-    if (model_dir is None) == (not addresses):
-        raise UserError("generate: give either a checkpoint folder or --from with an address of the swarm")
+    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
+        raise UserError("generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
+    if follow and not addresses:
+        raise UserError("generate: --follow needs --from with an address of the swarm")
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
     if not 0 <= temperature <= 10:
         raise UserError(f"--temperature {temperature}: must be from 0 to 10")
     check_device(device)
+    _require_file(output)
     if model_dir is not None:
         check_checkpoint(model_dir)
     with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
+        name, base_round = str(model_dir), None
         if model_dir is None:
-            made, model_dir = _download_base(addresses or [], Path(folder)), Path(folder) / "checkpoint"
+            made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
+            name, base_round, model_dir = made.files.campaign.config.name, made.origin.round, Path(folder) / "checkpoint"
             made.write(model_dir)
-            print(f"{made.files.campaign.config.name}, base of round {made.origin.round}", file=sys.stderr)
+            del made  # the base, which is as large as the model
+            print(f"{name}, base of round {base_round}", file=sys.stderr)
         with _waiting("loading the model"):
-            from spes_p2p.client.generate import Continuation
+            from spes_p2p.client.generate import Continuation, following, unchanging
 
-            continuation = Continuation(model_dir, device)
-        for prompt in prompts or _typed_lines():
-            if prompts:
-                print(prompt, end="")
-            continuation.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
-            print()
+            model = Continuation(model_dir, device)
+        kept = following(addresses or [], Path(folder), device, base_round or 0) if follow else unchanging()
+        told = []
+        with kept as newer:
+            for prompt in prompts or _typed_lines():
+                if (found := newer()) is not None:
+                    base_round, model = found
+                    print(f"{name}, base of round {base_round}", file=sys.stderr)
+                if prompts:
+                    print(prompt, end="")
+                text = model.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
+                print()
+                told.append({"round": base_round, "prompt": prompt, "text": text})
+    if output is not None:
+        write_whole(output, json.dumps({"model": name, "round": base_round, "continuations": told}, indent=2).encode())
+
+
+def _require_file(output: Path | None) -> None:
+    """Raise UserError unless a file can be written there, before the work that it is for."""
+    if output is not None:
+        require_writable(output.parent)
+        if output.is_dir():
+            raise UserError(f"--output {output}: is a folder; name a file")
 
 
 def _typed_lines() -> Iterator[str]:

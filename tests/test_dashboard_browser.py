@@ -237,6 +237,36 @@ def test_two_rounds_are_compared_and_thin_lines_come_first() -> None:
     look_at(swarm, look)
 
 
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_one_moves_through_what_the_model_wrote(viewport: dict[str, int]) -> None:
+    evil, swarm = "<img src=x onerror=document.title='owned'>", synthetic_swarm(2, 4, 30)
+    told = {10: ("one", evil), 20: ("two", evil), 30: ("three" + 300 * "y", evil)}
+
+    async def look(page: Any, live: Published) -> None:
+        assert not await page.is_visible("#writes-panel")
+        records = [replace(record, continuations=told.get(record.round, ())) for record in swarm.records]
+        evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", evil)})
+        for newest in (20, 30):
+            live.curves = series(records[: newest + 1], {}, CONFIG.model_copy(update={"evaluation": evaluation}))
+            live.curves_version += 1
+            live.publish()
+            await until(page, f"document.querySelector('#writes-readout').dataset.value === '{newest}'")
+        scrolled, shown = await widths(page)
+        assert scrolled <= shown
+        await page.focus("#writes-round")
+        await page.keyboard.press("ArrowLeft")
+        assert await value(page, "writes-readout") == 20
+        assert await page.locator("#writes div").all_inner_texts() == ["The housetwo", evil + evil]
+        await page.keyboard.press("Home")
+        live.curves_version += 1
+        live.publish()
+        await asyncio.sleep(0.2)
+        assert await value(page, "writes-readout") == 10
+        assert await page.locator("img").count() == 0
+
+    look_at(swarm, look, viewport=viewport)
+
+
 def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
     async def run() -> None:
         live = Published()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,26 @@ def test_control_characters_do_not_reach_the_terminal(checkpoint: Path) -> None:
     pieces: list[str] = []
     _Pieces(AutoTokenizer.from_pretrained(checkpoint), pieces.append).on_finalized_text("a\x1b[2Jb\nc")
     assert pieces == ["a?[2Jb\nc"]
+
+
+def test_prompts_and_continuations_are_written_to_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "folder/written.json"
+    options = ("--max-new-tokens", "3", "--temperature", "0", "--output", str(output))
+    ended = call("generate", str(checkpoint), "--prompt", "The house", "--prompt", "The", *options)
+    model = Continuation(checkpoint, "cpu")
+    expected = [{"round": None, "prompt": text, "text": written(model, text, 3)} for text in ("The house", "The")]
+    assert ended.code == 0
+    assert json.loads(output.read_text()) == {"model": str(checkpoint), "round": None, "continuations": expected}
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    (["--follow"], "error: generate: --follow needs --from with an address of the swarm"),
+    (["--run-dir", "x"], "error: generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir"),
+    (["--output", "."], "error: --output .: is a folder; name a file"),
+])
+def test_options_that_do_not_fit_are_one_line(checkpoint: Path, options: list[str], error: str) -> None:
+    ended = call("generate", str(checkpoint), *options)
+    assert (ended.code, ended.stderr.startswith(error), ended.stderr.count("\n")) == (2, True, 1)
 
 
 def test_the_command_prints_prompt_and_continuation(checkpoint: Path) -> None:

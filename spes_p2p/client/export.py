@@ -68,8 +68,10 @@ def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:
     return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records))
 
 
-async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callable[[int, int], None]) -> Exportable:
-    """Download the newest base of a running swarm, verifying every piece. Raises UserError if there is none.
+async def from_swarm(
+    addresses: Sequence[str], folder: Path, on_progress: Callable[[int, int], None], after: int = -1
+) -> Exportable:
+    """Download the newest base of a running swarm, verifying every piece. Raises UserError if there is none after this round.
 
     It is in a temporary file of the folder, not in memory.
     """
@@ -77,7 +79,8 @@ async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callab
         log, files = CommitLog(swarm.net.identity, swarm.genesis), await swarm.files()
         for _ in range(TRIES):
             with contextlib.suppress(PeerUnreachable):
-                round_number, digest, values = await _newest_base(swarm, files.campaign.config, log, folder, on_progress)
+                config = files.campaign.config
+                round_number, digest, values = await _newest_base(swarm, config, log, folder, on_progress, after)
                 records = await _history(swarm, log, round_number)
                 origin = origin_of(files.campaign, round_number, digest, records)
                 return Exportable(files, values, origin)
@@ -86,7 +89,8 @@ async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callab
 
 
 async def _newest_base(
-    swarm: SwarmConnection, config: CampaignConfig, log: CommitLog, folder: Path, on_progress: Callable[[int, int], None]
+    swarm: SwarmConnection, config: CampaignConfig, log: CommitLog, folder: Path, on_progress: Callable[[int, int], None],
+    after: int,
 ) -> tuple[int, str, np.ndarray]:
     """Return (round, digest, values) of the newest base whose digest is proven. Raises PeerUnreachable if there is none.
 
@@ -106,6 +110,8 @@ async def _newest_base(
     elif last.round > 0 and last.plan:
         proven.append((log.commit_at(last.round - 1), last.base_digest))
     for commit, digest in proven:
+        if commit.round <= after:
+            raise UserError(f"{swarm.addresses[0]}: no base after round {after} yet")
         offers = await collect_offers(swarm.endpoint, peers, commit.id, size, digest=digest)
         if offers and commit.step > 0:
             scratch = partial(file_scratch, folder)

@@ -104,6 +104,8 @@ class RoundLog:
                 return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"
             case events.TasksEvaluated():
                 return f"{self._nth(event.round)} · tasks: {human_scores(event.scores)}"
+            case events.PromptsContinued():
+                return f"{self._nth(event.round)} · the first prompt goes on: {event.continuations[0].strip()}"
             case events.RoundFailed():
                 why = f"{event.reason}: {event.detail}" if event.detail else event.reason
                 return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"

@@ -263,6 +263,16 @@ class TasksEvaluated(Event):
 
 
 @dataclass(frozen=True)
+class PromptsContinued(Event):
+    """This peer had a base continue the campaign's prompts."""
+
+    round: int
+    """The last round in that base."""
+    continuations: tuple[str, ...]
+    """In the order of the prompts, each in one printable line."""
+
+
+@dataclass(frozen=True)
 class PeersSeen(Event):
     """Living peers in the registry."""
 

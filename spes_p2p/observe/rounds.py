@@ -9,7 +9,15 @@ from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD
 from spes_p2p.messages.presence import Contribution, Named, RoundRecord
-from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed, seconds_by_stage
+from spes_p2p.observe.events import (
+    Evaluated,
+    Event,
+    PhaseTrained,
+    PromptsContinued,
+    RoundCommitted,
+    RoundFailed,
+    seconds_by_stage,
+)
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,12 @@ def merged(known: RoundRecord | None, other: RoundRecord) -> RoundRecord:
         return other
     if math.isnan(known.loss) and not math.isnan(other.loss):
         known, other = other, known
+    later: dict[str, Any] = {}
     if math.isnan(known.validation_loss) and not math.isnan(other.validation_loss):
-        return replace(known, validation_loss=other.validation_loss)
-    return known
+        later["validation_loss"] = other.validation_loss
+    if other.continuations and not known.continuations:
+        later["continuations"] = other.continuations
+    return replace(known, **later) if later else known
 
 
 class Rounds:
@@ -88,11 +99,13 @@ class Rounds:
         return tuple(self._records[number] for number in sorted(self._records))
 
     def last_round(self) -> dict[str, Any]:
-        """Return the last round and its losses as fields of a peer's status, which shows them after a restart."""
+        """Return the last round, its losses and what the model wrote as fields of a peer's status, which shows them after a restart."""
         found: dict[str, Any] = {"round": self.newest, "loss": self.records[-1].loss} if self._records else {}
         for record in self.records:
             if math.isfinite(record.validation_loss):
                 found |= {"validation_loss": record.validation_loss, "validation_round": record.round}
+            if record.continuations:
+                found |= {"continued_round": record.round, "continuations": record.continuations}
         return found
 
     @property
@@ -120,6 +133,8 @@ class Rounds:
                 self._committed(event, time)
             case Evaluated() if event.round in self._records:
                 self._records[event.round] = replace(self._records[event.round], validation_loss=event.validation_loss)
+            case PromptsContinued() if event.round in self._records:
+                self._records[event.round] = replace(self._records[event.round], continuations=event.continuations)
 
     def add(self, record: RoundRecord) -> bool:
         """Merge another peer's record; return whether it adds information."""
@@ -137,6 +152,7 @@ class Rounds:
             total_tokens=event.total_tokens,
             loss=event.loss,
             validation_loss=known.validation_loss if known is not None else math.nan,
+            continuations=known.continuations if known is not None else (),
             learning_rate=event.learning_rate,
             merge_alpha=event.merge_alpha,
             members=len(event.members),

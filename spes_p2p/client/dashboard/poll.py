@@ -186,14 +186,21 @@ async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], 
 
 async def _learn_past(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
     for status in sorted(statuses, key=lambda status: (status.role != "trainer", -status.uptime_s)):
-        async for page in swarm.history(status.peer_id, -1, status.round):
-            history.add(page, time.time())
+        await _learn_all(swarm, status, history)
         if not history.rounds.missing([0]):
             return
 
 
+async def _learn_all(swarm: SwarmConnection, status: PeerStatus, history: SwarmHistory) -> None:
+    async for page in swarm.history(status.peer_id, -1, status.round):
+        history.add(page, time.time())
+
+
 async def _learn_newest(swarm: SwarmConnection, status: PeerStatus, history: SwarmHistory) -> None:
-    page = await anext(swarm.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1), status.round), None)
+    is_new, after = status.peer_id not in history.asked_at, max(-1, status.round - TIMELINE_ROUNDS - 1)
+    if is_new and status.continuations:  # what the model wrote in earlier rounds is only with the peer that had it written
+        await _learn_all(swarm, status, history)
+    page = await anext(swarm.history(status.peer_id, after, status.round), None)
     if page is None:
         return
     history.asked_at[status.peer_id] = status.round

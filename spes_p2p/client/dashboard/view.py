@@ -19,6 +19,8 @@ from spes_p2p.observe.status import gather
 
 MAX_POINTS = 600
 """Maximum number of points per curve; more are not visible."""
+MAX_CONTINUED_ROUNDS = 100
+"""Rounds whose continuations are sent to a browser: at most 160 kB, mostly 80."""
 TIMELINE_ROUNDS = 8
 
 Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
@@ -91,10 +93,18 @@ def series(
         {
             "rounds": columns,
             "held_out": [(record.round, record.total_tokens, record.validation_loss) for record in held_out],
+            "prompts": config.evaluation.prompts,
+            "continuations": _continuations(records),
             "schedule": schedule(records, config, control),
         }
     )
     return document
+
+
+def _continuations(records: Sequence[RoundRecord]) -> list[tuple[int, tuple[str, ...]]]:
+    """Return what the model wrote after the prompts, by round."""
+    told = [record for record in records if record.continuations]
+    return [(told[i].round, told[i].continuations) for i in thinned(len(told), MAX_CONTINUED_ROUNDS)]
 
 
 def _mean_bytes(told: Mapping[str, tuple[int, int]], direction: int) -> float:
@@ -122,8 +132,8 @@ def _called(totals: Totals, peer: str) -> dict[str, str]:
 
 def _lean(status: PeerStatus) -> dict[str, Any]:
     """Return a status without long fields that are the same for all peers."""
-    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=(), scores={}))
-    for name in ("owners", "members", "electorate", "phases", "scores"):
+    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=(), scores={}, continuations=()))
+    for name in ("owners", "members", "electorate", "phases", "scores", "continuations"):
         del document[name]
     return document
 
