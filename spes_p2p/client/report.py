@@ -113,7 +113,8 @@ def _contributors(origin: Origin) -> str:
 def _writing(prompts: Sequence[str], records: Sequence[RoundRecord]) -> str:
     told = [record for record in records if len(record.continuations) == len(prompts) > 0]
     last = len(told) - 1
-    shown = [told[place] for place in sorted({step * last // (CONTINUED_ROUNDS - 1) for step in range(CONTINUED_ROUNDS)}) if told]
+    places = sorted({step * last // (CONTINUED_ROUNDS - 1) for step in range(CONTINUED_ROUNDS)})
+    shown = [told[place] for place in places if told]
     rows = [[(f"round {record.round}", record.continuations[i]) for record in shown] for i in range(len(prompts))]
     return "".join(f"<p>{_text(prompt)}</p>{_table((), each)}" for prompt, each in zip(prompts, rows, strict=True) if each)
 

@@ -99,7 +99,7 @@ class Rounds:
         return tuple(self._records[number] for number in sorted(self._records))
 
     def last_round(self) -> dict[str, Any]:
-        """Return the last round, its losses and what the model wrote as fields of a peer's status, which shows them after a restart."""
+        """Return the last round, losses and continuations as fields of a peer's status, which shows them after a restart."""
         found: dict[str, Any] = {"round": self.newest, "loss": self.records[-1].loss} if self._records else {}
         for record in self.records:
             if math.isfinite(record.validation_loss):

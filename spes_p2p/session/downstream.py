@@ -73,7 +73,7 @@ class Evaluations:
 
 
 async def evaluate_tasks(config: EvaluationConfig, settings: PeerConfig) -> TasksEvaluated:
-    """Run the campaign's tasks on the newest base on this peer's disk. Raises UserError with the reason if there is no result."""
+    """Run the campaign's tasks on the newest base on this peer's disk. Raises UserError with the reason without a result."""
     options = ["--run-dir", str(settings.run_dir), "--tasks", ",".join(config.tasks), "--limit", str(config.max_examples)]
     own = [] if settings.include_path is None else ["--include-path", str(settings.include_path)]
     return read_results(await _document_of(["evaluate", *options, *own], settings.run_dir / WORK_FOLDER))

@@ -27,6 +27,7 @@ LOOK_EVERY_S = 1.0
 """Poll interval in a swarm of up to PEERS_PER_SECOND peers; larger swarms are polled less often."""
 PEERS_PER_SECOND = 16
 RETRY_S = 3.0
+HEADER = ("state", "message", "since", "updated", "command", "alerts", "own")
 LOST_AFTER = 5
 """Reconnect after this many polls without an answer: the addresses may lead to other peers by now."""
 
@@ -47,6 +48,8 @@ class Published:
     view: dict[str, Any] | None = None
     known_alerts: Sequence[Alert] = ()
     """As of the last answer."""
+    own: dict[str, Any] | None = None
+    """The user's own trainer (`own.py`), if the dashboard is of one."""
     status: dict[str, Any] | None = None
     """The document of `status --json`."""
     curves: dict[str, Any] | None = None
@@ -61,8 +64,8 @@ class Published:
         return (*(() if is_fine else (NOBODY_ANSWERS,)), *self.known_alerts)
 
     def document(self) -> dict[str, Any]:
-        """Return state, message, times, the command to copy, alerts, and the state of the swarm, without the curves."""
-        header = {name: getattr(self, name) for name in ("state", "message", "since", "updated", "command", "alerts")}
+        """Return state, message, times, the command to copy, alerts, the own trainer, and the swarm, without the curves."""
+        header = {name: getattr(self, name) for name in HEADER}
         document: dict[str, Any] = to_json({**header, "swarm": self.view})
         return document
 
