@@ -137,6 +137,9 @@ class PeerStatus:
     """What it measured there, a claim of this peer: task, metric, value, standard error (NaN if unknown)."""
     upload: Real = 0.0
     """Of its line as measured, in bytes per second; 0: unknown."""
+    name: Name | None = None
+    """What this peer calls itself; empty: nothing, None: it is of a version that does not say it here."""
+    team: Name = ""
     continued_round: Count = 0
     """The last round in the base with which this peer continued the campaign's prompts."""
     continuations: Continuations = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD
-from spes_p2p.messages.presence import Contribution, Named, RoundRecord
+from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
 from spes_p2p.observe.events import (
     Evaluated,
     Event,
@@ -39,6 +39,11 @@ class Totals:
     def called(self, peer: str) -> Named:
         """Return how a peer calls itself; with empty names if it gave none."""
         return self.names.get(peer, Named(peer, "", ""))
+
+    def named_by(self, statuses: Iterable[PeerStatus]) -> Totals:
+        """Return these totals with the names that living peers gave themselves, over their own connections, before others'."""
+        own = {each.peer_id: Named(each.peer_id, each.name, each.team) for each in statuses if each.name is not None}
+        return replace(self, names={**self.names, **own})
 
     def ranked(self) -> list[Contribution]:
         """Return the contributions by decreasing tokens."""

@@ -19,6 +19,7 @@ from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.history import History
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.node import Node
+from spes_p2p.rounds.certified import certified
 
 RECORDS_PER_MESSAGE = 256
 CONTRIBUTIONS_PER_MESSAGE = 2**14
@@ -93,10 +94,10 @@ async def fill_history(node: Node, history: History) -> None:
 
 
 async def _ask_others(node: Node, history: History, wanted: list[int]) -> None:
-    """Page through the other peers' records until no wanted round is missing."""
+    """Page through the other peers' records until no wanted round is missing. What certificates contradict is left out."""
     for peer in (*node.others("trainer"), *node.others("helper")):
         async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK), node.log.round):
-            history.add(page.records)
+            history.add(filter(None, (certified(record, node.log, node.campaign.config) for record in page.records)))
             if not history.rounds.missing(wanted):
                 return
 

@@ -37,7 +37,7 @@ def swarm_view(
 
     `rounds`: each peer's own records of the last rounds, by the local clock. `now`: Unix time.
     """
-    swarm = gather(statuses)
+    swarm, totals = gather(statuses), totals.named_by(statuses)
     places = {status.peer_id: place for place, status in enumerate(swarm.peers)}
     tokens = {each.peer: each.tokens for each in totals.contributions}
     steps = {each.peer: each.expert_steps for each in totals.contributions}
