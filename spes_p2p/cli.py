@@ -852,10 +852,15 @@ def generate(
             del made  # the base, which is as large as the model
             print(f"{name}, base of round {base_round}", file=sys.stderr)
         with _waiting("loading the model"):
+            from spes_p2p.client.export import from_swarm
             from spes_p2p.client.generate import Continuation, following, unchanging
 
             model = Continuation(model_dir, device)
-        kept = following(addresses or [], Path(folder), device, base_round or 0) if follow else unchanging()
+
+        def fetch(after: int) -> Coroutine[Any, Any, Exportable]:
+            return from_swarm(addresses or [], Path(folder), lambda done, size: None, after)
+
+        kept = following(fetch, Path(folder), device, base_round or 0) if follow else unchanging()
         told = []
         with kept as newer:
             for prompt in prompts or _typed_lines():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from spes_p2p.client.evaluate import load_model
-from spes_p2p.client.export import from_swarm
+from spes_p2p.client.export import Exportable
 from spes_p2p.errors import UserError, printable
 
 LOOK_EVERY_S = 15.0
 """Pause between two looks for a newer base."""
+Fetch = Callable[[int], Coroutine[Any, Any, Exportable]]
+"""Returns the newest base after a round. Raises UserError if there is none."""
 Newer = Callable[[], tuple[int, "Continuation"] | None]
 """Returns the round and the model of a base that has come since it was called last; None: no other."""
 
@@ -76,10 +78,10 @@ def unchanging() -> Iterator[Newer]:
 
 
 @contextlib.contextmanager
-def following(addresses: Sequence[str], folder: Path, device: str, known_round: int) -> Iterator[Newer]:
-    """While the block runs, download and load each base after this round in a thread, beside the model that is in use.
+def following(fetch: Fetch, folder: Path, device: str, known_round: int) -> Iterator[Newer]:
+    """While the block runs, fetch and load each base after this round in a thread, beside the model that is in use.
 
-    The swarm may be silent for a while: then no newer model comes.
+    `folder`: for checkpoints, which are removed once they are loaded.
     """
     ready: list[tuple[int, Continuation]] = []
     loop = asyncio.new_event_loop()
@@ -87,8 +89,8 @@ def following(addresses: Sequence[str], folder: Path, device: str, known_round: 
     async def follow() -> None:
         newest = known_round
         while True:
-            with contextlib.suppress(UserError):
-                made = await from_swarm(addresses, folder, lambda done, size: None, after=newest)
+            with contextlib.suppress(UserError):  # no newer base, or the swarm is silent: look again
+                made = await fetch(newest)
                 newest, checkpoint = made.origin.round, folder / f"round-{made.origin.round}"
                 await asyncio.to_thread(made.write, checkpoint)
                 del made

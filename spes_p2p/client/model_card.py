@@ -40,7 +40,7 @@ class Origin:
 def origin_of(
     campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord], living: Iterable[PeerStatus] = ()
 ) -> Origin:
-    """Return the origin of this round's base. `records`: by round. `living`: peers, whose own names count before relayed ones."""
+    """Return the origin of this round's base. `records`: by round. `living`: peers, whose own names count first."""
     past = [record for record in records if record.round <= round_number]
     held_out = [(record.round, record.validation_loss) for record in past if math.isfinite(record.validation_loss)]
     orders: list[tuple[int, str]] = []
