@@ -30,6 +30,7 @@ from spes_p2p.storage.files import require_writable, write_whole
 if TYPE_CHECKING:
     from spes_p2p.campaign.files import CampaignFiles
     from spes_p2p.client.export import Exportable
+    from spes_p2p.config.quantities import Spare
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that other p
 Devices = Annotated[str | None, typer.Option(
     help="auto (the first GPU, or the CPU), cpu, all (every GPU), or numbers of GPUs that divide each batch: 0,1,2,3.")]
 Memory = Annotated[str | None, typer.Option(help="Memory budget, of each device: 12GiB. Default: all free.")]
+LeaveFree = Annotated[str | None, typer.Option(
+    help="Memory of each device to leave to other programs, beside the usual reserve: 20% or 2GiB.")]
 MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
 MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
 EvaluateTasks = Annotated[bool, typer.Option(
@@ -238,6 +241,7 @@ def join(
     devices: Devices = None,
     experts: Annotated[str | None, typer.Option(help="Maximum number of experts to train: auto or a number.")] = None,
     memory: Memory = None,
+    leave_free: LeaveFree = None,
     stored: Annotated[str | None, typer.Option(help="Format of the experts of other peers: auto, fp32, bf16 or int8.")] = None,
     stored_on: Annotated[str | None, typer.Option(help="Memory for the experts of other peers: auto, device or host.")] = None,
     backend: Annotated[str | None, typer.Option(help="Expert kernels: auto, grouped_mm, eager or megablocks.")] = None,
@@ -256,6 +260,7 @@ def join(
     hours: Annotated[str | None, typer.Option(help="Hours of the day in which to train, local time: 22-8.")] = None,
     only_when_idle: Annotated[bool, typer.Option(
         "--only-when-idle", help="Pause while other programs use CPU or GPUs, and on battery.")] = False,
+    nice: Annotated[int | None, typer.Option(help="Niceness of training, 0 to 19; the network keeps its priority.")] = None,
     quota: Annotated[str | None, typer.Option(help="Most traffic, both directions together: 20GB/day.")] = None,
     name: Annotated[str | None, typer.Option(help="What lists of contributors call this peer. Default: its id.")] = None,
     team: Annotated[str | None, typer.Option(help="Team whose tokens yours count for in these lists.")] = None,
@@ -282,7 +287,7 @@ def join(
 
     settings = make_peer_config(
         run_dir=run_dir, devices=devices, experts=_number_or_word(experts),
-        memory_bytes=_bytes(memory, "--memory"),
+        memory_bytes=_bytes(memory, "--memory"), leave_free=_spare(leave_free), nice=nice,
         stored=stored, stored_on=stored_on, backend=backend, compile=compile,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         checkpoint=checkpoint, base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
@@ -571,6 +576,7 @@ def doctor(
     run_dir: RunDir = Path("runs/peer"),
     devices: Devices = None,
     memory: Memory = None,
+    leave_free: LeaveFree = None,
     listen: Listen = None,
     announce: Announce = None,
     as_json: AsJson = False,
@@ -579,7 +585,8 @@ def doctor(
     from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(
-        run_dir=run_dir, devices=devices, memory_bytes=_bytes(memory, "--memory"), listen=listen, announce=announce
+        run_dir=run_dir, devices=devices, memory_bytes=_bytes(memory, "--memory"), leave_free=_spare(leave_free),
+        listen=listen, announce=announce,
     )
     _log("error", False)
     with _waiting("checking this machine and its connection to the swarm"):
@@ -646,6 +653,7 @@ def plan(
     config: ConfigFile,
     memory: Annotated[str, typer.Option(help="Memory of a GPU: 24GiB, 24GB.")],
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of the internet link, each way: 100mbit, 1gbit.")] = "100mbit",
+    leave_free: LeaveFree = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the peer, each with this memory.")] = 1,
     peers: Annotated[int | None, typer.Option(
         help="Identical peers in the swarm. Default: enough to train all experts.")] = None,
@@ -661,7 +669,8 @@ def plan(
     from spes_p2p.campaign.planner import plan_peer
     from spes_p2p.campaign.room import Device
 
-    made = plan_peer(campaign, Device("cuda", memory_bytes, gpus), line, peers, "--memory")
+    device = Device("cuda", memory_bytes, gpus).leaving(_spare(leave_free))
+    made = plan_peer(campaign, device, line, peers, "--memory")
     if as_json:
         print(json.dumps(plan_json(made), indent=2))
     else:
@@ -971,6 +980,12 @@ def _bytes(text: str | None, option: str) -> int | None:
     from spes_p2p.config.quantities import parse_bytes
 
     return None if text is None else parse_bytes(text, option)
+
+
+def _spare(text: str | None) -> Spare | None:
+    from spes_p2p.config.quantities import parse_spare
+
+    return None if text is None else parse_spare(text, "--leave-free")
 
 
 def _rate(text: str | None, option: str) -> float | None:

@@ -17,7 +17,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from spes_p2p import __version__
 from spes_p2p.config.model import ModelSection, with_config_json
 from spes_p2p.config.problems import Location, broken_rule, validated
-from spes_p2p.config.quantities import Hours
+from spes_p2p.config.quantities import Hours, Spare
 from spes_p2p.config.section import Section, require
 from spes_p2p.config.types import (
     CODEC_NAMES,
@@ -337,6 +337,12 @@ class PeerConfig(Section):
         "auto", description="Maximum number of experts to train; auto: as many as fit in memory.")
     memory_bytes: Positive | None = Field(
         None, description="Memory budget of the device for experts = auto (--memory 12GiB). Default: all free memory.")
+    leave_free: Annotated[Spare, WithJsonSchema({"type": "string"})] | None = Field(
+        None, description="Memory of each device that experts = auto leaves to other programs, beside the usual reserve "
+                          "(--leave-free 20% or 2GiB). Default: none.")
+    nice: Annotated[int, Field(strict=True, ge=0, le=19)] = Field(
+        0, description="Niceness of the threads that train and compute: 19 gives way to everything else. What sends and "
+                       "receives keeps its priority, so rounds do not wait for it.")
     stored: Literal["auto", "fp32", "bf16", "int8"] = Field(
         "auto", description="Format of the experts of other peers; auto, here and below: what allows most experts, at the "
         "least estimated cost in speed (docs/memory.md).")

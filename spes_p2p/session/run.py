@@ -42,6 +42,7 @@ from spes_p2p.session.observers import observing, remembering
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.storage.threads import nice_executor
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +156,8 @@ async def run_join(
 
     After a restart with the same run-dir it retries until a peer answers, since the bootstrap peer may be down too.
     """
+    if settings.nice:
+        asyncio.get_running_loop().set_default_executor(nice_executor(settings.nice))
     pauses, tries = Pauses(settings, addresses, on_paused), 0
     with contextlib.closing(pauses):
         while await pauses.over():
@@ -272,8 +275,8 @@ async def _live_as_trainer(
             peer.leave()
 
         searching = (reachability.keep_measuring(), net.keep_finding(addresses))
-        around = (*searching, pauses.watch(peer.leave), evaluations.run(observers.all))
-        followers = started(ready.devices, config, resources.options)
+        around = (*searching, pauses.watch(peer.leave, observers.all), evaluations.run(observers.all))
+        followers = started(ready.devices, config, resources.options, settings.nice)
         call_on_signals(end, LEAVING)
         async with followers as ranks, remembering(node, observers.history), beside(*around):
             await live_on(net, peer.run())
