@@ -77,6 +77,7 @@ def look_at(swarm: Synthetic, look: Callable[[Any, Published], Awaitable[None]],
 
 def show(live: Published, swarm: Synthetic) -> None:
     live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    live.by_peer = swarm.by_peer
     live.known_alerts = alerts(gather(swarm.statuses), swarm.records, swarm.now)
     live.curves = series(swarm.records, {}, CONFIG)
     live.curves_version += 1
@@ -199,21 +200,33 @@ def test_trouble_is_said_at_the_top() -> None:
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_a_click_on_a_peer_shows_it_until_the_next_click(viewport: dict[str, int]) -> None:
+def test_a_peer_has_a_page_with_its_last_rounds_and_an_address(viewport: dict[str, int]) -> None:
     swarm = synthetic_swarm(3, 8, 12)
     status = sorted(swarm.statuses[:3], key=lambda each: each.peer_id)[1]
 
     async def look(page: Any, live: Published) -> None:
         row = page.locator(f"#peers tr[data-peer='{status.peer_id}']")
-        assert not await page.is_visible("#peer")
         await row.click()
+        assert await page.evaluate("location.hash") == f"#peer={status.peer_id}"
+        await until(page, "document.querySelectorAll('#peer-rounds tr').length === 9")
         told = await page.text_content("#peer")
         for text in (status.peer_id, " ".join(map(str, status.owned)), "exchange", " up, "):
             assert text in told
+        first = await page.locator("#peer-rounds tr").first.inner_text()
+        assert first.startswith("12\t")
+        assert "164k" in first
+        assert await page.locator("#peer-rounds tr").first.locator("rect").count() == 5
         scrolled, shown = await widths(page)
         assert scrolled <= shown
-        await row.click()
+        assert not await page.is_visible("#peers")
+        await page.reload()
+        await until(page, "document.querySelectorAll('#peer-rounds tr').length === 9")
+        await page.click("#peer-page a")
+        assert await row.is_visible()
         assert not await page.is_visible("#peer")
+        await page.evaluate("location.hash = 'peer=<img src=x>'")
+        await until(page, "document.getElementById('peer-now').textContent === 'not among the peers of this campaign'")
+        assert await page.locator("img").count() == 0
 
     look_at(swarm, look, viewport=viewport)
 

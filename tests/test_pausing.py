@@ -196,7 +196,9 @@ def test_a_trainer_gives_way_and_says_what_its_quota_leaves(campaign: Path, tmp_
         swarm.wait(lambda: "; that lasts for the day" in polite.log, 60, "the quota's forecast is logged")
         assert "quota: " in polite.log
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-        assert "spes_quota_bytes 1e+011" in metrics
+        gauges = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("spes_quota"))
+        assert float(gauges["spes_quota_bytes"]) == 100e9
+        assert 0 < float(gauges["spes_quota_used_bytes"]) < 1e9
         process = psutil.Process(polite.process.pid)
         niceness = {thread.id: os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
         others = niceness[process.pid]

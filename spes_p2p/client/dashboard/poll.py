@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +51,8 @@ class Published:
     view: dict[str, Any] | None = None
     known_alerts: Sequence[Alert] = ()
     """As of the last answer."""
+    by_peer: Mapping[str, Sequence[RoundRecord]] = field(default_factory=dict)
+    """Each peer's own records of the last rounds."""
     own: dict[str, Any] | None = None
     """The user's own trainer (`own.py`), if the dashboard is of one."""
     status: dict[str, Any] | None = None
@@ -165,6 +167,7 @@ def _publish(
     now = time.time()
     records = history.rounds.records
     published.view = swarm_view(statuses, history.by_peer, totals_of(records), now)
+    published.by_peer = history.by_peer
     published.known_alerts = alerts(gather(statuses), records, now)
     published.status = status_document(statuses, records)
     take = f"spes-p2p export --from {address} --output checkpoint"

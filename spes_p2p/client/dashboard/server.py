@@ -20,6 +20,7 @@ from spes_p2p.client.alerts import KINDS
 from spes_p2p.client.dashboard.card import status_card
 from spes_p2p.client.dashboard.own import OwnTrainer, refuse_other_names, require_loopback
 from spes_p2p.client.dashboard.poll import Published, watch
+from spes_p2p.client.dashboard.view import peer_rounds
 from spes_p2p.client.dashboard.webhook import post_alerts
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
@@ -82,7 +83,7 @@ async def listening(app: web.Application, host: str, port: int) -> AsyncIterator
 
 
 def make_app(published: Published, own: OwnTrainer | None = None) -> web.Application:
-    """Return the application with /, /card.svg, /metrics, /view.json, /series.json, /status.json and /events.
+    """Return the application with /, /card.svg, /metrics, /view.json, /series.json, /status.json, /peers/ID.json and /events.
 
     With the user's own trainer also /own/pause and /own/resume.
     """
@@ -108,8 +109,13 @@ def make_app(published: Published, own: OwnTrainer | None = None) -> web.Applica
         text = status_card(published.view, published.state)
         return web.Response(text=text, content_type="image/svg+xml", headers=CARD_HEADERS)
 
+    async def of_peer(request: web.Request) -> web.Response:
+        peer = request.match_info["peer"]
+        return web.json_response(peer_rounds(peer, published.by_peer.get(peer, ())), headers=NO_STORE)
+
     app.add_routes([
-        web.get("/", index), web.get("/events", _events), web.get("/view.json", as_json(published.document)),
+        web.get("/", index), web.get("/peers/{peer}.json", of_peer),
+        web.get("/events", _events), web.get("/view.json", as_json(published.document)),
         web.get("/metrics", metrics), web.get("/card.svg", card),
         web.get("/series.json", as_json(lambda: published.curves)), web.get("/status.json", as_json(lambda: published.status)),
     ])

@@ -12,7 +12,7 @@ from spes_p2p.client.dashboard.lines import lines
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.consensus import Control
-from spes_p2p.messages.presence import PeerStatus, RoundRecord
+from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
 from spes_p2p.observe.status import gather
@@ -98,6 +98,20 @@ def series(
             "schedule": schedule(records, config, control),
         }
     )
+    return document
+
+
+def peer_rounds(peer: str, records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+    """Return what the last rounds were for one peer, newest first. `records`: its own."""
+    rows = []
+    for record in reversed(records):
+        own = next((each for each in record.contributions if each.peer == peer), Contribution(peer, 0, 0))
+        rows.append({
+            "round": record.round, "time": record.time, "tokens": own.tokens, "expert_steps": own.expert_steps,
+            "seconds": dict(record.seconds), "sent_bytes": record.sent_bytes, "received_bytes": record.received_bytes,
+            "failed_attempts": record.failed_attempts,
+        })
+    document: list[dict[str, Any]] = to_json(rows)
     return document
 
 
