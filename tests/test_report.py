@@ -18,7 +18,7 @@ from synthetic_swarm import synthetic_swarm
 from spes_p2p.campaign.files import CampaignFiles, keep_campaign, sha256
 from spes_p2p.campaign.genesis import make_genesis
 from spes_p2p.client.report import make_report
-from spes_p2p.config.campaign import Campaign, load_campaign_config
+from spes_p2p.config.campaign import Campaign, CampaignConfig, load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import Contribution, RoundRecord
 from spes_p2p.observe.events import Event, TasksEvaluated
@@ -34,12 +34,10 @@ RESULTS: dict[str, Any] = {
 OWN = replace(FIRST_COMMIT, round=13, total_tokens=7_654_321, seconds={"exchange": 2.0}, contributions=(("QmMe", 1000, 10),))
 
 
-def run_dir(folder: Path, records: list[RoundRecord], *events: Event, prompts: tuple[str, ...] = ()) -> Path:
+def run_dir(folder: Path, records: list[RoundRecord], *events: Event, config: CampaignConfig = CONFIG) -> Path:
     """Of a peer that took over `records` from others."""
     content = {name: name.encode() for name in ("manifest", "tokenizer")}
     hashes = {f"{name}_sha256": sha256(content[name]) for name in content}
-    evaluation = CONFIG.evaluation.model_copy(update={"prompts": prompts})
-    config = CONFIG.model_copy(update={"evaluation": evaluation}) if prompts else CONFIG
     campaign = Campaign(config=config, validation_manifest_sha256=None, **hashes)
     files = CampaignFiles(campaign, content["manifest"], None, content["tokenizer"], ())
     keep_campaign(files, make_genesis(campaign, "QmOwner", np.zeros(4, np.float32), "0" * 32), folder)
@@ -109,7 +107,8 @@ def test_text_of_peers_stays_text(tmp_path: Path) -> None:
 def test_a_report_shows_what_the_model_wrote_in_the_first_the_last_and_some_rounds_between(tmp_path: Path) -> None:
     records = [replace(record, continuations=(f" wrote {record.round}.", HARM) if record.round else ())
                for record in synthetic_swarm(2, 4, 60).records]
-    page = Page(make_report(run_dir(tmp_path, records, prompts=("The house", HARM))))
+    evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", HARM)})
+    page = Page(make_report(run_dir(tmp_path, records, config=CONFIG.model_copy(update={"evaluation": evaluation}))))
     shown = [number for number in range(61) if f" wrote {number}." in page.text]
     assert (len(shown), shown[0], shown[-1]) == (8, 1, 60)
     assert "The house" in page.text
