@@ -13,7 +13,7 @@ from remembering_swarm import RememberingSwarm
 
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.fields import LONGEST_NAME, MAX_MEMBERS, MAX_NAMES
-from spes_p2p.messages.methods import HISTORY
+from spes_p2p.messages.methods import HISTORY, SPEED
 from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
@@ -199,5 +199,21 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
         history.add([replace(named, round=number) for number in range(9000, 9000 + RECORDS_PER_MESSAGE)])
         assert await asked(8999) == list(range(9000, 9000 + CONTRIBUTIONS_PER_MESSAGE // NAME_WEIGHT // MAX_NAMES))
         assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]
+
+    simulate(main)
+
+
+def test_a_bandwidth_test_is_no_traffic_of_a_round(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path)
+        await swarm.begin()
+        await swarm.until_round(2)
+        endpoint = swarm.nodes["A"].endpoint
+        endpoint.sent[SPEED] += 10**9
+        endpoint.received[SPEED] += 10**9
+        number = swarm.nodes["A"].log.round
+        await swarm.until(lambda: swarm.credits_all("A", number + 1))
+        records = swarm.records("A")
+        assert all(records[each].sent_bytes + records[each].received_bytes < 10**6 for each in (number, number + 1))
 
     simulate(main)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import psutil
@@ -174,7 +175,7 @@ def test_continuations_are_bounded_lines_without_control_characters() -> None:
 
 
 @pytest.mark.parametrize("claim", [5 * ["x"], ["a\nb"], [401 * "x"], [3]])
-def test_a_peers_continuations_are_bounded(claim: object) -> None:
+def test_a_peers_continuations_are_bounded(claim: Any) -> None:
     valid = {"peer_id": "p", "role": "trainer", "campaign": "c", "campaign_hash": "h", "total_rounds": 1}
     with pytest.raises(ValueError, match=r"^not a peer's status: continuations"):
         PeerStatus.from_bytes(msgpack.packb({**valid, "continuations": claim}))

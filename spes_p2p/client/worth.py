@@ -124,13 +124,15 @@ def masked_losses(
     from spes_p2p.model.build import layout_of
     from spes_p2p.model.masking import without_experts
     from spes_p2p.model.partitioned import PartitionedExperts
+    from spes_p2p.model.shape import shape_of
     from spes_p2p.training.options import TrainingOptions
     from spes_p2p.training.trainer import TorchTrainer
 
     config = files.campaign.config
-    if config.model.moe_num_experts - len(experts) < config.model.moe_top_k:
+    top_k = shape_of(config.model).top_k
+    if config.model.moe_num_experts - len(experts) < top_k:
         raise UserError(f"this trainer owns {len(experts)} of {config.model.moe_num_experts} experts: without them a token "
-                        f"does not find the {config.model.moe_top_k} that it is sent to, so their worth cannot be measured")
+                        f"does not find the {top_k} that it is sent to, so their worth cannot be measured")
     layout = layout_of(config.model)
     shelf = open_text(files, run_dir, None)
     if missing_held_out(files, shelf):
