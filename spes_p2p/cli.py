@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LISTED_CAMPAIGNS = 64
-"""Of one directory. Bounds memory and sockets: each campaign has a connection of its own."""
+"""Most campaigns of one directory. Bounds memory and sockets: each campaign has a connection of its own."""
 
 app = typer.Typer(
     help="Peer-to-peer training of mixture-of-experts language models.",

@@ -77,6 +77,8 @@ class Bounds:
     """Milestones that the owner signs."""
     owner_loses: bool = False
     """The owner may lose its disk too."""
+    cuts: int = 0
+    """Times that a log loses its last commit."""
     liars: int = 0
     """Electors that lie: B, then C. Only A is an honest coordinator then."""
     one_commit: bool = True
@@ -105,9 +107,11 @@ class Process(NamedTuple):
 
     losses: int
     """Disks that it lost before this one."""
+    cuts: int
+    """Times that its log lost its end."""
     votes: bytes
     log: tuple[int, ...]
-    """Heads."""
+    """Numbers of commits, the oldest first."""
     begins: int
     """Round of the milestone that is the first of the log; NONE: the log begins after genesis."""
     memory: VoteState | None
@@ -192,7 +196,7 @@ class Model:
         """Does a proposer propose as soon as it may? Later is the same, unless its commit depends on losses until then."""
         symmetric = (bounds.rounds == 1 or not bounds.losses) and not bounds.liars
         self._fixed = (1 if bounds.reforms else 0) if symmetric else len(ELECTORS)
-        """The first so many electors are told apart."""
+        """The number of electors, from the first on, that are told apart."""
         self._processes, self._attempts, self._commits, self._answers, self._memories, self._lives, self._sets = (
             Numbers() for _ in range(7)
         )
@@ -203,7 +207,7 @@ class Model:
     def key(self, state: State) -> bytes:
         """The same bytes for states that differ by the electors' names only, where no rule looks at those.
 
-        Heads that list different incarnations of electors tell them apart, and being the owner does.
+        Commits that list different incarnations of electors tell them apart, and being the owner does.
         """
         columns = [
             (e, state.left[i], *((live.answers[i] if live.answers else NONE, live.heard[i]) for live in state.live if live),
@@ -249,6 +253,7 @@ class Model:
                 continue
             yield from self._crash(state, place)
             yield from self._lose_disk(state, place)
+            yield from self._cut_log(state, place)
             yield from self._leave(state, place)
             yield from self._open_term(state, place)
             yield from self._sign_milestone(state, place)
@@ -567,6 +572,14 @@ class Model:
             empty = _empty_disk(processes[place].losses + 1)
             yield f"{ELECTORS[place]} loses its disk", _with_elector(state, place, self._processes.of(empty))
 
+    def _cut_log(self, state: State, place: int) -> Iterator[Step]:
+        """The elector restarts without the last commit of its log; its votes are whole."""
+        processes: list[Process] = [self._processes.things[process] for process in state.electors]
+        process = processes[place]
+        if process.log and sum(each.cuts for each in processes) < self.bounds.cuts:
+            cut = process._replace(cuts=process.cuts + 1, log=process.log[:-1], memory=None)
+            yield f"{ELECTORS[place]} loses the end of its log", _with_elector(state, place, self._processes.of(cut))
+
     def _handle(
         self, state: State, place: int, what: tuple[Any, ...], handle: Callable[[Participant], Output[Any]]
     ) -> list[tuple[int, Any]]:
@@ -611,7 +624,7 @@ class Model:
 
     def _settled(self, process: Process) -> Process:
         """After the last round of the search nobody asks for votes any more: they are kept as for the next round."""
-        if _decided(process) < self.bounds.rounds:
+        if _decided(process) < self.bounds.rounds or self.bounds.cuts:
             return process
         commit: Commit = self._commits.things[process.log[-1]]
         unused = VoteState(_incarnation(process.losses), commit.term, commit.round + 1, commit.id, None, None, None)
@@ -757,8 +770,8 @@ def _uncertified(commit: Commit) -> CertifiedCommit:
 
 
 def _empty_disk(losses: int) -> Process:
-    """A process on a new disk, after so many were lost. Its incarnation does not depend on the elector's name."""
-    return Process(losses, pack(fresh_votes(random.Random(losses))), (), NONE, None)
+    """A process on a new disk, after `losses` others were lost. Its incarnation does not depend on the elector's name."""
+    return Process(losses, 0, pack(fresh_votes(random.Random(losses))), (), NONE, None)
 
 
 def _incarnation(losses: int) -> str:

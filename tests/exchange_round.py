@@ -91,7 +91,7 @@ class Round:
     plan: Plan
     codecs: GroupCodecs
     network: MemoryNetwork
-    boards: dict[str, RpcEndpoint]
+    endpoints: dict[str, RpcEndpoint]
     exchanges: dict[str, Exchange]
     layout: Layout
     part_bytes: int
@@ -113,14 +113,14 @@ class Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
         for m in plan.members:
-            board = RpcEndpoint(network.transport(m.peer), SILENCE_S)
+            endpoint = RpcEndpoint(network.transport(m.peer), SILENCE_S)
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
             exchange = Exchange(ExchangeContext(
-                board, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, clips=clips
+                endpoint, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, clips=clips
             ))
-            opened.boards[m.peer], opened.exchanges[m.peer] = board, exchange
-            await _serve(board, exchange)
+            opened.endpoints[m.peer], opened.exchanges[m.peer] = endpoint, exchange
+            await _serve(endpoint, exchange)
         return opened
 
     def empty(self) -> Results:
@@ -154,7 +154,7 @@ class Round:
         return np.concatenate(list(next_base_pieces(base, self.layout, results.committed(commit), results.encoded, None)))
 
 
-async def _serve(board: RpcEndpoint, exchange: Exchange) -> None:
+async def _serve(endpoint: RpcEndpoint, exchange: Exchange) -> None:
     async def on_push(stream: Stream) -> None:
         unpack(PushHeader, await stream.message())
         await exchange.on_push(stream)
@@ -162,8 +162,8 @@ async def _serve(board: RpcEndpoint, exchange: Exchange) -> None:
     async def on_pull(stream: Stream) -> None:
         await exchange.on_pull(stream, unpack(PullRequest, await stream.message()))
 
-    await board.serve(PUSH, on_push)
-    await board.serve(PULL, on_pull)
+    await endpoint.serve(PUSH, on_push)
+    await endpoint.serve(PULL, on_pull)
 
 
 def reference(plan: Plan, updates: Mapping[str, Updates], base: np.ndarray) -> np.ndarray:

@@ -17,9 +17,9 @@ class FileServer:
     """By path."""
     url: str = ""
     breaks: int = 0
-    """So many answers still end in their middle,"""
+    """Answers that will still end in their middle,"""
     intact: int = 0
-    """after so many whole ones."""
+    """after this many whole ones."""
     without_ranges: set[str] = field(default_factory=set)
     """Paths that are only sent whole."""
     asked: list[tuple[str, int, int]] = field(default_factory=list)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
 from spes_p2p.observe.rounds import Totals, totals_of
 
-PHASES = ("train", "announce", "exchange", "commit", "apply")
+STAGES = ("train", "announce", "exchange", "commit", "apply")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def synthetic_swarm(peers: int, experts: int, rounds: int, total_rounds: int = 4
     ]
     by_peer = {peer: tuple(_as_told_by(peer, record, speeds[peer], rng) for record in records[-9:]) for peer in ids}
     statuses = [_status(peer, by_peer[peer][-1], owners, speeds[peer], total_rounds, rng, (helper, *ids[:6])) for peer in ids]
-    server = replace(statuses[0], peer_id=helper, role="helper", phase="waiting", base_digest="", members=(), owned=(),
+    server = replace(statuses[0], peer_id=helper, role="helper", stage="waiting", base_digest="", members=(), owned=(),
                      round_seconds={}, round_sent_bytes=0, round_received_bytes=0, tokens_per_second=0.0,
                      local_loss=math.nan, uptime_s=80_000.0)
     return Synthetic([*statuses, server], records, by_peer, totals_of(records), now)
@@ -61,7 +61,7 @@ def _record(
 def _as_told_by(peer: str, record: RoundRecord, speed: float, rng: random.Random) -> RoundRecord:
     train = 163_840 / speed
     spent = (train, max(0.1, 16.5 - train), rng.uniform(2, 4), 0.25, 0.4)
-    return replace(record, teller=peer, time=record.time + rng.uniform(0, 0.2), seconds=tuple(zip(PHASES, spent, strict=True)))
+    return replace(record, teller=peer, time=record.time + rng.uniform(0, 0.2), seconds=tuple(zip(STAGES, spent, strict=True)))
 
 
 def _status(
@@ -71,7 +71,7 @@ def _status(
     done = min(20, int(20 * 9.0 * speed / 163_840))
     return PeerStatus(
         peer_id=peer, role="trainer", campaign="fable-1b", campaign_hash="9f2c" * 16, total_rounds=total_rounds,
-        phase="training", phase_seconds=8.6, round=last.round, campaign_step=last.campaign_step, total_steps=20 * total_rounds,
+        stage="training", stage_seconds=8.6, round=last.round, campaign_step=last.campaign_step, total_steps=20 * total_rounds,
         total_tokens=last.total_tokens, steps_done=done, steps_planned=20, tokens_per_second=speed, loss=last.loss,
         validation_loss=last.loss + 0.06, validation_round=last.round // 5 * 5, local_loss=last.loss + rng.gauss(0, 0.05),
         learning_rate=last.learning_rate, merge_alpha=last.merge_alpha,

@@ -36,9 +36,9 @@ class Account:
         self.sent: dict[int, tuple[Part, np.ndarray]] = {}
 
     def train(self, steps: int) -> None:
-        before = self.trainer._local.astype(np.float64)
+        before = self.trainer.local
         report = self.trainer.train(Phase(1, 0, steps, steps, ()), lambda: False, lambda done, speed: None)
-        self.trained += self.trainer._local - before
+        self.trained += self.trainer.local - before
         self.ledger.add_phase(report)
 
     def push(self) -> None:

@@ -1,4 +1,4 @@
-"""A bootstrap peer keeps a base every so many rounds, the newest few, and each is whole."""
+"""A bootstrap peer keeps a base every few rounds, the newest of them, and each is whole."""
 
 from __future__ import annotations
 

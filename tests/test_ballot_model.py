@@ -61,6 +61,7 @@ def slow(*values: Any) -> ParameterSet:
         slow(Bounds((1, 1), numbers=1, rounds=2, reforms=1), BOTH | BOUND | FORK, 45_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, farewells=1, reforms=1), BOTH | BOUND | FORK, 110_000),
         slow(Bounds((1, 1), numbers=1, rounds=2, reforms=1, milestones=1), BOTH | BOUND | FORK | {SHORT}, 150_000),
+        slow(Bounds((1, 1), numbers=1, rounds=2, cuts=1), BOTH | BOUND | {"round 1 is decided in term 0"}, 10_000),
     ],
     ids=lambda value: str(value) if isinstance(value, Bounds) else None,
 )
@@ -106,6 +107,7 @@ def both(*parts: Broken) -> Broken:
 
 
 prepare, accept, leave = Acceptor.prepare, Acceptor.accept, Acceptor.leave
+require_elector = Acceptor._require_elector
 receive, next_ballot = Proposer.receive, Proposer._next_ballot
 admits, open_term, take_milestone = CommitLog.admits, Participant.open_term, Participant.take_milestone
 
@@ -165,6 +167,13 @@ def of_any_round(farewells: Iterable[Farewell], commit: Commit, identity: Identi
 def highest_forgotten(granted: Iterable[Promise]) -> Commit | None:
     accepted = [(promise.accepted_ballot, promise.accepted) for promise in granted if promise.accepted_ballot is not None]
     return min(accepted, key=lambda pair: pair[0])[1] if accepted else None
+
+
+def vote_on_an_earlier_round(self: Acceptor) -> None:
+    commit, votes = self._log.last, self.votes
+    if (commit.term, commit.round + 1) < (votes.term, votes.round):
+        self.votes = dataclasses.replace(votes, term=commit.term, round=commit.round + 1)
+    require_elector(self)
 
 
 def receive_any(self: Proposer, elector: str, request: Request, reply: Reply | None) -> tuple[Send, ...]:
@@ -231,6 +240,9 @@ BROKEN: dict[str, tuple[Broken, Bounds]] = {
     "one ballot is promised twice": (method(Acceptor, "prepare", promise_twice), Bounds((2, 1), numbers=1)),
     "a promise does not tell what was accepted": (method(Acceptor, "prepare", forget_accepted), ONE),
     "an elector votes with any incarnation": (method(Acceptor, "_require_elector", lambda self: None), LOSS),
+    "an elector votes on an earlier round than before": (
+        method(Acceptor, "_require_elector", vote_on_an_earlier_round), Bounds((2, 1), numbers=1, rounds=2, cuts=1)
+    ),
     "a farewell is said after a promise": (method(Acceptor, "leave", leave_after_promise), TWO_LEAVE),
     "a farewell does not bind": (method(Acceptor, "leave", leave_and_vote), TWO_LEAVE),
     "a farewell is forgotten by a restart": (method(Acceptor, "leave", in_memory_only(leave)), TWO_LEAVE),
@@ -254,7 +266,8 @@ BROKEN: dict[str, tuple[Broken, Bounds]] = {
 
 SLOW = {
     "promises are forgotten by a restart", "one ballot is promised twice",
-    "an elector votes with any incarnation", "a farewell is said after a promise", "a farewell does not bind",
+    "an elector votes with any incarnation", "an elector votes on an earlier round than before",
+    "a farewell is said after a promise", "a farewell does not bind",
     "a farewell is forgotten by a restart", "a farewell counts in later rounds", "a promise of another ballot counts",
     "an outbid proposer keeps its promises",
 }  # fmt: skip

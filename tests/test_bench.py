@@ -17,8 +17,9 @@ from network_swarm import CHILDREN_END_WITHIN_S, COMMAND_TIMEOUT_S, START_TIMEOU
 
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import initial_state, plain_model
+from spes_p2p.model.build import initial_state
 from spes_p2p.model.memory import Setup
+from spes_p2p.testing.plain_model import plain_model
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ from model_shapes import tiny_model
 from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import build_model, initial_state, layout_of, layout_of_model, plain_model
+from spes_p2p.model.build import build_model, initial_state, layout_of, layout_of_model
+from spes_p2p.testing.plain_model import plain_model
 
 ARCHITECTURES = ("olmoe", "qwen3_moe")
 

@@ -34,7 +34,7 @@ class Stranger:
 
     def __init__(self, swarm: VirtualSwarm):
         self.swarm, self.network = swarm, swarm.network
-        self.board = RpcEndpoint(self.network.transport("X"), 5.0)
+        self.endpoint = RpcEndpoint(self.network.transport("X"), 5.0)
         self.registry = self.network.registry("X")
 
     async def put(self, round_number: int, commit: str = "f" * 64, control: int = 0) -> None:
@@ -51,19 +51,19 @@ class Stranger:
 async def claims_a_far_round(stranger: Stranger) -> None:
     """In the registry, and keeps those waiting that ask for the proof."""
     for method in (COMMITS, CONTROL):
-        await stranger.board.serve(method, lambda stream: asyncio.sleep(10**6))
+        await stranger.endpoint.serve(method, lambda stream: asyncio.sleep(10**6))
     await stranger.put(FAR, control=10**6)
 
 
 async def claims_another_branch(stranger: Stranger) -> None:
     """In the registry: another commit for a round that everybody knows."""
-    await stranger.board.serve(COMMITS, lambda stream: asyncio.sleep(10**6))
+    await stranger.endpoint.serve(COMMITS, lambda stream: asyncio.sleep(10**6))
     await stranger.put(1)
 
 
 async def answers_pings_from_a_far_round(stranger: Stranger) -> None:
     """Comes too late for every round, so that coordinators ask whether it is there."""
-    await stranger.board.serve(PING, stranger.pong)
+    await stranger.endpoint.serve(PING, stranger.pong)
     await comes_too_late(stranger)
 
 
@@ -74,7 +74,7 @@ async def answers_pings_and_never_comes(stranger: Stranger) -> None:
         await stream.message()
         await stream.send(pack(Pong(0, -1, True)))
 
-    await stranger.board.serve(PING, pong)
+    await stranger.endpoint.serve(PING, pong)
     await comes_too_late(stranger)
 
 
@@ -85,7 +85,7 @@ async def comes_too_late(stranger: Stranger) -> None:
     while True:
         for elector in stranger.swarm.nodes["W"].log.last.electorate:
             with pytest.raises(Refused):
-                await stranger.board.ask(elector, ROUND, pack(signed), 5.0)
+                await stranger.endpoint.ask(elector, ROUND, pack(signed), 5.0)
         await asyncio.sleep(0.5)
 
 
@@ -133,8 +133,8 @@ def test_known_commits_given_again_and_again_end_the_paging() -> None:
             asked.append(unpack(CommitsRequest, await stream.message()).after)
             await stream.send(pack(Decide(swarm.nodes["W"].log.since(0)[:2])))
 
-        board = RpcEndpoint(swarm.network.transport("X"), 5.0)
-        await board.serve(COMMITS, again)
+        endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        await endpoint.serve(COMMITS, again)
         with pytest.raises(WireError, match="other commits"):
             await asyncio.wait_for(swarm.nodes["A"].decisions.learn_from("X", 0), 60.0)
         assert asked == [0, 2]
@@ -155,12 +155,12 @@ def test_who_gives_records_one_by_one_is_left_and_far_rounds_are_not_taken() -> 
             await stream.send(pack(HistoryPage(0.0, records)))
 
         await RpcEndpoint(network.transport("X"), 5.0).serve(HISTORY, one)
-        board = RpcEndpoint(network.transport("A"), 5.0)
-        heard = [each.round async for page in pages(board, "X", -1, 100) for each in page.records]
+        endpoint = RpcEndpoint(network.transport("A"), 5.0)
+        heard = [each.round async for page in pages(endpoint, "X", -1, 100) for each in page.records]
         assert heard == list(range(len(heard)))
         assert len(heard) <= 101 // LEAST_RECORDS + 2
         asked.clear()
-        claimed = [page async for page in pages(board, "X", -1, 2**30)]
+        claimed = [page async for page in pages(endpoint, "X", -1, 2**30)]
         assert len(claimed) == len(asked) == MAX_PAGES
 
     run_virtual(main())

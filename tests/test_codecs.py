@@ -12,8 +12,10 @@ from spes_p2p.config.campaign import CodecConfig
 from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds.blockwise import BLOCK
 from spes_p2p.rounds.codecs import CODECS, group_codecs
-from spes_p2p.rounds.sparse import CHUNK, CHUNK_BYTES, GROUPS
+from spes_p2p.rounds.sparse import CHUNK
 
+SPARSE = {"sparse16": 16, "sparse": 32, "sparse64": 64}
+"""By codec: values of which one is sent."""
 VECTORS = hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-(2.0**17), 2.0**17, width=32))
 
 
@@ -75,11 +77,12 @@ def test_a_block_is_rounded_to_multiples_of_its_largest_value(name: str, levels:
         assert np.abs(decoded[start : start + BLOCK] - block).max() <= step * 0.5001 + 2e-36
 
 
+@pytest.mark.parametrize("name", SPARSE)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 3 * CHUNK), untouched=st.floats(0, 1), tail=st.integers(1, 4))
 def test_sparse_sends_the_largest_value_of_each_group_to_a_quarter_octave(
-    seed: int, size: int, untouched: float, tail: int
+    name: str, seed: int, size: int, untouched: float, tail: int
 ) -> None:
-    rng, codec = np.random.default_rng(seed), CODECS["sparse"]
+    rng, codec, group = np.random.default_rng(seed), CODECS[name], SPARSE[name]
     values = (rng.standard_normal(size) ** (2 * tail - 1) * 10.0 ** rng.integers(-12, 8)).astype(np.float32)
     values[rng.random(size) < untouched] = 0
     decoded = codec.decode(codec.encode(values), size)
@@ -89,20 +92,28 @@ def test_sparse_sends_the_largest_value_of_each_group_to_a_quarter_octave(
         padded = np.zeros((2, CHUNK), np.float32)
         padded[0, : min(CHUNK, size - start)] = np.abs(values[start : start + CHUNK])
         padded[1, : min(CHUNK, size - start)] = is_sent[start : start + CHUNK]
-        sizes, sent = padded.reshape(2, -1, GROUPS)
+        sizes, sent = padded.reshape(2, group, CHUNK // group)
         assert (sent.sum(axis=0) <= 1).all()
-        largest = sizes.max(axis=0)
-        np.testing.assert_allclose((sizes * sent).max(axis=0)[sent.any(axis=0)], largest[sent.any(axis=0)], rtol=2.0**-17)
-        assert (sent.any(axis=0) | (largest <= 2**-3.2 * largest.max())).all()
+        largest, sends = sizes.max(axis=0), sent.any(axis=0)
+        np.testing.assert_allclose((sizes * sent).max(axis=0)[sends], largest[sends], rtol=group * 2.0**-22)
+        assert (sends | (largest <= 2**-3.2 * largest.max())).all()
 
 
-@given(data=st.binary(min_size=CHUNK_BYTES, max_size=CHUNK_BYTES))
-def test_any_bytes_in_sparse_decode_or_are_not_valid(data: bytes) -> None:
-    codec = CODECS["sparse"]
+@pytest.mark.parametrize("name", SPARSE)
+@given(data=st.data())
+def test_any_bytes_in_sparse_decode_or_are_not_valid(name: str, data: st.DataObject) -> None:
+    codec = CODECS[name]
+    length = codec.encoded_bytes(CHUNK)
+    found = data.draw(st.binary(min_size=length, max_size=length))
     with np.errstate(invalid="ignore", over="ignore"):
-        decoded = codec.decode(data, CHUNK)
-    assert codec.is_valid(data, CHUNK) <= np.isfinite(decoded).all()
-    assert np.count_nonzero(decoded) <= GROUPS
+        decoded = codec.decode(found, CHUNK)
+    assert codec.is_valid(found, CHUNK) <= np.isfinite(decoded).all()
+    assert np.count_nonzero(decoded) <= CHUNK // SPARSE[name]
+
+
+@pytest.mark.parametrize(("name", "share"), [("sparse16", 0.0159), ("sparse", 0.0090), ("sparse64", 0.0051)])
+def test_sparse_takes_the_documented_share_of_float32(name: str, share: float) -> None:
+    assert CODECS[name].encoded_bytes(2**20) / 2**22 == pytest.approx(share, abs=5e-5)
 
 
 def test_each_kind_of_group_has_its_codec() -> None:

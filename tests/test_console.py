@@ -15,7 +15,7 @@ from rich.console import Console
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.observe.console import DOWNLOAD_EVERY_S, FORECAST_EVERY_S, HEARTBEAT_S, SLOW_LINE_EVERY_S, RoundLog, farewell
+from spes_p2p.observe.console import DOWNLOAD_EVERY_S, FORECAST_EVERY_S, HEARTBEAT_S, SLOW_LINK_EVERY_S, RoundLog, farewell
 from spes_p2p.observe.events import (
     BaseRestored,
     Controlled,
@@ -142,10 +142,10 @@ def test_time_in_a_phase_is_counted_from_its_beginning() -> None:
     clock.now = 30.0
     board.update(StateEntered("announcing"))
     clock.now = 42.0
-    assert board.status.phase_seconds == 12.0
-    assert board.status.phases == (("joining", 42.0), ("announcing", 12.0))
+    assert board.status.stage_seconds == 12.0
+    assert board.status.stages == (("joining", 42.0), ("announcing", 12.0))
     board.update(commit(1))
-    assert board.status.phases == (("announcing", 0.0),)
+    assert board.status.stages == (("announcing", 0.0),)
 
 
 def line_at_a_terminal(*events: StateEntered | TrainingProgress | DownloadProgress | BaseRestored) -> str:
@@ -198,18 +198,18 @@ def test_a_trainer_that_goes_says_what_came_of_its_work_and_how_to_go_on() -> No
     assert "no round includes work of this peer yet" in farewell(left, (), Path("runs/peer"))
 
 
-def test_a_trainer_whose_line_holds_rounds_up_is_told_once_an_hour(log: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_whose_line_holds_rounds_up_is_told_after_two_of_them_and_once_an_hour(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     trainer = console_of(clock, "peer-aaaaaa", "trainer")
     slow: dict[str, Any] = {"upload": 125e3, "median_upload": 12.5e6, "seconds": {"exchange": 9.0}}
     short, fair, unknown = {**slow, "seconds": {"exchange": 0.2}}, {**slow, "upload": 5e6}, {**slow, "upload": 0.0}
-    for number, changes in enumerate([short, fair, unknown, slow, slow], start=1):
+    for number, changes in enumerate([slow, short, fair, unknown, slow, slow, slow], start=1):
         trainer(PhaseTrained(number, 5, 100, 4.0, 0.0, 12.0, 0))
         trainer(replace(commit(number), **changes))
-    clock.now += SLOW_LINE_EVERY_S
-    trainer(replace(commit(6), **slow))
-    told = [message.split(" · ")[0] for message in log.messages if "rounds wait for this line: 1.00Mbit/s up" in message]
-    assert told == [f"round 4/{ROUNDS}", f"round 6/{ROUNDS}"]
+    clock.now += SLOW_LINK_EVERY_S
+    trainer(replace(commit(8), **slow))
+    told = [message.split(" · ")[0] for message in log.messages if "rounds wait for this link: 1.00Mbit/s up" in message]
+    assert told == [f"round 6/{ROUNDS}", f"round 8/{ROUNDS}"]
 
 
 def test_what_the_quota_leaves_is_said_at_the_start_once_it_is_known_and_every_hour(caplog: pytest.LogCaptureFixture) -> None:

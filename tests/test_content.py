@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,16 @@ from spes_p2p.data.shelf import TokenShelf
 from spes_p2p.errors import Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.content import PIECES_PER_REQUEST, ContentKind, PiecesRequest
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest
 from spes_p2p.net.limits import limited_line
 from spes_p2p.net.rpc import STALLED_SILENCES, RpcEndpoint
+from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_results import KeptResults
 from spes_p2p.rounds.codecs import CODECS, GroupCodecs
-from spes_p2p.rounds.digest import PIECE_ELEMENTS, piece_digests
+from spes_p2p.rounds.digest import PIECE_ELEMENTS, content_digest, piece_digests
 from spes_p2p.rounds.parts import to_mask
 from spes_p2p.rounds.results import Results
 from spes_p2p.testing.in_memory_world import in_memory_world
@@ -61,17 +64,17 @@ def file_case(folder: Path) -> Case:
     body = random.Random(0).randbytes(5 * CHUNK_BYTES // 2)
     sha = hashlib.sha256(body).hexdigest()
     content = single("file", sha, bytes.fromhex(sha), len(body))
-    return Case(content, {0: body}, lambda board, server: serve_files(server, {sha: body}))
+    return Case(content, {0: body}, lambda endpoint, server: serve_files(server, {sha: body}))
 
 
 def base_case(folder: Path) -> Case:
     base = np.random.default_rng(1).standard_normal(int(PIECE_ELEMENTS * (PIECES - 0.5)), np.float32)
     pieces = {a: base[a * PIECE_ELEMENTS : (a + 1) * PIECE_ELEMENTS].tobytes() for a in range(PIECES)}
 
-    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
+    def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
         snapshots = Snapshots()
         snapshots.publish("h", 3, base)
-        return snapshots.serve(board, server)
+        return snapshots.serve(endpoint, server)
 
     return Case(listed("base", "h", piece_digests(base), 4 * PIECE_ELEMENTS), pieces, serve)
 
@@ -88,9 +91,9 @@ def tokens_case(folder: Path) -> Case:
     async def inline(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
-    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
+    def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
         shelf = TokenShelf([file], folder / "cache", {file: path})
-        return TokenLibrary(shelf, Fetcher(board), lambda: ((), ()), inline, random.Random(0)).serve(server)
+        return TokenLibrary(shelf, Fetcher(endpoint), lambda: ((), ()), inline, random.Random(0)).serve(server)
 
     pieces = {a: content[a * PIECE_BYTES : (a + 1) * PIECE_BYTES] for a in range(PIECES)}
     return Case(listed("tokens", root, hasher.hashes(), PIECE_BYTES), pieces, serve)
@@ -106,7 +109,7 @@ def parts_case(folder: Path) -> Case:
         digests = b"".join(results.digests[part.index] for part in own)
         results.add_manifest(Manifest(PLAN.id, reducer, 0, digests, masks, bytes(len(masks)), bytes(len(digests))))
 
-    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
+    def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
         kept = KeptResults(in_memory_world(MemoryNetwork(), "any"), lambda proposal: PLAN, LAYOUT, CODEC)
         kept.by_plan[PLAN.id] = results
         return kept.serve(server)
@@ -119,16 +122,42 @@ def record_case(folder: Path) -> Case:
     record = b"plan" + bytes(range(256))
     sha = hashlib.sha256(record).hexdigest()
 
-    def serve(board: RpcEndpoint, server: ContentServer) -> Any:
-        relay = Relay(board, Fetcher(board))
+    def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
+        relay = Relay(endpoint, Fetcher(endpoint))
         relay.keep(record)
         return relay.serve(server)
 
     return Case(single("record", sha, bytes.fromhex(sha), 2**20), {0: record}, serve)
 
 
-CASES = {"file": file_case, "base": base_case, "tokens": tokens_case, "parts": parts_case, "record": record_case}
-SEVERAL = ["base", "tokens", "parts"]
+def updates_case(folder: Path) -> Case:
+    """The inputs of means that are in proofs, by which other peers check them again."""
+    plan, members = "9" * 64, 3
+    places = [divmod(place, members) for place in range(PIECES)]
+    updates = {place: random.Random(str(place)).randbytes(2000) for place in places}
+    pieces = {part * MAX_MEMBERS + m: body for (part, m), body in updates.items()}
+
+    class ProofsOf:
+        async def serve(self, server: ContentServer) -> None:
+            pass
+
+        def body(self, name: str, part: int, m: int) -> Body | None:
+            return updates.get((part, m)) if name == plan else None
+
+    def serve(endpoint: RpcEndpoint, server: ContentServer) -> Any:
+        node: Any = SimpleNamespace(endpoint=endpoint, content=server)
+        proofs: Any = ProofsOf()
+        exchanges: Any = None
+        return Checking(node, exchanges, proofs, lambda event: None).serve()
+
+    return Case(Content("updates", plan, lambda index: Piece(content_digest(pieces[index]), 2000)), pieces, serve)
+
+
+CASES = {
+    "file": file_case, "base": base_case, "tokens": tokens_case, "parts": parts_case, "record": record_case,
+    "updates": updates_case,
+}  # fmt: skip
+SEVERAL = ["base", "tokens", "parts", "updates"]
 """Kinds with several pieces."""
 
 
@@ -165,12 +194,12 @@ class Place:
 
     async def donor(self, name: str, server: type[ContentServer] = ContentServer, bytes_per_s: float | None = None) -> None:
         line = limited_line(None if bytes_per_s is None else 8 * bytes_per_s, None)
-        board = RpcEndpoint(self.network.transport(name), SILENCE_S, line)
-        made = server(board)
+        endpoint = RpcEndpoint(self.network.transport(name), SILENCE_S, line)
+        made = server(endpoint)
         if isinstance(made, Faulty):
             made.network, made.name = self.network, name
         self.asked[name] = []
-        await self.case.serve(board, made)
+        await self.case.serve(endpoint, made)
 
     async def fetch(self, *tiers: str, wanted: list[int] | None = None, name: str = "me") -> list[int]:
         """Each tier is a string of one-letter names; returns what did not arrive."""
@@ -572,13 +601,18 @@ def test_a_piece_that_does_not_exist_is_not_there(case: Case, index: int) -> Non
     async def main() -> None:
         place, kind = Place(case), case.content.kind
         await place.donor("A")
-        board = RpcEndpoint(place.network.transport("me"), SILENCE_S)
+        endpoint = RpcEndpoint(place.network.transport("me"), SILENCE_S)
         assert index not in case.pieces
-        async with board.stream("A", kind) as stream:
+        async with endpoint.stream("A", kind) as stream:
             await stream.send(pack(PiecesRequest(case.content.name, (index,))))
             assert await stream.message(Kind.CONTENT) == b""
+        if kind == "updates":  # any plan may have updates that nobody asked for
+            async with endpoint.stream("A", kind) as stream:
+                await stream.send(pack(PiecesRequest("0" * 64, (0,))))
+                assert await stream.message(Kind.CONTENT) == b""
+            return
         with pytest.raises(Refused) as refused:
-            await board.ask("A", kind, pack(PiecesRequest("0" * 64, (0,))))
+            await endpoint.ask("A", kind, pack(PiecesRequest("0" * 64, (0,))))
         assert refused.value.code is Code.NOT_HERE
 
     simulate(main)

@@ -37,8 +37,8 @@ def record(swarm: VirtualSwarm, number: int, state: Any = "running", signer: str
 
 async def send(swarm: VirtualSwarm, peer: str, control: Control) -> Known:
     """What the command does with one peer."""
-    board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
-    return unpack(Known, await board.ask(peer, CONTROL, pack(ControlRequest(control)), 5.0))
+    endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+    return unpack(Known, await endpoint.ask(peer, CONTROL, pack(ControlRequest(control)), 5.0))
 
 
 def applied(swarm: VirtualSwarm, number: int) -> dict[str, int]:

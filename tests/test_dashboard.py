@@ -33,7 +33,7 @@ NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5
 PAGE = Path(__file__).parents[1] / "spes_p2p/client/dashboard/page.html"
 
 
-LEFT_OUT = ("owners", "members", "electorate", "phases", "scores", "continuations", "name", "team")
+LEFT_OUT = ("owners", "members", "electorate", "stages", "scores", "continuations", "name", "team")
 
 
 def view_of(peers: int, experts: int, rounds: int = 20) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_a_timeline_is_made_of_spans_that_follow_each_other_and_end_now() -> Non
 
 def test_the_round_under_way_is_on_the_timeline_too() -> None:
     swarm = synthetic_swarm(1, 1, 2)
-    waits = replace(swarm.statuses[0], phase="exchanging", phases=(("training", 9.0), ("announcing", 3.0), ("exchanging", 1.0)))
+    waits = replace(swarm.statuses[0], stage="exchanging", stages=(("training", 9.0), ("announcing", 3.0), ("exchanging", 1.0)))
     [peer] = swarm_view([waits], {}, swarm.totals, swarm.now)["peers"]
     assert peer["timeline"] == [("train", 9.0, 3.0), ("announce", 3.0, 1.0), ("exchange", 1.0, 0.0)]
 
@@ -132,7 +132,7 @@ def test_tokens_a_second_are_a_rounds_tokens_by_the_time_since_the_round_before(
 
 def test_the_parts_of_a_round_are_means_over_the_peers_that_trained() -> None:
     told = {2: {"a": {"train": 4.0, "apply": 1.0}, "b": {"train": 8.0}, "helper": {"apply": 9.0}}}
-    rounds = series(synthetic_swarm(2, 4, 3).records, {}, CONFIG, phases=told)["rounds"]
+    rounds = series(synthetic_swarm(2, 4, 3).records, {}, CONFIG, stages=told)["rounds"]
     assert (rounds["train"], rounds["apply"]) == ([None, None, 6.0, None], [None, None, 0.5, None])
 
 

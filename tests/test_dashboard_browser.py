@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
+from recorded_run import run_dir
 from synthetic_swarm import Synthetic, synthetic_swarm
-from test_report import run_dir
 
 from spes_p2p.client.alerts import alerts
 from spes_p2p.client.dashboard.own import OwnTrainer
@@ -34,7 +34,6 @@ playwright = pytest.importorskip("playwright.async_api", reason="needs playwrigh
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.network,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
 ]
@@ -149,7 +148,7 @@ def test_what_peers_say_is_text_and_never_markup() -> None:
 
     def poison(status: PeerStatus) -> PeerStatus:
         return replace(
-            status, phase=evil, role="trainer", peer_id=f"{evil}{status.peer_id[-4:]}", campaign=evil, campaign_hash=evil,
+            status, stage=evil, role="trainer", peer_id=f"{evil}{status.peer_id[-4:]}", campaign=evil, campaign_hash=evil,
             base_digest=evil, failures={evil: 3}, round_seconds={evil: 1.0}, owners=((evil,),), electorate=(evil,),
             task_scores=((evil, evil, 0.5, 0.1),),
         )
@@ -238,7 +237,7 @@ def test_two_rounds_are_compared_and_thin_lines_come_first() -> None:
 
     async def look(page: Any, live: Published) -> None:
         parts = {record.round: {"a": {"train": 1.0 * record.round, "exchange": 2.0}} for record in swarm.records}
-        live.curves = series(swarm.records, {}, CONFIG, phases=parts)
+        live.curves = series(swarm.records, {}, CONFIG, stages=parts)
         live.curves_version += 1
         live.publish()
         await until(page, "document.querySelector('#round-b').closest('tr').children[1].textContent === '32.0 s'")
@@ -380,6 +379,7 @@ SAME = (
 )
 
 
+@pytest.mark.slow
 def test_values_on_the_page_equal_status_json(swarm: LocalPeers, dashboard: LocalPeer) -> None:
     async def run() -> None:
         async with browser_page(dashboard_url(dashboard)) as page:
@@ -403,7 +403,8 @@ def test_values_on_the_page_equal_status_json(swarm: LocalPeers, dashboard: Loca
     asyncio.run(run())
 
 
-def test_it_shows_the_next_round_by_itself_with_its_curve_and_phases(swarm: LocalPeers, dashboard: LocalPeer) -> None:
+@pytest.mark.slow
+def test_it_shows_the_next_round_by_itself_with_its_curve_and_stages(swarm: LocalPeers, dashboard: LocalPeer) -> None:
     async def run() -> None:
         async with browser_page(dashboard_url(dashboard)) as page:
             await page.wait_for_selector("#peers tr")

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from network_swarm import call
 from observed_events import commit
+from recorded_run import run_dir
 from synthetic_swarm import synthetic_swarm
-from test_report import run_dir
 
 from spes_p2p.client.dashboard.own import OwnTrainer, require_loopback
 from spes_p2p.client.dashboard.poll import Published

@@ -100,7 +100,7 @@ class _HeldBack(Wrapped):
 
 
 @pytest.mark.parametrize("is_heard_elsewhere", [False, True])
-def test_a_talk_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_ever(is_heard_elsewhere: bool) -> None:
+def test_a_stream_goes_on_while_its_peer_is_heard_in_another_one_but_not_for_ever(is_heard_elsewhere: bool) -> None:
     async def waited_s() -> tuple[float, bool]:
         network = MemoryNetwork(latency_s=0.05)
         a = RpcEndpoint(cast(Transport, _HeldBack(network.transport("a"), "held")), CEILING_S)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from model_classes import classes_of
 from model_shapes import tiny_campaign, tiny_model, tiny_training
+from one_trainer import CountingText, bits, phase_of, train
 from sample_text import write_test_campaign
-from test_moe_classes import classes_of
-from test_trainer import CountingText, bits, phase_of, train
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,7 +22,8 @@ from spes_p2p.campaign.files import read_campaign
 from spes_p2p.config.campaign import MASKED_FAMILIES, CampaignConfig, load_campaign_config
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
-from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
+from spes_p2p.model.build import build_model, initial_state, layout_of
+from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.documents import Documents
 from spes_p2p.training.losses import next_token_loss
 from spes_p2p.training.options import TrainingOptions

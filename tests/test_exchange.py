@@ -53,7 +53,7 @@ MEMBERS = {
 }
 
 
-ROUNDING = {"none": 0.0, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7, "sparse": 1.0}
+ROUNDING = {"none": 0.0, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7, "sparse16": 1.0, "sparse": 1.0, "sparse64": 1.0}
 """Of a sum of two encodings, the sender's and the reducer's, as a share of the largest value."""
 
 
@@ -155,7 +155,7 @@ def test_what_the_reducers_encoding_drops_is_in_the_next_result() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("case", MEMBERS)
-def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_what_is_pending_or_carried(case: str, codec: str) -> None:
+def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(case: str, codec: str) -> None:
     """Mean work of all rounds = applied + mean of what is pending + carried by the reducers, whatever a codec drops."""
 
     async def main() -> None:
@@ -216,7 +216,7 @@ def test_traffic_is_at_the_floor() -> None:
         await played.run()
         shared_bytes, expert_bytes = 4 * 320 * 128, 4 * count * 100 * 200
         floor = (2 * shared_bytes + expert_bytes) * (count - 1) / count
-        for board in played.boards.values():
+        for board in played.endpoints.values():
             assert floor <= board.sent[PUSH] + board.sent[PULL] < 1.02 * floor
 
     simulate(main)
@@ -253,7 +253,7 @@ def test_a_lane_that_cannot_be_is_refused(lane: int, lanes: int) -> None:
     async def main() -> None:
         plan = make_plan_of(MEMBERS["two, each expert one owner"])
         played = await Round.open(plan, random_updates(plan))
-        async with played.boards["B"].stream("A", PULL) as stream:
+        async with played.endpoints["B"].stream("A", PULL) as stream:
             await stream.send(pack(PullRequest(plan.id, 0, lane, lanes)))
             with pytest.raises(Refused) as refused:
                 await stream.message()
@@ -272,10 +272,10 @@ def test_an_owner_with_a_thin_line_sends_its_expert_once_and_gets_nothing_of_it_
         assert own
         assert not any(part.reducer == 0 for part in owner.parts)
         updates = sum(part.encoded_bytes for part in owner.parts if 0 in part.contributors)
-        assert updates <= played.boards["A"].sent[PUSH] < 2 * updates, "with signatures, but not three copies"
+        assert updates <= played.endpoints["A"].sent[PUSH] < 2 * updates, "with signatures, but not three copies"
         others = sum(part.encoded_bytes for part in owner.parts if part.contributors != (0,))
         digests = 110 * len(owner.parts)
-        assert others <= played.boards["A"].received[PULL] < others + digests
+        assert others <= played.endpoints["A"].received[PULL] < others + digests
         assert all(owner.verified(part) for part in owner.parts)
 
     simulate(main)
@@ -388,7 +388,7 @@ def test_a_part_that_only_one_of_several_members_holds_is_dropped() -> None:
 
 async def push_by_hand(played: Round, peer: str, reducer: str, *frames: bytes) -> None:
     """As `peer`, push these frames; raises what the reducer answers."""
-    async with played.boards[peer].stream(reducer, PUSH) as stream:
+    async with played.endpoints[peer].stream(reducer, PUSH) as stream:
         await stream.send(pack(PushHeader(played.plan.id)))
         for frame in frames:
             await stream.send(frame, kind=Kind.PART)
@@ -461,8 +461,8 @@ def test_a_stranger_can_neither_push_nor_pull_a_running_exchange() -> None:
         plan = make_plan_of(MEMBERS["two, each expert one owner"])
         played = await Round.open(plan, random_updates(plan))
         part = shared_parts_of(played, 0)[0]
-        stranger = type(played.boards["A"])(played.network.transport("X"), SILENCE_S)
-        played.boards["X"] = stranger
+        stranger = type(played.endpoints["A"])(played.network.transport("X"), SILENCE_S)
+        played.endpoints["X"] = stranger
         with pytest.raises(Refused, match="not a contributor"):
             await push_by_hand(played, "X", "A", frame(part, bytes(4 * part.size)))
 

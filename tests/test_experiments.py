@@ -18,7 +18,7 @@ from spes_p2p.data.samples import SampleReader
 from spes_p2p.data.tokenizers import END_OF_TEXT
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
-from spes_p2p.model.build import initial_state, layout_of, plain_model
+from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.observe.events import Drift, RoundMeasured
 from spes_p2p.research import probe
 from spes_p2p.research.command import results_of
@@ -30,6 +30,7 @@ from spes_p2p.research.spec import Experiment, Run, load_experiment, open_runs
 from spes_p2p.research.swarm import readers_of, spread, train
 from spes_p2p.research.text import TOKENIZER, Text, endpoint_of, keep_endpoint
 from spes_p2p.research.upcycle import split_experts
+from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
@@ -334,6 +335,7 @@ def test_the_report_compares_seed_by_seed_at_each_arms_best_rate() -> None:
     assert report(made.model_copy(update={"note": "Also tried."}), list(found.values())).endswith("|\n\nAlso tried.\n")
 
 
+RUN = [file for file in sorted((ROOT / "experiments").glob("*.yaml")) if "text_sha256" in file.read_text()]
 REPORTED = [file for file in sorted((ROOT / "experiments").glob("*.yaml")) if page_of(file).exists()]
 
 
@@ -343,6 +345,15 @@ def test_the_reports_in_the_docs_are_what_the_results_say(file: Path) -> None:
     assert made.text_sha256
     found = outcomes(made, read_results(results_of(file)), made.text_sha256)
     assert page_of(file).read_text() == report(made, found), f"run: tools/experiments report {file.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("file", RUN, ids=lambda file: file.stem)
+def test_every_run_that_a_file_declares_has_a_result(file: Path) -> None:
+    """A rate or a seed that was never run would read as if it had been compared."""
+    made = load_experiment(file)
+    losses = losses_of(made, read_results(results_of(file)), made.text_sha256 or "")
+    still_open = [(run.arm.name, run.rate, run.seed) for run in open_runs(made, losses)]
+    assert not still_open, f"run: tools/experiments run {file.relative_to(ROOT)}, or declare no more than was run"
 
 
 def test_every_report_in_the_docs_has_its_experiment() -> None:

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import initial_state, plain_model
+from spes_p2p.model.build import initial_state
 from spes_p2p.model.export import export_checkpoint
+from spes_p2p.testing.plain_model import plain_model
 
 WHOLE, SMALLER = tiny_model(), tiny_model(vocab_size=5)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from test_consensus import Elector, commit_after, decide, genesis
+from electors import Elector, commit_after, decide, genesis
 
 from spes_p2p.consensus.acceptor import VoteState
 from spes_p2p.consensus.certificate import proves

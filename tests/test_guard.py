@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spes_p2p.consensus.admission import signed_invitation
 from spes_p2p.consensus.control import is_paused, is_rollback
@@ -15,7 +17,7 @@ from spes_p2p.messages.admission import Invitation
 from spes_p2p.observe.events import Evaluated
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.archive import Archive, archived_rounds
-from spes_p2p.rounds.runaway import HeldOut, last_good_round
+from spes_p2p.rounds.runaway import CONFIRMATIONS, HeldOut, decisive, last_good_round
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -94,6 +96,35 @@ def test_without_a_good_base_to_return_to_the_campaign_is_paused() -> None:
         assert min(archived_rounds(swarm.stores["W"])) > 0
 
     simulate(main)
+
+
+@given(st.lists(st.floats(2, 4), max_size=12))
+def test_what_the_guard_keeps_decides_like_all_evaluations(losses: list[float]) -> None:
+    kept: list[HeldOut] = []
+    for place, loss in enumerate(losses):
+        kept = decisive([*kept, HeldOut(place, loss)])
+        assert last_good_round(kept) == last_good_round([HeldOut(*each) for each in enumerate(losses[: place + 1])])
+    assert len(kept) <= CONFIRMATIONS + 2
+
+
+@pytest.mark.long
+def test_a_restarted_guard_knows_what_it_saw_and_what_did_not_help(caplog: pytest.LogCaptureFixture) -> None:
+    """Else a restart would let a loss run away unnoticed, and roll back to the same base again and again."""
+
+    async def main() -> None:
+        swarm = Judged([5.0, 4.5, 4.0, 3.9, 3.8, 6.0], keep=4)
+        swarm.start_all()
+        await swarm.until_round(6)
+        swarm.restart("W")
+        await swarm.until(lambda: any(is_rollback(each.commit) for each in swarm.nodes["A"].log.since(-1)))
+        swarm.restart("W")
+        await swarm.until(lambda: is_paused(swarm.nodes["A"].log.last.control))
+        assert sum(is_rollback(each.commit) for each in swarm.nodes["A"].log.since(-1)) == 1
+
+    with caplog.at_level(logging.ERROR):
+        simulate(main)
+    assert "rolling back to round 4" in caplog.text
+    assert "did not help: pausing" in caplog.text
 
 
 def test_in_an_open_campaign_strangers_cannot_have_it_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:

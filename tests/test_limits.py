@@ -26,7 +26,7 @@ def test_a_limit_is_used_and_kept_within_5_percent(direction: str, streams: int)
         network, finished = MemoryNetwork(latency_s=0.02), []
         limited = limited_line(bits_per_s, None) if direction == "upload" else limited_line(None, bits_per_s)
         lines = (limited, UNLIMITED) if direction == "upload" else (UNLIMITED, limited)
-        board, other = (RpcEndpoint(network.transport(peer), SILENCE_S, line) for peer, line in zip("AB", lines, strict=True))
+        endpoint, other = (RpcEndpoint(network.transport(p), SILENCE_S, line) for p, line in zip("AB", lines, strict=True))
 
         async def take(stream: Stream) -> None:
             for _ in range(FRAMES_PER_STREAM):
@@ -35,7 +35,7 @@ def test_a_limit_is_used_and_kept_within_5_percent(direction: str, streams: int)
             await stream.send(b"")
 
         async def push() -> None:
-            async with board.stream("B", "take") as stream:
+            async with endpoint.stream("B", "take") as stream:
                 for _ in range(FRAMES_PER_STREAM):
                     await stream.send(FRAME)
                 await stream.message()
@@ -54,7 +54,7 @@ def test_a_slow_line_is_no_dead_peer() -> None:
 
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.02)
-        board = RpcEndpoint(network.transport("A"), SILENCE_S, limited_line(1e6, None))
+        endpoint = RpcEndpoint(network.transport("A"), SILENCE_S, limited_line(1e6, None))
         other = RpcEndpoint(network.transport("B"), SILENCE_S)
 
         async def take(stream: Stream) -> None:
@@ -62,7 +62,7 @@ def test_a_slow_line_is_no_dead_peer() -> None:
             await stream.send(b"")
 
         async def push() -> None:
-            async with board.stream("B", "take") as stream:
+            async with endpoint.stream("B", "take") as stream:
                 await stream.send(FRAME)
                 await stream.message()
 

@@ -12,7 +12,7 @@ from spes_p2p.messages.presence import RoundRecord
 
 
 def waiting(swarm: Synthetic, waits: dict[int, tuple[float, ...]]) -> dict[str, tuple[RoundRecord, ...]]:
-    """Records of rounds in which each trainer waited so many seconds for the others."""
+    """Records of rounds in which each trainer waited these seconds for the others."""
     record = swarm.records[1]
     return {
         peer.peer_id: tuple(replace(record, round=number, seconds=(("train", 10.0), ("announce", waited[place])))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded_run import run_dir
 from synthetic_swarm import synthetic_swarm
-from test_report import run_dir
 
 from spes_p2p.client.me import look_at, own_share, render
 from spes_p2p.errors import UserError

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_classes import classes_of
 from model_shapes import tiny_model
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import empty_model, layout_of_model
@@ -31,13 +32,6 @@ def moe_types() -> list[str]:
         if any("Experts(" in source and f"class {name}(" in source for source in sources for name in classes):
             found.append(model_type)
     return found
-
-
-def classes_of(model_type: str) -> tuple[Any, Any]:
-    """Configuration class and model class."""
-    config_class = CONFIG_MAPPING[model_type]
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    return config_class, found[0] if isinstance(found, (tuple, list)) else found
 
 
 MOE_TYPES = moe_types()

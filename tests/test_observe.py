@@ -130,13 +130,13 @@ def test_status_survives_the_wire() -> None:
 def test_board_follows_the_events() -> None:
     clock = Clock()
     board = new_board(clock)
-    assert (board.status.phase, board.status.round, math.isnan(board.status.loss)) == ("joining", 0, True)
+    assert (board.status.stage, board.status.round, math.isnan(board.status.loss)) == ("joining", 0, True)
     board.update(BaseRestored(BEFORE_TRAINING, 0, 100, 0, "digest0", "download", ((), (), ())))
     board.update(assembly())
     assert (board.status.round, board.status.owned, math.isnan(board.status.loss)) == (0, (0, 2), True)
     board.update(StateEntered("training"))
     board.update(TrainingProgress(1, 3, 10, 1234.0))
-    assert (board.status.phase, board.status.steps_done, board.status.steps_planned) == ("training", 3, 10)
+    assert (board.status.stage, board.status.steps_done, board.status.steps_planned) == ("training", 3, 10)
     assert board.status.round == 0
     board.update(PhaseTrained(1, 10, 500, 4.6, 0.1, 12.0, 0))
     board.update(commit(1))

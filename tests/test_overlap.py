@@ -35,7 +35,7 @@ class Seen:
     owned: tuple[int, ...]
     base: np.ndarray
     local: np.ndarray
-    carried: dict[int, np.ndarray]
+    residuals: dict[int, np.ndarray]
 
 
 class Watching:
@@ -51,9 +51,10 @@ class Watching:
             replica, trainer = self._swarm().peers[self._name].replica, self._swarm().trainers[self._name]
             results = next(each for each in replica.results.by_plan.values() if each.plan.round == event.round)
             members = tuple(member.peer for member in results.plan.members)
-            carried = {start: values.copy() for start, values in replica.work.residuals.by_start.items()}
+            residuals = {start: values.copy() for start, values in replica.work.residuals.by_start.items()}
             self.seen[event.round] = Seen(
-                results.parts, members, trainer.owned, replica.base.values[: LAYOUT.size].copy(), trainer._local.copy(), carried
+                results.parts, members, trainer.owned, replica.base.values[: LAYOUT.size].copy(), trainer.local,
+                residuals,
             )
 
 
@@ -63,7 +64,7 @@ class Reference:
     def __init__(self, base: np.ndarray, seed: int):
         self.base = base.copy()
         self.local = {name: base.copy() for name in PEERS}
-        self.carried: dict[tuple[str, int], np.ndarray] = {}
+        self.residuals: dict[tuple[str, int], np.ndarray] = {}
         """By reducer and start of the part; another reducer begins with nothing."""
         self._noise = {name: noise_of(seed, name) for name in PEERS}
 
@@ -79,11 +80,11 @@ class Reference:
                 sent[name][place] = decoded(part, update[name][place])
             mean = np.sum([sent[name][place] for name in contributors], axis=0) / len(contributors)
             if len(contributors) > 1:
-                residual, step = self.carried.get((reducer, part.start), np.zeros_like(mean)), part.codec.rounding(mean)
+                residual, step = self.residuals.get((reducer, part.start), np.zeros_like(mean)), part.codec.rounding(mean)
                 exact = mean + residual
                 mean = decoded(part, mean + np.clip(residual, -step, step))
-                self.carried = {key: values for key, values in self.carried.items() if key[1] != part.start}
-                self.carried[reducer, part.start] = exact - mean
+                self.residuals = {key: values for key, values in self.residuals.items() if key[1] != part.start}
+                self.residuals[reducer, part.start] = exact - mean
             base[place] += mean
         return base, sent
 
@@ -140,8 +141,8 @@ def test_two_peers_hold_what_the_formula_says_after_every_round(codec: str) -> N
                 np.testing.assert_allclose(
                     seen[name].local - seen[name].base, reference.local[name] - reference.base, atol=1e-6
                 )
-                for start, carried in seen[name].carried.items():
-                    np.testing.assert_allclose(carried, reference.carried[name, start], atol=1e-6)
+                for start, residual in seen[name].residuals.items():
+                    np.testing.assert_allclose(residual, reference.residuals[name, start], atol=1e-6)
             np.testing.assert_array_equal(seen["A"].base, seen["B"].base)
         assert not np.array_equal(reference.base, base0)
 
@@ -161,7 +162,7 @@ def test_an_update_is_applied_one_phase_after_it_was_announced_and_all_of_it_in_
         assert swarm.trained_tokens() == commits[7].total_tokens
         for name, peer in swarm.peers.items():
             assert not peer.replica.ledger.pending.tokens
-            assert np.abs(swarm.trainers[name]._local - peer.replica.base.values[: LAYOUT.size]).max() < 1e-4
+            assert np.abs(swarm.trainers[name].local - peer.replica.base.values[: LAYOUT.size]).max() < 1e-4
 
     simulate(main)
 

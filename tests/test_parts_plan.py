@@ -57,7 +57,7 @@ def test_parts_cover_exactly_what_was_trained_once(members: tuple[Member, ...], 
     parts = part_table(LAYOUT, members, codecs(codec), PART_BYTES)
     assert [part.index for part in parts] == list(range(len(parts)))
     assert all(members[part.reducer].bandwidth > 0 for part in parts)
-    assert all(0 < part.encoded_bytes <= PART_BYTES for part in parts)
+    assert all(0 < part.encoded_bytes <= max(PART_BYTES, part.codec.encoded_bytes(1)) for part in parts)
     for group in LAYOUT.groups:
         contributors = tuple(i for i, m in enumerate(members) if weight(m, group) > 0)
         its = [part for part in parts if part.group == group]
@@ -66,6 +66,17 @@ def test_parts_cover_exactly_what_was_trained_once(members: tuple[Member, ...], 
         assert [part.start for part in its] == places[:-1]
         expected = bool(contributors) and any(m.bandwidth > 0 for m in members)
         assert places[-1] == (group.stop if expected else group.start)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_parts_of_a_large_model_are_bounded_in_bytes_and_in_elements(codec: str) -> None:
+    """What members decode at a time is 4 MiB of float32 at most, however few bytes a codec makes of it."""
+    layout = Layout([TensorSpec("embed", (2**14, 2**14), "shared"), TensorSpec("e", (2**14, 2**13), "expert", 0, 0)])
+    sizes = [stop - start for _, start, stop in part_rules.part_ranges(layout, codecs(codec))]
+    assert sum(sizes) == layout.size
+    assert max(sizes) <= 2**20
+    assert max(map(CODECS[codec].encoded_bytes, sizes)) <= part_rules.PART_BYTES
+    assert max(sizes) == (2**20 if CODECS[codec].leaves_out else CODECS[codec].elements(part_rules.PART_BYTES))
 
 
 def sent_seconds(parts: tuple[Part, ...], members: tuple[Member, ...]) -> list[float]:
@@ -251,7 +262,7 @@ def test_what_leavers_gave_back_is_handed_out_first() -> None:
     assert plan.assignments[0].slices == (Interval(0, 40, 50), Interval(0, 100, 110))
 
 
-# Heads --------------------------------------------------------------------------------------------------------------------
+# Reports and commits ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

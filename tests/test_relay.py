@@ -27,21 +27,21 @@ def members_of(count: int) -> list[str]:
 
 
 def relay_of(network: MemoryNetwork, name: str) -> Relay:
-    board = RpcEndpoint(network.transport(name), 5.0)
-    return Relay(board, Fetcher(board))
+    endpoint = RpcEndpoint(network.transport(name), 5.0)
+    return Relay(endpoint, Fetcher(endpoint))
 
 
 async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str, Message], int]:
     """What each living member got of a coordinator "C", and the bytes that C sent."""
     network, members = MemoryNetwork(latency_s=0.05), members_of(count)
-    boards = {name: RpcEndpoint(network.transport(name), 5.0) for name in ["C", *members]}
-    relays = {name: Relay(board, Fetcher(board)) for name, board in boards.items()}
+    endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in ["C", *members]}
+    relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
 
     async def lie(name: str, index: int) -> bytes:
         return b"another"
 
     for name, relay in relays.items():
-        server = ContentServer(boards[name])
+        server = ContentServer(endpoints[name])
         if name == "C" or int(name) not in liars:
             await relay.serve(server)
         else:
@@ -52,7 +52,7 @@ async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str,
     sent = {i: relays["C"].addressed(RECORD, i, members) for i in living}
     got = await asyncio.gather(*(network.run_peer(members[i], relays[members[i]].received(sent[i])) for i in living))
     told_bytes = sum(len(message.body) for message in sent.values())
-    return dict(zip([members[i] for i in living], got, strict=True)), told_bytes + boards["C"].sent["record"]
+    return dict(zip([members[i] for i in living], got, strict=True)), told_bytes + endpoints["C"].sent["record"]
 
 
 @given(st.integers(1, 6 * FANOUT), st.data())

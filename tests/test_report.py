@@ -9,44 +9,24 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from network_swarm import call
 from observed_events import FIRST_COMMIT
+from recorded_run import CONFIG, run_dir
 from synthetic_swarm import synthetic_swarm
 
-from spes_p2p.campaign.files import CampaignFiles, keep_campaign, sha256
-from spes_p2p.campaign.genesis import make_genesis
 from spes_p2p.client.report import make_report
-from spes_p2p.config.campaign import Campaign, CampaignConfig, load_campaign_config
 from spes_p2p.errors import UserError
-from spes_p2p.messages.presence import Contribution, RoundRecord
-from spes_p2p.observe.events import Event, TasksEvaluated
-from spes_p2p.observe.history import History
+from spes_p2p.messages.presence import Contribution
+from spes_p2p.observe.events import TasksEvaluated
 from spes_p2p.session.run_dir import ADDRESS_FILE
 
-CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 HARM = "</pre></table><script>alert(1)</script><img src=x onerror=alert(1)>"
 RESULTS: dict[str, Any] = {
     "model": "checkpoint", "lm_eval": "0.4.13", "dtype": "float32", "device": "cpu", "groups": {}, "versions": {"piqa": 1},
     "num_fewshot": {"piqa": 0}, "samples": {"piqa": 96}, "tasks": {"piqa": {"sample_len": 96, "acc": 0.5, "acc_stderr": 0.025}},
 }
 OWN = replace(FIRST_COMMIT, round=13, total_tokens=7_654_321, seconds={"exchange": 2.0}, contributions=(("QmMe", 1000, 10),))
-
-
-def run_dir(folder: Path, records: list[RoundRecord], *events: Event, config: CampaignConfig = CONFIG) -> Path:
-    """Of a peer that took over `records` from others."""
-    content = {name: name.encode() for name in ("manifest", "tokenizer")}
-    hashes = {f"{name}_sha256": sha256(content[name]) for name in content}
-    campaign = Campaign(config=config, validation_manifest_sha256=None, **hashes)
-    files = CampaignFiles(campaign, content["manifest"], None, content["tokenizer"], ())
-    keep_campaign(files, make_genesis(campaign, "QmOwner", np.zeros(4, np.float32), "0" * 32), folder)
-    history = History("QmMe", folder)
-    history.add(records)
-    for event in events:
-        history.record(event)
-    history.close()
-    return folder
 
 
 class Page(HTMLParser):

@@ -96,7 +96,7 @@ def swarm_of(names: str, **sync: float) -> VirtualSwarm:
 
 
 def kill_in_exchange(swarm: VirtualSwarm, method: str, count: int) -> list[str]:
-    """So many reducers that do not coordinate die as they send the second frame of this method; returns their names."""
+    """Kill this many reducers, but no coordinator, as they send the second frame of this method; return their names."""
     killed: list[str] = []
 
     def hook(peer: str, its_method: str, index: int) -> None:
@@ -206,9 +206,9 @@ def test_a_member_that_takes_the_plan_and_never_reports_holds_nobody_up() -> Non
 
 async def take_part_and_idle(swarm: VirtualSwarm) -> None:
     """A peer that announces itself for every round, takes each plan, and does nothing with it but live."""
-    board = RpcEndpoint(swarm.network.transport("X"), 5.0)
+    endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
     for peer, living in swarm.peers.items():
-        board.transport.learn_addresses(peer, living.node.world.transport.addresses)
+        endpoint.transport.learn_addresses(peer, living.node.world.transport.addresses)
     while True:
         base = swarm.peers["A"].replica.base
         announcement = Announcement(
@@ -216,7 +216,7 @@ async def take_part_and_idle(swarm: VirtualSwarm) -> None:
             10, (1,) * 4, 4, 1.0, 1.0, 1.0, None, (),
         )
         try:
-            async with board.stream(swarm.peers["A"].node.coordinators()[0], ROUND) as stream:
+            async with endpoint.stream(swarm.peers["A"].node.coordinators()[0], ROUND) as stream:
                 await stream.send(pack(sign(announcement, SimulatedIdentity("X"))))
                 while True:
                     await stream.message()

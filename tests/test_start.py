@@ -23,10 +23,11 @@ from spes_p2p.config.model import TransformersModel
 from spes_p2p.errors import UserError
 from spes_p2p.model import checkpoint as reading
 from spes_p2p.model import export as exporting
-from spes_p2p.model.build import State, layout_of, plain_model
+from spes_p2p.model.build import State, layout_of
 from spes_p2p.model.checkpoint import Checkpoint, checkpoint_state
 from spes_p2p.model.export import export_checkpoint
 from spes_p2p.model.upcycle import UpcycleRule, upcycled_state
+from spes_p2p.testing.plain_model import plain_model
 
 IDS = torch.arange(96).view(4, 24) * 5 % 512
 

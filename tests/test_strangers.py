@@ -27,14 +27,14 @@ def test_a_strangers_ballots_are_refused_and_the_swarm_finishes(name: str) -> No
         for peer in "ABC":
             swarm.start(peer)
         await swarm.until(lambda: swarm.round_of("A") >= 2)
-        board = RpcEndpoint(swarm.network.transport("X"), 5.0)
+        endpoint = RpcEndpoint(swarm.network.transport("X"), 5.0)
         commit = swarm.peers["A"].node.log.last
         forged = replace(commit, round=commit.round + 1, parent=commit.id, electorate=("X",), helpers=("X",), step=10**6)
         for elector in ("A", "B", "C", "W"):
             with pytest.raises(Refused):
-                await board.ask(elector, PREPARE, pack(Prepare(commit.round + 1, commit.id, Ballot(2**63, name))), 5.0)
+                await endpoint.ask(elector, PREPARE, pack(Prepare(commit.round + 1, commit.id, Ballot(2**63, name))), 5.0)
             with pytest.raises(Refused):
-                await board.ask(elector, ACCEPT, pack(Accept(Ballot(10**6, name), forged)), 5.0)
+                await endpoint.ask(elector, ACCEPT, pack(Accept(Ballot(10**6, name), forged)), 5.0)
         await swarm.until(lambda: all(swarm.tasks[peer].done() for peer in "ABC"))
         assert swarm.recorders["A"].commits()[6].campaign_step == 60
 
@@ -47,9 +47,9 @@ def test_who_leaves_gives_back_only_samples_that_it_was_assigned() -> None:
         swarm.start_all("ABC")
         await swarm.until_round(1)
         swarm.kill("C")
-        board, commit = RpcEndpoint(swarm.network.transport("C"), 5.0), swarm.nodes["W"].log.last
+        endpoint, commit = RpcEndpoint(swarm.network.transport("C"), 5.0), swarm.nodes["W"].log.last
         everything = (Interval(0, 0, 10**9), Interval(7, 0, 3), Interval(0, 3, 3))
-        await board.ask("W", LEAVE, pack(sign(Leave(commit.id, everything), SimulatedIdentity("C"))), 5.0)
+        await endpoint.ask("W", LEAVE, pack(sign(Leave(commit.id, everything), SimulatedIdentity("C"))), 5.0)
         node = swarm.nodes["W"]
         (signed,) = node.departures.gone(commit.id).values()
         returned = read_leave(signed, node.log.recent(commit.round), node.rules, SimulatedIdentity("W")).untrained

@@ -95,8 +95,8 @@ def test_its_checkpoint_gives_the_same_logits_in_plain_transformers(completed: L
     import torch
     from transformers import AutoModelForCausalLM
 
-    from spes_p2p.model.build import plain_model
     from spes_p2p.session.run_dir import load_run_dir_base
+    from spes_p2p.testing.plain_model import plain_model
 
     output = tmp_path / "checkpoint"
     result = call("export", "--run-dir", str(completed["peer-1"].run_dir), "--output", str(output))

@@ -171,7 +171,7 @@ def test_a_peer_killed_in_the_middle_of_the_exchange_costs_its_parts_and_nothing
     simulate(main)
 
 
-PHASES = {
+STAGES = {
     "while it gathers": ("round", 0, "member"),
     "when it asks for promises": ("prepare", 0, "coordinator"),
     "when it sends the plan": ("round", 0, "coordinator"),
@@ -183,10 +183,10 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.sampled(2)
-def test_a_coordinator_killed_in_any_phase_stops_nobody_and_forks_nothing(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, frame, sender = PHASES[phase]
+def test_a_coordinator_killed_in_any_stage_stops_nobody_and_forks_nothing(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, frame, sender = STAGES[stage]
 
     async def main() -> None:
         swarm = VirtualSwarm(campaign())

@@ -4,7 +4,6 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_shapes import tiny_campaign, tiny_model, tiny_training
+from one_trainer import CountingText, bits, phase_of, train
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
-from spes_p2p.model.build import build_model, initial_state, layout_of, plain_model
+from spes_p2p.model.build import build_model, initial_state, layout_of
 from spes_p2p.model.flops import training_flops_per_token
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.storage.tensor_file import Source
 from spes_p2p.storage.threads import ahead
+from spes_p2p.testing.plain_model import plain_model
 from spes_p2p.training.batches import split_samples
-from spes_p2p.training.interface import Phase, PhaseReport, Trainer
+from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.options import TrainingOptions, check_options
 from spes_p2p.training.trainer import TorchTrainer
@@ -38,26 +39,6 @@ UNSCALED: dict[str, Any] = {
 """With an epsilon this large, AdamW's update is proportional to the gradient."""
 
 
-class CountingText:
-    """Samples that count upwards from the position, modulo 60: easy to learn, and each known by its first token."""
-
-    num_samples = 1000
-
-    def __init__(self, repeated: Callable[[int], bool] = lambda position: False, length: int = 16):
-        self.repeated, self.length = repeated, length
-        self.threads: set[int] = set()
-
-    def read(self, interval: Interval) -> np.ndarray:
-        self.threads.add(threading.get_ident())
-        positions = np.arange(interval.start, interval.stop)
-        samples = (positions[:, None] + np.arange(self.length)) % 60
-        samples[[self.repeated(int(p)) for p in positions]] = 7
-        return samples
-
-    def read_spread(self, count: int) -> np.ndarray:
-        return self.read(Interval(0, 0, count))
-
-
 def trainer_of(
     owned: tuple[int, ...] = (0, 3),
     text: CountingText | None = None,
@@ -66,21 +47,6 @@ def trainer_of(
 ) -> TorchTrainer:
     config = tiny_campaign(MODEL, tiny_training(**settings))
     return TorchTrainer(config, BASE, owned, text or CountingText(), CountingText(), options=options)
-
-
-def phase_of(steps: int, first_step: int = 0, slices: tuple[Interval, ...] | None = None) -> Phase:
-    return Phase(0, first_step, 10, steps, slices or (Interval(0, 0, 4 * steps),))
-
-
-def train(trainer: Trainer, phase: Phase, stop_after: float = math.inf) -> PhaseReport:
-    done: list[int] = []
-    report = trainer.train(phase, lambda: len(done) >= stop_after, lambda steps, speed: done.append(steps))
-    assert done == list(range(1, report.steps + 1))
-    return report
-
-
-def bits(values: np.ndarray) -> bytes:
-    return values.astype(np.float32).tobytes()
 
 
 def test_what_is_trained_reads_back_the_base_bit_for_bit() -> None:

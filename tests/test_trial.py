@@ -89,7 +89,7 @@ def test_a_peer_stops_when_it_has_come_to_the_point_so_often(
     ("point", "reach"),
     [
         ("push", lambda trial: sent_by(trial, HEARTBEAT, SENT)),
-        ("remember", writes_a_vote),
+        ("record", writes_a_vote),
         ("training", lambda trial: trial.observe(StateEntered("training"))),
     ],
     ids=["a frame", "a write", "an event"],

@@ -154,9 +154,9 @@ def test_a_joiner_of_an_older_version_is_told_what_to_type() -> None:
         swarm.start_all()
         await swarm.until_round(0)
         swarm.nodes["W"].world = dataclasses.replace(swarm.nodes["W"].world, oldest_protocol=NEXT)
-        board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+        endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
         with pytest.raises(UserError, match=f"{PROTOCOL_VERSION} is too old .* {NEXT} or newer; {UPGRADE}"):
-            await fetch_campaign(board, ["W"])
+            await fetch_campaign(endpoint, ["W"])
 
     simulate(main)
 
@@ -167,9 +167,9 @@ def test_a_joiner_of_a_newer_version_notices_that_the_swarm_is_too_old(monkeypat
         swarm.start_all()
         await swarm.until_round(0)
         monkeypatch.setattr("spes_p2p.campaign.record.OLDEST_PROTOCOL", NEXT)
-        board = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
+        endpoint = RpcEndpoint(in_memory_world(swarm.network, "visitor").transport, 5.0)
         with pytest.raises(UserError, match=f"W speaks protocol {PROTOCOL_VERSION}, .*: git fetch && git checkout v"):
-            await fetch_campaign(board, ["W"])
+            await fetch_campaign(endpoint, ["W"])
 
     simulate(main)
 

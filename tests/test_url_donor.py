@@ -226,9 +226,9 @@ async def inline(function: Any, *arguments: Any) -> Any:
 
 
 async def library(network: MemoryNetwork, name: str, shelf: TokenShelf, donor: UrlDonor) -> TokenLibrary:
-    board = RpcEndpoint(network.transport(name), 2.0)
-    made = TokenLibrary(shelf, Fetcher(board), lambda: ((), ("W",)), inline, random.Random(0), donor)
-    await made.serve(ContentServer(board))
+    endpoint = RpcEndpoint(network.transport(name), 2.0)
+    made = TokenLibrary(shelf, Fetcher(endpoint), lambda: ((), ("W",)), inline, random.Random(0), donor)
+    await made.serve(ContentServer(endpoint))
     return made
 
 

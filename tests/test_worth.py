@@ -19,12 +19,13 @@ from spes_p2p.client.me import own_share, render, with_worth
 from spes_p2p.client.worth import WORTH_FILE, masked_losses, worth_of
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
-from spes_p2p.model.build import initial_state, layout_of, plain_model
+from spes_p2p.model.build import initial_state, layout_of
 from spes_p2p.rounds.base import Base, save_base
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.rounds.outer import first_base
 from spes_p2p.session.text import held_out_samples, open_text
 from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.testing.plain_model import plain_model
 
 MINE = (1, 3)
 

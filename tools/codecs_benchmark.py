@@ -21,7 +21,7 @@ import numpy as np
 
 from spes_p2p.rounds.codecs import CODECS, Codec
 from spes_p2p.rounds.influence import Contribution, clipped_mean, square_sum
-from spes_p2p.rounds.parts import PART_BYTES
+from spes_p2p.rounds.parts import part_elements
 
 VALUES = 2**25
 """128 MB of float32, more than a processor's caches hold."""
@@ -63,7 +63,7 @@ def _works(values: np.ndarray) -> dict[str, Callable[[], object]]:
     works: dict[str, Callable[[], object]] = {"copy": partial(np.copyto, np.empty_like(values), values)}
     works["square sum"] = partial(square_sum, values)
     for name, codec in CODECS.items():
-        size = codec.elements(PART_BYTES)
+        size = part_elements(codec)
         parts = [values[start : start + size] for start in range(0, values.size, size)]
         codes = [(codec.encode(part), part.size) for part in parts]
         works |= {f"encode {name}": partial(_each, codec.encode, [(part,) for part in parts])}

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,11 @@ def empty_groups(device: torch.device) -> benchmarks.Report:
     x = torch.randn(3268, 2048, device=device, dtype=torch.bfloat16)
     grad = torch.randn(3268, 768, device=device, dtype=torch.bfloat16)
     found = {}
-    for name, gradients in (
-        ("torch", lambda: nn.functional.grouped_mm(grad.t(), x, offs=ends)),
-        ("ours", lambda: GroupedMM().weight_gradients(grad, x, ends)),
-    ):
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "torch": lambda: nn.functional.grouped_mm(grad.t(), x, offs=ends),
+        "ours": lambda: GroupedMM().weight_gradients(grad, x, ends),
+    }
+    for name, gradients in ways.items():
         garbage = torch.full((6, 768, 2048), float("nan"), device=device, dtype=torch.bfloat16)
         del garbage
         found[f"empty_group_gradient_{name}"] = float(gradients()[is_empty].abs().max())
@@ -142,17 +144,17 @@ def speeds(
     for name in forms:
         is_masked, used = FORMS[name]
         training = config.training.model_copy(update={"intra_document_masking": is_masked, "instance_filter": False})
-        kind = "cuda" if device.type == "cuda" else "cpu"
         changed = config.model_copy(update={"training": training})
         has_8bit = importlib.util.find_spec("torchao") is not None
-        choice = find_room(changed, Device(kind, cap, has_adamw8bit=has_8bit), "--cap")
+        room = Device("cuda" if device.type == "cuda" else "cpu", cap, has_adamw8bit=has_8bit)
+        choice = find_room(changed, room, "--cap")
         step = training.model_copy(update={"batch_size": 2 * choice.setup.micro_batch})
         changed = changed.model_copy(update={"training": step})
         base = initial_state(config.model) if base is None else base
         try:
             with benchmarks.capped(device, cap):
                 found[name] = measured(changed, base, choice.setup, used, plain, rounds, device)
-                if kind == "cuda":
+                if device.type == "cuda":
                     peak = torch.cuda.max_memory_allocated(device)
                     found[name] |= {"peak_allocated_bytes": peak, "peak_vs_predicted": peak / choice.device.total}
         except Exception as error:  # compilers and kernels raise their own types

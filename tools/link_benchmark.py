@@ -195,7 +195,8 @@ def summary(rounds: Mapping[str, list[Report]], lines: Mapping[str, float], phas
 
 def share_of_line(reports: list[Report], way: str, mbit: float) -> float:
     """Return the used share of a line's capacity during the exchange, median over the rounds."""
-    return round(statistics.median(8e-6 * r[way] / r["phases"]["exchange"] / mbit for r in reports), 3)
+    shares: list[float] = [8e-6 * r[way] / r["phases"]["exchange"] / mbit for r in reports]
+    return round(statistics.median(shares), 3)
 
 
 if __name__ == "__main__":

@@ -280,8 +280,8 @@ def plot(report: Report, file: Path) -> None:
 
 def floor_bytes(elements: int) -> float:
     """Return what each member must send in fp32: 2 S (N - 1) / N of the shared weights, E (N - 1) / N of the experts."""
-    shared = tensor_sizes(elements)[0]
-    return 4 * (2 * shared + our_layout(elements).size - shared) * (MEMBERS - 1) / MEMBERS
+    shared, size = tensor_sizes(elements)[0], int(our_layout(elements).size)
+    return 4 * (2 * shared + size - shared) * (MEMBERS - 1) / MEMBERS
 
 
 def one_line(run: Report) -> str:

@@ -154,7 +154,7 @@ async def fetch_campaign(
 
 
 def check_run_dir(files: CampaignFiles, genesis: Commit, run_dir: Path) -> bool:
-    """Return whether the run-dir holds this campaign, whole: `keep_campaign` mends damaged files.
+    """Return whether the run-dir holds this campaign, whole: `keep_campaign` repairs damaged files.
 
     Raises UserError if it is another campaign, or so damaged that nobody can tell.
     """

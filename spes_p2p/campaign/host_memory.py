@@ -21,7 +21,7 @@ PROGRAM_BYTES = 600 * 10**6
 """A trainer's process and its p2pd, without what grows with the model: Python, torch and transformers. 0.55 GB resident were
 measured on a CPU after a step of the demo's model (`./tools/bench startup`); CUDA's context comes on top."""
 SHARE_FOR_THE_BASE = 0.5
-"""Of the free memory: with less than that, bases are in memory unless a setting says otherwise."""
+"""A peer that needs at most this share of the free memory holds its bases in memory, unless a setting says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class WrittenBytes:
     scratch: int
     """The announced update and sums with their residuals, in files: the kernel writes them when it needs their memory."""
     rounds: int
-    """Of the campaign."""
+    """Rounds of the campaign."""
 
     @property
     def total(self) -> int:

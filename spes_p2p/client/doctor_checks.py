@@ -24,7 +24,7 @@ Result = Literal["pass", "warning", "failure"]
 MAX_SKEW_S, GOOD_SKEW_S = 3.0, 1.0
 """The DHT refuses peers whose clocks differ by more than MAX_SKEW_S."""
 SLOW_EXCHANGE_S = 600.0
-"""Warn when an exchange takes longer than this: the others may have twice as fast lines, and wait as long again at most."""
+"""Warn when an exchange takes longer than this: the others may have links twice as fast, and wait as long again at most."""
 SET_THE_CLOCK = "synchronize the clock: timedatectl set-ntp true"
 OPEN_PER_PORT = ("forward a TCP port to this machine in the router (and open it in the firewall), and join with "
                "--listen /ip4/0.0.0.0/tcp/PORT --announce /ip4/YOUR.PUBLIC.IP/tcp/PORT")
@@ -135,7 +135,7 @@ def judge_nat(answers: Mapping[str, DialBack], own_hosts: frozenset[str], ports:
 
 
 def judge_bandwidth(up: float, down: float, up_bytes: int, down_bytes: int, base_bytes: int) -> Check:
-    """Compare measured rates (bit/s) with the traffic of one peer per round (bytes), and with the slowest usable line."""
+    """Compare measured rates (bit/s) with the traffic of one peer per round (bytes), and with the slowest usable link."""
     seconds = 8 * max(up_bytes / max(up, 1.0), down_bytes / max(down, 1.0))
     base_s = 8 * base_bytes / max(down, 1.0)
     found = (f"{human_count(up)}bit/s up, {human_count(down)}bit/s down: "

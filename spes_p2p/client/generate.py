@@ -37,8 +37,8 @@ class Continuation:
     def write(self, prompt: str, max_new_tokens: int, temperature: float, say: Callable[[str], None]) -> str:
         """Pass the continuation to `say`, piece by piece, and return it; without control characters: others trained it.
 
-        It ends with the end-of-text token, after so many tokens, or where the model's context is full. Temperature 0 takes the
-        likeliest token each time. Raises UserError for a prompt that leaves no room.
+        It ends with the end-of-text token, after `max_new_tokens`, or where the model's context is full. Temperature 0 takes
+        the likeliest token each time. Raises UserError for a prompt that leaves no room.
         """
         ids = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(self._model.device)
         room = self._context - ids.shape[1]

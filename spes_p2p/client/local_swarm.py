@@ -99,7 +99,7 @@ async def run_swarm(
 
 
 def check_memory(peers: int, available: int) -> None:
-    """Raise UserError if this machine's free memory, in bytes, does not hold the processes of so many trainers."""
+    """Raise UserError if this machine's free memory, in bytes, does not hold the processes of this many trainers."""
     fit = max(0, (available - BOOTSTRAP_BYTES) // TRAINER_BYTES)
     if peers > fit:
         advice = f"give at most {fit}" if fit else "free some"

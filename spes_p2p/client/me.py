@@ -38,13 +38,13 @@ class OwnShare:
     tokens: int
     """Trained here and in the base."""
     share: float
-    """Of all tokens in the base; NaN before the first."""
+    """Share of all tokens in the base, 0 to 1; NaN before the first."""
     rounds: int
     """Committed rounds with work of this trainer."""
     expert_steps: int
     """Local steps times experts trained in them, in these rounds."""
     experts: tuple[int, ...]
-    """That it trains now."""
+    """Experts that it trains now."""
     hours: float
     """Spent in training steps, by its own clock, also for work that no round includes."""
     round: int

@@ -17,7 +17,7 @@ from spes_p2p.messages.presence import RoundRecord
 MAX_POINTS = 600
 """Maximum number of rounds per curve; more are not visible."""
 BLUE, ORANGE, GREEN = "#3f74ba", "#d18f2f", "#4c9581"
-PHASES = {"train": GREEN, "announce": "#a9aca6", "exchange": ORANGE, "commit": "#8672b8", "apply": BLUE}
+STAGES = {"train": GREEN, "announce": "#a9aca6", "exchange": ORANGE, "commit": "#8672b8", "apply": BLUE}
 INK, LINE = "#010203", "#7f7f7e"
 """INK stands for the page's text color and is replaced by `currentColor`."""
 
@@ -70,12 +70,12 @@ def _members(axes: Axes, records: Sequence[RoundRecord]) -> None:
 
 
 def _seconds(axes: Axes, records: Sequence[RoundRecord]) -> None:
-    by_phase = [dict(record.seconds) for record in records]
-    named = [name for name in PHASES if any(name in seconds for seconds in by_phase)]
+    by_stage = [dict(record.seconds) for record in records]
+    named = [name for name in STAGES if any(name in seconds for seconds in by_stage)]
     below = [0.0] * len(records)
     for name in named:
-        heights = [seconds.get(name, 0.0) for seconds in by_phase]
-        axes.bar([record.round for record in records], heights, width=0.9, bottom=below, color=PHASES[name], label=name)
+        heights = [seconds.get(name, 0.0) for seconds in by_stage]
+        axes.bar([record.round for record in records], heights, width=0.9, bottom=below, color=STAGES[name], label=name)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     if named:
         _legend(axes)

@@ -47,7 +47,7 @@ class VoteState:
     left: bool = False
     """Whether it has left this round; it casts no vote in it then."""
     evidence: bytes = b""
-    """Of the accepted commit, for the coordinator that must propose it again."""
+    """Evidence of the accepted commit, for the coordinator that must propose it again."""
     attachments: tuple[bytes, ...] = ()
     """What the evidence names by hash."""
 

@@ -7,9 +7,9 @@ the owner vouches for. The campaign's helpers of the genesis commit need no invi
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
+from time import gmtime, strftime
 
 from spes_p2p.consensus.control import is_banned, owner_of
 from spes_p2p.consensus.output import Identity
@@ -108,7 +108,7 @@ def served(commit: Commit) -> Counter[str]:
 
 def utc(unix_s: float) -> str:
     """Return a time for people."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
+    return strftime("%Y-%m-%d %H:%M UTC", gmtime(unix_s))
 
 
 def _message(invitation: Invitation) -> bytes:

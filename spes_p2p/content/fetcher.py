@@ -42,7 +42,7 @@ BUSY_PATIENCE_S = 120.0
 EMPTY_REQUESTS = 4
 """Drop a donor after this many consecutive requests that gave no piece."""
 MIN_BYTES_PER_S = 2**10
-"""Drop donors below this rate: eight of them are slower than any usable line."""
+"""Drop donors below this rate: eight of them are slower than any usable link."""
 LATE_SILENCES, LATE_BYTES_PER_S = 0.25, 2**16
 """A request is late when nothing arrives for this fraction of `silence_s`, or below this mean rate."""
 

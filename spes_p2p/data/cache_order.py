@@ -21,11 +21,6 @@ class CacheOrder:
         self._total_bytes = 0
         self._lock = threading.Lock()
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all pieces in the cache."""
-        return self._total_bytes
-
     def hold(self, holder: str, pieces: Iterable[Piece]) -> None:
         """Mark these pieces as used, in this order, and exempt them from eviction until the holder's next call."""
         ordered = tuple(pieces)

@@ -100,7 +100,7 @@ class Manifest:
     """Number of tokens in all files."""
     files: Annotated[tuple[TokenFile, ...], Field(min_length=1, strict=False)]
     sources: Annotated[tuple[Source, ...], Field(strict=False)] = ()
-    """Of a mix (`mix.py`), in the order of the files; empty: the files are one source."""
+    """Sources of a mix (`mix.py`), in the order of the files; empty: the files are one source."""
 
     def files_of_sources(self) -> tuple[range, ...]:
         """Return the indices of each source's files."""

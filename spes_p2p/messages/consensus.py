@@ -245,7 +245,7 @@ class Promise:
     accepted_ballot: Ballot | None
     accepted: Commit | None
     evidence: PackedEvidence = b""
-    """Of the accepted commit."""
+    """Evidence of the accepted commit."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ MAX_SERVED = 2**16
 MAX_PAGE = 2**8
 """Certified commits or round records in one answer."""
 MAX_ADDRESSES = 2**4
-MAX_PHASES = 2**6
-"""Phases of a round, or reasons for failed attempts, in a status."""
+MAX_STAGES = 2**6
+"""Stages of a round, or reasons for failed attempts, in a status."""
 MAX_TASK_SCORES = 2**6
 """Results of lm-eval tasks in a status: a campaign has at most 32 tasks, most with two metrics."""
 MAX_NAMES = 2**7

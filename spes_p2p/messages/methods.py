@@ -10,7 +10,9 @@ from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind
 from spes_p2p.messages.refusals import LONGEST_REFUSAL
 
 PROTOCOL_VERSION = 10
-"""Raised with every change of a message that an older peer must understand."""
+"""Counts from the first tagged release: until 0.1.0 is tagged, the number stays even when the wire changes, and all peers of a
+swarm run the same commit. After that, the first change since a release of a message that an older peer must understand raises
+it, together with `__version__`."""
 OLDEST_PROTOCOL = 10
 """The oldest version that this program still speaks; older peers are refused. Only the newer of two peers can know this, so no
 peer refuses one of a newer version."""
@@ -122,4 +124,4 @@ METHODS = {
 }
 
 UNBOUNDED = Method("", "", "", "", request_bytes=WHOLE, answer_bytes=WHOLE, further={Kind.CONTENT: WHOLE})
-"""Of a method that is not in the table."""
+"""Limits of a method that is not in the table."""

@@ -19,7 +19,7 @@ from spes_p2p.messages.fields import (
     MAX_MEMBERS,
     MAX_NAMES,
     MAX_PAGE,
-    MAX_PHASES,
+    MAX_STAGES,
     MAX_TASK_SCORES,
     Addresses,
     Continuations,
@@ -69,12 +69,12 @@ class PeerStatus:
     total_rounds: Count
     """Rounds of the campaign that move weights: 1 to total_rounds."""
     protocol: Count = PROTOCOL_VERSION
-    phase: Word = "joining"
+    stage: Word = "joining"
     """See events.StateEntered."""
-    phase_seconds: Real = 0.0
-    """Time in this phase."""
-    phases: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_PHASES)] = ()
-    """Phases since the last commit, with the seconds since each started; the current one is last."""
+    stage_seconds: Real = 0.0
+    """Time in this stage."""
+    stages: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_STAGES)] = ()
+    """Stages since the last commit, with the seconds since each started; the current one is last."""
     round: Count = 0
     """The last round in its base; 0 before any. Round 0 moves no weights, so this counts the rounds that have."""
     campaign_step: Count = 0
@@ -101,15 +101,15 @@ class PeerStatus:
     owners: Annotated[tuple[Annotated[tuple[Word, ...], MaxLen(MAX_MEMBERS)], ...], MaxLen(MAX_EXPERTS)] = ()
     """For each expert, the ids of the peers that train it."""
     members: Annotated[tuple[Word, ...], MaxLen(MAX_MEMBERS)] = ()
-    """Of the last committed round."""
+    """Members of the last committed round."""
     base_digest: Word = ""
     round_tokens: Count = 0
-    """Of the last committed round, all members."""
+    """Tokens of all members in the last committed round."""
     round_sent_bytes: Count = 0
     """By this peer in the last committed round."""
     round_received_bytes: Count = 0
-    round_seconds: Annotated[dict[Word, Real], MaxLen(MAX_PHASES)] = field(default_factory=dict)
-    """Of the last committed round, by phase: train, announce, exchange, commit, apply."""
+    round_seconds: Annotated[dict[Word, Real], MaxLen(MAX_STAGES)] = field(default_factory=dict)
+    """Seconds of the last committed round, by stage: train, announce, exchange, commit, apply."""
     sent_bytes: Count = 0
     """By this peer in all rounds since it started."""
     received_bytes: Count = 0
@@ -119,7 +119,7 @@ class PeerStatus:
     """Peers whose majority decides the next round."""
     dropped_tokens: Count = 0
     """This peer's tokens discarded since it started."""
-    failures: Annotated[dict[Word, Count], MaxLen(MAX_PHASES)] = field(default_factory=dict)
+    failures: Annotated[dict[Word, Count], MaxLen(MAX_STAGES)] = field(default_factory=dict)
     """Attempts that did not commit since this peer started, by reason."""
     digest_mismatches: Count = 0
     seconds_left: Real = math.nan
@@ -136,7 +136,7 @@ class PeerStatus:
     task_scores: Annotated[tuple[tuple[Word, Word, Real, Real], ...], MaxLen(MAX_TASK_SCORES)] = ()
     """What it measured there, a claim of this peer: task, metric, value, standard error (NaN if unknown)."""
     upload: Real = 0.0
-    """Of its line as measured, in bytes per second; 0: unknown."""
+    """Measured upload rate of its link, in bytes per second; 0: unknown."""
     name: Name | None = None
     """What this peer calls itself; empty: nothing, None: it is of a version that does not say it here."""
     team: Name = ""
@@ -192,7 +192,7 @@ class RoundRecord:
     round: Count
     campaign_step: Count
     tokens: Count
-    """Of this round, all members."""
+    """Tokens of all members in this round."""
     total_tokens: Count
     loss: Real
     """Training loss of all members, in nats per token; NaN without training, or when unknown."""
@@ -207,8 +207,8 @@ class RoundRecord:
     """The peer that wrote this record and measured the following fields."""
     time: Real
     """Unix time at which it had the new base."""
-    seconds: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_PHASES)]
-    """By phase, in the order of the round: train, announce, exchange, commit, apply."""
+    seconds: Annotated[tuple[tuple[Word, Real], ...], MaxLen(MAX_STAGES)]
+    """By stage, in the order of the round: train, announce, exchange, commit, apply."""
     sent_bytes: Count
     received_bytes: Count
     failed_attempts: Count

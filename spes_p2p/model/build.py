@@ -148,23 +148,6 @@ def _cut_off(module: nn.Module, factor: float, deviation: float) -> None:
             parameter[beyond] = deviation * torch.randn(int(beyond.sum()))
 
 
-def plain_model(config: ModelSection, base: State) -> PreTrainedModel:
-    """Return the unmodified transformers model with the base's exact float32 values, on the CPU, for export and evaluation.
-
-    Low-rank terms are added to the experts' matrices.
-    """
-    model, layout = empty_model(config), layout_of(config)
-
-    def values(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name in layout.by_name:
-            return exact_tensor(base, layout, name)
-        block, _, matrix = name.rpartition(".")
-        return torch.stack([plain_tensor(base, layout, f"{block}.{e}.{matrix}") for e in range(shape[0])])
-
-    _materialise(model, values, torch.device("cpu"))
-    return model
-
-
 def build_model(
     config: ModelSection,
     base: State,
@@ -188,7 +171,7 @@ def build_model(
         if config.moe_low_rank:
             experts.add_low_rank(name, config.moe_low_rank)
         model.set_submodule(name, experts)
-    _materialise(model, lambda name, _: exact_tensor(base, layout, name), device)
+    materialise(model, lambda name, _: exact_tensor(base, layout, name), device)
     return model
 
 
@@ -226,7 +209,7 @@ def _put(state: State, layout: Layout, name: str, values: npt.NDArray[np.float32
         state[placed.start : placed.stop] = values.reshape(-1)
 
 
-def _materialise(model: PreTrainedModel, values: Callable[[str, tuple[int, ...]], Tensor], device: torch.device) -> None:
+def materialise(model: PreTrainedModel, values: Callable[[str, tuple[int, ...]], Tensor], device: torch.device) -> None:
     """Allocate and fill everything that is still on the meta device; tied parameters stay tied."""
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters()):

@@ -106,7 +106,7 @@ def device_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> Dev
     layout = layout_of(model)
     shared, expert = shared_elements(layout), layout.expert(0).size
     trained = shared + setup.owned * expert
-    activations, working = _Pass(model, sequence_length, setup).highest()
+    activations, working = ForwardBackwardPass(model, sequence_length, setup).highest()
     has_copies = setup.optimizer == "adamw8bit" or setup.corrected
     after_passes = 8 * layout.largest_tensor if has_copies else 0
     if setup.ranks > 1:
@@ -168,12 +168,7 @@ def _directions_bytes(model: ModelSection) -> int:
     return 4 * shape.num_hidden_layers * shape.low_rank * (shape.hidden_size + shape.intermediate_size)
 
 
-def saved_activation_bytes(model: ModelSection, sequence_length: int, setup: Setup) -> int:
-    """Return what autograd saves in one forward pass (module docstring)."""
-    return _Pass(model, sequence_length, setup).saved()
-
-
-class _Pass:
+class ForwardBackwardPass:
     """Activations and working memory of one forward and backward pass."""
 
     def __init__(self, model: ModelSection, sequence_length: int, setup: Setup):

@@ -75,7 +75,7 @@ class SilenceDetector:
         return peer in self._lost_at and now_s - self._lost_at[peer] < self.bound(peer)
 
     def forget_losses(self) -> None:
-        """Who was silent a moment ago is waited for once more."""
+        """Forget which peers were silent, so that callers wait for them again."""
         self._lost_at.clear()
 
     def bound(self, peer: str) -> float:

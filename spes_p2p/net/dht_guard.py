@@ -42,7 +42,7 @@ MAX_TTL_S = 60.0
 MAX_RECORDS = 2**11
 """Records under one key: twice the members of a round."""
 RECORDS_PER_PREFIX = 64
-"""Of them, from one network (an IPv4 /24 or IPv6 /48), where the connection shows it. Loopback is exempt."""
+"""Records under one key from one network (an IPv4 /24 or IPv6 /48), where the connection shows it. Loopback is exempt."""
 REQUESTS_PER_S, REQUESTS_BURST = 10.0, 100.0
 """Requests of one peer. A peer stores and looks up its campaign's contacts every few seconds."""
 CHECKS_PER_S, CHECKS_BURST = 400.0, 4096.0

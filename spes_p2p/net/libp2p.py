@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 GOODBYE_TIMEOUT_S = 3.0
 FIND_EVERY_S = 5.0
-IDENTITY_LOOKUPS, IDENTITY_LOOKUP_PAUSE_S = 3, 0.3
-"""The first lookup can fail on a busy machine: the daemon may still be learning what the initial peers serve."""
+MAX_LOOKUPS, LOOKUP_PAUSE_S = 50, 0.1
+EMPTY_TABLE = "failed to find any peer in table"
+"""What p2pd answers to a lookup until the initial peers, to which it has just connected, have said that they serve the DHT."""
 
 
 class Libp2p:
@@ -70,7 +71,7 @@ class Libp2p:
 
     @property
     def daemon_pid(self) -> int:
-        """Process id of p2pd, our only child."""
+        """Process id of p2pd, the only child process."""
         return self._daemon.pid
 
     def world(self, store: Store, line: Line = UNLIMITED) -> World:
@@ -213,14 +214,15 @@ async def _check_identity_is_free(identity: RSAIdentity, initial_peers: Sequence
         raise UserError(f"{identity.path}: this is the identity of an initial peer; choose another identity file")
     probe = await start_daemon(initial_peers, timeout_s, nat_port_map=False, auto_nat=False, use_relay=True, dht_mode="client")
     try:
-        for _ in range(IDENTITY_LOOKUPS):
+        for _ in range(MAX_LOOKUPS):
             try:
                 await asyncio.wait_for(probe.connect(identity.peer_id, (), OPEN_TIMEOUT_S), OPEN_TIMEOUT_S)
             except asyncio.TimeoutError:
                 return
             except PeerUnreachable as error:
-                logger.debug("looking for a peer with this identity: %s", error)
-                await asyncio.sleep(IDENTITY_LOOKUP_PAUSE_S)
+                if EMPTY_TABLE not in str(error):
+                    return
+                await asyncio.sleep(LOOKUP_PAUSE_S)
             else:
                 raise UserError(f"{identity.path}: a living peer has this identity; stop it, or choose another identity file")
     finally:

@@ -68,7 +68,7 @@ class Daemon(P2P):  # type: ignore[misc]
     async def _add_protobuf_unary_handler(
         self, handle_name: str, handler: Callable[..., Awaitable[Any]], input_protobuf_type: Any, balanced: bool = False
     ) -> None:
-        """As hivemind's, for the DHT. A request is parsed if it is small, and handled if the guard passes it."""
+        """Add a handler of the DHT. A request is parsed only if small, and handled only if the guard passes it."""
 
         async def answer(request: bytes, remote: PeerID) -> bytes:
             guard, sender = self.guard, str(remote)

@@ -162,10 +162,6 @@ class Stream:
         """As `message_view`, but a peer that lives and sends nothing for STALLED_SILENCES counts as unreachable."""
         return await self._promptly(self.message_view(kind))
 
-    async def prompt_receive(self, kind: Kind) -> memoryview | None:
-        """As `receive_view`, with the same limit as `prompt_message`."""
-        return await self._promptly(self.receive_view(kind))
-
     async def _promptly(self, awaited: Coroutine[Any, Any, T]) -> T:
         stalled_s = STALLED_SILENCES * self._detector.ceiling_s
         try:
@@ -309,7 +305,7 @@ class Stream:
             self._news.set()
 
 
-TalkHandler = Callable[[Stream], Awaitable[None]]
+StreamHandler = Callable[[Stream], Awaitable[None]]
 
 
 class RpcEndpoint:
@@ -326,7 +322,7 @@ class RpcEndpoint:
         self.received: Counter[str] = Counter()
         self.admit: Callable[[str, str], None] = lambda peer, method: None
         """Called before a stream of a peer is served; raises Refused for one that may not use the method."""
-        self._handlers: dict[str, TalkHandler] = {}
+        self._handlers: dict[str, StreamHandler] = {}
         self._own: set[asyncio.Task[None]] = set()
 
     @property
@@ -362,7 +358,7 @@ class RpcEndpoint:
         finally:
             await end_tasks([asking])
 
-    async def serve(self, method: str, handler: TalkHandler) -> None:
+    async def serve(self, method: str, handler: StreamHandler) -> None:
         """Answer streams for `method`. What the handler raises as Refused or WireError is told to the other end."""
         self._handlers[method] = handler
         await self.transport.serve(method, lambda channel: self._answer(method, channel))

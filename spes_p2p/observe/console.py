@@ -28,14 +28,14 @@ from spes_p2p.observe.units import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 60.0
-"""Log progress after this long without a line."""
+"""Log progress after this long without a line in the log."""
 DOWNLOAD_EVERY_S = 10.0
 """Minimum interval between two lines about one download."""
 
 FORECAST_EVERY_S = 3600.0
 """Repeat what the quota leaves after this long."""
-SLOW_LINE_EVERY_S = 3600.0
-"""Minimum interval between two remarks about this peer's line."""
+SLOW_LINK_EVERY_S = 3600.0
+"""Minimum interval between two remarks about this peer's link."""
 
 _SOURCES = {"disk": "loaded base {} from the run-dir", "download": "downloaded base {}",
             "rollback": "the campaign was rolled back to base {}",
@@ -66,6 +66,8 @@ class RoundLog:
         self._living: frozenset[str] | None = None
         self._complained_at = self._forecast_at = -math.inf
         self._knows_quota = False
+        self._slow_rounds = 0
+        """Rounds in a row that waited for this peer's line. The first may have measured too little to judge."""
         self._utilisation = ""
         """Device utilisation in the last phase; empty if the device's peak is unknown."""
         self._waiting = {"announcing": "waiting for the plan", "downloading": "waiting for a peer that has the base"}
@@ -155,13 +157,13 @@ class RoundLog:
     def _still_waiting(self, event: events.PeersSeen) -> str | None:
         """Report a long wait, and the electors that are missing from the registry."""
         status = self._board.status
-        what = self._waiting.get(status.phase)
-        if what is None or min(status.phase_seconds, self._clock() - self._spoke_at) < HEARTBEAT_S:
+        what = self._waiting.get(status.stage)
+        if what is None or min(status.stage_seconds, self._clock() - self._spoke_at) < HEARTBEAT_S:
             return None
         missing = sorted(set(event.electorate) - set(event.living) - {status.peer_id})
         names = ", ".join(short_peer(peer) for peer in missing)
         gone = f" · {len(missing)} of {len(event.electorate)} electors are missing ({names})" if missing else ""
-        return f"{self._nth(status.round + 1)} · {what} for {human_seconds(status.phase_seconds)}{gone}"
+        return f"{self._nth(status.round + 1)} · {what} for {human_seconds(status.stage_seconds)}{gone}"
 
     def _restored(self, event: BaseRestored) -> str:
         what = _SOURCES.get(event.source, "loaded base {}").format(max(0, event.round))
@@ -200,9 +202,10 @@ class RoundLog:
             f"synced {human_seconds(sync_s)}, {human_bytes(event.sent_bytes)} up, {human_bytes(event.received_bytes)} down",
         ]
         is_slow = trains and holds_rounds_up(event.upload, event.median_upload, status.round_seconds)
-        if is_slow and self._clock() - self._complained_at >= SLOW_LINE_EVERY_S:
+        self._slow_rounds = self._slow_rounds + 1 if is_slow else 0
+        if self._slow_rounds > 1 and self._clock() - self._complained_at >= SLOW_LINK_EVERY_S:
             self._complained_at = self._clock()
-            parts.append(f"rounds wait for this line: {human_count(8 * event.upload)}bit/s up, the others' median is "
+            parts.append(f"rounds wait for this link: {human_count(8 * event.upload)}bit/s up, the others' median is "
                          f"{human_count(8 * event.median_upload)}bit/s; fewer --experts send less")
         if event.dropped_parts:
             parts.append(f"{event.dropped_parts} of {event.parts} parts dropped")

@@ -16,7 +16,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StateEntered(Event):
-    """This peer enters a state."""
+    """This peer enters a stage."""
 
     name: str
     """joining, downloading, training, announcing, exchanging, committing, applying, evaluating, waiting, paused, leaving."""
@@ -120,7 +120,7 @@ class RoundCommitted(Event):
     sent_bytes: int
     received_bytes: int
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase: announce, exchange, commit, apply."""
+    """Seconds by stage: announce, exchange, commit, apply."""
     merge_alpha: float = 0.0
     learning_rate: float = 0.0
     contributions: tuple[tuple[str, int, int], ...] = ()
@@ -130,7 +130,7 @@ class RoundCommitted(Event):
     control: str = ""
     """Description of the owner's orders; empty if there are none."""
     upload: float = 0.0
-    """Of this peer's line as measured, in bytes per second; 0: unknown."""
+    """Measured upload rate of this peer's link, in bytes per second; 0: unknown."""
     median_upload: float = 0.0
     """The same of the other members, as announced; 0: unknown."""
     names: tuple[tuple[str, str, str], ...] = ()

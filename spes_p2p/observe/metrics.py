@@ -43,7 +43,7 @@ FAILURE_REASONS = ("coordinator_lost", "quorum_lost", "refused", "malformed", "e
 hide_created_series: Callable[[], None] = disable_created_metrics
 hide_created_series()
 
-PHASE_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+STAGE_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 """From a fast announcement to an hour of training."""
 _BY_KIND = "kind: shared, router, expert."
 
@@ -117,9 +117,9 @@ METRICS = (
     _counter("spes_bytes_total",
              f"Payload bytes over the transport; kind: {', '.join(BYTE_KINDS)}; direction: sent, received.",
              events.BytesMoved, lambda e: {(e.kind, "sent"): e.sent, (e.kind, "received"): e.received}, "kind", "direction"),
-    Metric("spes_phase_seconds", "histogram", "Seconds by phase: train, announce, exchange, commit, apply.",
+    Metric("spes_stage_seconds", "histogram", "Seconds by stage: train, announce, exchange, commit, apply.",
            (PhaseTrained, RoundCommitted),
-           lambda e: {"train": e.seconds} if isinstance(e, PhaseTrained) else seconds_by_stage(e.seconds), ("phase",)),
+           lambda e: {"train": e.seconds} if isinstance(e, PhaseTrained) else seconds_by_stage(e.seconds), ("stage",)),
     _gauge("spes_update_norm", f"L2 norm of the update that this peer sent in the last round; {_BY_KIND}",
            RoundMeasured, lambda e: {kind: drift.sent for kind, drift in e.drift.items()}, "kind"),
     _gauge("spes_update_shrink", f"L2 norm of the base's last step over that of this peer's update; {_BY_KIND}",
@@ -159,7 +159,7 @@ def _made(row: Metric, registry: CollectorRegistry) -> Any:
         case "counter":
             return Counter(row.name, row.description, row.labels, registry=registry)
         case "histogram":
-            return Histogram(row.name, row.description, row.labels, registry=registry, buckets=PHASE_BUCKETS_S)
+            return Histogram(row.name, row.description, row.labels, registry=registry, buckets=STAGE_BUCKETS_S)
         case _ if row.name.endswith("_info"):
             return Info(row.name.removesuffix("_info"), row.description, registry=registry)
     return Gauge(row.name, row.description, row.labels, registry=registry)

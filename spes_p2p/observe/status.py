@@ -15,8 +15,8 @@ from spes_p2p.observe import events
 from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted, seconds_by_stage
 from spes_p2p.observe.json_values import to_json
 
-KEPT_PHASES = 12
-"""Maximum number of recorded phases of the current round; a stalled round can have many."""
+KEPT_STAGES = 12
+"""Maximum number of recorded stages of the current round; a stalled round can have many."""
 PACE_ROUNDS = 8
 """Estimate the time left from the median duration of this many rounds."""
 SLOW_LINE = 4.0
@@ -33,7 +33,7 @@ class StatusBoard:
         self._status = status
         self._clock = clock
         self._started = clock()
-        self._phases: deque[tuple[str, float]] = deque([(status.phase, self._started)], maxlen=KEPT_PHASES)
+        self._stages: deque[tuple[str, float]] = deque([(status.stage, self._started)], maxlen=KEPT_STAGES)
         self._train_seconds = 0.0
         self._commits: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS + 1)
 
@@ -44,8 +44,8 @@ class StatusBoard:
         return replace(
             self._status,
             seconds_left=self._seconds_left(),
-            phase_seconds=now - self._phases[-1][1],
-            phases=tuple((name, now - began) for name, began in self._phases),
+            stage_seconds=now - self._stages[-1][1],
+            stages=tuple((name, now - began) for name, began in self._stages),
             uptime_s=now - self._started,
         )
 
@@ -53,8 +53,8 @@ class StatusBoard:
         """Update the status."""
         match event:
             case events.StateEntered():
-                self._phases.append((event.name, self._clock()))
-                self._set(phase=event.name)
+                self._stages.append((event.name, self._clock()))
+                self._set(stage=event.name)
             case BaseRestored():
                 self._base_restored(event)
             case events.TrainingProgress():
@@ -99,7 +99,7 @@ class StatusBoard:
     def _round_committed(self, event: RoundCommitted) -> None:
         if set(event.seconds) != {"apply"}:  # a round replayed to catch up says nothing about the pace
             self._commits.append((event.round, self._clock()))
-        self._phases = deque([(self._status.phase, self._clock())], maxlen=KEPT_PHASES)
+        self._stages = deque([(self._status.stage, self._clock())], maxlen=KEPT_STAGES)
         self._base_is(event)
         trained = {"train": self._train_seconds} if self._train_seconds else {}
         self._set(
@@ -181,7 +181,7 @@ class SwarmStatus:
     """Sum over the leading peers in the last round."""
     round_received_bytes: int
     round_seconds: Mapping[str, float]
-    """Seconds of the last round by phase, maximum over the leading peers."""
+    """Seconds of the last round by stage, maximum over the leading peers."""
     owners: tuple[tuple[str, ...], ...]
     ownerless: tuple[int, ...]
     """Experts without a trainer, once the swarm is assembled."""

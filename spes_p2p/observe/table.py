@@ -31,7 +31,7 @@ from spes_p2p.observe.units import (
 GRID_EXPERTS = 32
 """Up to this many experts, the table shows ownership as a grid; beyond, as ranges of numbers."""
 
-_PHASE_STYLES = {"training": "green", "downloading": "cyan", "joining": "cyan", "waiting": "dim", "leaving": "yellow"}
+_STAGE_STYLES = {"training": "green", "downloading": "cyan", "joining": "cyan", "waiting": "dim", "leaving": "yellow"}
 
 
 def render_status(statuses: Sequence[PeerStatus], notes: Sequence[str] = ()) -> RenderableType:
@@ -203,11 +203,11 @@ def _peer_table(swarm: SwarmStatus) -> Table:
 
 def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:
     trains = status.role == "trainer"
-    now = f"{status.phase} {status.steps_done}/{status.steps_planned}" if status.phase == "training" else status.phase
+    now = f"{status.stage} {status.steps_done}/{status.steps_planned}" if status.stage == "training" else status.stage
     return (
         Text(short_peer(status.peer_id), "" if trains else "dim"),
         Text(str(status.round) if status.base_digest else UNKNOWN),
-        Text(now if trains else status.role, _PHASE_STYLES.get(status.phase, "") if trains else "dim"),
+        Text(now if trains else status.role, _STAGE_STYLES.get(status.stage, "") if trains else "dim"),
         Text(human_loss(status.local_loss)),
         Text(human_count(status.tokens_per_second) if trains else UNKNOWN),
         _owned(status, experts) if trains else Text(UNKNOWN),

@@ -93,5 +93,5 @@ def _of_round(event: RoundCommitted) -> dict[str, float]:
         "dropped_parts": event.dropped_parts,
         "peer/sent_bytes": event.sent_bytes,
         "peer/received_bytes": event.received_bytes,
-        **{f"peer/seconds/{phase}": seconds for phase, seconds in seconds_by_stage(event.seconds).items()},
+        **{f"peer/seconds/{stage}": seconds for stage, seconds in seconds_by_stage(event.seconds).items()},
     }

@@ -205,7 +205,7 @@ class Coordination:
             self.parent.round + 1, self.parent.id, ballot, announcements, returned, absent, donors,
             self._members.arrivals(members), control, accused,
         )
-        return await node.decisions.validity.derive_aside(proposal)
+        return await node.decisions.validity.derive_in_worker(proposal)
 
     async def _choose_donors(self) -> Donors | None:
         """Return the merge donors; None, which leaves this merge out, when this peer does not hold the last base."""

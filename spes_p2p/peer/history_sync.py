@@ -25,7 +25,7 @@ RECORDS_PER_MESSAGE = 256
 CONTRIBUTIONS_PER_MESSAGE = 2**14
 """About 70 bytes each: keeps a page near 1 MB, well below the frame limit, whatever the size of the swarm."""
 NAME_WEIGHT = 4
-"""A name with its team is at most as long as so many contributions."""
+"""A name with its team is at most as long as this many contributions."""
 CONTINUATION_WEIGHT = 23
 """The same of a continuation: 400 characters of four bytes."""
 LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // (MAX_MEMBERS + NAME_WEIGHT * MAX_NAMES + CONTINUATION_WEIGHT * MAX_PROMPTS)

@@ -46,7 +46,7 @@ class Judge:
         self._node, self._replica, self._phases, self._observer = node, replica, phases, observer
         self._scores = Scores()
         self._verdict: tuple[str, tuple[str, ...] | None] = "", None
-        """Of the last plan."""
+        """Id of the last plan, and this judge's verdict on it."""
 
     async def judge(self, results: Results) -> None:
         """Judge a plan's results, if this is a vouched trainer of an open campaign and has not done so before."""

@@ -47,7 +47,7 @@ class KeptResults:
     def __init__(self, world: World, derive: DerivePlan, layout: Layout, codecs: GroupCodecs):
         self.by_plan: dict[str, Results] = {}
         self.evidence: dict[str, tuple[bytes, ...]] = {}
-        """Of commits that this peer proposed or voted for, by plan: the proposal, then the manifest of each root."""
+        """Evidence of commits that this peer proposed or voted for, by plan: the proposal, then the manifest of each root."""
         self._store, self._run, self._derive = world.store, world.run_blocking, derive
         self._layout, self._codecs = layout, codecs
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.errors import UserError, version_advice
@@ -31,7 +31,6 @@ from spes_p2p.peer.replica import MakeTrainer, Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
-from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.rounds.selftest import check_arithmetic
 
 logger = logging.getLogger(__name__)
@@ -52,12 +51,10 @@ class Peer:
         archive: Archive = NO_ARCHIVE,
         base_in_memory: bool = False,
         checkpoint_every_s: float = 0.0,
-        held_out: Iterable[HeldOut] = (),
         leave: LeaveRequest | None = None,
     ):
         """`make_trainer`: None for a helper. `where` names the run-dir in messages; `status` is what a status call gets.
-
-        `held_out`: evaluations of earlier bases, from the journal. `leave`: what `leave` makes, where others wait for it too.
+        `leave`: what `leave` makes, where others wait for it too.
         """
         self.node = node
         self.layout = layout
@@ -72,7 +69,7 @@ class Peer:
         self._samples = AssignedSamples()
         self._reporter = EventReporter(node, self.replica, observer)
         self._evaluation = Evaluation(node, self.replica, self._reporter)
-        self._guard = Guard(node, held_out)
+        self._guard = Guard(node)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
         self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
         self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases, self.checking.unanswered)

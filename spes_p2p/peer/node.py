@@ -83,7 +83,7 @@ class Node:
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = Relay(self.endpoint, self.fetcher)
         self.straggler_delay: deque[float] = deque(maxlen=KEPT_ARRIVALS)
-        """Of members in the last rounds, as shares of the time that the first half took; see Proposal."""
+        """Delays of members in the last rounds, as shares of the time that the first half took; see Proposal."""
         self.evaluated: tuple[str, float] | None = None
         """The commit whose base this peer evaluated last, and that base's held-out loss, in nats per token."""
         self._blobs = blobs

@@ -41,7 +41,7 @@ class PhaseRunner:
         self._samples, self._reporter, self._observer, self._leave = samples, reporter, observer, leave
         self._stop_after_round: int | None = None
         self._waiting = 0
-        """Works that wait for the phase to pause."""
+        """Number of callers of `between_steps` that wait for the phase to pause."""
 
     @property
     def assigned_steps(self) -> int:

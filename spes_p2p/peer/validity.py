@@ -66,17 +66,17 @@ class Validity:
         """Return the plan of a round of this log. Raises Refused where none follows from the proposal."""
         return derive_plan(*self._inputs(proposal))
 
-    async def derive_aside(self, proposal: Proposal) -> Plan:
+    async def derive_in_worker(self, proposal: Proposal) -> Plan:
         """As `derive`, in a worker thread."""
         plan: Plan = await self._world.run_blocking(derive_plan, *self._inputs(proposal))
         return plan
 
     async def derive_on_base(self, proposal: Proposal) -> Plan:
-        """As `derive_aside`, with the proofs against accused peers.
+        """As `derive_in_worker`, with the proofs against accused peers.
 
         A peer that holds the base which the round starts from also checks its digest and the donors.
         """
-        plan, base = await self.derive_aside(proposal), self._base()
+        plan, base = await self.derive_in_worker(proposal), self._base()
         await self.proofs.require(proposal)
         if base is None or base.commit != proposal.parent:
             return plan

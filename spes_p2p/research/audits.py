@@ -137,7 +137,7 @@ class Claim:
     owned: tuple[int, ...]
     update: State
     epoch: int
-    """Of the samples."""
+    """Epoch of the samples."""
     steps: int
     moments: Arrays
     """The sender's before the phase, which only it has."""

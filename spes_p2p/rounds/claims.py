@@ -40,7 +40,7 @@ class Outstanding:
     experts: frozenset[int]
     """Experts that it owned in any phase whose work may be pending. A lost expert's update is announced once more."""
     samples: tuple[Interval, ...]
-    """Of all these phases, and with `sync.overlap` of the phase that runs now."""
+    """Samples of all these phases, and with `sync.overlap` of the phase that runs now."""
 
 
 def outstanding(recent: Iterable[Commit], peer: str, overlap: bool) -> Outstanding:

@@ -124,7 +124,10 @@ def _torch() -> Any:
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
-    for codec in (Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4), Sparse())
+    for codec in (
+        Uncompressed(), HalfPrecision(), Blockwise("int8", bits=8), Blockwise("int4", bits=4),
+        Sparse("sparse16", 16), Sparse("sparse", 32), Sparse("sparse64", 64),
+    )
 }
 """All codecs, by the names that a campaign file uses (`CodecName`)."""
 

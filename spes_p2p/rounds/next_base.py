@@ -57,7 +57,7 @@ class NextBaseBuilder:
         self._late = NextBase(base, layout, (), {}, self.plan.merge, outer).late_pieces()
         self._complete = [n for n, count in enumerate(self._num_missing) if not count and n not in self._late]
         self._square_sums: dict[tuple[int, bytes], float] = {}
-        """Of the results so far, by part index and digest."""
+        """Square sums of the results so far, by part index and digest."""
         self._draft = None if in_memory else store.draft(BASE)
         self._values = np.empty(base.size if in_memory else 0, np.float32)
         self._digests: dict[int, bytes] = {}

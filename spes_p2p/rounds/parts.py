@@ -16,6 +16,8 @@ DELEGATION_RATIO = 1.5
 PART_BYTES = 2**19
 """Bounds the encoded bytes of a part. On the slowest permitted link (1 Mbit/s) a part takes 4.2 s, so heartbeats queued behind
 it arrive within the default silence_s of 10 s. Smaller parts cost more messages."""
+PART_ELEMENTS = 2**20
+"""Bounds the elements of a part in a codec that leaves values out, which members hold decoded: 4 MiB in float32, as in int4."""
 SPREAD, SMALL_BYTES = 64, 2**14
 """Cut a group into at least this many parts, to balance its reducers, but not into parts below this size."""
 SHORTEST_LIMIT_S, PATIENCE = 60.0, 6.0
@@ -55,6 +57,12 @@ class Part:
         return self.codec.encoded_bytes(self.size)
 
 
+def part_elements(codec: Codec, part_bytes: int = PART_BYTES) -> int:
+    """Return the maximum number of elements of a part that is encoded in at most `part_bytes`."""
+    size = max(1, codec.elements(part_bytes))
+    return min(size, PART_ELEMENTS) if codec.leaves_out else size
+
+
 def part_ranges(
     layout: Layout, codecs: GroupCodecs, part_bytes: int = PART_BYTES
 ) -> tuple[tuple[Group, int, int], ...]:
@@ -63,7 +71,7 @@ def part_ranges(
     for group in layout.groups:
         codec = codecs.of(group)
         spread = max(SMALL_BYTES, codec.encoded_bytes(group.size) // SPREAD)
-        step = max(1, codec.elements(min(part_bytes, spread)))
+        step = part_elements(codec, min(part_bytes, spread))
         ranges += [(group, a, min(group.stop, a + step)) for a in range(group.start, group.stop, step)]
     return tuple(ranges)
 
@@ -133,7 +141,7 @@ def pulls(part: Part, member: int) -> bool:
 
 
 def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
-    """Return the bytes that each of so many members sends and receives in an exchange of these parts."""
+    """Return by member the bytes that it sends and receives in an exchange of these parts. `members`: their number."""
     results = sum(part.encoded_bytes for part in parts)
     up, down = [0] * members, [results] * members
     for part in parts:

@@ -29,7 +29,7 @@ KEPT_ROUNDS = 4
 MAX_KEPT_ROUNDS = 16
 """The same while a peer downloads an older base, after which it replays the following rounds."""
 REPLAYED_SHARE = 0.25
-"""Of a base's bytes: helpers keep results up to this size, for joiners that make base 0 themselves and replay all rounds."""
+"""Helpers keep results up to this share of a base's bytes, for joiners that make base 0 themselves and replay all rounds."""
 
 
 def replayable_rounds(layout: Layout, codecs: GroupCodecs, outer: OuterConfig) -> int:

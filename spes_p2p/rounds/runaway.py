@@ -34,3 +34,13 @@ def last_good_round(evaluations: Sequence[HeldOut]) -> int | None:
     if any(each.loss <= best + RUNAWAY_NATS for each in latest):
         return None
     return max(each.round for each in earlier if each.loss <= best + GOOD_NATS)
+
+
+def decisive(evaluations: Sequence[HeldOut]) -> list[HeldOut]:
+    """Return the evaluations that `last_good_round` depends on, now and after more of them: CONFIRMATIONS + 2 at most."""
+    earlier, latest = evaluations[:-CONFIRMATIONS], evaluations[-CONFIRMATIONS:]
+    if not earlier:
+        return list(latest)
+    best = min(earlier, key=lambda each: each.loss)
+    good = max((each for each in earlier if each.loss <= best.loss + GOOD_NATS), key=lambda each: each.round)
+    return [*([best] if best is not good else []), good, *latest]

@@ -1,19 +1,18 @@
-"""The sparse codec: of every 32 values the one of largest magnitude, in 9 bits; the others are left out.
+"""Sparse codecs: of every 16, 32 or 64 values the one of largest magnitude, in 8 to 10 bits; the others are left out.
 
 SparseLoCo (arXiv 2508.15706) sends the top 1 to 3 % of each chunk of an update and keeps the rest as error feedback. Here the
-32 values are spread over a chunk of 4,096, so that a row of large values sends many of them. Of the energy of Gaussian or
-Laplacian values this sends as much as the top 1/40 of whole chunks, which takes the same bytes and ten times as long.
-A value is a sign and one of eight magnitudes: half octaves below the chunk's largest value, and 0. Bytes per value: 0.036.
+values of a group are spread over a chunk of 4,096, so that a row of large values sends many of them. Of the energy of Gaussian
+or Laplacian values a group of 32 sends as much as the top 1/40 of whole chunks, which takes as many bytes and ten times as
+long. A value is a sign and one of eight magnitudes: half octaves below the chunk's largest value, and 0. Bytes per value:
+0.063, 0.036 or 0.021.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-GROUP, GROUPS = 32, 128
-"""Values of which one is sent, and groups of a chunk: value i of the chunk is in group i % GROUPS."""
-PLACE_BITS = 5
-CHUNK = GROUP * GROUPS
+CHUNK = 4096
+"""Values that share a scale. With n groups in a chunk, value i of the chunk is in group i % n."""
 MAGNITUDES = np.array([2.0 ** (-step / 2) for step in range(7)] + [0.0], np.float32)
 LEVELS = np.concatenate([MAGNITUDES, -MAGNITUDES])
 """By code: the value, as a share of the chunk's largest."""
@@ -21,8 +20,7 @@ MIDDLES = np.array([2.0 ** (-step / 2 + 0.25) for step in range(7, 0, -1)], np.f
 """Between the magnitudes, in octaves, ascending."""
 LARGEST_CHANGE = np.float32(2**0.25 - 1)
 """Bounds the rounding of a value that is not rounded to 0, as a share of it."""
-PLACE_BYTES, CODE_BYTES, SCALE_BYTES = PLACE_BITS * GROUPS // 8, GROUPS // 2, 4
-CHUNK_BYTES = PLACE_BYTES + CODE_BYTES + SCALE_BYTES
+SCALE_BYTES = 4
 TINY = np.float32(1e-30)
 """Chunks whose largest value is below it are all zeros: above it no level is denormal."""
 
@@ -30,20 +28,28 @@ TINY = np.float32(1e-30)
 class Sparse:
     """Top-1 of groups. A value that decodes to 0 was left out: it stays pending with its contributors."""
 
-    name, is_lossy, leaves_out = "sparse", True, True
+    is_lossy, leaves_out = True, True
+
+    def __init__(self, name: str, group: int):
+        """Send one of `group` values, a power of 2 of at most 256."""
+        self.name = name
+        self.groups = CHUNK // group
+        self._place_bits = group.bit_length() - 1
+        self._place_bytes = self._place_bits * self.groups // 8
+        self.chunk_bytes = self._place_bytes + self.groups // 2 + SCALE_BYTES
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the bytes of all chunks; the last one is padded with zeros."""
-        return -(-elements // CHUNK) * CHUNK_BYTES
+        return -(-elements // CHUNK) * self.chunk_bytes
 
     def elements(self, encoded_bytes: int) -> int:
         """Return a whole number of chunks, at least one."""
-        return max(1, encoded_bytes // CHUNK_BYTES) * CHUNK
+        return max(1, encoded_bytes // self.chunk_bytes) * CHUNK
 
     def encode(self, values: np.ndarray) -> bytes:
         """Round the largest value of each group to the nearest level, in octaves. Values must be finite."""
-        chunks = _in_chunks(values)
-        places = _largest(chunks)
+        chunks, half = _in_chunks(values), self.groups // 2
+        places = _largest(chunks.reshape(len(chunks), CHUNK // self.groups, self.groups))
         sent = chunks.reshape(-1)[_flat(places)]
         sizes = np.abs(sent)
         scales = sizes.max(axis=1, initial=0)
@@ -51,19 +57,20 @@ class Sparse:
         shares = sizes / np.where(scales, scales, np.float32(np.inf))[:, None]
         codes = 7 - np.searchsorted(MIDDLES, shares).astype(np.uint8)
         codes += (sent < 0).astype(np.uint8) << np.uint8(3)
-        rows = np.empty((len(chunks), CHUNK_BYTES), np.uint8)
-        rows[:, :PLACE_BYTES] = _pack(places)
-        rows[:, PLACE_BYTES:-SCALE_BYTES] = codes[:, : GROUPS // 2] | codes[:, GROUPS // 2 :] << np.uint8(4)
+        rows = np.empty((len(chunks), self.chunk_bytes), np.uint8)
+        rows[:, : self._place_bytes] = _pack(places, self._place_bits)
+        rows[:, self._place_bytes : -SCALE_BYTES] = codes[:, :half] | codes[:, half:] << np.uint8(4)
         rows[:, -SCALE_BYTES:] = scales.astype("<f4").view(np.uint8).reshape(len(chunks), SCALE_BYTES)
         return rows.tobytes()
 
     def decode(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         """Decode to float32 `[elements]`. Raises ValueError for a length other than `encoded_bytes(elements)`."""
         rows = self._rows(data, elements)
-        packed = rows[:, PLACE_BYTES:-SCALE_BYTES]
+        packed = rows[:, self._place_bytes : -SCALE_BYTES]
         codes = np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=1)
         values = np.zeros(len(rows) * CHUNK, np.float32)
-        values[_flat(_unpack(rows[:, :PLACE_BYTES]))] = LEVELS[codes] * _scales(rows)[:, None]
+        places = _unpack(rows[:, : self._place_bytes], self._place_bits)
+        values[_flat(places)] = LEVELS[codes] * _scales(rows)[:, None]
         return values[:elements]
 
     def is_valid(self, data: bytes | memoryview, elements: int) -> bool:
@@ -78,7 +85,7 @@ class Sparse:
     def _rows(self, data: bytes | memoryview, elements: int) -> np.ndarray:
         if len(data) != self.encoded_bytes(elements):
             raise ValueError(f"{len(data)} bytes where {elements} elements in {self.name} take {self.encoded_bytes(elements)}")
-        return np.frombuffer(data, np.uint8).reshape(-1, CHUNK_BYTES)
+        return np.frombuffer(data, np.uint8).reshape(-1, self.chunk_bytes)
 
 
 def _in_chunks(values: np.ndarray) -> np.ndarray:
@@ -89,34 +96,41 @@ def _in_chunks(values: np.ndarray) -> np.ndarray:
 
 
 def _largest(chunks: np.ndarray) -> np.ndarray:
-    """Return the place of each group's value of largest magnitude, but for its last bits, uint8 `[chunks, GROUPS]`."""
-    keys = chunks.view(np.uint32).reshape(-1, GROUP, GROUPS) & np.uint32(0x7FFFFFFF & -GROUP)  # in the order of the magnitudes
-    keys |= np.arange(GROUP, dtype=np.uint32)[:, None]
+    """Return the place of each group's value of largest magnitude, but for its last bits.
+
+    `[chunks, group, groups]` -> uint8 `[chunks, groups]`.
+    """
+    group = chunks.shape[1]
+    keys = chunks.view(np.uint32) & np.uint32(0x7FFFFFFF & -group)  # in the order of the magnitudes
+    keys |= np.arange(group, dtype=np.uint32)[:, None]
     largest: np.ndarray = keys.max(axis=1)
-    return (largest & np.uint32(GROUP - 1)).astype(np.uint8)
+    return (largest & np.uint32(group - 1)).astype(np.uint8)
 
 
-def _pack(places: np.ndarray) -> np.ndarray:
-    """Pack uint8 below 32 `[chunks, GROUPS]` to bytes `[chunks, PLACE_BYTES]`: eight to five bytes, the first lowest."""
-    eights = np.zeros((len(places), GROUPS // 8), "<u8")
+def _pack(places: np.ndarray, bits: int) -> np.ndarray:
+    """Pack uint8 below 2**bits `[chunks, groups]` to bytes `[chunks, groups * bits / 8]`: eight at a time, the first lowest."""
+    count, groups = places.shape
+    eights = np.zeros((count, groups // 8), "<u8")
     for i in range(8):
-        eights |= places[:, i::8].astype("<u8") << np.uint64(PLACE_BITS * i)
-    return eights.view(np.uint8).reshape(len(places), GROUPS // 8, 8)[:, :, :PLACE_BITS].reshape(len(places), PLACE_BYTES)
+        eights |= places[:, i::8].astype("<u8") << np.uint64(bits * i)
+    return eights.view(np.uint8).reshape(count, groups // 8, 8)[:, :, :bits].reshape(count, bits * groups // 8)
 
 
-def _unpack(packed: np.ndarray) -> np.ndarray:
+def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     """Invert `_pack`."""
-    eights = np.zeros((len(packed), GROUPS // 8, 8), np.uint8)
-    eights[:, :, :PLACE_BITS] = packed.reshape(len(packed), GROUPS // 8, PLACE_BITS)
-    shifts = PLACE_BITS * np.arange(8, dtype="<u8")
-    places: np.ndarray = (eights.view("<u8") >> shifts & np.uint64(GROUP - 1)).astype(np.uint8)
-    return places.reshape(len(packed), GROUPS)
+    count, eighths = len(packed), packed.shape[1] // bits
+    eights = np.zeros((count, eighths, 8), np.uint8)
+    eights[:, :, :bits] = packed.reshape(count, eighths, bits)
+    shifts = bits * np.arange(8, dtype="<u8")
+    places: np.ndarray = (eights.view("<u8") >> shifts & np.uint64(2**bits - 1)).astype(np.uint8)
+    return places.reshape(count, 8 * eighths)
 
 
 def _flat(places: np.ndarray) -> np.ndarray:
-    """Return the index of each group's place in the flat chunks, int64 `[chunks, GROUPS]`."""
-    starts = np.arange(len(places))[:, None] * CHUNK + np.arange(GROUPS)
-    return places * np.int64(GROUPS) + starts
+    """Return the index of each group's place in the flat chunks, int64 `[chunks, groups]`."""
+    count, groups = places.shape
+    starts = np.arange(count)[:, None] * CHUNK + np.arange(groups)
+    return places * np.int64(groups) + starts
 
 
 def _scales(rows: np.ndarray) -> np.ndarray:

@@ -52,7 +52,7 @@ def make_mean(
     return {order[place] for place in clipped_mean(found, mean, clips)}
 
 
-def carried(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:
+def added_residual(part: Part, mean: np.ndarray, residual: np.ndarray) -> np.ndarray:
     """Return what a reducer adds of its residual: at most what encoding the mean drops. The rest waits for a later round."""
     bound = part.codec.rounding(mean)
     limited: np.ndarray = np.minimum(residual, bound)

@@ -74,7 +74,7 @@ def observing(
 
 
 @contextlib.asynccontextmanager
-async def remembering(node: Node, history: History) -> AsyncIterator[None]:
+async def sharing_history(node: Node, history: History) -> AsyncIterator[None]:
     """Serve this peer's round records, and fetch missing ones from other peers."""
     await node.endpoint.serve(HISTORY, serving(history.rounds, time.time))
     async with beside(fill_history(node, history)):

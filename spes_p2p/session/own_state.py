@@ -36,7 +36,7 @@ class OwnState:
     since: float
     """Unix time."""
     addresses: tuple[str, ...] = ()
-    """As given to `join`."""
+    """Addresses as given to `join`."""
     reason: str = ""
     """Why it pauses: one of `events.PAUSE_REASONS`."""
     detail: str = ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +31,12 @@ from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
-from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
 from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
 from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout, require_checkpoint
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
-from spes_p2p.session.observers import observing, remembering
+from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
@@ -120,14 +118,12 @@ async def _live_as_bootstrap(
         world = extension.around(world_of(net, store, settings))
         node = await make_node(net, world, files, genesis, "helper", observers.all, invitation)
         await serve_text(node, shelf)
-        records = observers.history.rounds.records
         helper = Peer(
             node, layout, None, NOTHING_TO_TRAIN, observers.all, observers.status,
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
-            held_out=[HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)],
         )
         call_on_signals(helper.leave, LEAVING)
-        async with remembering(node, observers.history), beside(evaluations.run(observers.all)):
+        async with sharing_history(node, observers.history), beside(evaluations.run(observers.all)):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
 
@@ -278,7 +274,7 @@ async def _live_as_trainer(
         around = (*searching, pauses.watch(peer.leave, observers.all), evaluations.run(observers.all))
         followers = started(ready.devices, config, resources.options, settings.nice)
         call_on_signals(end, LEAVING)
-        async with followers as ranks, remembering(node, observers.history), beside(*around):
+        async with followers as ranks, sharing_history(node, observers.history), beside(*around):
             await live_on(net, peer.run())
         if peer.finished:
             pauses.ending.make()

@@ -42,7 +42,7 @@ class TrafficMeter:
         self._rounds = deque([self._traffic.round_bytes], maxlen=KEPT_ROUNDS)
         self._daemon: psutil.Process | None = None
         self._counted = 0
-        """Of the daemon that runs, so far."""
+        """Bytes of the running daemon that are counted already."""
         self._exchanged_before = 0
         """What this process had exchanged when that daemon was started."""
         self._at_commit: list[tuple[float, int]] = []

@@ -57,7 +57,7 @@ class Listed:
     problem: str = ""
     """Why the last try failed."""
     seen: Seen | None = None
-    """As of the last answer."""
+    """What the last answer said."""
 
 
 async def run_directory(campaigns: Sequence[Sequence[str]], host: str, port: int, on_url: Callable[[str], None]) -> None:

@@ -12,7 +12,7 @@ from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.status import holds_rounds_up
 
 WAIT = "announce"
-"""The phase in which a member waits until all members have announced that they are ready."""
+"""The stage in which a member waits until all members have announced that they are ready."""
 
 
 def lines(peers: Sequence[PeerStatus], rounds: Mapping[str, Sequence[RoundRecord]]) -> dict[str, dict[str, Any]]:

@@ -50,7 +50,7 @@ class Published:
     """The command to copy: `join`, or `export` once the campaign is done."""
     view: dict[str, Any] | None = None
     known_alerts: Sequence[Alert] = ()
-    """As of the last answer."""
+    """Alerts of the last answer."""
     by_peer: Mapping[str, Sequence[RoundRecord]] = field(default_factory=dict)
     """Each peer's own records of the last rounds."""
     own: dict[str, Any] | None = None
@@ -104,7 +104,7 @@ class SwarmHistory:
     rounds: Rounds = field(default_factory=lambda: Rounds(""))
     """Records with times by the local clock."""
     traffic: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    phases: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
+    stages: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     by_peer: dict[str, tuple[RoundRecord, ...]] = field(default_factory=dict)
     """Each peer's own records of the last rounds."""
     control: Control | None = None
@@ -123,7 +123,7 @@ class SwarmHistory:
             self.rounds.add(record)
             if is_measured:
                 self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
-                self.phases.setdefault(record.round, {})[record.teller] = dict(record.seconds)
+                self.stages.setdefault(record.round, {})[record.teller] = dict(record.seconds)
         return records
 
 
@@ -172,7 +172,7 @@ def _publish(
     published.status = status_document(statuses, records)
     take = f"spes-p2p export --from {address} --output checkpoint"
     published.command = take if published.view["done"] else f"spes-p2p join {address}"
-    curves = series(records, history.traffic, config, history.control, history.phases)
+    curves = series(records, history.traffic, config, history.control, history.stages)
     if curves != published.curves:
         published.curves = curves
         published.curves_version += 1

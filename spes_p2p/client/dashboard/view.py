@@ -25,9 +25,9 @@ TIMELINE_ROUNDS = 8
 
 Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
 """Bytes (sent, received) by round and reporting peer."""
-Phases = Mapping[int, Mapping[str, Mapping[str, float]]]
-"""Seconds by round, reporting peer and phase."""
-PHASES = ("train", "announce", "exchange", "commit", "apply")
+Stages = Mapping[int, Mapping[str, Mapping[str, float]]]
+"""Seconds by round, reporting peer and stage."""
+STAGES = ("train", "announce", "exchange", "commit", "apply")
 
 
 def swarm_view(
@@ -68,7 +68,7 @@ def swarm_view(
 
 def series(
     records: Sequence[RoundRecord], traffic: Traffic, config: CampaignConfig, control: Control | None = None,
-    phases: Phases | None = None,
+    stages: Stages | None = None,
 ) -> dict[str, Any]:
     """Return curves since the start of the campaign, one column per quantity, and the schedule to its end.
 
@@ -85,7 +85,7 @@ def series(
         "tokens_per_second": [rates[i] for i in kept],
         "sent_bytes": [sent[i] for i in kept],
         "received_bytes": [received[i] for i in kept],
-        **{phase: [_mean_seconds((phases or {}).get(records[i].round, {}), phase) for i in kept] for phase in PHASES},
+        **{stage: [_mean_seconds((stages or {}).get(records[i].round, {}), stage) for i in kept] for stage in STAGES},
     }
     evaluated = [record for record in records if math.isfinite(record.validation_loss)]
     held_out = [evaluated[i] for i in thinned(len(evaluated), MAX_POINTS)]
@@ -126,9 +126,9 @@ def _mean_bytes(told: Mapping[str, tuple[int, int]], direction: int) -> float:
     return sum(pair[direction] for pair in told.values()) / len(told) if told else math.nan
 
 
-def _mean_seconds(told: Mapping[str, Mapping[str, float]], phase: str) -> float:
+def _mean_seconds(told: Mapping[str, Mapping[str, float]], stage: str) -> float:
     """Return the mean over the peers that trained; NaN without data."""
-    seconds = [by_phase.get(phase, 0.0) for by_phase in told.values() if "train" in by_phase]
+    seconds = [by_stage.get(stage, 0.0) for by_stage in told.values() if "train" in by_stage]
     return round(sum(seconds) / len(seconds), 3) if seconds else math.nan
 
 
@@ -147,24 +147,24 @@ def _called(totals: Totals, peer: str) -> dict[str, str]:
 def _lean(status: PeerStatus) -> dict[str, Any]:
     """Return a status without long fields that are the same for all peers."""
     document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=(), scores={}, continuations=()))
-    for name in ("owners", "members", "electorate", "phases", "scores", "continuations"):
+    for name in ("owners", "members", "electorate", "stages", "scores", "continuations"):
         del document[name]
     return document
 
 
 def _timeline(status: PeerStatus, records: Sequence[RoundRecord], now: float) -> list[tuple[str, float, float]]:
-    """(phase, began, ended) of the last rounds and the one under way, in seconds before `now`; the present phase ends at 0."""
+    """(stage, began, ended) of the last rounds and the one under way, in seconds before `now`; the present stage ends at 0."""
     spans: list[tuple[str, float, float]] = []
     for record in records[-TIMELINE_ROUNDS:]:
         ended, in_round = now - record.time, []
-        for phase, seconds in reversed(record.seconds):
-            in_round.append((phase, ended + seconds, ended))
+        for stage, seconds in reversed(record.seconds):
+            in_round.append((stage, ended + seconds, ended))
             ended += seconds
         spans.extend(reversed(in_round))
-    under_way = status.phases or ((status.phase, status.phase_seconds),)
+    under_way = status.stages or ((status.stage, status.stage_seconds),)
     ends = [*(began for _, began in under_way[1:]), 0.0]
     spans.extend((_SHORT.get(name, name), began, end) for (name, began), end in zip(under_way, ends, strict=True))
-    return [(phase, round(began, 2), round(ended, 2)) for phase, began, ended in spans]
+    return [(stage, round(began, 2), round(ended, 2)) for stage, began, ended in spans]
 
 
 _SHORT = {"training": "train", "announcing": "announce", "exchanging": "exchange", "committing": "commit", "applying": "apply"}

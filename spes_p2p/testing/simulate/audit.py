@@ -223,7 +223,7 @@ class Audit:
             self.measured.round_s.append(round(now_s - self.newest_at_s, 3))
         self._check_tokens(now_s, event)
         self._check_owners(now_s, event)
-        planned_s = now_s - sum(event.seconds.get(phase, 0.0) for phase in ("exchange", "commit", "apply"))
+        planned_s = now_s - sum(event.seconds.get(stage, 0.0) for stage in ("exchange", "commit", "apply"))
         for gone in list(self._gone.values()):
             self._follow_gone(gone, event, now_s, planned_s)
         for peer, tokens, _ in event.contributions:

@@ -28,7 +28,7 @@ POINTS = {
     "vote": "as elector, it answers with its vote, already on disk",
     "decide": "as coordinator, it sends the decision to an elector outside the round",
     "decided": "as coordinator, it sends a member the decided commit",
-    "remember": "as elector, it writes a promise or vote to its disk",
+    "record": "as elector, it writes a promise or vote to its disk",
     "log": "it appends a certificate to its log",
     "apply": "it starts to apply a decided commit",
     "save": "it writes its base to its disk",
@@ -46,7 +46,7 @@ _REQUESTS = {
 }
 _ANSWERS = {"prepare": "promise", "accept": "vote", "pull": "reduce", "base": "donate", "plan": "replay"}
 _ROUND_ANSWERS: dict[int, str] = {Kind.PROPOSAL: "plan", Kind.DECIDED: "decided"}
-_WRITES = {"results": "stage", "votes": "remember", "commits": "log", "base": "save", "checkpoint": "checkpoint"}
+_WRITES = {"results": "stage", "votes": "record", "commits": "log", "base": "save", "checkpoint": "checkpoint"}
 """By the first word of the blob's name."""
 _STATES = {"training": "training", "applying": "apply", "downloading": "download"}
 
