@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,12 @@ def following(fetch: Fetch, folder: Path, device: str, known_round: int) -> Iter
     `folder`: for checkpoints, which are removed once they are loaded.
     """
     ready: list[tuple[int, Continuation]] = []
-    loop = asyncio.new_event_loop()
+    running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
 
     async def follow() -> None:
-        newest = known_round
+        task, newest = asyncio.current_task(), known_round
+        assert task is not None
+        running.set_result((asyncio.get_running_loop(), task))
         while True:
             with contextlib.suppress(UserError):  # no newer base, or the swarm is silent: look again
                 made = await fetch(newest)
@@ -98,17 +101,15 @@ def following(fetch: Fetch, folder: Path, device: str, known_round: int) -> Iter
                 shutil.rmtree(checkpoint)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    task = loop.create_task(follow())
-
     def run() -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
+            asyncio.run(follow())
 
     thread = threading.Thread(target=run, name="newer bases")
     thread.start()
+    loop, task = running.result()
     try:
         yield lambda: ready.pop() if ready else None
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
-        loop.close()
