@@ -20,6 +20,7 @@ from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
 from spes_p2p.peer.part_frames import INDEX_BYTES
@@ -574,6 +575,34 @@ def test_a_member_that_lives_and_gives_its_exchange_up_is_not_waited_for() -> No
     simulate(main)
 
 
+@pytest.mark.parametrize("pushed", [0, 1])
+def test_among_many_members_one_that_lives_and_pushes_nothing_more_is_left_out_soon(pushed: int) -> None:
+    """How long a reducer waits follows from what the contributor pushes by the plan, not from the number of members."""
+
+    async def main() -> None:
+        experts = [TensorSpec(f"experts.{e}.gate_up_proj", (2, 2), "expert", 0, e) for e in range(4)]
+        layout = Layout([TensorSpec("embed", (1024, 64), "shared"), *experts])
+        names = [f"{i:02d}" for i in range(48)]
+        tarpit, others = names[0], names[1:]
+        plan = make_plan_of([member(name, 10, SHARED_ONLY, 0.0 if name == tarpit else 12.5e6) for name in names])
+        played = await Round.open(plan, random_updates(plan, layout=layout), timeout_s=900.0, layout=layout, part_bytes=2**14)
+
+        async def dawdle(part: Part) -> None:
+            async with played.boards[tarpit].stream(names[part.reducer], PUSH) as stream:
+                await stream.send(pack(PushHeader(plan.id)))
+                for _ in range(pushed):
+                    await stream.send(frame(part, bytes(4 * part.size)), kind=Kind.PART)
+                await stream.message()
+
+        dawdling = [asyncio.ensure_future(dawdle(part)) for part in played.empty().parts]
+        await played.run(others)
+        assert asyncio.get_running_loop().time() < 2 * SILENCE_S
+        assert all(played.exchanges[others[0]].results.verified(part) for part in played.empty().parts)
+        await end_tasks(dawdling)
+
+    simulate(main)
+
+
 @pytest.mark.parametrize("thin", ["A", "B"])
 def test_a_member_that_gives_up_is_neither_waited_for_nor_sent_more_on_thin_lines(thin: str) -> None:
     """B gives up while it pushes (its own line is thin), or while A still pushes to it."""
@@ -597,6 +626,6 @@ def test_a_member_that_gives_up_is_neither_waited_for_nor_sent_more_on_thin_line
         if thin == "A":
             assert network.sent_bytes["A", "B"] < to_b / 2
         else:
-            assert asyncio.get_running_loop().time() < played.exchanges["B"]._transfers.push_s()
+            assert asyncio.get_running_loop().time() < played.exchanges["B"]._transfers.push_s
 
     simulate(main)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from spes_p2p.messages.codec import pack, unpack
+from spes_p2p.messages.consensus import Ballot, Signed
+from spes_p2p.messages.fields import MAX_MEMBERS
+from spes_p2p.messages.framing import MAX_FRAME_BYTES
+from spes_p2p.messages.rounds import Proposal
+from spes_p2p.peer.coordinator import fitting
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign
 from spes_p2p.testing.virtual_loop import run_virtual
 
@@ -40,3 +46,11 @@ def test_who_came_too_late_and_is_dead_holds_up_one_round_at_most() -> None:
         assert asyncio.get_running_loop().time() - began < 40  # a round takes some 1 s, a wait in each `silence_s` more
 
     run_virtual(main())
+
+
+def test_a_plan_takes_no_more_members_than_a_proposal_can_name() -> None:
+    signed = [Signed(f"{i:06d}", b"announcement", b"") for i in range(MAX_MEMBERS + 5)]
+    chosen = fitting(signed, MAX_FRAME_BYTES)
+    proposal = Proposal(0, "", Ballot(0, "coordinator"), chosen)
+    assert len(chosen) == MAX_MEMBERS
+    assert unpack(Proposal, pack(proposal)) == proposal

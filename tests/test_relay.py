@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.content.fetcher import Fetcher
-from spes_p2p.content.relay import FANOUT, Relay
+from spes_p2p.content.relay import FANOUT, FANOUT_LARGE, LARGE_BYTES, Relay
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable
 from spes_p2p.messages.codec import unpack
@@ -31,8 +31,10 @@ def relay_of(network: MemoryNetwork, name: str) -> Relay:
     return Relay(endpoint, Fetcher(endpoint))
 
 
-async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str, Message], int]:
-    """What each living member got of a coordinator "C", and the bytes that C sent."""
+async def spread(
+    count: int, gone: set[int], liars: set[int], record: Message = RECORD, hears: bool = False
+) -> tuple[dict[str, Message], int]:
+    """What each living member got of a coordinator "C", and the bytes that C sent. `hears`: those gone only fall silent."""
     network, members = MemoryNetwork(latency_s=0.05), members_of(count)
     endpoints = {name: RpcEndpoint(network.transport(name), 5.0) for name in ["C", *members]}
     relays = {name: Relay(endpoint, Fetcher(endpoint)) for name, endpoint in endpoints.items()}
@@ -48,8 +50,9 @@ async def spread(count: int, gone: set[int], liars: set[int]) -> tuple[dict[str,
             await server.serve("record", lie)
     living = [i for i in range(count) if i not in gone]
     for i in gone:
-        network.kill(members[i])
-    sent = {i: relays["C"].addressed(RECORD, i, members) for i in living}
+        (network.pause if hears else network.kill)(members[i])
+    message_to = relays["C"].addressed(Kind.PROPOSAL, bytes(record.body), members)
+    sent = {i: message_to(members[i]) for i in living}
     got = await asyncio.gather(*(network.run_peer(members[i], relays[members[i]].received(sent[i])) for i in living))
     told_bytes = sum(len(message.body) for message in sent.values())
     return dict(zip([members[i] for i in living], got, strict=True)), told_bytes + endpoints["C"].sent["record"]
@@ -69,10 +72,25 @@ def test_the_coordinator_sends_the_record_to_a_few_only() -> None:
     assert sent < FANOUT * len(RECORD.body) + 150 * 160
 
 
+def test_a_large_record_goes_to_fewer() -> None:
+    large = Message(bytes(LARGE_BYTES + 1), Kind.PROPOSAL)
+    got, sent = run_virtual(spread(150, set(), set(), large))
+    assert [*got.values()] == [large] * 150
+    assert sent < FANOUT_LARGE * len(large.body) + 150 * 160
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_only_the_children_of_a_silent_member_ask_the_coordinator(silent: int) -> None:
+    large = Message(bytes(LARGE_BYTES + 1), Kind.PROPOSAL)
+    got, sent = run_virtual(spread(150, {silent}, set(), large, hears=True))
+    assert [*got.values()] == [large] * 149
+    assert sent < 2 * FANOUT_LARGE * len(large.body) + 150 * 160
+
+
 def test_nobody_passes_on_to_more_than_a_few() -> None:
     members = members_of(300)
     relay = relay_of(MemoryNetwork(), "C")
-    told = [relay.addressed(RECORD, i, members) for i in range(FANOUT, 300)]
+    told = [*map(relay.addressed(Kind.PROPOSAL, bytes(RECORD.body), members), members[FANOUT:])]
     assert all(message.kind == Kind.PASSED for message in told)
     parents = [unpack(Passed, message.body).holders[0] for message in told]
     assert max(parents.count(parent) for parent in set(parents)) <= FANOUT
@@ -82,7 +100,7 @@ def test_a_record_that_nobody_has_is_an_error_after_a_bounded_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.05)
         member = relay_of(network, "009")
-        message = relay_of(network, "C").addressed(RECORD, 9, members_of(10))
+        message = relay_of(network, "C").addressed(Kind.PROPOSAL, bytes(RECORD.body), members_of(10))("009")
         with pytest.raises(PeerUnreachable):
             await network.run_peer("009", member.received(message))
         assert asyncio.get_running_loop().time() < 30

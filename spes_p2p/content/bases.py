@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.content.fetcher import Fetcher
+from spes_p2p.content.fetcher import Fetcher, widening
 from spes_p2p.content.pieces import BadPiece, Body, from_hex, listed, single
 from spes_p2p.content.transfer import ContentServer
 from spes_p2p.errors import PeerUnreachable, Refused
@@ -150,14 +150,18 @@ class PartialDownload:
 async def collect_offers(
     endpoint: RpcEndpoint, donors: Sequence[str], commit: str, elements: int, known: Collection[str] = (), digest: str = ""
 ) -> list[Offer]:
-    """Ask all donors for a commit's base; return the offers with this digest and log the others.
+    """Ask donors for a commit's base, more and more of them until there are offers; return those with this digest.
 
-    Without a digest, the most common one counts. `known`: peers that outvote all others if any of them answers, since anybody
-    can register any number of strangers.
+    Without a digest, the most common one counts; other offers are logged. `known`: peers that are asked first and outvote all
+    others if any of them answers, since anybody can register any number of strangers.
     """
-    infos = zip(donors, await asyncio.gather(*(_ask_info(endpoint, donor, commit) for donor in donors)), strict=True)
-    offers = [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
-    if not offers:
+    offers: list[Offer] = []
+    for some in widening(sorted(donors, key=lambda donor: donor not in known)):
+        infos = zip(some, await asyncio.gather(*(_ask_info(endpoint, donor, commit) for donor in some)), strict=True)
+        offers = [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
+        if offers:
+            break
+    else:
         return []
     counting = [offer for offer in offers if offer.donor in known] or offers
     agreed = digest or Counter(offer.info.digest for offer in counting).most_common(1)[0][0]

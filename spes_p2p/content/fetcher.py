@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from spes_p2p.content.pieces import BadPiece, Body, Content, Donor, Keep
@@ -46,7 +46,19 @@ MIN_BYTES_PER_S = 2**10
 LATE_SILENCES, LATE_BYTES_PER_S = 0.25, 2**16
 """A request is late when nothing arrives for this fraction of `silence_s`, or below this mean rate."""
 
+FIRST_ASKED, WIDENING = 16, 4
+"""Ask this many peers for what many have, then this many times more, until somebody has it."""
+
 Tiers = Sequence[Sequence[Donor]]
+
+
+def widening(peers: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the peers in groups, each several times as large as the one before; an empty one if there are none."""
+    yield peers[:FIRST_ASKED]
+    begin, size = FIRST_ASKED, WIDENING * FIRST_ASKED
+    while begin < len(peers):
+        yield peers[begin : begin + size]
+        begin, size = begin + size, WIDENING * size
 
 
 class Fetcher:

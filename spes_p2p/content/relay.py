@@ -1,7 +1,8 @@
 """Fan-out of a round's records (plan, decided commit) over a tree of members.
 
-The coordinator sends a record to the first FANOUT members. Every other member gets its hash and the name of its parent in the
-tree, fetches the record there, and falls back to the coordinator. A member has at most FANOUT children.
+The coordinator sends a record to the first FANOUT members, FANOUT_LARGE if it is large. Every other member gets its hash and
+the name of its parent in the tree, fetches the record there, and falls back to the coordinator. A member has at most as many
+children.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.content.pieces import Body, from_hex, single
@@ -21,9 +22,14 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
 
-FANOUT = 8
-KEPT_RECORDS = 8
-"""Bounds the records held for other members: those of the current round and of a few attempts."""
+FANOUT, FANOUT_LARGE = 8, 3
+LARGE_BYTES = 2**16
+"""Send records above this size to FANOUT_LARGE members only: its copies, one after the other, take longer than another tier."""
+WAIT_SILENCES = 1.5
+"""Wait this many times `silence_s` for a record that is asked for: after one, a member whose parent is silent gets it from the
+coordinator, and its own children should not ask there, too."""
+KEPT_RECORDS = 4
+"""Bounds the records held for other members: plan and commit of the current round, and of another attempt or round."""
 
 
 class Relay:
@@ -38,20 +44,28 @@ class Relay:
         """Start to serve records, without a bound on peers: records are small and a member has few children."""
         await server.serve("record", self._record)
 
-    def keep(self, record: bytes) -> None:
-        """Hold a record for other members."""
-        self._records[hashlib.sha256(record).hexdigest()] = record
+    def keep(self, record: bytes) -> str:
+        """Hold a record for other members; return its hex sha256."""
+        sha256 = hashlib.sha256(record).hexdigest()
+        self._records[sha256] = record
         while len(self._records) > KEPT_RECORDS:
             self._records.popitem(last=False)
         self._changed.set()
+        return sha256
 
-    def addressed(self, message: Message, index: int, members: Sequence[str]) -> Message:
-        """Return what the coordinator sends to the member of this index: the record, or its hash and holders."""
-        if index < FANOUT:
-            return message
-        self.keep(bytes(message.body))
-        holders = (members[index // FANOUT - 1], self._endpoint.peer_id)
-        return Message(pack(Passed(message.kind, hashlib.sha256(message.body).hexdigest(), holders)), Kind.PASSED)
+    def addressed(self, kind: Kind, record: bytes, members: Sequence[str]) -> Callable[[str], Message]:
+        """Keep a coordinator's record; return what it sends to each peer: the record, or its hash and holders."""
+        whole, sha256, places = Message(record, kind), self.keep(record), {peer: i for i, peer in enumerate(members)}
+        fanout = FANOUT if len(record) <= LARGE_BYTES else FANOUT_LARGE
+
+        def message_to(peer: str) -> Message:
+            index = places.get(peer, 0)
+            if index < fanout:
+                return whole
+            holders = (members[index // fanout - 1], self._endpoint.peer_id)
+            return Message(pack(Passed(kind, sha256, holders)), Kind.PASSED)
+
+        return message_to
 
     async def received(self, message: Message) -> Message:
         """Return the record that a coordinator's message contains or names. Raises PeerUnreachable, WireError."""
@@ -69,8 +83,8 @@ class Relay:
         return bytes(await self._fetcher.fetch_single(content, [self._fetcher.peers([holder]) for holder in passed.holders]))
 
     async def _record(self, sha256: str, index: int) -> Body | None:
-        """Return a record to serve; wait up to `silence_s` for one that has not arrived yet."""
-        deadline = asyncio.get_running_loop().time() + self._endpoint.silence_s
+        """Return a record to serve; wait a while for one that has not arrived yet."""
+        deadline = asyncio.get_running_loop().time() + WAIT_SILENCES * self._endpoint.silence_s
         while sha256 not in self._records:
             self._changed.clear()
             try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, lru_cache, partial
@@ -31,8 +32,8 @@ _Reader = Callable[["_Source"], Any]
 NONE = 0xC0
 """msgpack's byte for None."""
 
-SHARED_BYTES = 2**16
-"""Larger records are not shared (`share_records`)."""
+SHARED_BYTES, SHARED_LARGE = 2**10, 64
+"""Keep fewer of the records that are larger than this (`share_records`): proposals and commits of the last rounds."""
 
 
 class WireError(ValueError):
@@ -60,17 +61,29 @@ def unpack(cls: type[Record], data: Buffer) -> Record:
 
 
 def share_records(count: int) -> None:
-    """Keep the last `count` small records that were read, for a process of many peers, which read the same ones.
+    """Keep the last `count` small records that were read, and the last large ones, for a process whose peers read the same.
 
-    Records are immutable, and the same bytes of the same type always give the same record.
+    Records are immutable, and the same bytes of the same type always give the same record. What a large one is packed as is
+    kept, too.
     """
-    global _read
-    kept = lru_cache(count)(_read_record)
+    global _read, _listed
+    small, large = lru_cache(count)(_read_record), lru_cache(SHARED_LARGE)(_read_record)
+    listed: OrderedDict[int, tuple[Any, list[Any]]] = OrderedDict()
 
     def read(cls: Any, data: Buffer) -> Any:
-        return kept(cls, bytes(data)) if len(data) <= SHARED_BYTES else _read_record(cls, data)
+        if len(data) <= SHARED_BYTES:
+            return small(cls, bytes(data))
+        record = large(cls, bytes(data))
+        listed[id(record)] = record, _list(record)
+        while len(listed) > SHARED_LARGE:
+            listed.popitem(last=False)
+        return record
 
-    _read = read
+    def list_or_recall(record: Any) -> list[Any]:
+        found = listed.get(id(record))
+        return _list(record) if found is None else found[1]
+
+    _read, _listed = read, list_or_recall
 
 
 def _read_record(cls: Any, data: Buffer) -> Any:
@@ -111,14 +124,20 @@ def _plain(value: Any) -> Any:
         return value
     if kind is tuple or kind is list:
         return [_plain(item) for item in value]
-    if is_dataclass(value):
-        values = _all_fields(value)
-        for default in _trailing_defaults(kind):
-            if values[-1] != default:
-                break
-            values.pop()
-        return values
-    return value
+    return _listed(value) if is_dataclass(value) else value
+
+
+def _list(record: Any) -> list[Any]:
+    """Return the record's fields without trailing defaults."""
+    values, kind = _all_fields(record), typing.cast(Any, type(record))
+    for default in _trailing_defaults(kind):
+        if values[-1] != default:
+            break
+        values.pop()
+    return values
+
+
+_listed: Callable[[Any], list[Any]] = _list
 
 
 def _all_fields(record: Any) -> list[Any]:

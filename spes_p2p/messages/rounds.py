@@ -208,7 +208,7 @@ class Manifest:
     inputs: Annotated[bytes, MaxLen(32 * MAX_PARTS)]
     """For each part, the digest of what its mean was made from (`rounds/sums.py`); zeros for a part that is not a mean."""
 
-    @property
+    @cached_property
     def root(self) -> bytes:
         """Return the manifest's sha256, 32 bytes."""
         return hashlib.sha256(pack(self)).digest()
@@ -230,7 +230,7 @@ class Staged(Extensible):
     roots: Roots
     """Those roots, with empty bytes for the missing ones, once the coordinator asks because members' manifests differ."""
     parts: Annotated[bytes, MaxLen(MAX_PARTS // 8)]
-    """One bit per part of the plan: held, and matching its manifest."""
+    """One bit per part of the plan: held, and matching its manifest. Empty: all are."""
     incarnation: Incarnation
     """The member's incarnation, if the commit makes it an elector."""
     judged: bool = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from spes_p2p.observe.outliers import outlier_bound
 
@@ -45,7 +45,10 @@ class SilenceDetector:
         self.heartbeat_s = min(HEARTBEAT_S, ceiling_s / 4)
         self._all: deque[float] = deque(maxlen=KEPT_GAPS)
         self._of: dict[str, deque[float]] = {}
+        self._shared_bound: float | None = None
+        """From all peers' gaps; None when there is a new one."""
         self._bounds: dict[str, float] = {}
+        """Of peers with enough gaps of their own, until the next one."""
         self._heard_at: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
 
@@ -53,7 +56,8 @@ class SilenceDetector:
         """Record the gap between two heartbeats of a peer."""
         self._of.setdefault(peer, deque(maxlen=KEPT_GAPS)).append(gap_s)
         self._all.append(gap_s)
-        self._bounds.clear()
+        self._shared_bound = None
+        self._bounds.pop(peer, None)
 
     def heard(self, peer: str, now_s: float) -> None:
         """Something came from this peer."""
@@ -80,8 +84,14 @@ class SilenceDetector:
 
     def bound(self, peer: str) -> float:
         """Seconds of silence after which this peer counts as dead."""
+        own = self._of.get(peer, ())
+        if len(own) < ENOUGH_GAPS:
+            if self._shared_bound is None:
+                self._shared_bound = self._bound_of(self._all)
+            return self._shared_bound
         if peer not in self._bounds:
-            own = self._of.get(peer, ())
-            gaps = own if len(own) >= ENOUGH_GAPS else self._all
-            self._bounds[peer] = silence_bound(tuple(gaps), FLOOR_HEARTBEATS * self.heartbeat_s, self.ceiling_s)
+            self._bounds[peer] = self._bound_of(own)
         return self._bounds[peer]
+
+    def _bound_of(self, gaps: Iterable[float]) -> float:
+        return silence_bound(tuple(gaps), FLOOR_HEARTBEATS * self.heartbeat_s, self.ceiling_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ from spes_p2p.consensus.proposer import Proposer, ProposerState, Reply, Send
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Control, Decide, Prepare, Promise, Signed, Vote
+from spes_p2p.messages.fields import MAX_MEMBERS
 from spes_p2p.messages.framing import MAX_FRAME_BYTES, Kind, Message
 from spes_p2p.messages.methods import ACCEPT, DECIDE, PREPARE
 from spes_p2p.messages.refusals import Code
@@ -56,6 +57,9 @@ class Coordination:
         self._reports: StagedReports | None = None
         """None until the round is planned."""
         loop = asyncio.get_running_loop()
+        self._proposal_to: Callable[[str], Message]
+        self._decided_to: Callable[[str], Message]
+        """What each member gets as the proposal, and as the decided commit; once there is one."""
         self._plan: asyncio.Future[Plan | CertifiedCommit] = loop.create_future()
         self._decided: asyncio.Future[CertifiedCommit] = loop.create_future()
 
@@ -66,6 +70,7 @@ class Coordination:
             await self._members.wait()
             decided = await self._decide()
             self._node.decisions.learn(decided)
+            self._decided_to = self._node.relay.addressed(Kind.DECIDED, pack(decided), decided.commit.members)
             self._decided.set_result(decided)
             await self._notify_electors(decided)
         except (AttemptFailed, Refused, WireError, UserError) as error:
@@ -102,8 +107,8 @@ class Coordination:
             plan = await stream.alive(asyncio.shield(self._plan))
             if isinstance(plan, Plan):
                 await self._serve_proposal(stream, plan, announcement)
-            decided = await stream.alive(asyncio.shield(self._decided))
-            await self._send_record(stream, Kind.DECIDED, pack(decided), decided.commit.members)
+            await stream.alive(asyncio.shield(self._decided))
+            await self._send_record(stream, self._decided_to)
         finally:
             self._members.leave(stream)
 
@@ -115,7 +120,7 @@ class Coordination:
             raise Refused(Code.DIGEST, "your base differs from most members' bases")
         if index is None:
             raise Refused(Code.CLOSED, "the plan of this attempt was being made")
-        await self._send_record(stream, Kind.PROPOSAL, pack(plan.proposal), [member.peer for member in plan.members])
+        await self._send_record(stream, self._proposal_to)
         report: asyncio.Future[Message] | None = None
         try:
             await reports.begin(stream)
@@ -137,9 +142,8 @@ class Coordination:
             if report is not None:
                 await end_tasks([report])
 
-    async def _send_record(self, stream: Stream, kind: Kind, record: bytes, members: Sequence[str]) -> None:
-        index = members.index(stream.remote) if stream.remote in members else 0
-        message = self._node.relay.addressed(Message(record, kind), index, members)
+    async def _send_record(self, stream: Stream, record_to: Callable[[str], Message]) -> None:
+        message = record_to(stream.remote)
         await stream.send(bytes(message.body), kind=message.kind)
 
     async def _sit_out_pause(self) -> None:
@@ -171,6 +175,8 @@ class Coordination:
                 self._context, self._members, Results.empty(plan, self._replica.layout, self._replica.codecs)
             )
             self._node.meet_members(plan)
+            members = [member.peer for member in plan.members]
+            self._proposal_to = self._node.relay.addressed(Kind.PROPOSAL, pack(plan.proposal), members)
             self._plan.set_result(plan)
             await self._reports.wait()
             results = self._reports.results
@@ -225,8 +231,11 @@ class Coordination:
 
 
 def fitting(signed: Iterable[Signed], budget_bytes: int) -> tuple[Signed, ...]:
-    """Return these records by peer, without the longest where all do not fit: no member makes a plan too long for all."""
-    shortest = sorted(signed, key=lambda each: len(each.record))
+    """Return these records by peer, without the longest where all do not fit: no member makes a plan too long for all.
+
+    At most MAX_MEMBERS of them, since nobody reads a proposal with more.
+    """
+    shortest = sorted(signed, key=lambda each: len(each.record))[:MAX_MEMBERS]
     sizes = accumulate(len(pack(each)) for each in shortest)
     kept = [each for each, size in zip(shortest, sizes, strict=True) if size <= budget_bytes]
     return tuple(sorted(kept, key=lambda each: each.peer))

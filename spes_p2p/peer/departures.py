@@ -65,8 +65,11 @@ class Departures:
         return tuple(farewell for farewell in said if farewell is not None)
 
     async def _tell(self, leave: Leave) -> None:
-        request = pack(sign(leave, self._identity))
+        """Tell all whom it concerns, if this peer is a member or elector: nobody takes another peer's word."""
         last = self._decisions.log.last
+        if self._endpoint.peer_id not in {*last.members, *last.electorate}:
+            return
+        request = pack(sign(leave, self._identity))
         others = sorted({*last.members, *last.electorate, *last.helpers} - {self._endpoint.peer_id})
         await asyncio.gather(*(self._tell_one(peer, request) for peer in others), return_exceptions=True)
 

@@ -20,6 +20,8 @@ from spes_p2p.rounds.stragglers import patience_s, straggler_delay
 logger = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
+WAITING_SHARE = 0.25
+"""Ping missing members often once this share of the expected ones wait for them, or a quorum."""
 COURTESY_SHARE = 0.05
 """Wait for late arrivals for at most this share of the time."""
 MAX_LATE = 64
@@ -102,6 +104,9 @@ class Gathering:
         self._done_at: dict[str, float] = {}
         """Loop time at which each member's phase was done."""
         self._quorum_at: float | None = None
+        self._pinged: dict[str, tuple[float, float]] = {}
+        """By peer: the loop time of its last ping, and the seconds until the next one."""
+        self._told_to_stop: set[str] = set()
         self._dead: dict[str, int] = {}
         """Peers that did not answer, with the number of times that they had said to be back: another time revives them."""
 
@@ -163,7 +168,9 @@ class Gathering:
             if late and waited_s > self._patience() + sync.silence_s:
                 return
             if missing or coming:
-                await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in sorted(missing | coming)))
+                are_waiting = self._quorum_at is not None or len(trainers) >= WAITING_SHARE * len(expected)
+                due = self._due_for_ping(missing | coming, missing if late else set(), are_waiting, now)
+                await asyncio.gather(*(self._ping(peer, late and peer in missing) for peer in due))
                 context.too_late.peers.difference_update(self._dead_peers())
             waits_s = PING_EVERY_S if all_there_at is None else min(PING_EVERY_S, max(0.0, all_there_at + limit_s - now))
             with contextlib.suppress(asyncio.TimeoutError):
@@ -211,6 +218,22 @@ class Gathering:
         if self._quorum_at is None:
             return 0.0
         return patience_s(self._context.node.straggler_delay, self._quorum_at - self._context.phase_began)
+
+    def _due_for_ping(self, peers: set[str], to_stop: set[str], are_waiting: bool, now: float) -> list[str]:
+        """Return which of these peers to ping now. Those `to_stop` are told at once.
+
+        While other members wait for them, peers are pinged every PING_EVERY_S. Before that a dead peer delays nobody, so the
+        interval doubles up to `silence_s`.
+        """
+        longest_s = PING_EVERY_S if are_waiting else self._context.node.endpoint.silence_s
+        due = []
+        for peer in sorted(peers):
+            at, gap_s = self._pinged.get(peer, (-math.inf, PING_EVERY_S / 2))
+            if now - at >= min(gap_s, longest_s) or peer in to_stop - self._told_to_stop:
+                self._pinged[peer] = now, min(2 * gap_s, longest_s)
+                due.append(peer)
+        self._told_to_stop |= to_stop
+        return due
 
     async def _ping(self, peer: str, stop: bool) -> None:
         """Find out whether a peer is there. One that claims later rounds is not waited for: it proves them, or it lies."""

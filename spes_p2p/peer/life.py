@@ -241,7 +241,7 @@ class Peer:
         world = self.node.world
         await world.run_blocking(self._archive.file, world.store, self.replica.base, self._wanted_round(), world.threads)
         await self._evaluation.evaluate_if_due()
-        await self.node.refresh_contacts()
+        await self.node.refresh_contacts(only_if_due=True)
 
     def _source_of_base(self) -> str:
         """Return where the last commit's base comes from when no round was applied."""

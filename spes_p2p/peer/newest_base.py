@@ -85,7 +85,7 @@ class NewestBase:
             if self._node.role != "helper":
                 await self._node.decisions.ask_for_reform()
         await asyncio.sleep(RETRY_S)
-        await self._node.refresh_contacts()
+        await self._node.refresh_contacts(only_if_due=True)
         self._node.require_admitted(self._node.controls.newest)
 
     def found(self) -> None:

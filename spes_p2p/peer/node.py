@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 CONTACT_EVERY_S = 5.0
 """Refresh this peer's contact in the DHT this often."""
+CONTACTS_READ_PER_S = 8.0
+"""Bounds how often the contacts of all peers are read: with N peers, every N divided by this many seconds."""
 CONTACT_TTL_S = 20.0
 """A contact that is not refreshed for this long expires."""
 MAX_CONCURRENT_CLAIMS = 4
@@ -80,6 +83,8 @@ class Node:
         self.endpoint.admit = self._check_method
         self.departures = Departures(self.endpoint, world.identity, self.decisions, rules)
         self.contacts: dict[str, Contact] = {}
+        """In random order, so that peers do not all ask the same ones."""
+        self._looked_up_at = -math.inf
         self.content, self.fetcher = ContentServer(self.endpoint), Fetcher(self.endpoint)
         self.relay = Relay(self.endpoint, self.fetcher)
         self.straggler_delay: deque[float] = deque(maxlen=KEPT_ARRIVALS)
@@ -140,12 +145,12 @@ class Node:
     def others(self, role: str | None = None) -> list[str]:
         """Return the other peers in the registry: first those of the last commit, last those with an unproven claim.
 
-        Between them, those that claim the newest commit come first.
+        Between them, those that claim the newest commit come first, in random order.
         """
         found = [p for p, contact in self.contacts.items() if p != self.peer_id and role in (None, contact.role)]
         known, now = self.log.last.participants, asyncio.get_running_loop().time()
         doubted = {peer for peer, until in self._doubted_until.items() if until > now}
-        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round, peer))
+        return sorted(found, key=lambda peer: (peer not in known, peer in doubted, -self.contacts[peer].round))
 
     def coordinators(self) -> tuple[str, ...]:
         """Return the next round's coordinators, in the order of their turns."""
@@ -180,20 +185,31 @@ class Node:
         rule, identity, now_s = self.campaign.config.admission, self.world.identity, self.world.wall_time()
         check_admission(rule, peer, trains, invitation, self.log.last, control, identity, now_s)
 
-    async def refresh_contacts(self) -> None:
-        """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by."""
+    async def refresh_contacts(self, only_if_due: bool = False) -> None:
+        """Renew this peer's contact, look up the others, and learn the commits and control records that they are ahead by.
+
+        `only_if_due`: look up the others only if the last time is long ago for this number of peers.
+        """
         contact = Contact(
             self.campaign_hash, self.world.protocol, self.role, self.log.round, self.log.last.id,
             self.world.transport.addresses[:MAX_CONTACT_ADDRESSES], self.controls.number, self.base_loss,
         )
-        key = registry_key(self.campaign_hash)
+        key, now = registry_key(self.campaign_hash), asyncio.get_running_loop().time()
+        is_due = now - self._looked_up_at >= len(self.contacts) / CONTACTS_READ_PER_S
         with contextlib.suppress(PeerUnreachable):
             await self.world.registry.put(key, pack(contact), CONTACT_TTL_S)
-            found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
-            self.contacts = {peer: each for peer, each in found.items() if takes_part(self.log.last, peer)}
+            if is_due or not only_if_due:
+                self._looked_up_at = now
+                await self._look_up()
         trainers = sum(contact.role == "trainer" for contact in self.contacts.values())
         helpers, living = len(self.contacts) - trainers, tuple(sorted(self.contacts))
         self._observer(PeersSeen(trainers, helpers, living, self.log.last.electorate))
+
+    async def _look_up(self) -> None:
+        found = await find_contacts(self.world.registry, self.world.transport, self.campaign_hash)
+        taking_part = sorted(peer for peer in found if takes_part(self.log.last, peer))
+        self.world.rng.shuffle(taking_part)
+        self.contacts = {peer: found[peer] for peer in taking_part}
         for peer in self.others():
             contact = self.contacts[peer]
             self.check_claim(peer, contact.round, contact.commit, contact.control)
@@ -229,7 +245,7 @@ class Node:
         while True:
             await asyncio.sleep(CONTACT_EVERY_S)
             try:
-                await self.refresh_contacts()
+                await self.refresh_contacts(only_if_due=True)
             except Exception:  # a contact that is not renewed makes this peer disappear
                 logger.exception("refreshing the contacts failed")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from spes_p2p.messages.codec import WireError
-from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S
 
 INDEX_BYTES, WEIGHT_BYTES = 8, 8
 """A part's index and an update's tokens, little-endian; sized to keep the values behind them aligned."""
@@ -37,15 +36,15 @@ def read_update(message: memoryview) -> tuple[int, int, memoryview]:
 
 
 class Deadline:
-    """The loop time at which a transfer stalls. Bytes that move extend it by the time that the slowest line needs for them."""
+    """The loop time at which a transfer stalls. Bytes that move extend it by the time that a slow line needs for them."""
 
-    def __init__(self, streams: int):
-        """`streams`: how many share a line."""
+    def __init__(self, streams: int, bytes_per_s: float):
+        """`streams`: how many share the line. `bytes_per_s`: of a line that is just not stalled."""
         self.at: float | None = None
         """None before `extend`."""
-        self._streams = max(1, streams)
+        self._s_per_byte = max(1, streams) / bytes_per_s
 
     def extend(self, size: int, patience_s: float) -> None:
         """Note that `size` bytes moved; nothing else may move for at most `patience_s`."""
         limit = asyncio.get_running_loop().time() + patience_s
-        self.at = limit if self.at is None else min(limit, self.at + size / SLOWEST_BYTES_PER_S * self._streams)
+        self.at = limit if self.at is None else min(limit, self.at + size * self._s_per_byte)

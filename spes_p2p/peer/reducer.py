@@ -22,7 +22,7 @@ from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, numbered, read_update
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, mask_bytes, pulls, to_mask
+from spes_p2p.rounds.parts import Part, mask_bytes, pulls, push_turns, stall_rates, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
 from spes_p2p.rounds.results import ABSENT
 from spes_p2p.rounds.sums import added_residual, inputs_digest, make_mean, to_residual
@@ -54,6 +54,10 @@ class Reducer:
         self._masks: dict[int, bytes] = {}
         self._clipped: dict[int, bytes] = {}
         self._inputs: dict[int, bytes] = {}
+        self._awaited = {index: set(part.contributors) - {context.me} for index, part in self._mine.items()}
+        """By part index: contributors whose update is still waited for."""
+        self._gone: set[int] = set()
+        """Contributors that were removed from these, as they are lost or have finished."""
         self._lost: set[int] = set()
         """Members whose updates are not waited for."""
         self._pushing: set[int] = set()
@@ -62,9 +66,7 @@ class Reducer:
         """Those of them whose stream has ended."""
         self._deadlines: dict[int, Deadline] = {}
         """By contributor: the time until which more of its updates must arrive."""
-        part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
-        self._patience_s = context.endpoint.silence_s + len(context.others) * part_bytes / SLOWEST_BYTES_PER_S
-        """For how long nothing may arrive from a contributor, which also sends to other reducers."""
+        self._turns, self._rates = push_turns(context.results.parts), stall_rates(context.plan.members)
         self._closed: set[int] = set()
         self._order: list[int] = []
         """Indices of closed parts, in the order of closing."""
@@ -95,8 +97,8 @@ class Reducer:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), self.context.endpoint.silence_s / 4)
             waited_s = clock() - started
-            silent = {i for i, peer in enumerate(self.context.names) if waited_s >= detector.bound(peer)}
-            self._lost |= silent - self._pushing - {self.context.me}
+            unheard = set().union(*self._awaited.values()) - self._pushing - self._lost
+            self._lost |= {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
             self._lost |= {i for i in self._pushing if clock() >= self._push_due_at(i, started)}
             if waited_s >= PUSH_SHARE * self.context.timeout_s:
                 self._lost |= set(self.context.others)
@@ -105,15 +107,20 @@ class Reducer:
 
     def _push_due_at(self, contributor: int, started: float) -> float:
         deadline = self._deadlines.get(contributor)
-        return started + self._patience_s if deadline is None or deadline.at is None else deadline.at
+        return started + self._patience_s(contributor) if deadline is None or deadline.at is None else deadline.at
+
+    def _patience_s(self, contributor: int) -> float:
+        """Return for how long nothing may arrive from a contributor, which sends to other reducers, too."""
+        turn_bytes = self._turns.get(contributor, (0, 0))[1]
+        return self.context.endpoint.silence_s + turn_bytes / self._rates[contributor]
 
     async def take_updates(self, stream: Stream, sender: int) -> None:
         """Take a contributor's updates of parts."""
         self._pushing.add(sender)
-        deadline = self._deadlines.setdefault(sender, Deadline(len(self.context.others)))
+        deadline = self._deadlines.setdefault(sender, Deadline(self._turns.get(sender, (0, 0))[0], self._rates[sender]))
         try:
             while (message := await stream.any_message()).kind != Kind.END:
-                deadline.extend(len(message.body), self._patience_s)
+                deadline.extend(len(message.body), self._patience_s(sender))
                 if message.kind == Kind.PART:
                     self._take(sender, memoryview(message.body))
                 elif message.kind == Kind.PUSHED:
@@ -185,21 +192,21 @@ class Reducer:
             if sender in arrived or index in self._closed:
                 continue
             arrived[sender] = Input(each.update, each.body, signed)
-            if self._is_complete(self._mine[index]):
+            self._awaited[index].discard(sender)
+            if not self._awaited[index]:
                 self._close(self._mine[index])
         if len(self._closed) == len(self._mine):
             self._news.set()
 
     async def _close_complete(self) -> None:
+        gone = (self._lost | self._finished_pushing) - self._gone
+        self._gone |= gone
         for count, (index, part) in enumerate(self._mine.items()):
-            if index not in self._closed and self._is_complete(part):
+            self._awaited[index] -= gone
+            if index not in self._closed and not self._awaited[index]:
                 self._close(part)
                 if count % YIELD_EVERY == 0:
                     await asyncio.sleep(0)
-
-    def _is_complete(self, part: Part) -> bool:
-        expected = set(part.contributors) - {self.context.me}
-        return expected <= self._arrived.get(part.index, {}).keys() | self._lost | self._finished_pushing
 
     def _close(self, part: Part) -> None:
         me, arrived = self.context.me, self._arrived.pop(part.index, {})

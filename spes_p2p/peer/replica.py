@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from spes_p2p.consensus.control import is_rollback
+from spes_p2p.content.fetcher import widening
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.consensus import CertifiedCommit, Commit
 from spes_p2p.model.layout import Layout
@@ -314,8 +315,14 @@ class Replica:
 
     async def _complete_results(self, commit: Commit) -> Results | None:
         """Return the commit's results with every committed part; None when no reachable peer has one of them."""
-        peers = sorted({*commit.members, *self.node.others()} - {self.node.peer_id})
-        return await self.results.complete(commit, self.node.fetcher, peers)
+        others, members = set(self.node.others()), set(commit.members)
+        peers = sorted((others | members) - {self.node.peer_id})
+        self.node.world.rng.shuffle(peers)
+        for some in widening(sorted(peers, key=lambda peer: peer not in others or peer not in members)):
+            results = await self.results.complete(commit, self.node.fetcher, some)
+            if results is not None:
+                return results
+        return None
 
     async def _build_base(self, commit: Commit, results: Results) -> BuiltBase:
         ahead = await self.exchanges.finish_base(commit, results, self.base)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from functools import cached_property
 from itertools import chain
 
 from spes_p2p.consensus.signed import sign
@@ -19,7 +20,7 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import SLOWEST_BYTES_PER_S, Part, pulls
+from spes_p2p.rounds.parts import Part, pulls, stall_rates
 
 logger = logging.getLogger(__name__)
 
@@ -45,24 +46,41 @@ class Transfers:
 
     def __init__(self, context: ExchangeContext, update: SentUpdate, revision: int):
         self._context, self._update, self._revision = context, update, revision
-        self._sent_to = {i: asyncio.Event() for i in range(len(context.names))}
-        """By member; set when its updates are sent or, for a member that reduces nothing, when all are."""
-        self._unsent = set(context.others)
-        """Members to which updates are still being sent."""
+        self._pushes = {i: mine for i in context.others if (mine := self._contributed_to(i))}
+        """By reducer: the parts that this peer contributes to."""
+        self._sent_to = {i: asyncio.Event() for i in self._pushes}
+        """By reducer; set when it has this peer's updates, or will not get them."""
+        self._unsent = set(self._pushes)
+        self._all_sent = asyncio.Event()
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}
         """By reducer."""
         self._part_bytes = max((part.encoded_bytes for part in context.results.parts), default=0)
-        self._deadline = Deadline(len(context.others))
+        self._rate = stall_rates(context.plan.members)[context.me]
+        self._deadline: Deadline
         """Until it, something must move between this member and a reducer."""
+        self._bytes_left = 0
+        """What is still to be sent to and received from all reducers."""
+        self._open_streams = 0
         self._is_over = False
 
     def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
         """Open all streams; return their tasks."""
         for i in self._context.others:
-            transfers = (self._push_to(i), *self._pulls_from(i, tell_stalled))
-            self._tasks[i] = [asyncio.create_task(each) for each in transfers]
+            transfers = [*self._pulls_from(i, tell_stalled)]
+            if i in self._pushes:
+                transfers.insert(0, self._push_to(i))
+            if transfers:
+                self._tasks[i] = [asyncio.create_task(each) for each in transfers]
+        if not self._pushes:
+            self._all_sent.set()
+        tasks = list(chain(*self._tasks.values()))
+        self._open_streams, self._deadline = len(tasks), Deadline(len(tasks), self._rate)
+        pulled = (part for i in self._tasks for part in self._reduced_by(i) if pulls(part, self._context.me))
+        self._bytes_left = sum(part.encoded_bytes for part in chain(pulled, *self._pushes.values()))
+        for task in tasks:
+            task.add_done_callback(self._stream_ended)
         self._moved(0)
-        return list(chain(*self._tasks.values()))
+        return tasks
 
     def give_up(self, lost: Collection[int]) -> None:
         """Cancel the transfers with these members."""
@@ -73,21 +91,22 @@ class Transfers:
     def end(self) -> None:
         """Complain about nobody and hold up no results from now on."""
         self._is_over = True
+        self._all_sent.set()
         for sent in self._sent_to.values():
             sent.set()
         self._tasks.clear()  # failed tasks refer back to this exchange: its files would wait to be collected
 
     async def wait_until_sent_to(self, member: int) -> None:
-        """Wait until this member has what this peer sends it, but no longer than results may wait."""
+        """Wait until this member has what this peer sends it, or all have if that is nothing; results wait no longer."""
+        sent = self._sent_to.get(member, self._all_sent)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._sent_to[member].wait(), PUSH_FIRST * self.push_s())
+            await asyncio.wait_for(sent.wait(), PUSH_FIRST * self.push_s)
 
+    @cached_property
     def push_s(self) -> float:
-        """Return the seconds that this peer's updates take at its announced bandwidth; 0 when that is 0 (not dialable)."""
-        me = self._context.me
-        others = (part for i in self._context.others for part in self._reduced_by(i))
-        pushed = sum(part.encoded_bytes for part in others if me in part.contributors)
-        bandwidth = self._context.plan.members[me].bandwidth
+        """Seconds that this peer's updates take at its announced bandwidth; 0 when that is 0 (not dialable)."""
+        pushed = sum(part.encoded_bytes for part in chain(*self._pushes.values()))
+        bandwidth = self._context.plan.members[self._context.me].bandwidth
         return pushed / bandwidth if bandwidth else 0.0
 
     async def watch(self, tell_stalled: TellStalled) -> None:
@@ -103,25 +122,29 @@ class Transfers:
                     await tell_stalled(reducer, self._context.results.revision)
 
     def _moved(self, size: int) -> None:
-        """Note that these bytes went to a reducer or came from one. The slowest line carries a part of each stream."""
-        open_streams = sum(not task.done() for tasks in self._tasks.values() for task in tasks)
+        """Note that these bytes went to a reducer or came from one. The line may carry a part of each stream at once."""
+        self._bytes_left -= size
         silence_s = COMPLAINT_SILENCES * self._context.endpoint.silence_s
-        self._deadline.extend(size, silence_s + open_streams * self._part_bytes / SLOWEST_BYTES_PER_S)
+        under_way = min(self._open_streams * self._part_bytes, max(0, self._bytes_left))
+        self._deadline.extend(size, silence_s + under_way / self._rate)
+
+    def _stream_ended(self, task: asyncio.Task[None]) -> None:
+        self._open_streams -= 1
+
+    def _contributed_to(self, reducer: int) -> list[Part]:
+        return [part for part in self._reduced_by(reducer) if self._context.me in part.contributors]
 
     def _reduced_by(self, reducer: int) -> list[Part]:
         return self._context.results.reduced_by(reducer, self._revision)
 
     async def _push_to(self, reducer: int) -> None:
-        mine = [part for part in self._reduced_by(reducer) if self._context.me in part.contributors]
-        if mine:
-            try:
-                async with self._context.endpoint.stream(self._context.names[reducer], PUSH) as stream:
-                    await self._send_updates(stream, mine)
-                    self._sent_to[reducer].set()
-                    self._has_sent(reducer)
-                    await stream.message()
-            except (PeerUnreachable, Refused, WireError) as error:
-                logger.info("push to %s: %s", self._context.names[reducer][-6:], error)
+        try:
+            async with self._context.endpoint.stream(self._context.names[reducer], PUSH) as stream:
+                await self._send_updates(stream, self._pushes[reducer])
+                self._has_sent(reducer)
+                await stream.message()
+        except (PeerUnreachable, Refused, WireError) as error:
+            logger.info("push to %s: %s", self._context.names[reducer][-6:], error)
         self._has_sent(reducer)
 
     async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
@@ -148,10 +171,10 @@ class Transfers:
 
     def _has_sent(self, reducer: int) -> None:
         """Note that this reducer has this peer's updates, or will not get them."""
+        self._sent_to[reducer].set()
         self._unsent.discard(reducer)
         if not self._unsent:
-            for sent in self._sent_to.values():
-                sent.set()
+            self._all_sent.set()
 
     def _pulls_from(self, reducer: int, tell_stalled: TellStalled) -> Iterator[Coroutine[None, None, None]]:
         """Yield one coroutine for each stream in which this reducer's results come."""

@@ -16,7 +16,7 @@ from spes_p2p.messages.consensus import Commit, Signed, Workload
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, Staged
 from spes_p2p.rounds.gate import harmful_groups, rejected_members
-from spes_p2p.rounds.parts import Part, mask_bytes
+from spes_p2p.rounds.parts import Part, mask_bytes, to_mask
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import ABSENT, Results
 
@@ -166,7 +166,7 @@ def check_staged(staged: Staged, results: Results) -> None:
         raise WireError("a report about other manifests")
     if len(staged.incarnation) != 2 * INCARNATION_BYTES:
         raise WireError("malformed incarnation")
-    if len(staged.parts) != mask_bytes(len(results.parts)):
+    if len(staged.parts) not in (0, mask_bytes(len(results.parts))):
         raise WireError("a report about other parts")
 
 
@@ -179,9 +179,10 @@ def lost_reducers(results: Results, staged: Mapping[int, Staged], living: set[in
     gone = set(range(len(results.plan.members))) - living - {i for lost in results.lost for i in lost}
     if not gone or not living:
         return ()
-    collected = _with_manifests(results, staged)
     needed = min(2, len(living))
-    counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
+    if all_reported:
+        collected = _with_manifests(results, staged)
+        counts = holder_counts({index: report for index, report in staged.items() if index in living}, collected)
 
     def is_lost(part: Part) -> bool:
         if part.reducer not in gone or not set(part.contributors) - gone:
@@ -201,14 +202,15 @@ def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, i
     that reducer's manifest: by the digest of all its manifests, or by the roots if it lists them.
     """
     counts = dict.fromkeys((part.index for part in results.parts), 0)
-    roots = results.roots()
+    roots, members = results.roots(), len(results.plan.members)
     for report in staged.values():
-        agrees = bool(report.roots) or _agrees(report, results)
+        agrees = bool(report.roots) or _agrees(report, roots, members)
         missing = set(report.missing)
         for part in results.parts:
             place = results.root_place(part)
             byte, bit = divmod(part.index, 8)
-            if not agrees or not roots[place] or place in missing or not report.parts[byte] >> bit & 1:
+            is_held = not report.parts or report.parts[byte] >> bit & 1
+            if not agrees or not roots[place] or place in missing or not is_held:
                 continue
             if part.revision <= report.revision and (not report.roots or report.roots[place] == roots[place]):
                 counts[part.index] += 1
@@ -217,8 +219,8 @@ def holder_counts(staged: Mapping[int, Staged], results: Results) -> dict[int, i
 
 def disagreeing(results: Results, staged: Mapping[int, Staged]) -> list[int]:
     """Return the members whose manifests differ from those that the reducers reported, and that sent no list of roots."""
-    collected = _with_manifests(results, staged)
-    return [i for i, report in staged.items() if not report.roots and not _agrees(report, collected)]
+    roots, members = _with_manifests(results, staged).roots(), len(results.plan.members)
+    return [i for i, report in staged.items() if not report.roots and not _agrees(report, roots, members)]
 
 
 def staged_report(
@@ -261,9 +263,9 @@ def _all_vouched(plan: Plan) -> bool:
 
 
 def _held_bits(results: Results) -> bytes:
-    """Encode which verified results are present: one bit a part."""
-    bits = sum(1 << part.index for part in results.parts if results.verified(part))
-    return bits.to_bytes(mask_bytes(len(results.parts)), "little")
+    """Encode which verified results are present: one bit a part; empty when all are."""
+    held = {part.index for part in results.parts if results.verified(part)}
+    return to_mask(held, len(results.parts)) if len(held) < len(results.parts) else b""
 
 
 def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
@@ -275,10 +277,9 @@ def _with_manifests(results: Results, staged: Mapping[int, Staged]) -> Results:
     return collected
 
 
-def _agrees(report: Staged, results: Results) -> bool:
-    """Return whether the member's manifests agree with those of these results."""
-    places = len(results.plan.members) * (report.revision + 1)
-    return report.roots_digest == _roots_digest(results.roots()[:places], report.missing)
+def _agrees(report: Staged, roots: Sequence[bytes], members: int) -> bool:
+    """Return whether the member's manifests agree with those of these roots."""
+    return report.roots_digest == _roots_digest(roots[: members * (report.revision + 1)], report.missing)
 
 
 def _roots_digest(roots: Sequence[bytes], missing: Sequence[int]) -> bytes:

@@ -161,13 +161,34 @@ def exchange_limit_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
     It only ends what nothing else ends: members that stall or fall behind the others are left out much earlier.
     """
     up, down = traffic(parts, len(members))
-    rates = [max(SLOWEST_BYTES_PER_S, member.bandwidth) for member in members if member.bandwidth > 0]
-    unknown = min([ASSUMED_BYTES_PER_S, *rates])
-    seconds = (
-        max(up[i], down[i]) / (max(SLOWEST_BYTES_PER_S, member.bandwidth) if member.bandwidth > 0 else unknown)
-        for i, member in enumerate(members)
-    )
+    seconds = (max(sent, received) / rate for sent, received, rate in zip(up, down, _bandwidths(members), strict=True))
     return SHORTEST_LIMIT_S + PATIENCE * max(seconds, default=0.0)
+
+
+def _bandwidths(members: Sequence[Member]) -> list[float]:
+    """Return what each member's line is taken for, in bytes per second: like the slowest other's if it announces none."""
+    known = [max(SLOWEST_BYTES_PER_S, member.bandwidth) if member.bandwidth > 0 else None for member in members]
+    unknown = min([ASSUMED_BYTES_PER_S, *(rate for rate in known if rate is not None)])
+    return [unknown if rate is None else rate for rate in known]
+
+
+def stall_rates(members: Sequence[Member]) -> list[float]:
+    """Return for each member the bytes per second below which its transfers have stalled."""
+    return [max(SLOWEST_BYTES_PER_S, rate / PATIENCE) for rate in _bandwidths(members)]
+
+
+def push_turns(parts: Sequence[Part]) -> dict[int, tuple[int, int]]:
+    """Return for each contributor to how many other members it pushes, and the bytes of one part to each of them.
+
+    A contributor pushes to all of them at once, so for as long as these bytes take no part may be complete anywhere.
+    """
+    largest: dict[int, dict[int, int]] = {}
+    for part in parts:
+        for member in part.contributors:
+            if member != part.reducer:
+                to = largest.setdefault(member, {})
+                to[part.reducer] = max(part.encoded_bytes, to.get(part.reducer, 0))
+    return {member: (len(to), sum(to.values())) for member, to in largest.items()}
 
 
 def moved_parts(

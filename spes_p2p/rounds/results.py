@@ -237,7 +237,8 @@ class _Saved:
 def save_results(store: Store, results: Results) -> None:
     """Write the results durably: the result file first, then the header that describes it."""
     present = bytes(part.index in results.encoded for part in results.parts)
-    saved = _Saved(pack(results.plan.proposal), results.lost, tuple(pack(m) for m in results.manifests.values()), present)
+    manifests = tuple(pack(results.manifests[key]) for key in sorted(results.manifests))
+    saved = _Saved(pack(results.plan.proposal), results.lost, manifests, present)
     if results.file is not None:
         results.file.publish()
     store.write(results_name(results.plan), [frame_record(pack(saved))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import numpy as np
 
@@ -21,6 +22,7 @@ KNOWN_ANSWER = "1cd0f485a8f2759f488eec23b9b5aa973bf8974bd18e554def960b0013044a07
 """Digest of the self-test. It covers all of CODECS: a new codec changes it."""
 
 
+@cache
 def check_arithmetic(step: Callable[..., Iterable[np.ndarray]] = next_base_pieces) -> None:
     """Check decoding, square sums, the outer step and the merge against a known answer. Raises UserError when bits differ.
 

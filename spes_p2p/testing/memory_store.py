@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import numpy as np
 
 from spes_p2p.storage.store import check_name
+
+
+@lru_cache(64)
+def shared(content: bytes) -> bytes:
+    """Return the first equal blob of the last ones: peers of one process write the same bases and results."""
+    return content
 
 
 class MemoryStore:
@@ -26,7 +33,7 @@ class MemoryStore:
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """See Store."""
         self._at("write:draft", name)
-        content = b"".join(chunks)
+        content = shared(b"".join(chunks))
         self._at("write:rename", name)
         self._blobs[name] = content
         self._at("write:done", name)

@@ -57,6 +57,8 @@ def simulate_virtual(
     made["virtual_s"] = round(sum(each.virtual_s for each in found), 1)
     made["control_bytes_max"] = max(each.control_bytes for each in found)
     made["connections_max"] = max(each.connections_max for each in found)
+    made["cpu_s"] = round(sum(each.cpu_s for each in found), 1)
+    made["memory_peak_bytes"] = max(each.memory_peak_bytes for each in found)
     made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None
     return made, lines(made)
 

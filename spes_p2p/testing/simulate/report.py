@@ -52,6 +52,10 @@ class RunReport:
     """Maximum number of bytes that one peer sent in one round besides parts and pieces of a base (virtual form)."""
     connections_max: int = 0
     """The most other peers with which one peer had open streams at a time (virtual form)."""
+    cpu_s: float = 0.0
+    """Processor seconds of this run (virtual form)."""
+    memory_peak_bytes: int = 0
+    """Most resident memory of the simulating process, in this run or an earlier one (virtual form)."""
     log: tuple[str, ...] = field(default=(), repr=False)
     """The event log (virtual form)."""
     attacked: Attacked | None = None

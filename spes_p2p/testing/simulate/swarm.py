@@ -27,6 +27,7 @@ from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.node import Node
+from spes_p2p.peer.replica import Replica
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
 from spes_p2p.rounds.base import BASE
 from spes_p2p.rounds.outer import first_base
@@ -258,7 +259,7 @@ class VirtualSwarm:
 
     def _blocking_s(self, function: Callable[..., Any], args: Sequence[Any]) -> float:
         """Return the seconds that blocking work other than training takes."""
-        is_evaluation = any(function == peer.replica.validation_loss for peer in self.peers.values())
+        is_evaluation = getattr(function, "__func__", None) is Replica.validation_loss
         return self.evaluation_s if is_evaluation else 0.01
 
     def _at_training_speed(self, world: World, name: str) -> World:

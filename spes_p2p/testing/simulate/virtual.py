@@ -13,8 +13,11 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,8 @@ STUCK_S = 400.0
 QUIET_ROUNDS = 3
 """Rounds that every trainer must commit after all faults are lifted."""
 SPEEDS = (0.5, 1.0, 1.0, 1.0, 2.0)
+START_TOGETHER, START_S = 64, 40.0
+"""Start at most this many peers at once, and all others over the next seconds: peers serve outsiders at a bounded pace."""
 SHARED_RECORDS_PER_PEER = 64
 """Records that peers read alike: a contact and a signed announcement of each in every round, and the commits."""
 OBJECTS_PER_COLLECTION = 100_000
@@ -60,11 +65,12 @@ UNLOGGED = (TrainingProgress, BytesMoved, PeersSeen)
 
 def run_seed(scenario: Scenario, seed: int) -> RunReport:
     """Run one seed to its end."""
-    run = _Run(scenario, seed)
+    run, cpu_before_s = _Run(scenario, seed), time.process_time()
     share_records(SHARED_RECORDS_PER_PEER * len(scenario.peer_names))
     with _LoggedErrors(run.error), _rarely_collecting():
         run_virtual(run.main())
-    return run.result()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(run.result(), cpu_s=time.process_time() - cpu_before_s, memory_peak_bytes=peak)
 
 
 def run_seeds(
@@ -109,6 +115,7 @@ class _Run:
         self._log: list[str] = []
         self._swarm: VirtualSwarm
         self._faults: Injector
+        self._names = list(dict.fromkeys((*scenario.peer_names, *scenario.liars)))
         self._control_bytes: dict[str, int] = {}
         self._most_control_bytes = 0
         self._pending_tokens = 0
@@ -123,7 +130,8 @@ class _Run:
         """Start all peers, let the faults strike, lift them, and wait until all peers have continued."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         self._start_swarm()
-        if await self._until(lambda: self._audit.newest_round >= self._scenario.rounds):
+        starting = asyncio.create_task(self._start_others())
+        if await self._until(lambda: starting.done() and self._audit.newest_round >= self._scenario.rounds):
             self._faults.lift()
             goal = self._audit.newest_round + QUIET_ROUNDS
             if await self._until(lambda: self._slowest() >= goal):
@@ -174,7 +182,13 @@ class _Run:
         network.tap = self._faults.on_frame
         self._make_store(BOOTSTRAP)
         self._swarm.start_bootstrap()
-        for name in dict.fromkeys((*scenario.peer_names, *scenario.liars)):
+        for name in self._names[:START_TOGETHER]:
+            self._start_trainer(name)
+
+    async def _start_others(self) -> None:
+        others = self._names[START_TOGETHER:]
+        for name in others:
+            await asyncio.sleep(START_S / len(others))
             self._start_trainer(name)
 
     def _lying(self, name: str, attack: Attack, world: World) -> World:
@@ -346,7 +360,8 @@ def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
         "experts": {"redundancy": rng.choice((1, 1, 2)) if vary else 1},
         "merge": {"merge_interval": 2 * SYNC_STEPS if vary and rng.random() < 0.5 else None, "merge_decay_steps": 10**6},
         "sync": {
-            "min_peers": max(1, len(scenario.peer_names) // 2), "silence_s": SILENCE_S, "reform_after_s": REFORM_AFTER_S,
+            "min_peers": max(1, min(len(scenario.peer_names), START_TOGETHER) // 2),
+            "silence_s": SILENCE_S, "reform_after_s": REFORM_AFTER_S,
             "overlap": scenario.overlap,
         },
         "evaluation": {"every_rounds": 0},

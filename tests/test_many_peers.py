@@ -1,0 +1,136 @@
+"""What one peer asks of the others does not grow with their number, or grows slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from spes_p2p.content.bases import Snapshots, collect_offers
+from spes_p2p.content.fetcher import FIRST_ASKED, WIDENING
+from spes_p2p.content.transfer import ContentServer
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.methods import LEAVE, PING, SNAPSHOT
+from spes_p2p.messages.presence import Contact
+from spes_p2p.net.contacts import registry_key
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
+from spes_p2p.testing.memory_network import Frame, MemoryNetwork
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+
+BASE, WRONG = np.zeros(8, np.float32), np.ones(8, np.float32)
+PEERS = [f"{i:03d}" for i in range(100)]
+
+
+async def offered(bases: dict[str, np.ndarray], known: set[str]) -> tuple[set[str], set[str]]:
+    """Return whose offers count among 100 peers, and which peers were asked."""
+    network, asked = MemoryNetwork(latency_s=0.01), set[str]()
+    for name in PEERS:
+        board, snapshots = RpcEndpoint(network.transport(name), 2.0), Snapshots()
+        if name in bases:
+            snapshots.publish("h", 3, bases[name])
+        await snapshots.serve(board, ContentServer(board))
+
+    def note(frame: Frame) -> Frame:
+        if frame.method == SNAPSHOT and not frame.is_answer:
+            asked.add(frame.receiver)
+        return frame
+
+    network.tap = note
+    offers = await collect_offers(RpcEndpoint(network.transport("me"), 2.0), PEERS, "h", BASE.size, known)
+    return {offer.donor for offer in offers}, asked
+
+
+def test_of_many_peers_with_a_base_a_few_are_asked_members_first() -> None:
+    members = set(PEERS[50:])
+    donors, asked = simulate(lambda: offered(dict.fromkeys(PEERS, BASE), members))
+    assert donors == asked
+    assert asked <= members
+    assert len(asked) == FIRST_ASKED
+
+
+@pytest.mark.parametrize("holder", [FIRST_ASKED, 5 * FIRST_ASKED, 99])
+def test_more_are_asked_until_somebody_has_it(holder: int) -> None:
+    donors, asked = simulate(lambda: offered({PEERS[holder]: BASE}, set()))
+    assert donors == {PEERS[holder]}
+    assert len(asked) == min(100, FIRST_ASKED * (1 + WIDENING) if holder < (1 + WIDENING) * FIRST_ASKED else 100)
+
+
+def test_strangers_do_not_outvote_a_member_that_is_asked_with_them() -> None:
+    strangers = dict.fromkeys(PEERS[:-1], WRONG)
+    donors, _ = simulate(lambda: offered({**strangers, PEERS[-1]: BASE}, {PEERS[-1]}))
+    assert donors == {PEERS[-1]}
+
+
+def test_contacts_are_read_the_more_rarely_the_more_there_are() -> None:
+    async def main() -> int:
+        swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=2.0)
+        swarm.start_all()
+        await swarm.until_round(1)
+        reads, node = 0, swarm.peers["A"].node
+        key, own = registry_key(node.campaign_hash), node.contacts["A"]
+        strangers = [swarm.network.registry(f"stranger-{i}") for i in range(400)]
+        contact = Contact(own.campaign, own.protocol, "trainer", -1, "", (), 0, None)
+        for stranger in strangers:
+            await stranger.put(key, pack(contact), 10_000.0)
+        await asyncio.sleep(2 * CONTACT_EVERY_S)
+        find = node.world.registry.get
+
+        async def count(key: str) -> dict[str, bytes]:
+            nonlocal reads
+            reads += 1
+            return await find(key)
+
+        node.world.registry.get = count  # type: ignore[method-assign]
+        await asyncio.sleep(4 * 400 / CONTACTS_READ_PER_S)
+        return reads
+
+    assert 3 <= simulate(main) <= 5
+
+
+def test_members_that_still_train_are_pinged_a_few_times_a_phase() -> None:
+    async def main() -> None:
+        pings: Counter[tuple[str, str]] = Counter()
+        swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=15.0)
+        swarm.start_all("ABCD")
+        await swarm.until_round(2)
+
+        def note(frame: Frame) -> Frame:
+            if frame.method == PING and not frame.is_answer:
+                pings[frame.sender, frame.receiver] += 1
+            return frame
+
+        swarm.network.tap = note
+        began = asyncio.get_running_loop().time()
+        await swarm.until_round(4)
+        phases = (asyncio.get_running_loop().time() - began) / swarm.peers["A"].node.endpoint.silence_s
+        assert pings
+        assert max(pings.values()) <= 2 * 4 + phases
+
+    simulate(main)
+
+
+def test_a_peer_that_is_no_member_does_not_tell_all_members_that_it_is_back() -> None:
+    async def main() -> None:
+        told: Counter[str] = Counter()
+        swarm = VirtualSwarm(campaign(total_steps=20000), seconds_per_step=2.0)
+        swarm.start_all()
+        await swarm.until_round(1)
+        swarm.start("D")
+        await swarm.until(lambda: "D" in swarm.peers and swarm.peers["D"].node.log.round >= 0)
+
+        def note(frame: Frame) -> Frame:
+            told[frame.sender] += frame.method == LEAVE and not frame.is_answer
+            return frame
+
+        swarm.network.tap = note
+        last = swarm.peers["D"].node.log.last
+        assert "D" not in last.members
+        await swarm.network.run_peer("D", swarm.peers["D"].node.departures.come_back())
+        assert not told["D"]
+        await swarm.network.run_peer("A", swarm.peers["A"].node.departures.come_back())
+        assert told["A"] >= 3
+
+    simulate(main)
