@@ -30,6 +30,7 @@ from spes_p2p.storage.files import require_writable, write_whole
 if TYPE_CHECKING:
     from spes_p2p.campaign.files import CampaignFiles
     from spes_p2p.client.export import Exportable
+    from spes_p2p.config.quantities import Spare
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,23 @@ Addresses = Annotated[
 ]
 
 
+AddressesOrRunDir = Annotated[list[str], typer.Argument(
+    metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a trainer that runs on this machine.")]
+
+
+def _own_or_addresses(targets: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the run-dir of a running trainer, if one is given, and the addresses of its swarm. Raises UserError."""
+    from spes_p2p.session.own_state import read_own_state
+
+    own_dir = Path(targets[0])
+    if not own_dir.is_dir():
+        return None, _peers(targets) or []
+    own = read_own_state(own_dir)
+    if own is None:
+        raise UserError(f"{own_dir}: no trainer runs with this run-dir; give the address of a peer")
+    return own_dir, list(own.addresses)
+
+
 def _task_folder(folder: Path | None) -> Path | None:
     if folder is not None and not folder.is_dir():
         raise UserError(f"--include-path {folder}: no such folder; give the folder of the tasks' YAML files")
@@ -81,11 +99,14 @@ Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that other p
 Devices = Annotated[str | None, typer.Option(
     help="auto (the first GPU, or the CPU), cpu, all (every GPU), or numbers of GPUs that divide each batch: 0,1,2,3.")]
 Memory = Annotated[str | None, typer.Option(help="Memory budget, of each device: 12GiB. Default: all free.")]
+LeaveFree = Annotated[str | None, typer.Option(
+    help="Memory of each device to leave to other programs, beside the usual reserve: 20% or 2GiB.")]
 MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
 MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
 EvaluateTasks = Annotated[bool, typer.Option(
-    "--evaluate-tasks", help="Run the campaign's lm-eval tasks on the CPU, at lowest priority.")]
+    "--evaluate-tasks", help="Run the campaign's lm-eval tasks and prompts on the CPU, at lowest priority.")]
 IncludePath = Annotated[Path | None, typer.Option(help="Folder with your own task definitions.", callback=_task_folder)]
+DataDir = Annotated[list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
 Invite = Annotated[str | None, typer.Option(help="Invitation of the campaign's owner: the text, or a file with it.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any free port.")]
@@ -220,6 +241,7 @@ def join(
     devices: Devices = None,
     experts: Annotated[str | None, typer.Option(help="Maximum number of experts to train: auto or a number.")] = None,
     memory: Memory = None,
+    leave_free: LeaveFree = None,
     stored: Annotated[str | None, typer.Option(help="Format of the experts of other peers: auto, fp32, bf16 or int8.")] = None,
     stored_on: Annotated[str | None, typer.Option(help="Memory for the experts of other peers: auto, device or host.")] = None,
     backend: Annotated[str | None, typer.Option(help="Expert kernels: auto, grouped_mm, eager or megablocks.")] = None,
@@ -233,13 +255,12 @@ def join(
         "--from", help="Folder of the checkpoint that the campaign started from: saves a download.")] = None,
     base: Annotated[str | None, typer.Option(help="Where to keep bases and a round's data: auto, disk or ram.")] = None,
     checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes of work that a crash may lose (10).")] = None,
-    data_dir: Annotated[
-        list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")
-    ] = None,
+    data_dir: DataDir = None,
     token_cache: Annotated[str | None, typer.Option(help="Maximum disk space for downloaded text. Default: 16GiB.")] = None,
     hours: Annotated[str | None, typer.Option(help="Hours of the day in which to train, local time: 22-8.")] = None,
     only_when_idle: Annotated[bool, typer.Option(
         "--only-when-idle", help="Pause while other programs use CPU or GPUs, and on battery.")] = False,
+    nice: Annotated[int | None, typer.Option(help="Niceness of training, 0 to 19; the network keeps its priority.")] = None,
     quota: Annotated[str | None, typer.Option(help="Most traffic, both directions together: 20GB/day.")] = None,
     name: Annotated[str | None, typer.Option(help="What lists of contributors call this peer. Default: its id.")] = None,
     team: Annotated[str | None, typer.Option(help="Team whose tokens yours count for in these lists.")] = None,
@@ -266,7 +287,7 @@ def join(
 
     settings = make_peer_config(
         run_dir=run_dir, devices=devices, experts=_number_or_word(experts),
-        memory_bytes=_bytes(memory, "--memory"),
+        memory_bytes=_bytes(memory, "--memory"), leave_free=_spare(leave_free), nice=nice,
         stored=stored, stored_on=stored_on, backend=backend, compile=compile,
         optimizer=optimizer, activation_checkpointing=activation_checkpointing, micro_batch_size=micro_batch_size,
         checkpoint=checkpoint, base=base, checkpoint_minutes=checkpoint_minutes, data_dir=data_dir,
@@ -310,12 +331,22 @@ def resume(run_dir: OwnRunDir = Path("runs/peer"), as_json: AsJson = False) -> N
 
 
 @app.command()
-def me(run_dir: OwnRunDir = Path("runs/peer"), identity: IdentityFile = None, as_json: AsJson = False) -> None:
+def me(
+    run_dir: OwnRunDir = Path("runs/peer"),
+    worth: Annotated[bool, typer.Option(
+        "--worth", help="Also measure the held-out loss without your experts, on the CPU at lowest priority.")] = False,
+    data_dir: DataDir = None,
+    identity: IdentityFile = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what your trainer has contributed: tokens, rounds, experts, hours, its share of the model, the next round."""
-    from spes_p2p.client.me import look_at, render
+    from spes_p2p.client.me import look_at, render, with_worth
     from spes_p2p.observe.json_values import to_json
 
     found = look_at(run_dir, identity or run_dir / "identity.key")
+    if worth:
+        with _waiting("measuring the loss without your experts"):
+            found = with_worth(found, run_dir, data_dir or ())
     print(json.dumps(to_json(found), indent=2) if as_json else render(found))
 
 
@@ -404,8 +435,7 @@ def swarm(
 
 @app.command()
 def status(
-    targets: Annotated[list[str], typer.Argument(
-        metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a trainer that runs on this machine.")],
+    targets: AddressesOrRunDir,
     as_json: AsJson = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Update until the campaign is done; without a terminal, print one line per round.")
@@ -414,10 +444,8 @@ def status(
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic. With a run-dir: your trainer first."""
     from spes_p2p.session.own_state import own_state_json, read_own_state
 
-    own = read_own_state(Path(targets[0])) if Path(targets[0]).is_dir() else None
-    if own is None and Path(targets[0]).is_dir():
-        raise UserError(f"{targets[0]}: no trainer runs with this run-dir; give the address of a peer")
-    addresses = list(own.addresses) if own else _peers(targets) or []
+    own_dir, addresses = _own_or_addresses(targets)
+    own = None if own_dir is None else read_own_state(own_dir)
     if own is not None and not as_json:
         print(f"your trainer: {own.line}", flush=True)
     _log("warning", False)
@@ -548,6 +576,7 @@ def doctor(
     run_dir: RunDir = Path("runs/peer"),
     devices: Devices = None,
     memory: Memory = None,
+    leave_free: LeaveFree = None,
     listen: Listen = None,
     announce: Announce = None,
     as_json: AsJson = False,
@@ -556,7 +585,8 @@ def doctor(
     from spes_p2p.config.campaign import make_peer_config
 
     settings = make_peer_config(
-        run_dir=run_dir, devices=devices, memory_bytes=_bytes(memory, "--memory"), listen=listen, announce=announce
+        run_dir=run_dir, devices=devices, memory_bytes=_bytes(memory, "--memory"), leave_free=_spare(leave_free),
+        listen=listen, announce=announce,
     )
     _log("error", False)
     with _waiting("checking this machine and its connection to the swarm"):
@@ -573,24 +603,26 @@ def doctor(
 
 @app.command()
 def dashboard(
-    addresses: Addresses,
+    targets: AddressesOrRunDir,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8700,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every interface.")] = "127.0.0.1",
     webhook: Annotated[str | None, typer.Option(
         help="URL that gets a POST with JSON when an alert begins and when it ends.")] = None,
 ) -> None:
-    """Serve a live web page about a running swarm. Ctrl-C ends it."""
+    """Serve a live web page about a running swarm. With a run-dir: also your trainer, which it can pause. Ctrl-C ends it."""
     if webhook is not None:
         check_webhook(webhook)
+    own_dir, addresses = _own_or_addresses(targets)
     _log("warning", False)
     with _waiting("starting") as end_waiting:
+        from spes_p2p.client.dashboard.own import OwnTrainer
         from spes_p2p.client.dashboard.server import run_dashboard
 
         def show(url: str) -> None:
             end_waiting()
             print(f"dashboard on {url}", flush=True)
 
-        _run(run_dashboard(addresses, host, port, show, webhook))
+        _run(run_dashboard(addresses, host, port, show, webhook, None if own_dir is None else OwnTrainer(own_dir)))
 
 
 @app.command()
@@ -621,6 +653,7 @@ def plan(
     config: ConfigFile,
     memory: Annotated[str, typer.Option(help="Memory of a GPU: 24GiB, 24GB.")],
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of the internet link, each way: 100mbit, 1gbit.")] = "100mbit",
+    leave_free: LeaveFree = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the peer, each with this memory.")] = 1,
     peers: Annotated[int | None, typer.Option(
         help="Identical peers in the swarm. Default: enough to train all experts.")] = None,
@@ -636,7 +669,8 @@ def plan(
     from spes_p2p.campaign.planner import plan_peer
     from spes_p2p.campaign.room import Device
 
-    made = plan_peer(campaign, Device("cuda", memory_bytes, gpus), line, peers, "--memory")
+    device = Device("cuda", memory_bytes, gpus).leaving(_spare(leave_free))
+    made = plan_peer(campaign, device, line, peers, "--memory")
     if as_json:
         print(json.dumps(plan_json(made), indent=2))
     else:
@@ -767,10 +801,7 @@ def evaluate(
 
     if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
         raise UserError("evaluate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
-    if output is not None:
-        require_writable(output.parent)
-        if output.is_dir():
-            raise UserError(f"--output {output}: is a folder; name a file")
+    _require_file(output)
     evaluation.check_options(limit, device, batch_size, dtype)
     shots = parse_tasks(tasks)
     check_names(shots, include_path)
@@ -796,38 +827,70 @@ def evaluate(
 def generate(
     model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
     addresses: FromAddresses = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer, whose last base to continue with.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(
         "--prompt", help="Text to continue; repeatable. Default: each line that you type, or that is piped in.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per continuation.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    follow: Annotated[bool, typer.Option(
+        "--follow", help="With --from: change to each newer base as it comes, between two prompts.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Also write prompts and continuations to this JSON file.")] = None,
 ) -> None:
-    """Continue text with a checkpoint, or with the newest base of a running swarm."""
+    """Continue text with a checkpoint, the base of a run-dir, or the newest base of a running swarm."""
     from spes_p2p.client.evaluate import check_checkpoint, check_device
 
-    if (model_dir is None) == (not addresses):
-        raise UserError("generate: give either a checkpoint folder or --from with an address of the swarm")
+    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
+        raise UserError("generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
+    if follow and not addresses:
+        raise UserError("generate: --follow needs --from with an address of the swarm")
     if max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
     if not 0 <= temperature <= 10:
         raise UserError(f"--temperature {temperature}: must be from 0 to 10")
     check_device(device)
+    _require_file(output)
     if model_dir is not None:
         check_checkpoint(model_dir)
     with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
+        name, base_round = str(model_dir), None
         if model_dir is None:
-            made, model_dir = _download_base(addresses or [], Path(folder)), Path(folder) / "checkpoint"
+            made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
+            name, base_round, model_dir = made.files.campaign.config.name, made.origin.round, Path(folder) / "checkpoint"
             made.write(model_dir)
-            print(f"{made.files.campaign.config.name}, base of round {made.origin.round}", file=sys.stderr)
+            del made  # the base, which is as large as the model
+            print(f"{name}, base of round {base_round}", file=sys.stderr)
         with _waiting("loading the model"):
-            from spes_p2p.client.generate import Continuation
+            from spes_p2p.client.export import from_swarm
+            from spes_p2p.client.generate import Continuation, following, unchanging
 
-            continuation = Continuation(model_dir, device)
-        for prompt in prompts or _typed_lines():
-            if prompts:
-                print(prompt, end="")
-            continuation.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
-            print()
+            model = Continuation(model_dir, device)
+
+        def fetch(after: int) -> Coroutine[Any, Any, Exportable]:
+            return from_swarm(addresses or [], Path(folder), lambda done, size: None, after)
+
+        kept = following(fetch, Path(folder), device, base_round or 0) if follow else unchanging()
+        told = []
+        with kept as newer:
+            for prompt in prompts or _typed_lines():
+                if (found := newer()) is not None:
+                    base_round, model = found
+                    print(f"{name}, base of round {base_round}", file=sys.stderr)
+                if prompts:
+                    print(prompt, end="")
+                text = model.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
+                print()
+                told.append({"round": base_round, "prompt": prompt, "text": text})
+    if output is not None:
+        write_whole(output, json.dumps({"model": name, "round": base_round, "continuations": told}, indent=2).encode())
+
+
+def _require_file(output: Path | None) -> None:
+    """Raise UserError unless a file can be written there, before the work that it is for."""
+    if output is not None:
+        require_writable(output.parent)
+        if output.is_dir():
+            raise UserError(f"--output {output}: is a folder; name a file")
 
 
 def _typed_lines() -> Iterator[str]:
@@ -917,6 +980,12 @@ def _bytes(text: str | None, option: str) -> int | None:
     from spes_p2p.config.quantities import parse_bytes
 
     return None if text is None else parse_bytes(text, option)
+
+
+def _spare(text: str | None) -> Spare | None:
+    from spes_p2p.config.quantities import parse_spare
+
+    return None if text is None else parse_spare(text, "--leave-free")
 
 
 def _rate(text: str | None, option: str) -> float | None:

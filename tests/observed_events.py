@@ -18,6 +18,8 @@ from spes_p2p.observe.events import (
     Event,
     PeersSeen,
     PhaseTrained,
+    PromptsContinued,
+    QuotaForecast,
     RoundCommitted,
     RoundFailed,
     RoundMeasured,
@@ -122,4 +124,6 @@ EVENTS: tuple[Event, ...] = (
     DigestMismatch(7, "a", "b"),
     Evaluated(7, 4.25),
     PeersSeen(5, 2),
+    PromptsContinued(7, ("and then",)),
+    QuotaForecast(100, 40, 1e9, "40 B of 100 B used today"),
 )

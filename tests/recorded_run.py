@@ -8,7 +8,7 @@ import numpy as np
 
 from spes_p2p.campaign.files import CampaignFiles, keep_campaign, sha256
 from spes_p2p.campaign.genesis import make_genesis
-from spes_p2p.config.campaign import Campaign, load_campaign_config
+from spes_p2p.config.campaign import Campaign, CampaignConfig, load_campaign_config
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import Event
 from spes_p2p.observe.history import History
@@ -16,11 +16,11 @@ from spes_p2p.observe.history import History
 CONFIG = load_campaign_config(Path(__file__).parents[1] / "configs/test.yaml")
 
 
-def run_dir(folder: Path, records: list[RoundRecord], *events: Event) -> Path:
+def run_dir(folder: Path, records: list[RoundRecord], *events: Event, config: CampaignConfig = CONFIG) -> Path:
     """Write the run-dir of a peer that took over `records` from others; return the folder."""
     content = {name: name.encode() for name in ("manifest", "tokenizer")}
     hashes = {f"{name}_sha256": sha256(content[name]) for name in content}
-    campaign = Campaign(config=CONFIG, validation_manifest_sha256=None, **hashes)
+    campaign = Campaign(config=config, validation_manifest_sha256=None, **hashes)
     files = CampaignFiles(campaign, content["manifest"], None, content["tokenizer"], ())
     keep_campaign(files, make_genesis(campaign, "QmOwner", np.zeros(4, np.float32), "0" * 32), folder)
     history = History("QmMe", folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
 from dataclasses import replace
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from remembering_swarm import RememberingSwarm
 
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.fields import LONGEST_NAME, MAX_MEMBERS, MAX_NAMES
-from spes_p2p.messages.methods import HISTORY
-from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named, RoundRecord
+from spes_p2p.messages.methods import HISTORY, SPEED
+from spes_p2p.messages.presence import Contribution, HistoryPage, HistoryRequest, Named
 from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed
 from spes_p2p.observe.history import HISTORY_FILE, History, read_history
 from spes_p2p.observe.rounds import Totals, totals_of
@@ -22,11 +22,9 @@ from spes_p2p.peer.history_sync import (
     CONTRIBUTIONS_PER_MESSAGE,
     NAME_WEIGHT,
     RECORDS_PER_MESSAGE,
-    fill_history,
     pages,
-    serving,
 )
-from spes_p2p.testing.simulate.swarm import Recorder, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import simulate
 
 FIRST = RoundCommitted(
     round=0, campaign_step=0, total_steps=50, tokens=0, total_tokens=0, loss=math.nan, members=("a", "b"),
@@ -48,12 +46,6 @@ def history_after(folder: Path, *events: Event, peer_id: str = "a") -> History:
     for event in events:
         history.record(event)
     return history
-
-
-def damage(folder: Path, marked: bytes) -> None:
-    """Overwrite the first byte of the journal's lines that contain this."""
-    path = folder / HISTORY_FILE
-    path.write_bytes(b"".join(b"?" + line[1:] if marked in line else line for line in path.read_bytes().splitlines(True)))
 
 
 def test_after_a_restart_a_peer_knows_the_losses_of_the_last_rounds(tmp_path: Path) -> None:
@@ -140,65 +132,6 @@ def test_a_record_that_no_peer_would_write_is_refused(tmp_path: Path, change: di
 # In a swarm --------------------------------------------------------------------------------------------------------------
 
 
-class Remembering(Recorder):
-    """A recorder that keeps a history too."""
-
-    def __init__(self, history: History):
-        super().__init__()
-        self.history = history
-
-    def record(self, event: Event) -> None:
-        super().record(event)
-        self.history.record(event)
-
-
-class RememberingSwarm(VirtualSwarm):
-    """Peers that keep histories, as in a session."""
-
-    def __init__(self, folder: Path, total_steps: int = 60):
-        super().__init__(campaign(total_steps))
-        self.folder = folder
-        self.histories: dict[str, History] = {}
-
-    def prepare(self, name: str) -> None:
-        self.histories[name] = History(name, self.folder / name, lambda: asyncio.get_running_loop().time())
-        self.recorders[name] = Remembering(self.histories[name])
-
-    async def attach(self, name: str) -> None:
-        node, history = self.nodes[name], self.histories[name]
-        await node.endpoint.serve(HISTORY, serving(history.rounds, lambda: asyncio.get_running_loop().time()))
-        self.network.run_peer(name, fill_history(node, history))
-
-    async def begin(self, names: str = "ABC") -> None:
-        for name in ("W", *names):
-            self.prepare(name)
-        self.start_all(names)
-        for name in ("W", *names):
-            await self.attach(name)
-
-    async def join(self, name: str) -> None:
-        self.prepare(name)
-        self.start(name)
-        await self.attach(name)
-
-    async def restart_damaged(self, name: str, marked: bytes) -> None:
-        """Restart it on a journal in which the lines that contain this are damaged."""
-        self.kill(name)
-        damage(self.folder / name, marked)
-        self.prepare(name)
-        self.start_again(name)
-        await self.attach(name)
-
-    def records(self, name: str) -> dict[int, RoundRecord]:
-        return {record.round: record for record in self.histories[name].rounds.records}
-
-    def credits_all(self, name: str, rounds: int) -> bool:
-        """Does this peer know rounds 0 to `rounds`, and credit all tokens of the base?"""
-        records = self.records(name)
-        totals = totals_of(records.values())
-        return records.keys() >= set(range(rounds + 1)) and totals.tokens == records[totals.round].total_tokens
-
-
 def test_a_joiner_and_the_bootstrap_know_all_rounds_and_contributions(tmp_path: Path) -> None:
     async def main() -> None:
         swarm = RememberingSwarm(tmp_path, total_steps=100)
@@ -266,5 +199,21 @@ def test_a_peer_answers_at_most_a_message_of_records(tmp_path: Path) -> None:
         history.add([replace(named, round=number) for number in range(9000, 9000 + RECORDS_PER_MESSAGE)])
         assert await asked(8999) == list(range(9000, 9000 + CONTRIBUTIONS_PER_MESSAGE // NAME_WEIGHT // MAX_NAMES))
         assert heard == [999 + fitting, 999 + 2 * fitting, 1000 + 2 * fitting]
+
+    simulate(main)
+
+
+def test_a_bandwidth_test_is_no_traffic_of_a_round(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path)
+        await swarm.begin()
+        await swarm.until_round(2)
+        endpoint = swarm.nodes["A"].endpoint
+        endpoint.sent[SPEED] += 10**9
+        endpoint.received[SPEED] += 10**9
+        number = swarm.nodes["A"].log.round
+        await swarm.until(lambda: swarm.credits_all("A", number + 1))
+        records = swarm.records("A")
+        assert all(records[each].sent_bytes + records[each].received_bytes < 10**6 for each in (number, number + 1))
 
     simulate(main)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from spes_p2p.errors import Refused
+from spes_p2p.messages.refusals import Code
+from spes_p2p.observe.events import RoundFailed
+from spes_p2p.peer.exchanges import Exchanges
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 SOON_S = 60.0
@@ -129,6 +134,37 @@ def test_a_laptop_that_slept_catches_up_and_trains_again(asleep_s: float) -> Non
         await swarm.until(lambda: "B" in swarm.nodes["W"].log.last.members, SOON_S)
         assert not swarm.tasks["B"].done()
         swarm.assert_same_commits()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_member_that_does_not_know_the_plan_of_a_round_costs_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it was with a peer that had come back: it refused what others pushed to it and pulled from it."""
+    known, refused = Exchanges._known, list[str]()
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=400))
+        swarm.start_all("ABCD")
+        await swarm.until_round(3)
+        number, back = swarm.nodes["A"].log.round, swarm.peers["B"].replica.exchanges
+
+        async def forgetful(exchanges: Exchanges, plan: str, revision: int) -> Any:
+            found = await known(exchanges, plan, revision)
+            if exchanges is back and found.plan.round == number + 1:
+                refused.append(plan)
+                raise Refused(Code.NOT_HERE, "that plan is not known here")
+            return found
+
+        monkeypatch.setattr(Exchanges, "_known", forgetful)
+        await swarm.until_round(number + 4)
+        assert refused
+        for name in "ACD":
+            assert swarm.recorders[name].of(RoundFailed) == []
+            commits = swarm.recorders[name].commits()
+            assert commits.keys() >= set(range(number + 5))
+            assert commits[number + 1].dropped_parts < commits[number + 1].parts
+            assert not any(commits[each].dropped_parts for each in commits if each != number + 1)
         swarm.assert_replicas_agree()
 
     simulate(main)

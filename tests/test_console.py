@@ -15,7 +15,7 @@ from rich.console import Console
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.messages.presence import Contribution
-from spes_p2p.observe.console import DOWNLOAD_EVERY_S, HEARTBEAT_S, SLOW_LINK_EVERY_S, RoundLog, farewell
+from spes_p2p.observe.console import DOWNLOAD_EVERY_S, FORECAST_EVERY_S, HEARTBEAT_S, SLOW_LINK_EVERY_S, RoundLog, farewell
 from spes_p2p.observe.events import (
     BaseRestored,
     Controlled,
@@ -23,6 +23,7 @@ from spes_p2p.observe.events import (
     Observer,
     PeersSeen,
     PhaseTrained,
+    QuotaForecast,
     StateEntered,
     TrainingProgress,
     to_all,
@@ -209,3 +210,13 @@ def test_a_trainer_whose_line_holds_rounds_up_is_told_after_two_of_them_and_once
     trainer(replace(commit(8), **slow))
     told = [message.split(" · ")[0] for message in log.messages if "rounds wait for this link: 1.00Mbit/s up" in message]
     assert told == [f"round 6/{ROUNDS}", f"round 8/{ROUNDS}"]
+
+
+def test_what_the_quota_leaves_is_said_at_the_start_once_it_is_known_and_every_hour(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    trainer = console_of(clock, "peer-aaaaaa", "trainer")
+    caplog.set_level(logging.INFO, "spes_p2p")
+    for at, pauses_at in ((0, math.nan), (30, math.nan), (60, 9e8), (90, 9e8), (60 + FORECAST_EVERY_S, math.inf)):
+        clock.now = at
+        trainer(QuotaForecast(20, 10, pauses_at, f"told at {at:g}"))
+    assert caplog.messages == ["quota: told at 0", "quota: told at 60", "quota: told at 3660"]

@@ -33,6 +33,9 @@ NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5
 PAGE = Path(__file__).parents[1] / "spes_p2p/client/dashboard/page.html"
 
 
+LEFT_OUT = ("owners", "members", "electorate", "stages", "scores", "continuations", "name", "team")
+
+
 def view_of(peers: int, experts: int, rounds: int = 20) -> dict[str, Any]:
     swarm = synthetic_swarm(peers, experts, rounds)
     return swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
@@ -53,8 +56,8 @@ def test_the_view_says_the_same_as_status_json() -> None:
     ids = [peer["peer_id"] for peer in view["peers"]]
     assert [[ids[place] for place in owners] for owners in view["owners"]] == status["owners"]
     for shown, said in zip(view["peers"], status["peers"], strict=True):
-        assert {name: shown[name] for name in said if name in shown} == {
-            name: value for name, value in said.items() if name not in ("owners", "members", "electorate", "stages", "scores")
+        assert {name: shown[name] for name in said if name not in LEFT_OUT} == {
+            name: value for name, value in said.items() if name not in LEFT_OUT
         }
 
 
@@ -67,6 +70,16 @@ def test_64_peers_and_128_experts_are_a_message_of_moderate_size() -> None:
     assert len(as_json(curves)) < 100_000
     assert len(curves["rounds"]["round"]) == MAX_POINTS
     assert curves["rounds"]["round"][-1] == 2000
+
+
+def test_what_the_model_writes_is_sent_for_a_bounded_number_of_rounds() -> None:
+    records = [replace(record, continuations=(400 * "x",)) for record in synthetic_swarm(2, 4, 500).records]
+    evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house",)})
+    curves = series(records, {}, CONFIG.model_copy(update={"evaluation": evaluation}))
+    rounds = [number for number, texts in curves["continuations"] if texts == [400 * "x"]]
+    assert curves["prompts"] == ["The house"]
+    assert (len(rounds), rounds[-1], rounds == sorted(set(rounds))) == (100, 500, True)
+    assert series(synthetic_swarm(2, 4, 5).records, {}, CONFIG)["continuations"] == []
 
 
 def test_a_timeline_is_made_of_spans_that_follow_each_other_and_end_now() -> None:

@@ -15,15 +15,20 @@ from typing import Any
 
 import pytest
 from network_swarm import LocalPeer, LocalPeers, call, write_variant
+from recorded_run import run_dir
 from synthetic_swarm import Synthetic, synthetic_swarm
 
 from spes_p2p.client.alerts import alerts
+from spes_p2p.client.dashboard.own import OwnTrainer
 from spes_p2p.client.dashboard.poll import Published
 from spes_p2p.client.dashboard.server import serving
 from spes_p2p.client.dashboard.view import series, swarm_view
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.tasks import beside
 from spes_p2p.observe.status import gather
+from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip install playwright)")
 
@@ -71,6 +76,7 @@ def look_at(swarm: Synthetic, look: Callable[[Any, Published], Awaitable[None]],
 
 def show(live: Published, swarm: Synthetic) -> None:
     live.view = swarm_view(swarm.statuses, swarm.by_peer, swarm.totals, swarm.now)
+    live.by_peer = swarm.by_peer
     live.known_alerts = alerts(gather(swarm.statuses), swarm.records, swarm.now)
     live.curves = series(swarm.records, {}, CONFIG)
     live.curves_version += 1
@@ -193,21 +199,33 @@ def test_trouble_is_said_at_the_top() -> None:
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_a_click_on_a_peer_shows_it_until_the_next_click(viewport: dict[str, int]) -> None:
+def test_a_peer_has_a_page_with_its_last_rounds_and_an_address(viewport: dict[str, int]) -> None:
     swarm = synthetic_swarm(3, 8, 12)
     status = sorted(swarm.statuses[:3], key=lambda each: each.peer_id)[1]
 
     async def look(page: Any, live: Published) -> None:
         row = page.locator(f"#peers tr[data-peer='{status.peer_id}']")
-        assert not await page.is_visible("#peer")
         await row.click()
+        assert await page.evaluate("location.hash") == f"#peer={status.peer_id}"
+        await until(page, "document.querySelectorAll('#peer-rounds tr').length === 9")
         told = await page.text_content("#peer")
         for text in (status.peer_id, " ".join(map(str, status.owned)), "exchange", " up, "):
             assert text in told
+        first = await page.locator("#peer-rounds tr").first.inner_text()
+        assert first.startswith("12\t")
+        assert "164k" in first
+        assert await page.locator("#peer-rounds tr").first.locator("rect").count() == 5
         scrolled, shown = await widths(page)
         assert scrolled <= shown
-        await row.click()
+        assert not await page.is_visible("#peers")
+        await page.reload()
+        await until(page, "document.querySelectorAll('#peer-rounds tr').length === 9")
+        await page.click("#peer-page a")
+        assert await row.is_visible()
         assert not await page.is_visible("#peer")
+        await page.evaluate("location.hash = 'peer=<img src=x>'")
+        await until(page, "document.getElementById('peer-now').textContent === 'not among the peers of this campaign'")
+        assert await page.locator("img").count() == 0
 
     look_at(swarm, look, viewport=viewport)
 
@@ -234,6 +252,60 @@ def test_two_rounds_are_compared_and_thin_lines_come_first() -> None:
         assert "8.00 Mbit/s, rounds wait for it" in first
 
     look_at(swarm, look)
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_one_moves_through_what_the_model_wrote(viewport: dict[str, int]) -> None:
+    evil, swarm = "<img src=x onerror=document.title='owned'>", synthetic_swarm(2, 4, 30)
+    told = {10: ("one", evil), 20: ("two", evil), 30: ("three" + 300 * "y", evil)}
+
+    async def look(page: Any, live: Published) -> None:
+        assert not await page.is_visible("#writes-panel")
+        records = [replace(record, continuations=told.get(record.round, ())) for record in swarm.records]
+        evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", evil)})
+        for newest in (20, 30):
+            live.curves = series(records[: newest + 1], {}, CONFIG.model_copy(update={"evaluation": evaluation}))
+            live.curves_version += 1
+            live.publish()
+            await until(page, f"document.querySelector('#writes-readout').dataset.value === '{newest}'")
+        scrolled, shown = await widths(page)
+        assert scrolled <= shown
+        await page.focus("#writes-round")
+        await page.keyboard.press("ArrowLeft")
+        assert await value(page, "writes-readout") == 20
+        assert await page.locator("#writes div").all_inner_texts() == ["The housetwo", evil + evil]
+        await page.keyboard.press("Home")
+        live.curves_version += 1
+        live.publish()
+        await asyncio.sleep(0.2)
+        assert await value(page, "writes-readout") == 10
+        assert await page.locator("img").count() == 0
+
+    look_at(swarm, look, viewport=viewport)
+
+
+def test_a_click_pauses_and_resumes_ones_own_trainer_with_the_token_of_the_address(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)
+    state = StateFile(folder)
+    state.write(OwnState("running", 0.0))
+    RSAIdentity(folder / "identity.key")
+
+    async def run() -> None:
+        live, own = Published(), OwnTrainer(folder)
+        live.set_state("searching", "")
+        async with serving(live, "127.0.0.1", 0, own) as url, beside(own.watch(live)):
+            async with browser_page(url) as page:
+                await page.wait_for_selector("#own-state >> text=running")
+                assert not await page.is_visible("#own-order")
+            async with browser_page(f"{url}#token={own.token}") as page:
+                assert own.token not in await page.evaluate("location.href")
+                for label, pauses in (("Pause", True), ("Resume", False)):
+                    await page.click(f"#own-order >> text={label}")
+                    await until(page, f"document.getElementById('own-order').textContent !== '{label}'")
+                    assert is_pause_ordered(folder) == pauses
+
+    asyncio.run(run())
+    state.close()
 
 
 def test_a_dashboard_without_a_swarm_looks_for_it() -> None:
@@ -324,7 +396,7 @@ def test_values_on_the_page_equal_status_json(swarm: LocalPeers, dashboard: Loca
                     break
                 assert time.monotonic() < deadline, different
             assert sorted(owners) == [0, 1, 2, 3]
-            assert peers == [peer["peer_id"] for peer in before["peers"]]
+            assert sorted(peers) == sorted(peer["peer_id"] for peer in before["peers"])
             assert traffic == before["round_sent_bytes"]
             assert swarm["bootstrap"].address in await page.text_content("#command")
 

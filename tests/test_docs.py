@@ -183,7 +183,7 @@ def test_a_campaign_is_run_and_joined_as_the_docs_say(walk: Walk, clone: Path) -
         run_and_expect_success([word.replace("runs/peer", str(volunteers[0].run_dir)) for word in words])
     for words in fenced_commands(ROOT / "docs/dashboard.md"):
         if not NEEDS_THE_HUB & set(words):
-            walk.run(words)
+            walk.run([word.replace("runs/peer", str(volunteers[0].run_dir)) for word in words])
     (clone / "checkpoint").rename(clone / "from_the_swarm")
     walk.peers.terminate("bootstrap")
     for words in owner:

@@ -7,7 +7,9 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import psutil
@@ -17,17 +19,21 @@ from observed_events import ROUNDS, assembly, commit, shown, status_after
 
 from spes_p2p.config.campaign import EvaluationConfig, PeerConfig, load_campaign_config
 from spes_p2p.errors import UserError
-from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.net.tasks import beside
-from spes_p2p.observe.events import Event, RoundCommitted, TasksEvaluated
+from spes_p2p.observe.events import Event, PromptsContinued, RoundCommitted, TasksEvaluated
+from spes_p2p.observe.history import History, read_rounds
+from spes_p2p.observe.rounds import Rounds
 from spes_p2p.observe.status import swarm_status
-from spes_p2p.session.downstream import TaskEvaluations, evaluate_stored_base, read_results
+from spes_p2p.session.downstream import Evaluations, evaluate_tasks, read_continuations, read_results
 
 ROOT = Path(__file__).resolve().parents[1]
+WRITTEN = PromptsContinued(4, (" was old.", " and then"))
 FOUND = TasksEvaluated(4, (("piqa", "acc", 0.5, 0.025), ("piqa", "acc_norm", 0.25, math.nan)))
 
 
-def told(every_rounds: int, work: Callable[[TaskEvaluations, asyncio.Event], Awaitable[None]], fails: str = "") -> list[Event]:
+def told(every_rounds: int, work: Callable[[Evaluations, asyncio.Event], Awaitable[None]], fails: str = "") -> list[Event]:
     """Events of a peer with an evaluator that ends when the test says so; it has begun and ended what `work` left."""
     events: list[Event] = []
 
@@ -40,7 +46,7 @@ def told(every_rounds: int, work: Callable[[TaskEvaluations, asyncio.Event], Awa
                 raise UserError(fails)
             return FOUND
 
-        evaluations = TaskEvaluations(every_rounds, evaluate)
+        evaluations = Evaluations(every_rounds, {"evaluating tasks": evaluate})
         async with beside(evaluations.run(events.append)):
             await work(evaluations, may_end)
 
@@ -56,7 +62,7 @@ async def until_idle() -> None:
 
 @pytest.mark.parametrize(("every_rounds", "evaluations"), [(0, 0), (1, ROUNDS), (3, ROUNDS // 3)])
 def test_tasks_run_every_so_many_rounds(every_rounds: int, evaluations: int) -> None:
-    async def all_rounds(tasks: TaskEvaluations, may_end: asyncio.Event) -> None:
+    async def all_rounds(tasks: Evaluations, may_end: asyncio.Event) -> None:
         may_end.set()
         for event in (assembly(), *(commit(number) for number in range(1, ROUNDS + 1))):
             tasks.observe(event)
@@ -66,7 +72,7 @@ def test_tasks_run_every_so_many_rounds(every_rounds: int, evaluations: int) -> 
 
 
 def test_a_round_is_skipped_while_the_last_evaluation_runs(caplog: pytest.LogCaptureFixture) -> None:
-    async def slow(tasks: TaskEvaluations, may_end: asyncio.Event) -> None:
+    async def slow(tasks: Evaluations, may_end: asyncio.Event) -> None:
         for number in (2, 3, 4, 5):
             tasks.observe(commit(number))
             await until_idle()
@@ -77,31 +83,50 @@ def test_a_round_is_skipped_while_the_last_evaluation_runs(caplog: pytest.LogCap
 
     caplog.set_level(logging.INFO, "spes_p2p")
     assert told(1, slow) == [FOUND] * 2
-    assert caplog.messages == ["round 3: no tasks are evaluated until the evaluation that still runs ends"]
+    assert caplog.messages == ["round 3: evaluating tasks not until the evaluation that still runs ends"]
 
 
 def test_a_failure_is_one_line_however_often_it_recurs(caplog: pytest.LogCaptureFixture) -> None:
-    async def three_rounds(tasks: TaskEvaluations, may_end: asyncio.Event) -> None:
+    async def three_rounds(tasks: Evaluations, may_end: asyncio.Event) -> None:
         may_end.set()
         for number in (1, 2, 3):
             tasks.observe(commit(number))
             await until_idle()
 
     assert told(1, three_rounds, "no such data") == []
-    assert caplog.messages == ["no tasks evaluated: no such data"]
+    assert caplog.messages == ["evaluating tasks failed: no such data"]
+
+
+def test_prompts_are_continued_where_tasks_fail(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[Event] = []
+
+    async def fail() -> Event:
+        raise UserError("no such data")
+
+    async def write() -> Event:
+        return WRITTEN
+
+    async def run() -> None:
+        evaluations = Evaluations(1, {"evaluating tasks": fail, "continuing prompts": write})
+        async with beside(evaluations.run(events.append)):
+            evaluations.observe(commit(4))
+            await until_idle()
+
+    asyncio.run(run())
+    assert (events, caplog.messages) == ([WRITTEN], ["evaluating tasks failed: no such data"])
 
 
 def test_the_process_that_fails_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     config = EvaluationConfig(tasks=("arc_easyy",))
     with pytest.raises(UserError, match=r"^unknown task 'arc_easyy'; did you mean"):
-        asyncio.run(evaluate_stored_base(config, PeerConfig(run_dir=tmp_path)))
+        asyncio.run(evaluate_tasks(config, PeerConfig(run_dir=tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_evaluation_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     async def cancel() -> None:
         config, settings = EvaluationConfig(tasks=("piqa",)), PeerConfig(run_dir=tmp_path)
-        evaluation = asyncio.ensure_future(evaluate_stored_base(config, settings))
+        evaluation = asyncio.ensure_future(evaluate_tasks(config, settings))
         while not evaluators(psutil.Process().children()):
             assert not evaluation.done()
             await asyncio.sleep(0.01)
@@ -144,10 +169,54 @@ def test_status_shows_who_measured_what() -> None:
     assert swarm_status([status])["peers"][0]["task_scores"] == [["piqa", "acc", 0.5, 0.025], ["piqa", "acc_norm", 0.25, None]]
 
 
+def test_continuations_are_bounded_lines_without_control_characters() -> None:
+    texts = [{"text": " a\n\x1b[2Jb\u202ec"}, {"text": 500 * "x"}]
+    assert read_continuations({"round": 4, "continuations": texts}) == PromptsContinued(4, (" a  [2Jb c", 400 * "x"))
+
+
+@pytest.mark.parametrize("claim", [5 * ["x"], ["a\nb"], [401 * "x"], [3]])
+def test_a_peers_continuations_are_bounded(claim: Any) -> None:
+    valid = {"peer_id": "p", "role": "trainer", "campaign": "c", "campaign_hash": "h", "total_rounds": 1}
+    with pytest.raises(ValueError, match=r"^not a peer's status: continuations"):
+        PeerStatus.from_bytes(msgpack.packb({**valid, "continuations": claim}))
+    record = Rounds("p")
+    record.record(commit(4), 0.0)
+    with pytest.raises(WireError):
+        unpack(RoundRecord, pack(replace(record.records[0], continuations=claim)))
+
+
+def test_continuations_are_in_the_journal_the_status_and_the_record_of_their_round(tmp_path: Path) -> None:
+    history = History("p", tmp_path)
+    for event in (commit(3), commit(4), commit(5), WRITTEN):
+        history.record(event)
+    history.close()
+    rounds = read_rounds(tmp_path, "p")
+    assert [record.continuations for record in rounds.records] == [(), WRITTEN.continuations, ()]
+    assert rounds.last_round()["continuations"] == WRITTEN.continuations
+    status = PeerStatus.from_bytes(status_after(commit(5), WRITTEN).to_bytes())
+    assert (status.continued_round, status.continuations) == (4, WRITTEN.continuations)
+
+
+def test_a_record_takes_over_continuations_that_come_later() -> None:
+    rounds = Rounds("p")
+    rounds.record(commit(4), 0.0)
+    (record,) = rounds.records
+    assert rounds.add(replace(record, teller="q", continuations=("one",)))
+    assert not rounds.add(replace(record, teller="r", continuations=("two",)))
+    assert rounds.records == (replace(record, continuations=("one",)),)
+    rounds.record(commit(4), 0.0)
+    assert rounds.records[0].continuations == ("one",)
+
+
 @pytest.mark.parametrize(("fields", "expected"), [
+    ({"prompts": 5 * ["a"]}, "evaluation.prompts"),
+    ({"prompts": ["a\nb"]}, r"evaluation.prompts.* must be 1 to 200 characters in one line"),
+    ({"prompts": [""]}, r"evaluation.prompts.* must be 1 to 200 characters in one line"),
+    ({"prompts": [201 * "a"]}, r"evaluation.prompts.* must be 1 to 200 characters in one line"),
+    ({"prompts": ["a"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks or"),
     ({"tasks": ["../x.yaml"]}, "evaluation.tasks.* must be the name of an lm-eval task"),
     ({"tasks": ["piqa:many"]}, "evaluation.tasks.* must be the name of an lm-eval task"),
-    ({"tasks": ["piqa:5"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks"),
+    ({"tasks": ["piqa:5"], "every_rounds": 0}, "evaluation.every_rounds.* must be greater than 0 if there are tasks or"),
 ])
 def test_a_campaign_with_wrong_tasks_is_refused(campaign: Path, fields: dict[str, object], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
@@ -156,7 +225,7 @@ def test_a_campaign_with_wrong_tasks_is_refused(campaign: Path, fields: dict[str
 
 @pytest.mark.network
 def test_a_trainer_measures_tasks_and_everybody_sees_it(campaign: Path, tmp_path: Path) -> None:
-    tasks = {"tasks": ["demo_continuation"], "every_rounds": 1, "max_examples": 2}
+    tasks = {"tasks": ["demo_continuation"], "every_rounds": 1, "max_examples": 2, "prompts": ["The house", "-x"]}
     long = {"total_steps": 400_000, "sync_steps": 10}
     config = write_variant(campaign, "tasks.yaml", training=long, merge={"merge_interval": 10}, evaluation=tasks)
     with LocalPeers(tmp_path, niceness=18) as swarm:
@@ -172,6 +241,15 @@ def test_a_trainer_measures_tasks_and_everybody_sees_it(campaign: Path, tmp_path
         peers = json.loads(call("status", address, "--json").stdout)["peers"]
         assert {peer["peer_id"] for peer in peers if peer["task_scores"]} == {offering.peer_id}
         assert "tasks: demo_continuation acc" in offering.log
+        swarm.wait(lambda: offering.events(PromptsContinued), 120, "the prompts are continued")
+        written = offering.events(PromptsContinued)[0]
+        assert len(written.continuations) == 2
+        assert all(written.continuations)
+        assert "the first prompt goes on: " in offering.log
+        peers = json.loads(call("status", address, "--json").stdout)["peers"]
+        assert {peer["peer_id"] for peer in peers if peer["continuations"]} == {offering.peer_id}
+        records = read_rounds(offering.run_dir).records
+        assert [each.continuations for each in records if each.round == written.round] == [written.continuations]
         assert swarm.terminate("peer-1") == 0
         assert not (offering.run_dir / "evaluation").exists()
         assert swarm["peer-0"].is_running
@@ -182,7 +260,7 @@ def evaluators(processes: list[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in processes:
         try:
-            if "evaluate" in process.cmdline() and process.nice() == 19:
+            if {"evaluate", "generate"} & set(process.cmdline()) and process.nice() == 19:
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -1,6 +1,10 @@
 """An exported base is a plain transformers checkpoint of the same bits."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,3 +96,31 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, tokenizer_json: Path, mo
     with pytest.raises(OSError, match="disk full"):
         export_checkpoint(WHOLE, initial_state(WHOLE), tokenizer_json, "<|endoftext|>", None, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_a_disk_that_is_full_by_now_leaves_no_half_a_checkpoint(
+    tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk had room when it was asked, and others filled it."""
+    write = Path.write_text
+
+    def fill(path: Path, *text: Any, **options: Any) -> int:
+        if path.name == "README.md":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *text, **options)
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    output = tmp_path / "runs" / "checkpoint"
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(WHOLE, initial_state(WHOLE), tokenizer_json, "<|endoftext|>", None, output, {"README.md": "card"})
+    assert list(output.parent.iterdir()) == []
+
+
+def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_a_byte_is_written(
+    tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    output = tmp_path / "runs" / "checkpoint"
+    with pytest.raises(UserError, match=r"checkpoint: needs .* GB, the disk has 0.0 GB free; choose another disk"):
+        export_checkpoint(WHOLE, initial_state(WHOLE), tokenizer_json, "<|endoftext|>", None, output)
+    assert list(output.parent.iterdir()) == []

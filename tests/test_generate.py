@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +16,8 @@ from checkpoints import make_checkpoint
 from network_swarm import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spes_p2p.client.generate import Continuation, _Pieces
+from spes_p2p.client import generate
+from spes_p2p.client.generate import Continuation, _Pieces, following
 from spes_p2p.errors import UserError
 
 
@@ -53,6 +60,62 @@ def test_control_characters_do_not_reach_the_terminal(checkpoint: Path) -> None:
     pieces: list[str] = []
     _Pieces(AutoTokenizer.from_pretrained(checkpoint), pieces.append).on_finalized_text("a\x1b[2Jb\nc")
     assert pieces == ["a?[2Jb\nc"]
+
+
+def test_prompts_and_continuations_are_written_to_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "folder/written.json"
+    options = ("--max-new-tokens", "3", "--temperature", "0", "--output", str(output))
+    ended = call("generate", str(checkpoint), "--prompt", "The house", "--prompt", "The", *options)
+    model = Continuation(checkpoint, "cpu")
+    expected = [{"round": None, "prompt": text, "text": written(model, text, 3)} for text in ("The house", "The")]
+    assert ended.code == 0
+    assert json.loads(output.read_text()) == {"model": str(checkpoint), "round": None, "continuations": expected}
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    (["--follow"], "error: generate: --follow needs --from with an address of the swarm"),
+    (["--run-dir", "x"], "error: generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir"),
+    (["--output", "."], "error: --output .: is a folder; name a file"),
+])
+def test_options_that_do_not_fit_are_one_line(checkpoint: Path, options: list[str], error: str) -> None:
+    ended = call("generate", str(checkpoint), *options)
+    assert (ended.code, ended.stderr.startswith(error), ended.stderr.count("\n")) == (2, True, 1)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A base as a swarm gives it."""
+
+    origin: Any
+    checkpoint: Path
+
+    def write(self, output: Path) -> None:
+        shutil.copytree(self.checkpoint, output)
+
+
+def test_the_newest_model_takes_over_between_two_prompts(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "LOOK_EVERY_S", 0.01)
+    bases, asked = {4: None, 7: None}, list[int]()
+
+    async def fetch(after: int) -> Any:
+        asked.append(after)
+        newer = [number for number in bases if number > after]
+        if not newer:
+            raise UserError("no base after this round yet")
+        return Made(SimpleNamespace(round=newer[0]), checkpoint)
+
+    seen = []
+    with following(fetch, tmp_path, "cpu", 3) as newer:
+        while len(asked) < 4:  # two bases, and looks in vain
+            time.sleep(0.01)
+        if (found := newer()) is not None:
+            seen.append(found)
+        assert newer() is None
+    assert [number for number, _ in seen] == [7]
+    assert written(seen[0][1], "The house", 3) == written(Continuation(checkpoint, "cpu"), "The house", 3)
+    assert (asked[:3], list(tmp_path.iterdir())) == ([3, 4, 7], [])
 
 
 def test_the_command_prints_prompt_and_continuation(checkpoint: Path) -> None:

@@ -156,7 +156,7 @@ def test_the_quota_is_new_the_next_day() -> None:
     (0, 0.0, "0 B of 20.0 GB used today"),
 ])
 def test_it_says_when_the_quota_will_be_used_up(used: int, rate: float, end: str) -> None:
-    assert quota_forecast(20 * GB, Traffic("2026-03-01", used, GB), rate, NOON).endswith(end)
+    assert quota_forecast(20 * GB, Traffic("2026-03-01", used, GB), rate, NOON).line.endswith(end)
 
 
 def test_the_count_survives_a_restart(tmp_path: Path) -> None:

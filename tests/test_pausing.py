@@ -182,3 +182,26 @@ def test_a_trainer_pauses_at_its_quota_and_stays_so_after_a_restart(campaign: Pa
         again = swarm.join("peer-1", address, *options)
         swarm.wait(lambda: "paused: until midnight" in again.log, 30, "it is still used up")
         assert "joined campaign" not in again.log
+
+
+@pytest.mark.network
+def test_a_trainer_gives_way_and_says_what_its_quota_leaves(campaign: Path, tmp_path: Path) -> None:
+    with LocalPeers(tmp_path, niceness=3) as swarm:
+        address = swarm.bootstrap(endless(campaign)).address
+        port = str(free_port())
+        options = ("--nice", "17", "--leave-free", "100MiB", "--quota", "100GB/day", "--metrics-port", port)
+        polite = swarm.join("peer-0", address, *options)
+        swarm.join("peer-1", address)
+        swarm.wait_for_round(2, START_S)
+        swarm.wait(lambda: "; that lasts for the day" in polite.log, 60, "the quota's forecast is logged")
+        assert "quota: " in polite.log
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        gauges = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("spes_quota"))
+        assert float(gauges["spes_quota_bytes"]) == 100e9
+        assert 0 < float(gauges["spes_quota_used_bytes"]) < 1e9
+        process = psutil.Process(polite.process.pid)
+        niceness = {thread.id: os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
+        others = niceness[process.pid]
+        assert 17 in niceness.values()
+        assert others < 17, "streams and heartbeats keep their priority"
+        assert {child.nice() for child in polite.children()} == {others}, "so does p2pd"

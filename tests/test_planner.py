@@ -17,7 +17,7 @@ from network_swarm import Ended, call
 from torch.profiler import ProfilerActivity, profile
 
 from spes_p2p.campaign import free_memory
-from spes_p2p.campaign.free_memory import available_bytes
+from spes_p2p.campaign.free_memory import meminfo_bytes
 from spes_p2p.campaign.host_memory import PROGRAM_BYTES, host_bytes
 from spes_p2p.campaign.plan_table import join_flags
 from spes_p2p.campaign.planner import alternatives, bootstrap_disk_bytes, disk_bytes, plan_peer, round_traffic, written_bytes
@@ -346,7 +346,8 @@ def test_what_is_no_size_names_the_option(text: str) -> None:
 
 
 def test_available_memory_is_read_in_kib() -> None:
-    assert available_bytes("MemTotal:  100 kB\nMemFree:  7 kB\nMemAvailable:   42 kB\n") == 42 * 1024
+    meminfo = "MemTotal:  100 kB\nMemFree:  7 kB\nMemAvailable:   42 kB\n"
+    assert [meminfo_bytes(meminfo, name) for name in ("MemAvailable", "MemTotal")] == [42 * 1024, 100 * 1024]
 
 
 def run_plan(*options: str) -> Ended:

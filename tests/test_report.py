@@ -84,6 +84,17 @@ def test_text_of_peers_stays_text(tmp_path: Path) -> None:
     assert page.text.count(HARM) >= 6
 
 
+def test_a_report_shows_what_the_model_wrote_in_the_first_the_last_and_some_rounds_between(tmp_path: Path) -> None:
+    records = [replace(record, continuations=(f" wrote {record.round}.", HARM) if record.round else ())
+               for record in synthetic_swarm(2, 4, 60).records]
+    evaluation = CONFIG.evaluation.model_copy(update={"prompts": ("The house", HARM)})
+    page = Page(make_report(run_dir(tmp_path, records, config=CONFIG.model_copy(update={"evaluation": evaluation}))))
+    shown = [number for number in range(61) if f" wrote {number}." in page.text]
+    assert (len(shown), shown[0], shown[-1]) == (8, 1, 60)
+    assert "The house" in page.text
+    assert "script" not in page.tags
+
+
 def test_a_run_without_a_round_has_no_report(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, synthetic_swarm(2, 4, 0).records)
     with pytest.raises(UserError, match="no round with training yet"):

@@ -24,6 +24,7 @@ from spes_p2p.campaign.planner import plan_peer
 from spes_p2p.campaign.room import DISPLAY_BYTES, HOST_RESERVED_BYTES, Device, choices, find_room, needed_bytes
 from spes_p2p.campaign.speed import costs_of, step_seconds
 from spes_p2p.config.campaign import Campaign, CampaignConfig, PeerConfig, load_campaign_config, make_peer_config
+from spes_p2p.config.quantities import parse_spare
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import initial_state, layout_of
@@ -298,3 +299,32 @@ def test_a_trainer_is_refused_where_its_disk_would_be_full_in_a_round_but_not_fo
     at.run_dir.mkdir(parents=True)
     (at.run_dir / "base").write_bytes(b"\1" * 8192)
     require_disk(files, at, resources)
+
+
+# What is left to others --------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_left_free_is_left_by_join_and_by_plan_alike() -> None:
+    config, spare = recipe("1b"), parse_spare("25%", "--leave-free")
+    whole = card(24, host_memory=64 * GIB, total=32 * GIB)
+    trained = resources_on(whole, settings(leave_free=spare), config)
+    assert trained.device.reserved == whole.reserved + 8 * GIB
+    assert needed_bytes(config, trained.device, trained.choice) <= whole.memory
+    assert trained.choice.device.total <= 16 * GIB
+    planned = plan_peer(config, whole.leaving(spare), 1e8, None, "--memory")
+    assert planned.choice == trained.choice
+    unbounded = resources_on(whole, settings(), config).choice.device.total
+    assert trained.choice.device.total < unbounded
+    with pytest.raises(UserError, match=r"kept free 2[0-9.]* GB"):
+        find_room(config, whole.leaving(parse_spare("23GiB", "--leave-free")), "x")
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("20%", 2 * GIB), (" 2.5 %", GIB // 4), ("2GiB", 2 * GIB), ("1GB", 10**9)])
+def test_a_share_or_a_size_is_left_free(text: str, num_bytes: int) -> None:
+    assert parse_spare(text, "--leave-free").of(10 * GIB) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["0%", "100%", "-5%", "20", "%", "2 gallons", "1e1%"])
+def test_what_is_no_share_names_the_option(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--leave-free '.*': must be a share"):
+        parse_spare(text, "--leave-free")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from spes_p2p.rounds import digest, next_base
 from spes_p2p.rounds.base import load_base, pieces_of, write_base
 from spes_p2p.rounds.digest import PIECE_ELEMENTS, PIECES_PER_BATCH, piece_digest, piece_digests, root_digest
 from spes_p2p.storage.store import DirectoryStore
-from spes_p2p.storage.threads import in_threads, spans, threads_here
+from spes_p2p.storage.threads import in_threads, nice_executor, spans, threads_here
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
 THREADS = (1, 2, 5)
@@ -141,3 +142,24 @@ def test_no_peer_touches_the_whole_state_on_its_event_loop(monkeypatch: pytest.M
         assert watched.calls.keys() >= {name for _, name in functions} - {"piece_digests"}
 
     simulate(main)
+
+
+def test_threads_of_the_nice_executor_and_those_that_they_start_give_way() -> None:
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def of_a_child() -> int:
+        found: list[int] = []
+        child = threading.Thread(target=lambda: found.append(niceness()))
+        child.start()
+        child.join()
+        return found[0]
+
+    for wanted in (here + 3, here):
+        with nice_executor(wanted) as executor:
+            assert [executor.submit(work).result() for work in (niceness, of_a_child)] == [wanted] * 2
+    with nice_executor(max(0, here - 1)) as executor:
+        assert executor.submit(niceness).result() == here, "it never takes more than the process was given"
+    assert niceness() == here

@@ -97,6 +97,7 @@ training:
 
 evaluation:
   every_rounds: 10  # evaluate on the held-out text every 10 rounds
+  # prompts: ["Once upon a time", "The house"]  # the dashboard shows how the model continues them over the rounds
 
 data:  # paths are relative to this file
   {training_text}

@@ -35,16 +35,18 @@ def choose_devices(wanted: str) -> tuple[torch.device, ...]:
 
 def measured(devices: Sequence[torch.device]) -> Device:
     """Return these devices, all of one kind, as one with the least of their free memory; on a CPU they share the machine's."""
-    available = available_bytes(MEMINFO.read_text())
+    meminfo = MEMINFO.read_text()
+    available = meminfo_bytes(meminfo, "MemAvailable")
     has_adamw8bit = importlib.util.find_spec("torchao") is not None
     if devices[0].type == "cpu":
-        return Device("cpu", available // len(devices), ranks=len(devices), has_adamw8bit=has_adamw8bit)
-    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+        total = meminfo_bytes(meminfo, "MemTotal") // len(devices)
+        return Device("cpu", available // len(devices), ranks=len(devices), has_adamw8bit=has_adamw8bit, total=total)
+    free, total = min(torch.cuda.mem_get_info(device) for device in devices)
     listing = _driver_listing()
     uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
     return Device(
         "cuda", free, ranks=len(devices), host_memory=available, has_adamw8bit=has_adamw8bit,
-        drives_display=any(has_active_display(listing, uuid) for uuid in uuids),
+        drives_display=any(has_active_display(listing, uuid) for uuid in uuids), total=total,
     )
 
 
@@ -66,7 +68,7 @@ def _driver_listing() -> str:
         return ""
 
 
-def available_bytes(meminfo: str) -> int:
-    """Return MemAvailable from the text of /proc/meminfo, which counts in KiB."""
-    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+def meminfo_bytes(meminfo: str, name: str) -> int:
+    """Return an entry of the text of /proc/meminfo, which counts in KiB."""
+    line = next(line for line in meminfo.splitlines() if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])

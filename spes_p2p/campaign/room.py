@@ -15,6 +15,7 @@ from typing import Any
 from spes_p2p.campaign.host_memory import host_bytes
 from spes_p2p.campaign.speed import step_seconds
 from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.config.quantities import Spare
 from spes_p2p.errors import UserError
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.memory import DeviceBytes, DeviceKind, Setup, device_bytes, shared_elements
@@ -60,6 +61,14 @@ class Device:
     drives_display: bool = False
     has_adamw8bit: bool = True
     """Whether torchao is installed."""
+    total: int = 0
+    """All memory of the device, used or not; 0: as much as is free."""
+    spare: int = 0
+    """Bytes that the user leaves to other programs."""
+
+    def leaving(self, spare: Spare | None) -> Device:
+        """Return the device with this left to other programs."""
+        return self if spare is None else replace(self, spare=spare.of(self.total or self.memory))
 
     def at_most(self, memory: int | None) -> Device:
         """Return the device with at most this much memory."""
@@ -69,8 +78,8 @@ class Device:
     def reserved(self) -> int:
         """Bytes to leave free."""
         if self.kind == "cpu":
-            return round(0.1 * self.memory)
-        return RESERVED_BYTES + round(RESERVED_SHARE * self.memory) + DISPLAY_BYTES * self.drives_display
+            return round(0.1 * self.memory) + self.spare
+        return RESERVED_BYTES + round(RESERVED_SHARE * self.memory) + DISPLAY_BYTES * self.drives_display + self.spare
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free disk space and start again")
         if error.filename is None:
-            raise
+            why = error.strerror or str(error) or type(error).__name__
+            _fail(f"the system refused something that this command needs: {why}")
         _fail(f"{error.filename}: {error.strerror}; check the path and its permissions")
     except typer.Exit as done:
         sys.exit(done.exit_code)

@@ -13,23 +13,20 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
+from spes_p2p.client.chronicle import Chronicle, owners_first
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
 from spes_p2p.config.campaign import CampaignConfig
-from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.content.bases import collect_offers, download
 from spes_p2p.content.fetcher import Fetcher
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide
-from spes_p2p.messages.methods import COMMITS
+from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.export import ExportDtype, export_checkpoint
 from spes_p2p.observe.history import read_rounds
 from spes_p2p.observe.rounds import Rounds
-from spes_p2p.peer.decisions import fetch_milestone
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.storage.scratch import file_scratch
@@ -68,25 +65,30 @@ def from_run_dir(run_dir: Path, round_number: int | None = None) -> Exportable:
     return Exportable(files, base.values, origin_of(files.campaign, base.round, base.digest, records))
 
 
-async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callable[[int, int], None]) -> Exportable:
-    """Download the newest base of a running swarm, verifying every piece. Raises UserError if there is none.
+async def from_swarm(
+    addresses: Sequence[str], folder: Path, on_progress: Callable[[int, int], None], after: int = -1
+) -> Exportable:
+    """Download the newest base of a running swarm, verifying every piece. Raises UserError if there is none after this round.
 
     It is in a temporary file of the folder, not in memory.
     """
     async with connect(addresses) as swarm:
-        log, files = CommitLog(swarm.net.identity, swarm.genesis), await swarm.files()
+        files = await swarm.files()
+        chronicle = Chronicle(swarm, files.campaign.config)
         for _ in range(TRIES):
             with contextlib.suppress(PeerUnreachable):
-                round_number, digest, values = await _newest_base(swarm, files.campaign.config, log, folder, on_progress)
-                records = await _history(swarm, log, round_number)
-                origin = origin_of(files.campaign, round_number, digest, records)
+                config = files.campaign.config
+                round_number, digest, values = await _newest_base(swarm, config, chronicle, folder, on_progress, after)
+                records = await _history(swarm, chronicle, round_number)
+                origin = origin_of(files.campaign, round_number, digest, records, await swarm.statuses())
                 return Exportable(files, values, origin)
             await asyncio.sleep(RETRY_S)
     raise UserError(f"{addresses[0]}: no peer serves a trained base; try again after a committed round")
 
 
 async def _newest_base(
-    swarm: SwarmConnection, config: CampaignConfig, log: CommitLog, folder: Path, on_progress: Callable[[int, int], None]
+    swarm: SwarmConnection, config: CampaignConfig, chronicle: Chronicle, folder: Path,
+    on_progress: Callable[[int, int], None], after: int,
 ) -> tuple[int, str, np.ndarray]:
     """Return (round, digest, values) of the newest base whose digest is proven. Raises PeerUnreachable if there is none.
 
@@ -97,7 +99,8 @@ async def _newest_base(
     helpers = [peer for peer in swarm.genesis.helpers if peer in contacts]
     peers = [*helpers, *sorted(contacts.keys() - set(helpers), key=lambda peer: -contacts[peer].round)]
     for peer in peers:
-        await _learn_commits(swarm, log, peer)
+        await chronicle.learn(swarm, peer)
+    log = chronicle.log
     last, size = log.last, base_size(layout_of(config.model), config.outer)
     digest = await _digest_of_last(swarm, helpers, last, size) if last.step >= config.training.total_steps else None
     proven = [(last, digest)] if digest is not None else []
@@ -106,6 +109,8 @@ async def _newest_base(
     elif last.round > 0 and last.plan:
         proven.append((log.commit_at(last.round - 1), last.base_digest))
     for commit, digest in proven:
+        if commit.round <= after:
+            raise UserError(f"{swarm.addresses[0]}: no base after round {after} yet")
         offers = await collect_offers(swarm.endpoint, peers, commit.id, size, digest=digest)
         if offers and commit.step > 0:
             scratch = partial(file_scratch, folder)
@@ -121,32 +126,15 @@ async def _digest_of_last(swarm: SwarmConnection, helpers: Sequence[str], last: 
     return digests.pop() if len(digests) == 1 else None
 
 
-async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> None:
-    """Add a peer's newer certified commits to the log, without those that fail verification."""
-    with contextlib.suppress(PeerUnreachable, Refused, WireError):
-        with contextlib.suppress(Refused):
-            milestone = await fetch_milestone(swarm.endpoint, peer, log.round)
-            if log.admits_milestone(milestone):
-                log.begin_at(milestone)
-        while True:
-            request = pack(CommitsRequest(log.round))
-            found = unpack(Decide, await swarm.endpoint.ask(peer, COMMITS, request, swarm.endpoint.silence_s)).decided
-            if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
-                return
-            for decided in filter(log.admits, found):
-                log.put(decided)
-
-
-async def _history(swarm: SwarmConnection, log: CommitLog, round_number: int) -> tuple[RoundRecord, ...]:
+async def _history(swarm: SwarmConnection, chronicle: Chronicle, round_number: int) -> tuple[RoundRecord, ...]:
     """Return the peers' records of the rounds up to this one: all that the log has, and earlier ones that came with them."""
-    rounds = Rounds("")
-    wanted = [number for number in range(max(0, log.begins), round_number + 1) if log.commit_at(number).plan]
-    for peer in await swarm.contacts():
-        async for page in swarm.history(peer, -1, round_number):
+    rounds, wanted = Rounds(""), [number for number in chronicle.rounds if number <= round_number]
+    for peer in owners_first(swarm, await swarm.contacts()):
+        async for page in chronicle.pages(swarm, peer):
             for record in page.records:
                 rounds.add(record)
-            if not rounds.missing(wanted):
-                return rounds.records
+        if not rounds.missing(wanted):
+            break
     return rounds.records
 
 

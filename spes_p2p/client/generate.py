@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,15 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from spes_p2p.client.evaluate import load_model
+from spes_p2p.client.export import Exportable
 from spes_p2p.errors import UserError, printable
+
+LOOK_EVERY_S = 15.0
+"""Pause between two looks for a newer base."""
+Fetch = Callable[[int], Coroutine[Any, Any, Exportable]]
+"""Returns the newest base after a round. Raises UserError if there is none."""
+Newer = Callable[[], tuple[int, "Continuation"] | None]
+"""Returns the round and the model of a base that has come since it was called last; None: no other."""
 
 
 class Continuation:
@@ -22,8 +35,8 @@ class Continuation:
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._context: int = self._model.config.max_position_embeddings
 
-    def write(self, prompt: str, max_new_tokens: int, temperature: float, say: Callable[[str], None]) -> None:
-        """Pass the continuation to `say`, piece by piece, without control characters: others trained the model.
+    def write(self, prompt: str, max_new_tokens: int, temperature: float, say: Callable[[str], None]) -> str:
+        """Pass the continuation to `say`, piece by piece, and return it; without control characters: others trained it.
 
         It ends with the end-of-text token, after `max_new_tokens`, or where the model's context is full. Temperature 0 takes
         the likeliest token each time. Raises UserError for a prompt that leaves no room.
@@ -33,11 +46,18 @@ class Continuation:
         if ids.shape[1] == 0 or room < 1:
             raise UserError(f"--prompt: has {ids.shape[1]} tokens; give 1 to {self._context - 1}")
         sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        pieces: list[str] = []
+
+        def take(piece: str) -> None:
+            pieces.append(piece)
+            say(piece)
+
         with torch.inference_mode():
             self._model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(max_new_tokens, room),
-                streamer=_Pieces(self._tokenizer, say), pad_token_id=self._tokenizer.eos_token_id, **sampling,
+                streamer=_Pieces(self._tokenizer, take), pad_token_id=self._tokenizer.eos_token_id, **sampling,
             )
+        return "".join(pieces)
 
 
 class _Pieces(TextStreamer):  # type: ignore[misc]
@@ -50,3 +70,46 @@ class _Pieces(TextStreamer):  # type: ignore[misc]
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Take a piece of the continuation."""
         self._say(printable(text))
+
+
+@contextlib.contextmanager
+def unchanging() -> Iterator[Newer]:
+    """Yield what never has a newer model."""
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def following(fetch: Fetch, folder: Path, device: str, known_round: int) -> Iterator[Newer]:
+    """While the block runs, fetch and load each base after this round in a thread, beside the model that is in use.
+
+    `folder`: for checkpoints, which are removed once they are loaded.
+    """
+    ready: list[tuple[int, Continuation]] = []
+    running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
+
+    async def follow() -> None:
+        task, newest = asyncio.current_task(), known_round
+        assert task is not None
+        running.set_result((asyncio.get_running_loop(), task))
+        while True:
+            with contextlib.suppress(UserError):  # no newer base, or the swarm is silent: look again
+                made = await fetch(newest)
+                newest, checkpoint = made.origin.round, folder / f"round-{made.origin.round}"
+                await asyncio.to_thread(made.write, checkpoint)
+                del made
+                ready[:] = [(newest, await asyncio.to_thread(Continuation, checkpoint, device))]
+                shutil.rmtree(checkpoint)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def run() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(follow())
+
+    thread = threading.Thread(target=run, name="newer bases")
+    thread.start()
+    loop, task = running.result()
+    try:
+        yield lambda: ready.pop() if ready else None
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()

@@ -10,16 +10,17 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from spes_p2p.campaign.files import read_run_dir
+from spes_p2p.client.worth import Worth, worth_of
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
 from spes_p2p.observe.events import BaseRestored, PhaseTrained, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
-from spes_p2p.observe.units import human_count, human_indices, human_seconds, short_peer
+from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
 
 PACE_ROUNDS = 8
@@ -51,6 +52,10 @@ class OwnShare:
     total_rounds: int
     next_round_s: float
     """Expected time to the next round; NaN: unknown."""
+    owned: tuple[int, ...]
+    """Experts that were its own after the last round in its journal, also when it does not run."""
+    worth: Worth | None = None
+    """None: not measured."""
 
 
 def own_share(
@@ -77,6 +82,7 @@ def own_share(
     own = [each for _, event in commits.values() for each in event.contributions if each[0] == peer_id and each[1]]
     tokens = sum(tokens for _, tokens, _ in own)
     is_running = state is not None and state.state == "running"
+    owned = tuple(expert for expert, who in enumerate(owners) if peer_id in who)
     return OwnShare(
         peer_id=peer_id,
         state=state.state if state else "not running",
@@ -85,11 +91,12 @@ def own_share(
         share=tokens / base.total_tokens if base is not None and base.total_tokens else math.nan,
         rounds=len(own),
         expert_steps=sum(steps for _, _, steps in own),
-        experts=tuple(expert for expert, who in enumerate(owners) if peer_id in who) if is_running else (),
+        experts=owned if is_running else (),
         hours=trained_s / 3600,
         round=max(0, base.round) if base is not None else 0,
         total_rounds=total_rounds,
         next_round_s=_next_round_s([at for at, _ in commits.values()], now) if is_running else math.nan,
+        owned=owned,
     )
 
 
@@ -114,15 +121,25 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
     return own_share(history, peer_id, planned, read_own_state(run_dir), time.time())
 
 
+def with_worth(share: OwnShare, run_dir: Path, data_dirs: Sequence[Path]) -> OwnShare:
+    """Return it with what its experts are worth. Raises UserError if that cannot be measured."""
+    state = read_own_state(run_dir)
+    return replace(share, worth=worth_of(run_dir, share.owned, state.addresses if state else (), data_dirs))
+
+
 def render(share: OwnShare) -> str:
     """For people."""
     of_all = f", {100 * share.share:.1f} % of all" if math.isfinite(share.share) else ""
     coming = f"; the next in about {human_seconds(share.next_round_s)}" if math.isfinite(share.next_round_s) else ""
     state = f"{share.state}: {share.detail}" if share.detail else share.state
+    worth = share.worth
     return "\n".join([
         f"{short_peer(share.peer_id)} · {state}",
         f"  tokens   {human_count(share.tokens)} trained here are in the model{of_all}",
         f"  rounds   work of this trainer in {share.rounds}; the base is of round {share.round}/{share.total_rounds}{coming}",
         f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",
         f"  hours    {share.hours:.2f} in training steps, by this machine's clock",
+        *([] if worth is None else [
+            f"  worth    experts {human_indices(worth.experts)}: {worth.nats:+.4f} ± {worth.error:.4f} nats per token; "
+            f"held-out loss {human_loss(worth.loss)}, without them {human_loss(worth.loss_without)} (base {worth.round})"]),
     ])

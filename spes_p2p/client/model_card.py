@@ -10,7 +10,7 @@ from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, CampaignConfig
-from spes_p2p.messages.presence import Contribution, RoundRecord
+from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
 from spes_p2p.model.export import ExportDtype
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals, totals_of
@@ -37,8 +37,10 @@ class Origin:
     """(first round committed under the order, description of the order), by round."""
 
 
-def origin_of(campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord]) -> Origin:
-    """Return the origin of this round's base. `records`: by round."""
+def origin_of(
+    campaign: Campaign, round_number: int, digest: str, records: Iterable[RoundRecord], living: Iterable[PeerStatus] = ()
+) -> Origin:
+    """Return the origin of this round's base. `records`: by round. `living`: peers, whose own names count first."""
     past = [record for record in records if record.round <= round_number]
     held_out = [(record.round, record.validation_loss) for record in past if math.isfinite(record.validation_loss)]
     orders: list[tuple[int, str]] = []
@@ -46,9 +48,8 @@ def origin_of(campaign: Campaign, round_number: int, digest: str, records: Itera
         if record.control != (orders[-1][1] if orders else ""):
             orders.append((record.round, record.control))
     last = past[-1] if past and past[-1].round == round_number else None
-    return Origin(
-        campaign, round_number, digest, last, held_out[-1] if held_out else None, totals_of(past), tuple(orders)
-    )
+    totals, newest = totals_of(past).named_by(living), held_out[-1] if held_out else None
+    return Origin(campaign, round_number, digest, last, newest, totals, tuple(orders))
 
 
 def card_files(origin: Origin, dtype: ExportDtype = "fp32") -> dict[str, str]:

@@ -27,6 +27,8 @@ from spes_p2p.observe.units import counted, human_bytes, human_count, human_loss
 from spes_p2p.session.run_dir import ADDRESS_FILE
 
 Row = Sequence[str]
+CONTINUED_ROUNDS = 8
+"""Of the first, the last and rounds between them, the report shows what the model wrote."""
 
 
 def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
@@ -47,6 +49,7 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
         ("Figures", _table((), _figures(origin, records))),
         ("Plots", "".join(f"<figure><figcaption>{_text(name)}</figcaption>{svg}</figure>" for name, svg in plots(records))),
         ("Evaluation", _tasks(measured) + "".join(_evaluation(path) for path in evaluations)),
+        ("What the model writes", _writing(origin.campaign.config.evaluation.prompts, records)),
         ("Contributors", _contributors(origin)),
         ("Orders of the owner", _table(("from round", "order"), [(str(at), order or "as planned") for at, order in orders])),
         ("Configuration", _configuration(origin)),
@@ -105,6 +108,15 @@ def _contributors(origin: Origin) -> str:
     note = ("<p>From the certified commits, as this peer recorded them or took them over from others: tokens whose updates are "
             "in the base, and local steps times the experts trained in them. Peers choose names and teams themselves.</p>")
     return note + _table(("peer", "name", "team", "tokens", "share", "expert-steps"), rows) + of_teams if rows else ""
+
+
+def _writing(prompts: Sequence[str], records: Sequence[RoundRecord]) -> str:
+    told = [record for record in records if len(record.continuations) == len(prompts) > 0]
+    last = len(told) - 1
+    places = sorted({step * last // (CONTINUED_ROUNDS - 1) for step in range(CONTINUED_ROUNDS)})
+    shown = [told[place] for place in places if told]
+    rows = [[(f"round {record.round}", record.continuations[i]) for record in shown] for i in range(len(prompts))]
+    return "".join(f"<p>{_text(prompt)}</p>{_table((), each)}" for prompt, each in zip(prompts, rows, strict=True) if each)
 
 
 def _tasks(measured: Sequence[TasksEvaluated]) -> str:

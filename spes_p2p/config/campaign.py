@@ -17,7 +17,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from spes_p2p import __version__
 from spes_p2p.config.model import ModelSection, with_config_json
 from spes_p2p.config.problems import Location, broken_rule, validated
-from spes_p2p.config.quantities import Hours
+from spes_p2p.config.quantities import Hours, Spare
 from spes_p2p.config.section import Section, require
 from spes_p2p.config.types import (
     CODEC_NAMES,
@@ -35,6 +35,7 @@ from spes_p2p.config.types import (
     Port,
     Positive,
     PositiveNumber,
+    Prompt,
     SourceName,
     TaskName,
     Text,
@@ -42,6 +43,7 @@ from spes_p2p.config.types import (
 )
 from spes_p2p.config.yaml_file import read_yaml_mapping
 from spes_p2p.errors import UPGRADE, UserError
+from spes_p2p.messages.fields import MAX_PROMPTS
 
 DEFAULT_TOKEN_CACHE_BYTES = 16 * 2**30
 SCHEMA_VERSION = 1
@@ -195,7 +197,7 @@ class SyncConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out loss and tasks during training."""
+    """Held-out loss, tasks and samples of the model's text during training."""
 
     every_rounds: Count = Field(5, description="Evaluate on the held-out text every this many rounds; 0: never.")
     max_samples: Positive = Field(64, description="Maximum number of held-out samples.")
@@ -204,10 +206,15 @@ class EvaluationConfig(Section):
         description="lm-eval tasks that peers with --evaluate-tasks run every every_rounds rounds, each with "
         "its few-shot examples or its own number: [arc_easy, piqa:5].")
     max_examples: Positive = Field(500, description="Maximum number of examples per task.")
+    prompts: tuple[Prompt, ...] = Field(
+        (), max_length=MAX_PROMPTS,
+        description="Beginnings of texts, at most four, which peers with --evaluate-tasks have the model continue every "
+        "every_rounds rounds: 40 tokens, the likeliest each time. Dashboard and report show what it writes.")
 
     @model_validator(mode="after")
     def _check(self) -> EvaluationConfig:
-        require(not self.tasks or self.every_rounds > 0, "every_rounds", 0, "must be greater than 0 if there are tasks")
+        require(self.every_rounds > 0 or not (self.tasks or self.prompts), "every_rounds", 0,
+                 "must be greater than 0 if there are tasks or prompts")
         return self
 
 
@@ -332,6 +339,12 @@ class PeerConfig(Section):
         "auto", description="Maximum number of experts to train; auto: as many as fit in memory.")
     memory_bytes: Positive | None = Field(
         None, description="Memory budget of the device for experts = auto (--memory 12GiB). Default: all free memory.")
+    leave_free: Annotated[Spare, WithJsonSchema({"type": "string"})] | None = Field(
+        None, description="Memory of each device that experts = auto leaves to other programs, beside the usual reserve "
+                          "(--leave-free 20% or 2GiB). Default: none.")
+    nice: Annotated[int, Field(strict=True, ge=0, le=19)] = Field(
+        0, description="Niceness of the threads that train and compute: 19 gives way to everything else. What sends and "
+                       "receives keeps its priority, so rounds do not wait for it.")
     stored: Literal["auto", "fp32", "bf16", "int8"] = Field(
         "auto", description="Format of the experts of other peers; auto, here and below: what allows most experts, at the "
         "least estimated cost in speed (docs/memory.md).")
@@ -390,8 +403,8 @@ class PeerConfig(Section):
         None, description="Bytes that this trainer may send and receive in a day, local time (--quota 20GB/day). It pauses when"
                           " what is left does not suffice for another round. Default: no limit.")
     evaluate_tasks: bool = Field(
-        False, description="Run the campaign's evaluation.tasks on this machine's CPU, in a process of lowest priority "
-                           "(--evaluate-tasks).")
+        False, description="Run the campaign's evaluation.tasks and continue its evaluation.prompts on this machine's CPU, in "
+                           "a process of lowest priority (--evaluate-tasks).")
     include_path: Path | None = Field(
         None, description="Folder with task definitions for --evaluate-tasks; lm-eval's own are known without it.")
     name: DisplayName | None = Field(

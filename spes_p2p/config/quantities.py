@@ -25,6 +25,28 @@ class Hours:
         return "-".join(f"{minute // 60}:{minute % 60:02}" for minute in (self.start, self.stop))
 
 
+@dataclass(frozen=True)
+class Spare:
+    """Memory of a device to leave free: a share of all, or bytes."""
+
+    share: float
+    num_bytes: int
+
+    def of(self, total: int) -> int:
+        """Return the bytes, of a device with this much memory."""
+        return self.num_bytes + round(self.share * total)
+
+
+def parse_spare(text: str, option: str) -> Spare:
+    """Return what 20% or 2GiB leaves free. Raises UserError naming the option."""
+    if not text.strip().endswith("%"):
+        return Spare(0.0, round(_parse(text, option, _BYTES, "a share such as 20% or a size such as 2GiB")))
+    match = re.fullmatch(r"\s*([0-9]{1,2}(?:\.[0-9]+)?)\s*%\s*", text)
+    if match is None or float(match[1]) == 0:
+        raise UserError(f"{option} {text!r}: must be a share below 100% such as 20%, or a size such as 2GiB")
+    return Spare(float(match[1]) / 100, 0)
+
+
 def parse_bytes(text: str, option: str) -> int:
     """Return bytes. Units are decimal (GB) or binary (GiB), case-insensitive. Raises UserError naming the option."""
     return round(_parse(text, option, _BYTES, "a size such as 24GiB or 24GB"))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from spes_p2p.config.addresses import is_host
 from spes_p2p.config.problems import broken_rule
-from spes_p2p.messages.fields import LONGEST_NAME, is_display_name
+from spes_p2p.messages.fields import LONGEST_NAME, LONGEST_WORD, is_display_name
 
 Whole = Annotated[int, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -59,6 +59,8 @@ SourceName = Annotated[str, checked(
 TaskName = Annotated[str, checked(
     "must be the name of an lm-eval task, such as arc_easy, or with its few-shot examples, such as piqa:5",
     re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(:[0-9]{1,2})?").fullmatch)]
+Prompt = Annotated[str, checked(
+    f"must be 1 to {LONGEST_WORD} characters in one line", lambda text: text.isprintable() and 0 < len(text) <= LONGEST_WORD)]
 DisplayName = Annotated[str, checked(
     f"must be 1 to {LONGEST_NAME} letters, digits, spaces, hyphens, '_', '.' or apostrophes, with a letter among them",
     is_display_name)]

@@ -49,6 +49,10 @@ MAX_TASK_SCORES = 2**6
 """Results of lm-eval tasks in a status: a campaign has at most 32 tasks, most with two metrics."""
 MAX_NAMES = 2**7
 """New names in one round record; others wait for the next rounds. Bounds what renaming costs in journals."""
+MAX_PROMPTS = 2**2
+"""Prompts of a campaign, whose continuations stand in status and history."""
+LONGEST_CONTINUATION = 400
+"""Characters of one: 40 tokens rarely have more than 250."""
 LONGEST_WORD = 200
 LONGEST_NAME = 24
 
@@ -64,6 +68,11 @@ Signature = Annotated[bytes, MaxLen(2**11)]
 """RSA of at most 4096 bits: length (2 bytes), public key (550) and signature (512)."""
 Word = Annotated[str, MaxLen(LONGEST_WORD), Predicate(str.isprintable)]
 """Short text from another peer, without control characters that could corrupt a terminal."""
+
+Continuation = Annotated[str, MaxLen(LONGEST_CONTINUATION), Predicate(str.isprintable)]
+"""What the model wrote after a prompt, in one line without control characters."""
+Continuations = Annotated[tuple[Continuation, ...], MaxLen(MAX_PROMPTS)]
+"""Of the campaign's prompts, in their order."""
 
 
 def is_display_name(text: str) -> bool:

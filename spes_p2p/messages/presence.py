@@ -22,6 +22,7 @@ from spes_p2p.messages.fields import (
     MAX_STAGES,
     MAX_TASK_SCORES,
     Addresses,
+    Continuations,
     Count,
     Digest,
     Loss,
@@ -136,6 +137,13 @@ class PeerStatus:
     """What it measured there, a claim of this peer: task, metric, value, standard error (NaN if unknown)."""
     upload: Real = 0.0
     """Measured upload rate of its link, in bytes per second; 0: unknown."""
+    name: Name | None = None
+    """What this peer calls itself; empty: nothing, None: it is of a version that does not say it here."""
+    team: Name = ""
+    continued_round: Count = 0
+    """The last round in the base with which this peer continued the campaign's prompts."""
+    continuations: Continuations = ()
+    """What that base wrote, by this peer's account."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""
@@ -211,6 +219,8 @@ class RoundRecord:
     """By member. The same on every peer."""
     names: Annotated[tuple[Named, ...], MaxLen(MAX_NAMES)] = ()
     """Members whose name or team was new to `teller`."""
+    continuations: Continuations = ()
+    """What the base after this round writes after the campaign's prompts, as some peer says; empty if not told."""
 
 
 @dataclass(frozen=True)

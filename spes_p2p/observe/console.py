@@ -32,6 +32,8 @@ HEARTBEAT_S = 60.0
 DOWNLOAD_EVERY_S = 10.0
 """Minimum interval between two lines about one download."""
 
+FORECAST_EVERY_S = 3600.0
+"""Repeat what the quota leaves after this long."""
 SLOW_LINK_EVERY_S = 3600.0
 """Minimum interval between two remarks about this peer's link."""
 
@@ -62,7 +64,8 @@ class RoundLog:
         self._clock = clock
         self._spoke_at = clock()
         self._living: frozenset[str] | None = None
-        self._complained_at = -math.inf
+        self._complained_at = self._forecast_at = -math.inf
+        self._knows_quota = False
         self._slow_rounds = 0
         """Rounds in a row that waited for this peer's line. The first may have measured too little to judge."""
         self._utilisation = ""
@@ -106,6 +109,10 @@ class RoundLog:
                 return f"{self._nth(event.round)} · held-out loss {human_loss(event.validation_loss)}{when}"
             case events.TasksEvaluated():
                 return f"{self._nth(event.round)} · tasks: {human_scores(event.scores)}"
+            case events.PromptsContinued():
+                return f"{self._nth(event.round)} · the first prompt goes on: {event.continuations[0].strip()}"
+            case events.QuotaForecast():
+                return self._quota(event)
             case events.RoundFailed():
                 why = f"{event.reason}: {event.detail}" if event.detail else event.reason
                 return f"{self._nth(event.round)}, attempt {event.attempt} failed ({why}); nothing applied, work kept"
@@ -205,6 +212,16 @@ class RoundLog:
         if status.round < status.total_rounds:
             parts.append(time_left(status.seconds_left))
         return " · ".join(part for part in parts if part)
+
+    def _quota(self, event: events.QuotaForecast) -> str | None:
+        """Report the forecast at the start, once there is a rate to tell by, and now and then."""
+        is_known = not math.isnan(event.pauses_at)
+        is_due = self._clock() - self._forecast_at >= FORECAST_EVERY_S or (is_known and not self._knows_quota)
+        self._knows_quota |= is_known
+        if not is_due:
+            return None
+        self._forecast_at = self._clock()
+        return f"quota: {event.line}"
 
     def _nth(self, number: int) -> str:
         return f"round {max(0, number)}/{self._board.status.total_rounds}"

@@ -34,6 +34,18 @@ class Paused(Event):
 
 
 @dataclass(frozen=True)
+class QuotaForecast(Event):
+    """How far the day's traffic quota is used, and when it will pause this trainer."""
+
+    quota_bytes: int
+    used_bytes: int
+    pauses_at: float
+    """Unix time; infinite: not today, NaN: not known yet."""
+    line: str
+    """For people."""
+
+
+@dataclass(frozen=True)
 class BaseRestored(Event):
     """A base is in place that no round on this peer produced: at each start and after a repair."""
 
@@ -260,6 +272,16 @@ class TasksEvaluated(Event):
     """The last round in that base."""
     scores: tuple[tuple[str, str, float, float], ...]
     """Task, metric, value, standard error (NaN if unknown)."""
+
+
+@dataclass(frozen=True)
+class PromptsContinued(Event):
+    """This peer had a base continue the campaign's prompts."""
+
+    round: int
+    """The last round in that base."""
+    continuations: tuple[str, ...]
+    """In the order of the prompts, each in one printable line."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,12 @@ METRICS = (
            events.Controlled, lambda e: e.state != "running"),
     _gauge("spes_paused", f"1 while this trainer pauses for its user, otherwise 0; reason: {', '.join(PAUSE_REASONS)}.",
            events.Paused, lambda e: {reason: reason == e.reason for reason in PAUSE_REASONS}, "reason"),
+    _gauge("spes_quota_bytes", "Traffic that this trainer's user allows in a day (--quota); 0: no limit.",
+           events.QuotaForecast, lambda e: e.quota_bytes),
+    _gauge("spes_quota_used_bytes", "Traffic of this day that counts towards the quota.",
+           events.QuotaForecast, lambda e: e.used_bytes),
+    _gauge("spes_quota_pause_timestamp_seconds", "Unix time at which the quota will pause this trainer, at the rate so far;"
+           " +Inf: not today, NaN: not known yet.", events.QuotaForecast, lambda e: e.pauses_at),
     _counter("spes_tokens_total", "Tokens trained by this peer.", PhaseTrained, lambda e: e.tokens),
     _counter("spes_steps_total", "Local optimizer steps of this peer.", PhaseTrained, lambda e: e.steps),
     _counter("spes_skipped_steps_total", "Local steps skipped because of a non-finite loss or gradient.",

@@ -8,8 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spes_p2p.messages.fields import LONGEST_WORD
-from spes_p2p.messages.presence import Contribution, Named, RoundRecord
-from spes_p2p.observe.events import Evaluated, Event, PhaseTrained, RoundCommitted, RoundFailed, seconds_by_stage
+from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
+from spes_p2p.observe.events import (
+    Evaluated,
+    Event,
+    PhaseTrained,
+    PromptsContinued,
+    RoundCommitted,
+    RoundFailed,
+    seconds_by_stage,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,11 @@ class Totals:
     def called(self, peer: str) -> Named:
         """Return how a peer calls itself; with empty names if it gave none."""
         return self.names.get(peer, Named(peer, "", ""))
+
+    def named_by(self, statuses: Iterable[PeerStatus]) -> Totals:
+        """Return these totals with the names that living peers gave themselves, over their own connections, before others'."""
+        own = {each.peer_id: Named(each.peer_id, each.name, each.team) for each in statuses if each.name is not None}
+        return replace(self, names={**self.names, **own})
 
     def ranked(self) -> list[Contribution]:
         """Return the contributions by decreasing tokens."""
@@ -68,9 +81,12 @@ def merged(known: RoundRecord | None, other: RoundRecord) -> RoundRecord:
         return other
     if math.isnan(known.loss) and not math.isnan(other.loss):
         known, other = other, known
+    later: dict[str, Any] = {}
     if math.isnan(known.validation_loss) and not math.isnan(other.validation_loss):
-        return replace(known, validation_loss=other.validation_loss)
-    return known
+        later["validation_loss"] = other.validation_loss
+    if other.continuations and not known.continuations:
+        later["continuations"] = other.continuations
+    return replace(known, **later) if later else known
 
 
 class Rounds:
@@ -88,11 +104,13 @@ class Rounds:
         return tuple(self._records[number] for number in sorted(self._records))
 
     def last_round(self) -> dict[str, Any]:
-        """Return the last round and its losses as fields of a peer's status, which shows them after a restart."""
+        """Return the last round, losses and continuations as fields of a peer's status, which shows them after a restart."""
         found: dict[str, Any] = {"round": self.newest, "loss": self.records[-1].loss} if self._records else {}
         for record in self.records:
             if math.isfinite(record.validation_loss):
                 found |= {"validation_loss": record.validation_loss, "validation_round": record.round}
+            if record.continuations:
+                found |= {"continued_round": record.round, "continuations": record.continuations}
         return found
 
     @property
@@ -120,6 +138,8 @@ class Rounds:
                 self._committed(event, time)
             case Evaluated() if event.round in self._records:
                 self._records[event.round] = replace(self._records[event.round], validation_loss=event.validation_loss)
+            case PromptsContinued() if event.round in self._records:
+                self._records[event.round] = replace(self._records[event.round], continuations=event.continuations)
 
     def add(self, record: RoundRecord) -> bool:
         """Merge another peer's record; return whether it adds information."""
@@ -137,6 +157,7 @@ class Rounds:
             total_tokens=event.total_tokens,
             loss=event.loss,
             validation_loss=known.validation_loss if known is not None else math.nan,
+            continuations=known.continuations if known is not None else (),
             learning_rate=event.learning_rate,
             merge_alpha=event.merge_alpha,
             members=len(event.members),

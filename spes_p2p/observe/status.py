@@ -83,6 +83,8 @@ class StatusBoard:
                 self._set(scores=dict(event.scores))
             case events.TasksEvaluated():
                 self._set(task_round=event.round, task_scores=event.scores)
+            case events.PromptsContinued():
+                self._set(continued_round=event.round, continuations=event.continuations)
             case events.PeersSeen():
                 self._set(trainers_alive=event.trainers, helpers_alive=event.helpers, electorate=event.electorate)
 

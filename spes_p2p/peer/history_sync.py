@@ -11,21 +11,24 @@ from itertools import accumulate, pairwise
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.fields import MAX_MEMBERS, MAX_NAMES
+from spes_p2p.messages.fields import MAX_MEMBERS, MAX_NAMES, MAX_PROMPTS
 from spes_p2p.messages.methods import HISTORY
-from spes_p2p.messages.presence import HistoryPage, HistoryRequest
+from spes_p2p.messages.presence import HistoryPage, HistoryRequest, RoundRecord
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.history import History
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.node import Node
+from spes_p2p.rounds.certified import certified
 
 RECORDS_PER_MESSAGE = 256
 CONTRIBUTIONS_PER_MESSAGE = 2**14
 """About 70 bytes each: keeps a page near 1 MB, well below the frame limit, whatever the size of the swarm."""
 NAME_WEIGHT = 4
 """A name with its team is at most as long as this many contributions."""
-LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // (MAX_MEMBERS + NAME_WEIGHT * MAX_NAMES)
+CONTINUATION_WEIGHT = 23
+"""The same of a continuation: 400 characters of four bytes."""
+LEAST_RECORDS = CONTRIBUTIONS_PER_MESSAGE // (MAX_MEMBERS + NAME_WEIGHT * MAX_NAMES + CONTINUATION_WEIGHT * MAX_PROMPTS)
 """Records that fit in a page whatever the size of the swarm."""
 MAX_PAGES = 2**12
 """Bounds the pages from one peer, whatever round it claims to know."""
@@ -42,11 +45,16 @@ def serving(rounds: Rounds, wall_time: Callable[[], float]) -> Callable[[Stream]
     async def on_history(stream: Stream) -> None:
         request = unpack(HistoryRequest, await stream.message())
         records = rounds.after(request.after, max(0, min(request.at_most, RECORDS_PER_MESSAGE)))
-        sizes = accumulate(len(record.contributions) + NAME_WEIGHT * len(record.names) for record in records)
+        sizes = accumulate(map(_size, records))
         fitting = sum(size <= CONTRIBUTIONS_PER_MESSAGE for size in sizes)
         await stream.send(pack(HistoryPage(wall_time(), records[:fitting])))
 
     return on_history
+
+
+def _size(record: RoundRecord) -> int:
+    """In contributions."""
+    return len(record.contributions) + NAME_WEIGHT * len(record.names) + CONTINUATION_WEIGHT * len(record.continuations)
 
 
 async def pages(endpoint: RpcEndpoint, peer: str, after: int, newest: int) -> AsyncIterator[HistoryPage]:
@@ -86,10 +94,10 @@ async def fill_history(node: Node, history: History) -> None:
 
 
 async def _ask_others(node: Node, history: History, wanted: list[int]) -> None:
-    """Page through the other peers' records until no wanted round is missing."""
+    """Page through the other peers' records until no wanted round is missing. What certificates contradict is left out."""
     for peer in (*node.others("trainer"), *node.others("helper")):
         async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK), node.log.round):
-            history.add(page.records)
+            history.add(filter(None, (certified(record, node.log, node.campaign.config) for record in page.records)))
             if not history.rounds.missing(wanted):
                 return
 

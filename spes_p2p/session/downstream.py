@@ -1,6 +1,7 @@
-"""lm-eval tasks on the base while a campaign runs, in a process of its own that gives way to everything else.
+"""lm-eval tasks and continued prompts while a campaign runs, in a process of its own that gives way to everything else.
 
-The process is `spes-p2p evaluate --run-dir`: it reads the newest base on the disk, which stays valid while rounds go on.
+The process is `spes-p2p evaluate --run-dir` or `generate --run-dir`: it reads the newest base on the disk, which stays valid
+while rounds go on.
 """
 
 from __future__ import annotations
@@ -13,32 +14,34 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spes_p2p.config.campaign import EvaluationConfig, PeerConfig
 from spes_p2p.errors import UserError
-from spes_p2p.messages.fields import MAX_TASK_SCORES, is_real
+from spes_p2p.messages.fields import LONGEST_CONTINUATION, MAX_TASK_SCORES, is_real
 from spes_p2p.net.die_with_parent import die_with
-from spes_p2p.observe.events import Event, Observer, RoundCommitted, TasksEvaluated
+from spes_p2p.observe.events import Event, Observer, PromptsContinued, RoundCommitted, TasksEvaluated
 
 logger = logging.getLogger(__name__)
 
 WORK_FOLDER = "evaluation"
 """Folder in the run-dir for the exported copy."""
+CONTINUATION_TOKENS = 40
+"""Two or three sentences: enough to see what the model has learned, and seconds of work."""
 LOWEST_PRIORITY = 19
 FIRST_TO_KILL = "1000"
 """The kernel's score, of which the largest dies first when memory runs out: not the trainer."""
 
 
-class TaskEvaluations:
-    """Evaluates the campaign's tasks in the rounds that are due, unless the last evaluation still runs."""
+class Evaluations:
+    """Evaluates a base in the rounds that are due, unless the last evaluation still runs."""
 
-    def __init__(self, every_rounds: int, evaluate: Callable[[], Awaitable[TasksEvaluated]]):
-        """`every_rounds`: 0 is never. `evaluate` raises UserError for what this machine lacks."""
+    def __init__(self, every_rounds: int, kinds: Mapping[str, Callable[[], Awaitable[Event]]]):
+        """`every_rounds`: 0 is never. `kinds`: by what they do; each raises UserError for what this machine lacks."""
         self._every_rounds = every_rounds
-        self._evaluate = evaluate
+        self._kinds = kinds
         self._due = asyncio.Event()
         """Set until the evaluation is over."""
         self._has_skipped = False
@@ -50,45 +53,56 @@ class TaskEvaluations:
             return
         if self._due.is_set() and not self._has_skipped:
             self._has_skipped = True
-            logger.info("round %d: no tasks are evaluated until the evaluation that still runs ends", event.round)
+            logger.info("round %d: %s not until the evaluation that still runs ends", event.round, " and ".join(self._kinds))
         self._due.set()
 
     async def run(self, observer: Observer) -> None:
         """Evaluate whenever it is due, and tell the results. Never returns."""
-        failure = ""
+        failures = dict.fromkeys(self._kinds, "")
         while await self._due.wait():
-            try:
-                observer(await self._evaluate())
-                failure = ""
-            except (UserError, OSError) as error:
-                if str(error) != failure:
-                    failure = str(error)
-                    logger.warning("no tasks evaluated: %s", failure)
+            for kind, evaluate in self._kinds.items():
+                try:
+                    observer(await evaluate())
+                    failures[kind] = ""
+                except (UserError, OSError) as error:
+                    if str(error) != failures[kind]:
+                        failures[kind] = str(error)
+                        logger.warning("%s failed: %s", kind, error)
             self._has_skipped = False
             self._due.clear()
 
 
-async def evaluate_stored_base(config: EvaluationConfig, settings: PeerConfig) -> TasksEvaluated:
-    """Evaluate the newest base on this peer's disk in another process, which ends when this coroutine is cancelled.
-
-    Raises UserError with the reason if there is no result.
-    """
-    folder = settings.run_dir / WORK_FOLDER
-    results = folder / "results.json"
+async def evaluate_tasks(config: EvaluationConfig, settings: PeerConfig) -> TasksEvaluated:
+    """Run the campaign's tasks on the newest base on this peer's disk. Raises UserError with the reason without a result."""
     options = ["--run-dir", str(settings.run_dir), "--tasks", ",".join(config.tasks), "--limit", str(config.max_examples)]
     own = [] if settings.include_path is None else ["--include-path", str(settings.include_path)]
-    process = None
+    return read_results(await _document_of(["evaluate", *options, *own], settings.run_dir / WORK_FOLDER))
+
+
+async def continue_prompts(config: EvaluationConfig, settings: PeerConfig) -> PromptsContinued:
+    """Have the newest base on this peer's disk continue the campaign's prompts. Raises UserError as `evaluate_tasks`."""
+    options = ["--run-dir", str(settings.run_dir), "--max-new-tokens", str(CONTINUATION_TOKENS), "--temperature", "0"]
+    prompts = [f"--prompt={prompt}" for prompt in config.prompts]
+    return read_continuations(await _document_of(["generate", *options, *prompts], settings.run_dir / WORK_FOLDER))
+
+
+async def _document_of(command: Sequence[str], folder: Path) -> Any:
+    """Return what a command writes to its `--output`, from a process that ends when this coroutine is cancelled.
+
+    Its temporary files are in `folder`. Raises UserError with the command's own error.
+    """
+    output, process = folder / "results.json", None
     try:
         await asyncio.to_thread(_make_empty, folder)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, str(os.getpid()), "evaluate", *options, *own, "--output", str(results),
+            sys.executable, "-m", __name__, str(os.getpid()), *command, "--output", str(output),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},
         )
         _, errors = await process.communicate()
         code = await process.wait()
         if code == 0:
-            return read_results(json.loads(results.read_bytes()))
+            return json.loads(output.read_bytes())
     finally:
         if process is not None and process.returncode is None:
             _kill(process)
@@ -112,6 +126,13 @@ def read_results(results: dict[str, Any]) -> TasksEvaluated:
             if task not in within and name != "sample_len" and not metric.endswith("_stderr"):
                 scores.append((task, name, float(value), float(error) if error is not None and is_real(error) else math.nan))
     return TasksEvaluated(results["round"], tuple(scores[:MAX_TASK_SCORES]))
+
+
+def read_continuations(results: dict[str, Any]) -> PromptsContinued:
+    """Return what `generate` wrote, each text in one line of bounded length without control characters."""
+    texts = (each["text"][:LONGEST_CONTINUATION] for each in results["continuations"])
+    lines = tuple("".join(sign if sign.isprintable() else " " for sign in text) for text in texts)
+    return PromptsContinued(max(0, results["round"]), lines)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

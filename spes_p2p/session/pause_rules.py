@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, time, timedelta
 
 from spes_p2p.config.quantities import Hours
+from spes_p2p.observe.events import QuotaForecast
 from spes_p2p.observe.units import human_bytes
 
 OTHERS_CPU, OTHERS_GPU = 0.2, 0.1
@@ -106,14 +107,15 @@ def over_quota(quota_bytes: int, traffic: Traffic, now: datetime) -> Pause | Non
     return Pause("quota", f"until midnight: {used} used today, a round takes {human_bytes(today.round_bytes)} (--quota)")
 
 
-def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: datetime) -> str:
+def quota_forecast(quota_bytes: int, traffic: Traffic, bytes_per_s: float, now: datetime) -> QuotaForecast:
     """Say when the quota will end the day's training at this rate; 0: unknown."""
     today = traffic.on(now)
     used = f"{human_bytes(today.used_bytes)} of {human_bytes(quota_bytes)} used today"
     if bytes_per_s <= 0:
-        return used
+        return QuotaForecast(quota_bytes, today.used_bytes, math.nan, used)
     left_s = (quota_bytes - today.round_bytes - today.used_bytes) / bytes_per_s
     midnight = datetime.combine(now.date() + timedelta(days=1), time(), now.tzinfo)
     if left_s >= (midnight - now).total_seconds():
-        return f"{used}; that lasts for the day"
-    return f"{used}; pauses about {(now + timedelta(seconds=left_s)):%H:%M}"
+        return QuotaForecast(quota_bytes, today.used_bytes, math.inf, f"{used}; that lasts for the day")
+    pauses_at = now + timedelta(seconds=left_s)
+    return QuotaForecast(quota_bytes, today.used_bytes, pauses_at.timestamp(), f"{used}; pauses about {pauses_at:%H:%M}")

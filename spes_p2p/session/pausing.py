@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from spes_p2p.config.campaign import PeerConfig
-from spes_p2p.observe.events import Event, Paused
+from spes_p2p.observe.events import Event, Observer, Paused, QuotaForecast
 from spes_p2p.observe.metrics import Metrics
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.session.machine_use import MachineUse
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 MEASURE_EVERY_S = 5.0
+TELL_EVERY_S = 30.0
+"""Pause between two forecasts of the quota, for metrics."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -69,10 +71,15 @@ class Pauses:
         if self._meter is not None:
             self._meter.committed(event, self._now())
 
-    async def watch(self, leave: Callable[[], None]) -> None:
-        """Call `leave` when the trainer is to pause. Never returns."""
+    async def watch(self, leave: Callable[[], None], observer: Observer) -> None:
+        """Call `leave` when the trainer is to pause; tell the observer what the quota leaves. Never returns."""
+        told_s = -math.inf
         while (pause := await self._look()) is None:
             self._say("running")
+            forecast = self._forecast()
+            if forecast is not None and time.monotonic() - told_s >= TELL_EVERY_S:
+                told_s = time.monotonic()
+                observer(forecast)
             await asyncio.sleep(LOOK_EVERY_S)
         self.pause = pause
         logger.info("pausing after the current step: %s", pause.detail)
@@ -136,15 +143,16 @@ class Pauses:
         if self.pause is not None:
             reason, detail = self.pause.reason, self.pause.detail
         else:
-            reason, detail = "", self._forecast()
+            forecast = self._forecast()
+            reason, detail = "", forecast.line if forecast else ""
         if self._said != (state, reason, detail):
             self._said = state, reason, detail
             self._file.write(OwnState(state, self._wall_time(), self._addresses, reason, detail))
 
-    def _forecast(self) -> str:
-        """Say when the quota ends the day's training."""
+    def _forecast(self) -> QuotaForecast | None:
+        """Say when the quota ends the day's training; None without one."""
         if self._meter is None or self._settings.quota is None:
-            return ""
+            return None
         now = self._now()
         return quota_forecast(self._settings.quota, self._meter.read(now), self._meter.bytes_per_s, now)
 

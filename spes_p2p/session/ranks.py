@@ -60,10 +60,14 @@ class Leader(Ranks):
     When a follower ends, the call under way or the next one raises Broken, which ends the peer.
     """
 
-    def __init__(self, devices: Sequence[torch.device], config: CampaignConfig, options: TrainingOptions, folder: Path):
+    def __init__(
+        self, devices: Sequence[torch.device], config: CampaignConfig, options: TrainingOptions, folder: Path,
+        niceness: int = 0,
+    ):
         """Start the followers. They die with this thread, which must be the main one. `folder`: on this machine, empty."""
         super().__init__(0, len(devices))
         self._device, self._meeting, self._is_closing = devices[0], folder / "meeting", False
+        self._niceness = niceness
         self._followers = [
             self._start(rank, device, config, options) for rank, device in enumerate(devices) if rank > 0
         ]
@@ -126,7 +130,7 @@ class Leader(Ranks):
     def _start(self, rank: int, device: torch.device, config: CampaignConfig, options: TrainingOptions) -> _Follower:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        job = _Job(rank, self.count, device, self._meeting, os.getpid(), config, options)
+        job = _Job(rank, self.count, device, self._meeting, os.getpid(), config, options, self._niceness)
         process = context.Process(target=_follow, args=(job, there), daemon=True)
         process.start()
         there.close()
@@ -141,14 +145,14 @@ class Leader(Ranks):
 
 @contextlib.asynccontextmanager
 async def started(
-    devices: Sequence[torch.device], config: CampaignConfig, options: TrainingOptions
+    devices: Sequence[torch.device], config: CampaignConfig, options: TrainingOptions, niceness: int = 0
 ) -> AsyncIterator[Ranks]:
-    """Run the other ranks of a peer with these devices during the block. Raises Broken if one of them ends."""
+    """Run the other ranks of a peer with these devices during the block, with this niceness. Raises Broken if one ends."""
     if len(devices) == 1:
         yield ALONE
         return
     with tempfile.TemporaryDirectory(prefix="spes-ranks-") as folder:
-        leader = Leader(devices, config, options, Path(folder))
+        leader = Leader(devices, config, options, Path(folder), niceness)
         try:
             await asyncio.to_thread(leader.meet)
             yield leader
@@ -167,11 +171,13 @@ class _Job:
     parent: int
     config: CampaignConfig
     options: TrainingOptions
+    niceness: int = 0
 
 
 def _follow(job: _Job, pipe: Connection) -> None:
     """Be a follower until rank 0 ends or kills this process."""
     die_with(job.parent)
+    os.nice(job.niceness)
     for number in (signal.SIGINT, signal.SIGTERM):  # they are rank 0's, which leaves after its step
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -57,7 +57,8 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
     `experts: auto`, if the shared weights do not fit. A requested number that does not seem to fit is described as such and
     tried.
     """
-    device = replace(device.at_most(settings.memory_bytes), base_in_memory=settings.base == "ram")
+    device = device.at_most(settings.memory_bytes).leaving(settings.leave_free)
+    device = replace(device, base_in_memory=settings.base == "ram")
     wanted, experts, asked = settings.experts, config.model.moe_num_experts, _asked(settings)
     batch = config.training.batch_size
     if batch % device.ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -26,20 +26,21 @@ from spes_p2p.net.libp2p import FIND_EVERY_S, Libp2p
 from spes_p2p.net.reachability import Reachability, describe
 from spes_p2p.net.tasks import beside
 from spes_p2p.observe.console import farewell
-from spes_p2p.observe.events import Observer
+from spes_p2p.observe.events import Event, Observer
 from spes_p2p.peer.announcing import NOTHING_TO_TRAIN, Capacity
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.life import Peer
 from spes_p2p.rounds.archive import Archive
 from spes_p2p.session.admission import admitted, keep_invitation
 from spes_p2p.session.apart import run_apart
-from spes_p2p.session.downstream import TaskEvaluations, evaluate_stored_base
+from spes_p2p.session.downstream import Evaluations, continue_prompts, evaluate_tasks
 from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_make_genesis, make_layout, require_checkpoint
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
 from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
+from spes_p2p.storage.threads import nice_executor
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +112,8 @@ async def _live_as_bootstrap(
     invitation = admitted(settings, files, genesis, net.identity, trains=False)
     keep_campaign(files, genesis, settings.run_dir)
     keep_invitation(invitation, settings.run_dir)
-    tasks = _task_evaluations(files, settings)
-    more = (tasks.observe, *extension.observers)
+    evaluations = _evaluations(files, settings)
+    more = (evaluations.observe, *extension.observers)
     with observing(files, settings, net.identity.peer_id, "helper", more) as observers:
         world = extension.around(world_of(net, store, settings))
         node = await make_node(net, world, files, genesis, "helper", observers.all, invitation)
@@ -122,18 +123,22 @@ async def _live_as_bootstrap(
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
         )
         call_on_signals(helper.leave, LEAVING)
-        async with sharing_history(node, observers.history), beside(tasks.run(observers.all)):
+        async with sharing_history(node, observers.history), beside(evaluations.run(observers.all)):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
 
 
-def _task_evaluations(files: CampaignFiles, settings: PeerConfig) -> TaskEvaluations:
-    """Return what evaluates the campaign's tasks here; nothing is ever due on a peer that does not offer it."""
+def _evaluations(files: CampaignFiles, settings: PeerConfig) -> Evaluations:
+    """Return what runs the campaign's tasks and prompts here; nothing is ever due on a peer that does not offer it."""
     config = files.campaign.config.evaluation
-    if settings.evaluate_tasks and not config.tasks:
-        logger.warning("--evaluate-tasks: this campaign names no tasks")
-    every_rounds = config.every_rounds if settings.evaluate_tasks and config.tasks else 0
-    return TaskEvaluations(every_rounds, partial(evaluate_stored_base, config, settings))
+    kinds: dict[str, Callable[[], Awaitable[Event]]] = {}
+    if config.tasks:
+        kinds["evaluating tasks"] = partial(evaluate_tasks, config, settings)
+    if config.prompts:
+        kinds["continuing prompts"] = partial(continue_prompts, config, settings)
+    if settings.evaluate_tasks and not kinds:
+        logger.warning("--evaluate-tasks: this campaign names no tasks and no prompts")
+    return Evaluations(config.every_rounds if settings.evaluate_tasks and kinds else 0, kinds)
 
 
 async def run_join(
@@ -147,6 +152,8 @@ async def run_join(
 
     After a restart with the same run-dir it retries until a peer answers, since the bootstrap peer may be down too.
     """
+    if settings.nice:
+        asyncio.get_running_loop().set_default_executor(nice_executor(settings.nice))
     pauses, tries = Pauses(settings, addresses, on_paused), 0
     with contextlib.closing(pauses):
         while await pauses.over():
@@ -237,8 +244,8 @@ async def _live_as_trainer(
     from spes_p2p.training.trainer import TorchTrainer
 
     files, resources, config = ready.files, ready.resources, ready.files.campaign.config
-    tasks = _task_evaluations(files, settings)
-    more = (pauses.observe, tasks.observe, *extension.observers)
+    evaluations = _evaluations(files, settings)
+    more = (pauses.observe, evaluations.observe, *extension.observers)
     with observing(files, settings, net.identity.peer_id, "trainer", more) as observers:
         world = extension.around(world_of(net, ready.store, settings))
         named = settings.name or "", settings.team or ""
@@ -264,8 +271,8 @@ async def _live_as_trainer(
             peer.leave()
 
         searching = (reachability.keep_measuring(), net.keep_finding(addresses))
-        around = (*searching, pauses.watch(peer.leave), tasks.run(observers.all))
-        followers = started(ready.devices, config, resources.options)
+        around = (*searching, pauses.watch(peer.leave, observers.all), evaluations.run(observers.all))
+        followers = started(ready.devices, config, resources.options, settings.nice)
         call_on_signals(end, LEAVING)
         async with followers as ranks, sharing_history(node, observers.history), beside(*around):
             await live_on(net, peer.run())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +103,38 @@ def make_readers(
     weights = [source.weight for source in text.sources]
     training_reader = MixedReader(sources, weights) if sources else reader(text.files, "training")
     return training_reader, None if held_out is None else reader(held_out.files, "held-out")
+
+
+def missing_held_out(files: CampaignFiles, shelf: TokenShelf) -> list[tuple[TokenFile, Sequence[int]]]:
+    """Return the pieces of the evaluation's samples that the shelf lacks, by file. Raises UserError without held-out text."""
+    missing: list[tuple[TokenFile, Sequence[int]]] = []
+
+    def note(file: TokenFile, pieces: Sequence[int]) -> None:
+        if lacking := shelf.missing(file.pieces_sha256, pieces):
+            missing.append((file, lacking))
+
+    held_out_samples(files, shelf, note)
+    return missing
+
+
+def held_out_samples(
+    files: CampaignFiles, shelf: TokenShelf, need: Callable[[TokenFile, Sequence[int]], None]
+) -> npt.NDArray[np.int64]:
+    """Return the samples `[n, sequence_length]` on which trainers evaluate; `need` is called with the pieces before each read.
+
+    Raises UserError without held-out text.
+    """
+    if files.held_out_manifest is None:
+        raise UserError("the campaign has no held-out text")
+    token_files, config = files.held_out_manifest.files, files.campaign.config
+    length = config.training.sequence_length
+
+    def before(number: int, samples: npt.NDArray[np.int64]) -> None:
+        file = token_files[number]
+        need(file, pieces_of_samples(samples, length * np.dtype(file.dtype).itemsize))
+
+    reader = SampleReader([shelf.array(file) for file in token_files], length, config.training.seed, before)
+    return reader.read_spread(config.evaluation.max_samples)
 
 
 def _with_hash_lists(shelf: TokenShelf, files: CampaignFiles) -> TokenShelf:

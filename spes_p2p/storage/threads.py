@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import get_native_id
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,6 +24,16 @@ def threads_here() -> int:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, MAX_THREADS, int(wanted) if wanted.isdecimal() else cores))
+
+
+def nice_executor(niceness: int) -> ThreadPoolExecutor:
+    """Return an executor whose threads, and those that they start, have at least this niceness; as many as asyncio's own."""
+
+    def give_way() -> None:
+        thread = get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
+
+    return ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "work", give_way)
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:

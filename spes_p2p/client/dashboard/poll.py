@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spes_p2p.client.alerts import NOBODY_ANSWERS, Alert, alerts, status_document
+from spes_p2p.client.chronicle import Chronicle, owners_first
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.dashboard.view import TIMELINE_ROUNDS, series, swarm_view
 from spes_p2p.config.addresses import is_peer_address, peer_of
@@ -27,6 +28,9 @@ LOOK_EVERY_S = 1.0
 """Poll interval in a swarm of up to PEERS_PER_SECOND peers; larger swarms are polled less often."""
 PEERS_PER_SECOND = 16
 RETRY_S = 3.0
+HEADER = ("state", "message", "since", "updated", "command", "alerts", "own")
+ASKED_FOR_COMMITS = 3
+"""Peers that are asked in one poll: more could only be liars about their round."""
 LOST_AFTER = 5
 """Reconnect after this many polls without an answer: the addresses may lead to other peers by now."""
 
@@ -47,6 +51,10 @@ class Published:
     view: dict[str, Any] | None = None
     known_alerts: Sequence[Alert] = ()
     """Alerts of the last answer."""
+    by_peer: Mapping[str, Sequence[RoundRecord]] = field(default_factory=dict)
+    """Each peer's own records of the last rounds."""
+    own: dict[str, Any] | None = None
+    """The user's own trainer (`own.py`), if the dashboard is of one."""
     status: dict[str, Any] | None = None
     """The document of `status --json`."""
     curves: dict[str, Any] | None = None
@@ -61,8 +69,8 @@ class Published:
         return (*(() if is_fine else (NOBODY_ANSWERS,)), *self.known_alerts)
 
     def document(self) -> dict[str, Any]:
-        """Return state, message, times, the command to copy, alerts, and the state of the swarm, without the curves."""
-        header = {name: getattr(self, name) for name in ("state", "message", "since", "updated", "command", "alerts")}
+        """Return state, message, times, the command to copy, alerts, the own trainer, and the swarm, without the curves."""
+        header = {name: getattr(self, name) for name in HEADER}
         document: dict[str, Any] = to_json({**header, "swarm": self.view})
         return document
 
@@ -104,14 +112,18 @@ class SwarmHistory:
     asked_at: dict[str, int] = field(default_factory=dict)
     """By peer: the round in its status at the last history request."""
 
-    def add(self, page: HistoryPage, now: float) -> tuple[RoundRecord, ...]:
-        """Add a page received at `now` (Unix time); return its records by the local clock."""
+    def add(self, page: HistoryPage, now: float, is_measured: bool = True) -> tuple[RoundRecord, ...]:
+        """Add a page received at `now` (Unix time); return its records by the local clock.
+
+        `is_measured`: its bytes and seconds count in the means over peers.
+        """
         ahead_s = page.now - now
         records = tuple(replace(record, time=record.time - ahead_s) for record in page.records)
         for record in records:
             self.rounds.add(record)
-            self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
-            self.stages.setdefault(record.round, {})[record.teller] = dict(record.seconds)
+            if is_measured:
+                self.traffic.setdefault(record.round, {})[record.teller] = (record.sent_bytes, record.received_bytes)
+                self.stages.setdefault(record.round, {})[record.teller] = dict(record.seconds)
         return records
 
 
@@ -133,11 +145,13 @@ async def watch(addresses: Sequence[str], published: Published) -> None:
 async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: SwarmHistory, published: Published) -> None:
     """Publish the state of the swarm until no peer answers any more."""
     config, silent_polls = (await swarm.files()).campaign.config, 0
+    chronicle = Chronicle(swarm, config)
     while silent_polls < LOST_AFTER:
         statuses = await swarm.statuses()
         if statuses:
             silent_polls = 0
-            await _learn_rounds(swarm, statuses, history)
+            await _learn_commits(swarm, chronicle, statuses)
+            await _learn_rounds(swarm, chronicle, statuses, history)
             history.control = await swarm.newest_order(history.control)
             address = await address_to_join(swarm, addresses)
             _publish(statuses, config, history, published, address)
@@ -153,6 +167,7 @@ def _publish(
     now = time.time()
     records = history.rounds.records
     published.view = swarm_view(statuses, history.by_peer, totals_of(records), now)
+    published.by_peer = history.by_peer
     published.known_alerts = alerts(gather(statuses), records, now)
     published.status = status_document(statuses, records)
     take = f"spes-p2p export --from {address} --output checkpoint"
@@ -176,26 +191,52 @@ async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str]) -> s
     return found[0] if found else addresses[0]
 
 
-async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
+async def _learn_commits(swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus]) -> None:
+    """Learn newer certified commits from the first peers that claim to have some."""
+    ahead = [status.peer_id for status in statuses if status.base_digest and status.round > chronicle.log.round]
+    for peer in owners_first(swarm, ahead)[:ASKED_FOR_COMMITS]:
+        await chronicle.learn(swarm, peer)
+
+
+async def _learn_rounds(
+    swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus], history: SwarmHistory
+) -> None:
     """Request new records from peers with a new commit, and at first the whole history from one peer."""
     if not history.rounds.records:
-        await _learn_past(swarm, statuses, history)
+        await _learn_past(swarm, chronicle, statuses, history)
     news = [status for status in statuses if history.asked_at.get(status.peer_id) != status.round]
-    await asyncio.gather(*(_learn_newest(swarm, status, history) for status in news))
+    await asyncio.gather(*(_learn_newest(swarm, chronicle, status, history) for status in news))
 
 
-async def _learn_past(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
-    for status in sorted(statuses, key=lambda status: (status.role != "trainer", -status.uptime_s)):
-        async for page in swarm.history(status.peer_id, -1, status.round):
-            history.add(page, time.time())
-        if not history.rounds.missing([0]):
+async def _learn_past(
+    swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus], history: SwarmHistory
+) -> None:
+    """Learn all rounds: what they were from the owner's helpers if these answer, what they cost from one trainer."""
+    trainers = sorted((status for status in statuses if status.role == "trainer"), key=lambda status: -status.uptime_s)
+    helpers = owners_first(swarm, [status.peer_id for status in statuses if status.role != "trainer"])
+    for peer in helpers:
+        if history.rounds.missing(chronicle.rounds):
+            await _learn_all(swarm, chronicle, peer, history, is_measured=False)
+    for status in trainers:
+        await _learn_all(swarm, chronicle, status.peer_id, history)
+        if not history.rounds.missing(chronicle.rounds):
             return
 
 
-async def _learn_newest(swarm: SwarmConnection, status: PeerStatus, history: SwarmHistory) -> None:
-    page = await anext(swarm.history(status.peer_id, max(-1, status.round - TIMELINE_ROUNDS - 1), status.round), None)
+async def _learn_all(
+    swarm: SwarmConnection, chronicle: Chronicle, peer: str, history: SwarmHistory, is_measured: bool = True
+) -> None:
+    async for page in chronicle.pages(swarm, peer):
+        history.add(page, time.time(), is_measured)
+
+
+async def _learn_newest(swarm: SwarmConnection, chronicle: Chronicle, status: PeerStatus, history: SwarmHistory) -> None:
+    peer = status.peer_id
+    if peer not in history.asked_at and status.continuations:  # what the model wrote earlier only this peer has
+        await _learn_all(swarm, chronicle, peer, history, is_measured=False)
+    page = await anext(chronicle.pages(swarm, peer, max(-1, status.round - TIMELINE_ROUNDS - 1)), None)
     if page is None:
         return
-    history.asked_at[status.peer_id] = status.round
+    history.asked_at[peer] = min(status.round, chronicle.log.round)
     records = history.add(page, time.time())
-    history.by_peer[status.peer_id] = tuple(record for record in records if record.teller == status.peer_id)
+    history.by_peer[peer] = tuple(record for record in records if record.teller == peer)

@@ -18,7 +18,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 
 from spes_p2p.client.alerts import KINDS
 from spes_p2p.client.dashboard.card import status_card
+from spes_p2p.client.dashboard.own import OwnTrainer, refuse_other_names, require_loopback
 from spes_p2p.client.dashboard.poll import Published, watch
+from spes_p2p.client.dashboard.view import peer_rounds
 from spes_p2p.client.dashboard.webhook import post_alerts
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.errors import UserError
@@ -34,23 +36,29 @@ PUBLISHED = web.AppKey("published", Published)
 
 
 async def run_dashboard(
-    addresses: Sequence[str], host: str, port: int, on_url: Callable[[str], None], webhook: str | None = None
+    addresses: Sequence[str], host: str, port: int, on_url: Callable[[str], None], webhook: str | None = None,
+    own: OwnTrainer | None = None,
 ) -> None:
-    """Serve the page and post alerts to `webhook` until cancelled.
+    """Serve the page and post alerts to `webhook` until cancelled. `own`: the user's trainer, which the page then pauses.
 
-    Raises UserError for a malformed address or an unavailable port.
+    Raises UserError for a malformed address, an unavailable port, or an own trainer on a page that others could open.
     """
     check_peer_addresses(addresses)
+    if own is not None:
+        require_loopback(host)
     published = Published(message=f"looking for a peer at {', '.join(addresses)}")
-    async with serving(published, host, port) as url:
-        on_url(url)
-        async with beside(*([post_alerts(webhook, published)] if webhook else [])):
+    beside_it = [*([post_alerts(webhook, published)] if webhook else []), *([own.watch(published)] if own else [])]
+    async with serving(published, host, port, own) as url:
+        on_url(f"{url}#token={own.token}" if own else url)
+        async with beside(*beside_it):
             await watch(addresses, published)
 
 
-def serving(published: Published, host: str, port: int) -> contextlib.AbstractAsyncContextManager[str]:
+def serving(
+    published: Published, host: str, port: int, own: OwnTrainer | None = None
+) -> contextlib.AbstractAsyncContextManager[str]:
     """Serve what is `published`; yield the URL. Raises UserError if the port is not available."""
-    return listening(make_app(published), host, port)
+    return listening(make_app(published, own), host, port)
 
 
 @contextlib.asynccontextmanager
@@ -74,9 +82,13 @@ async def listening(app: web.Application, host: str, port: int) -> AsyncIterator
         await runner.cleanup()
 
 
-def make_app(published: Published) -> web.Application:
-    """Return the application with /, /card.svg, /metrics, /view.json, /series.json, /status.json and /events."""
-    app = web.Application()
+def make_app(published: Published, own: OwnTrainer | None = None) -> web.Application:
+    """Return the application with /, /card.svg, /metrics, /view.json, /series.json, /status.json, /peers/ID.json and /events.
+
+    With the user's own trainer also /own/pause and /own/resume.
+    """
+    app = web.Application(middlewares=[refuse_other_names] if own else [])
+    app.add_routes(own.routes() if own else [])
     app[PUBLISHED] = published
     page = files("spes_p2p.client.dashboard").joinpath("page.html").read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": content_policy(page), "X-Content-Type-Options": "nosniff", **NO_STORE}
@@ -97,8 +109,13 @@ def make_app(published: Published) -> web.Application:
         text = status_card(published.view, published.state)
         return web.Response(text=text, content_type="image/svg+xml", headers=CARD_HEADERS)
 
+    async def of_peer(request: web.Request) -> web.Response:
+        peer = request.match_info["peer"]
+        return web.json_response(peer_rounds(peer, published.by_peer.get(peer, ())), headers=NO_STORE)
+
     app.add_routes([
-        web.get("/", index), web.get("/events", _events), web.get("/view.json", as_json(published.document)),
+        web.get("/", index), web.get("/peers/{peer}.json", of_peer),
+        web.get("/events", _events), web.get("/view.json", as_json(published.document)),
         web.get("/metrics", metrics), web.get("/card.svg", card),
         web.get("/series.json", as_json(lambda: published.curves)), web.get("/status.json", as_json(lambda: published.status)),
     ])

@@ -12,13 +12,15 @@ from spes_p2p.client.dashboard.lines import lines
 from spes_p2p.client.dashboard.schedule import schedule
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.consensus import Control
-from spes_p2p.messages.presence import PeerStatus, RoundRecord
+from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals
 from spes_p2p.observe.status import gather
 
 MAX_POINTS = 600
 """Maximum number of points per curve; more are not visible."""
+MAX_CONTINUED_ROUNDS = 100
+"""Rounds whose continuations are sent to a browser: at most 160 kB, mostly 80."""
 TIMELINE_ROUNDS = 8
 
 Traffic = Mapping[int, Mapping[str, tuple[int, int]]]
@@ -35,7 +37,7 @@ def swarm_view(
 
     `rounds`: each peer's own records of the last rounds, by the local clock. `now`: Unix time.
     """
-    swarm = gather(statuses)
+    swarm, totals = gather(statuses), totals.named_by(statuses)
     places = {status.peer_id: place for place, status in enumerate(swarm.peers)}
     tokens = {each.peer: each.tokens for each in totals.contributions}
     steps = {each.peer: each.expert_steps for each in totals.contributions}
@@ -91,10 +93,32 @@ def series(
         {
             "rounds": columns,
             "held_out": [(record.round, record.total_tokens, record.validation_loss) for record in held_out],
+            "prompts": config.evaluation.prompts,
+            "continuations": _continuations(records),
             "schedule": schedule(records, config, control),
         }
     )
     return document
+
+
+def peer_rounds(peer: str, records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+    """Return what the last rounds were for one peer, newest first. `records`: its own."""
+    rows = []
+    for record in reversed(records):
+        own = next((each for each in record.contributions if each.peer == peer), Contribution(peer, 0, 0))
+        rows.append({
+            "round": record.round, "time": record.time, "tokens": own.tokens, "expert_steps": own.expert_steps,
+            "seconds": dict(record.seconds), "sent_bytes": record.sent_bytes, "received_bytes": record.received_bytes,
+            "failed_attempts": record.failed_attempts,
+        })
+    document: list[dict[str, Any]] = to_json(rows)
+    return document
+
+
+def _continuations(records: Sequence[RoundRecord]) -> list[tuple[int, tuple[str, ...]]]:
+    """Return what the model wrote after the prompts, by round."""
+    told = [record for record in records if record.continuations]
+    return [(told[i].round, told[i].continuations) for i in thinned(len(told), MAX_CONTINUED_ROUNDS)]
 
 
 def _mean_bytes(told: Mapping[str, tuple[int, int]], direction: int) -> float:
@@ -122,8 +146,8 @@ def _called(totals: Totals, peer: str) -> dict[str, str]:
 
 def _lean(status: PeerStatus) -> dict[str, Any]:
     """Return a status without long fields that are the same for all peers."""
-    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=(), scores={}))
-    for name in ("owners", "members", "electorate", "stages", "scores"):
+    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=(), scores={}, continuations=()))
+    for name in ("owners", "members", "electorate", "stages", "scores", "continuations"):
         del document[name]
     return document
 

@@ -1,0 +1,102 @@
+"""One's own trainer on the dashboard: its state, what it has contributed, and orders to pause and go on.
+
+Orders come from the user's own page only. The server listens on this machine and takes requests for its own names alone, not
+for one that a site points here. An order carries the page's origin, and a token that stands only in the URL which the command
+printed. So neither another site nor another user of the machine gives any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from spes_p2p.client.dashboard.poll import Published
+from spes_p2p.client.me import look_at
+from spes_p2p.errors import UserError
+from spes_p2p.observe.history import HISTORY_FILE
+from spes_p2p.observe.json_values import to_json
+from spes_p2p.session.own_state import is_pause_ordered, order_pause, read_own_state
+
+LOOK_EVERY_S = 1.0
+TOKEN_HEADER = "X-Spes-Token"
+"""A header that another site's form cannot set."""
+ORDERS = {"pause": True, "resume": False}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def require_loopback(host: str) -> None:
+    """Raise UserError unless the dashboard of one's own trainer listens on this machine only."""
+    if not _is_local(host):
+        raise UserError(f"--host {host}: a page that pauses your trainer is for this machine only; leave --host out, or give "
+                        "an address of the swarm in place of the run-dir")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class OwnTrainer:
+    """The trainer with a run-dir, as the page shows it, and the orders that the page gives it."""
+
+    def __init__(self, run_dir: Path, identity: Path | None = None):
+        """Raises UserError if no trainer has used the run-dir."""
+        self._run_dir, self._identity = run_dir, identity or run_dir / "identity.key"
+        self._share = look_at(run_dir, self._identity)
+        self._read_at: object = None
+        self.token = secrets.token_urlsafe(24)
+
+    async def watch(self, published: Published) -> None:
+        """Keep `published.own` current. Never returns."""
+        while True:
+            seen = await asyncio.to_thread(self._look)
+            if seen != published.own:
+                published.own = seen
+                published.publish()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _look(self) -> dict[str, Any]:
+        """Return the state, and the figures of the journal, which is read when it has grown."""
+        journal = self._run_dir / HISTORY_FILE
+        size = journal.stat().st_size if journal.exists() else None
+        state = read_own_state(self._run_dir)
+        if (size, state) != self._read_at:
+            self._read_at, self._share = (size, state), look_at(self._run_dir, self._identity)
+        line, pauses = state.line if state else "not running", is_pause_ordered(self._run_dir)
+        return {"state": line, "pauses": pauses, "share": to_json(self._share)}
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of the orders."""
+        return [web.post("/own/{order:pause|resume}", self._order)]
+
+    async def _order(self, request: web.Request) -> web.Response:
+        given = request.headers.get(TOKEN_HEADER, "")
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise web.HTTPForbidden(text="open the page with the address that the command printed: it has the token")
+        if request.headers.get("Origin") != f"http://{request.host}":
+            raise web.HTTPForbidden(text="orders come from this page only")
+        try:
+            await asyncio.to_thread(order_pause, self._run_dir, ORDERS[request.match_info["order"]])
+        except UserError as error:
+            raise web.HTTPConflict(text=str(error)) from None
+        return web.json_response(await asyncio.to_thread(self._look))
+
+
+@web.middleware
+async def refuse_other_names(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse requests for names that are not this machine's own: a site could point one of its names here."""
+    if not _is_local(request.url.host or ""):
+        raise web.HTTPForbidden(text="this page is for this machine only")
+    return await handler(request)
+
+

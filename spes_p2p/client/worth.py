@@ -1,0 +1,152 @@
+"""What a peer's experts are worth: the held-out loss of its base without them, above that with them.
+
+Measured by a process of its own at the lowest priority, on the CPU, since it imports torch and holds the model in float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spes_p2p.campaign.files import CampaignFiles, read_run_dir
+from spes_p2p.errors import UserError
+from spes_p2p.rounds.gate import effect_of
+from spes_p2p.session.apart import run_apart
+from spes_p2p.session.run_dir import load_run_dir_base
+from spes_p2p.session.text import held_out_samples, missing_held_out, open_text
+from spes_p2p.storage.files import write_whole
+
+WORTH_FILE = "worth.json"
+"""In the run-dir: the last result, which holds as long as base and experts are the same."""
+LOWEST_PRIORITY = 19
+
+
+class HeldOutMissing(UserError):
+    """The run-dir lacks pieces of the held-out text. Trainers evaluate in turns, so it may not have needed them yet."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Held-out losses in nats per token."""
+
+    round: int
+    """The last round in the base."""
+    digest: str
+    """Of the base."""
+    experts: tuple[int, ...]
+    samples: int
+    loss: float
+    loss_without: float
+    """When the tokens of these experts go to others."""
+    error: float
+    """Standard error of the difference, paired by sample."""
+
+    @property
+    def nats(self) -> float:
+        """How much the experts lower the loss."""
+        return self.loss_without - self.loss
+
+
+def worth_of(run_dir: Path, experts: Sequence[int], addresses: Sequence[str] = (), data_dirs: Sequence[Path] = ()) -> Worth:
+    """Return what these experts are worth in the run-dir's base, from an earlier call if it has not changed since.
+
+    `addresses`: of the swarm, to fetch held-out text that is neither in the run-dir nor in `data_dirs`. Raises UserError.
+    """
+    if not experts:
+        raise UserError(f"{run_dir}: this trainer owns no experts yet; wait for its first round")
+    arguments = run_dir, tuple(experts), tuple(data_dirs)
+    try:
+        found: Worth = run_apart(_measured_or_kept, *arguments)
+    except HeldOutMissing:
+        if not addresses:
+            raise
+        asyncio.run(_fetch_held_out(_files(run_dir, data_dirs), run_dir, addresses))
+        found = run_apart(_measured_or_kept, *arguments)
+    return found
+
+
+async def _fetch_held_out(files: CampaignFiles, run_dir: Path, addresses: Sequence[str]) -> None:
+    """Fetch the held-out text into the run-dir's cache, where a trainer that runs finds it too."""
+    from spes_p2p.client.connection import connect
+    from spes_p2p.content.fetcher import Fetcher
+    from spes_p2p.content.tokens import TokenLibrary
+
+    shelf = open_text(files, run_dir, None)
+    async with connect(addresses) as swarm:
+        contacts = await swarm.contacts()
+        trainers, helpers = ([peer for peer in contacts if contacts[peer].role == role] for role in ("trainer", "helper"))
+        fetcher = Fetcher(swarm.endpoint)
+        library = TokenLibrary(shelf, fetcher, lambda: (trainers, helpers), asyncio.to_thread, random.Random())
+        for file, pieces in missing_held_out(files, shelf):
+            await library.ensure(file, pieces)
+
+
+def _files(run_dir: Path, data_dirs: Sequence[Path]) -> CampaignFiles:
+    known = read_run_dir(run_dir)
+    if known is None:
+        raise UserError(f"{run_dir}: not a peer's run-dir (it contains no campaign); give the run-dir of your trainer")
+    return replace(known[0], folders=tuple(data_dirs))
+
+
+def _measured_or_kept(run_dir: Path, experts: tuple[int, ...], data_dirs: tuple[Path, ...]) -> Worth:
+    os.nice(LOWEST_PRIORITY - os.nice(0))
+    _, base = load_run_dir_base(run_dir)
+    kept = _kept(run_dir / WORTH_FILE)
+    if kept is not None and (kept.digest, kept.experts) == (base.digest, experts):
+        return kept
+    losses, without = masked_losses(_files(run_dir, data_dirs), run_dir, base.values, experts)
+    loss, effect = float(losses.mean()), effect_of(losses, without)
+    found = Worth(max(0, base.round), base.digest, experts, len(losses), loss, loss + effect.nats, effect.error)
+    write_whole(run_dir / WORTH_FILE, json.dumps(asdict(found)).encode())
+    return found
+
+
+def _kept(path: Path) -> Worth | None:
+    try:
+        found = json.loads(path.read_bytes())
+        return Worth(**{**found, "experts": tuple(found["experts"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def masked_losses(
+    files: CampaignFiles, run_dir: Path, base: np.ndarray, experts: Sequence[int]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return each held-out sample's loss with and without these experts, `[samples]` each. Raises UserError."""
+    from spes_p2p.model.build import layout_of
+    from spes_p2p.model.masking import without_experts
+    from spes_p2p.model.partitioned import PartitionedExperts
+    from spes_p2p.model.shape import shape_of
+    from spes_p2p.training.options import TrainingOptions
+    from spes_p2p.training.trainer import TorchTrainer
+
+    config = files.campaign.config
+    top_k = shape_of(config.model).top_k
+    if config.model.moe_num_experts - len(experts) < top_k:
+        raise UserError(f"this trainer owns {len(experts)} of {config.model.moe_num_experts} experts: without them a token "
+                        f"does not find the {top_k} that it is sent to, so their worth cannot be measured")
+    layout = layout_of(config.model)
+    shelf = open_text(files, run_dir, None)
+    if missing_held_out(files, shelf):
+        raise HeldOutMissing(f"{run_dir}: the held-out text is not all here; start the trainer, or give its --data-dir")
+    samples = held_out_samples(files, shelf, lambda file, pieces: None)
+    options, eos = TrainingOptions(stored="fp32", micro_batch_size=1), files.training_manifest.eos_token_id
+    trainer = TorchTrainer(config, base[: layout.size], (), None, options=options, eos_token_id=eos)
+    specs = [placed.spec for placed in layout.tensors]
+    routers = [spec.name for spec in specs if spec.kind == "router" and len(spec.shape) == 2]
+    losses = trainer.losses_of(samples)
+    with without_experts(trainer.model, routers, experts):
+        without = trainer.losses_of(samples)
+    blocks = [block for block in trainer.model.modules() if isinstance(block, PartitionedExperts)]
+    if any(block.routed is not None and int(block.routed[list(experts)].sum()) for block in blocks):
+        raise UserError(f"model_type = {config.model.architecture!r}: its routers cannot be kept from single experts, so "
+                        "their worth cannot be measured")
+    return losses, without

@@ -1,0 +1,143 @@
+"""Contributions and names that others are told: what certificates vouch for, and nothing that a liar adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from remembering_swarm import RememberingSwarm
+from synthetic_swarm import synthetic_swarm
+
+from spes_p2p.client.chronicle import Chronicle, owners_first
+from spes_p2p.client.dashboard.poll import SwarmHistory, _learn_commits, _learn_past
+from spes_p2p.client.dashboard.view import swarm_view
+from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
+from spes_p2p.observe.rounds import totals_of
+from spes_p2p.peer.history_sync import pages
+from spes_p2p.rounds.certified import certified
+from spes_p2p.testing.simulate.swarm import simulate
+
+
+def moved(record: RoundRecord, to: str) -> RoundRecord:
+    """All work is one member's."""
+    others = tuple(replace(each, tokens=0) for each in record.contributions if each.peer != to)
+    return replace(record, contributions=(*others, Contribution(to, record.tokens, 1)))
+
+
+LIES: dict[str, Callable[[RoundRecord], RoundRecord]] = {
+    "more tokens": lambda r: replace(r, tokens=r.tokens + 10, contributions=(
+        replace(r.contributions[0], tokens=r.contributions[0].tokens + 10), *r.contributions[1:])),
+    "more tokens in all": lambda r: replace(r, total_tokens=r.total_tokens + 10),
+    "sums that do not fit": lambda r: replace(r, contributions=(
+        replace(r.contributions[0], tokens=r.contributions[0].tokens + 10), *r.contributions[1:])),
+    "no contributions": lambda r: replace(r, contributions=()),
+    "a member twice": lambda r: replace(r, contributions=(*r.contributions, replace(r.contributions[0], tokens=0))),
+    "another step": lambda r: replace(r, campaign_step=r.campaign_step + 1),
+    "another base": lambda r: replace(r, base_digest="0" * 64),
+    "a stranger's work": lambda r: replace(r, contributions=(
+        replace(r.contributions[0], peer="liar"), *r.contributions[1:])),
+    "a stranger without tokens": lambda r: replace(r, contributions=(*r.contributions, Contribution("liar", 0, 10**9))),
+    "all work is the liar's": lambda r: moved(r, "C"),
+    "a round to come": lambda r: replace(r, round=10**6),
+}
+
+
+def test_honest_records_are_certified_and_lies_are_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=120)
+        await swarm.begin()
+        await swarm.until_round(3)
+        swarm.kill("B")
+        await swarm.until_round(5)
+        await swarm.join("D")
+        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 9)
+        config, log = swarm.campaign.config, swarm.nodes["W"].log
+        records = [record for name in "WAD" for record in swarm.histories[name].rounds.records if record.round <= log.round]
+        assert len(records) > 20
+        assert [certified(record, log, config) for record in records] == records
+        record = swarm.records("A")[2]
+        assert sum(each.tokens > 0 for each in record.contributions) == 3
+        for lie, tell in LIES.items():
+            assert certified(tell(record), log, config) is None, lie
+        named = replace(record, names=(Named("A", "Ada", ""), Named("liar", "Ada", "")))
+        assert certified(named, log, config) == replace(named, names=(Named("A", "Ada", ""),))
+
+    simulate(main)
+
+
+def test_a_peer_takes_over_no_lie(tmp_path: Path) -> None:
+    """A joiner asks the liar first, since it trains."""
+
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(4)
+        tell_lies(swarm, "A", 3)
+        await swarm.join("D")
+        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 6)
+        await swarm.until(lambda: swarm.credits_all("D", 6))
+        assert {each.peer for each in totals_of(swarm.records("D").values()).contributions} == {"A", "B", "C", "D"}
+        told, true = ([swarm.records(name)[n].contributions for n in range(4)] for name in "DW")
+        assert told == true
+
+    simulate(main)
+
+
+def tell_lies(swarm: RememberingSwarm, name: str, rounds: int) -> None:
+    """From now on this peer says that somebody else trained everything in the first rounds."""
+    known: dict[int, RoundRecord] = swarm.histories[name].rounds._records
+    for number in range(1, rounds + 1):
+        first = replace(known[number].contributions[0], peer="liar", tokens=known[number].tokens)
+        known[number] = replace(known[number], contributions=(first,), names=(Named("B", "Mallory", "Liars"),))
+
+
+class Client:
+    """A client's connection: asks the peers of a virtual swarm through the endpoint of one that tells it nothing."""
+
+    def __init__(self, swarm: RememberingSwarm, by: str):
+        self.endpoint, self.genesis = swarm.nodes[by].endpoint, swarm.genesis
+        self.net = SimpleNamespace(identity=swarm.nodes[by].world.identity)
+
+    def history(self, peer: str, after: int, newest: int) -> Any:
+        return pages(self.endpoint, peer, after, newest)
+
+
+@pytest.mark.parametrize("is_helper_there", [True, False])
+def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_there: bool) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(5)
+        tell_lies(swarm, "A", 3)
+        client: Any = Client(swarm, "C")
+        chronicle = Chronicle(client, swarm.campaign.config)
+        names = "AWB" if is_helper_there else "AB"
+        statuses = [PeerStatus(name, "helper" if name == "W" else "trainer", "c", "h", 20, round=5, base_digest="d",
+                               uptime_s=9.0 if name == "A" else 1.0) for name in names]
+        history = SwarmHistory()
+        await _learn_commits(client, chronicle, statuses)
+        await _learn_past(client, chronicle, statuses, history)
+        records = [record for record in history.rounds.records if record.round <= 5]
+        honest = [swarm.records("W")[record.round].contributions for record in records]
+        assert [record.round for record in records] == list(range(6))
+        assert [record.contributions for record in records] == honest
+        assert owners_first(client, ["A", "W", "B"])[0] == "W"
+
+    simulate(main)
+
+
+def test_what_a_living_peer_calls_itself_counts_before_what_others_say() -> None:
+    swarm = synthetic_swarm(3, 4, 3)
+    first, second, third = swarm.statuses[:3]
+    names = {peer.peer_id: Named(peer.peer_id, "Mallory", "Liars") for peer in (first, second, third)}
+    statuses = [replace(first, name="Ada", team="Owls"), replace(second, name=""), replace(third, name=None)]
+    view = swarm_view(statuses, {}, replace(swarm.totals, names=names), swarm.now)
+    called = {peer["peer_id"]: (peer["name"], peer["team"]) for peer in view["peers"]}
+    assert [called[peer.peer_id] for peer in (first, second, third)] == [("Ada", "Owls"), ("", ""), ("Mallory", "Liars")]
+    assert {team: peers for team, peers, _ in view["teams"]} == {"Owls": 1, "Liars": 1}
+
+

@@ -1,0 +1,115 @@
+"""The user's own trainer on the dashboard: shown, paused and resumed by its user's page, and by nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+from network_swarm import call
+from observed_events import commit
+from recorded_run import run_dir
+from synthetic_swarm import synthetic_swarm
+
+from spes_p2p.client.dashboard.own import OwnTrainer, require_loopback
+from spes_p2p.client.dashboard.poll import Published
+from spes_p2p.client.dashboard.server import serving
+from spes_p2p.errors import UserError
+from spes_p2p.net.identity import RSAIdentity
+from spes_p2p.net.tasks import beside
+from spes_p2p.observe.history import History
+from spes_p2p.session.own_state import OwnState, StateFile, is_pause_ordered
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Path]:
+    """The run-dir of a trainer that runs, with a round of its work."""
+    folder = run_dir(tmp_path / "peer", synthetic_swarm(2, 4, 3).records)
+    peer, state = RSAIdentity(folder / "identity.key").peer_id, StateFile(folder)
+    state.write(OwnState("running", 0.0, detail="1.00 GB of 2.00 GB used today"))
+    history = History(peer, folder)
+    history.record(replace(commit(4), contributions=((peer, 1000, 10),), members=(peer,)))
+    history.close()
+    yield folder
+    state.close()
+
+
+def with_page(folder: Path, look: Callable[[str, OwnTrainer, aiohttp.ClientSession], Awaitable[None]]) -> None:
+    async def run() -> None:
+        published, own = Published(), OwnTrainer(folder)
+        async with serving(published, "127.0.0.1", 0, own) as url, beside(own.watch(published)):
+            while published.own is None:
+                await asyncio.sleep(0.01)
+            async with aiohttp.ClientSession() as session:
+                await look(url, own, session)
+
+    asyncio.run(run())
+
+
+def test_its_page_pauses_and_resumes_it(trainer: Path) -> None:
+    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+        headers = {"X-Spes-Token": own.token, "Origin": url.rstrip("/")}
+        async with session.get(f"{url}view.json") as answer:
+            seen = json.loads(await answer.text())["own"]
+        assert (seen["state"], seen["pauses"]) == ("running: 1.00 GB of 2.00 GB used today", False)
+        assert (seen["share"]["tokens"], seen["share"]["rounds"]) == (1000, 1)
+        assert own.token not in json.dumps(seen)
+        for order, pauses in (("pause", True), ("resume", False)):
+            async with session.post(f"{url}own/{order}", headers=headers) as answer:
+                assert (answer.status, (await answer.json())["pauses"]) == (200, pauses)
+            assert is_pause_ordered(trainer) == pauses
+
+    with_page(trainer, look)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"X-Spes-Token": ""}, {"X-Spes-Token": "0" * 32}, {"Origin": "https://example.org"}, {"Origin": "null"}, {"Origin": ""},
+    {"Host": "example.org"}, {"Host": "example.org:80", "Origin": "http://example.org:80"},
+])
+def test_orders_of_other_sites_and_without_the_token_are_refused(trainer: Path, wrong: dict[str, str]) -> None:
+    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+        right = {"X-Spes-Token": own.token, "Origin": url.rstrip("/")}
+        headers = {name: value for name, value in {**right, **wrong}.items() if value}
+        async with session.post(f"{url}own/pause", headers=headers) as answer:
+            assert answer.status == 403
+        async with session.get(f"{url}own/pause", headers=right) as answer:
+            assert answer.status == 405
+        assert not is_pause_ordered(trainer)
+
+    with_page(trainer, look)
+
+
+def test_another_name_for_this_machine_reads_nothing(trainer: Path) -> None:
+    async def look(url: str, own: OwnTrainer, session: aiohttp.ClientSession) -> None:
+        for path in ("", "view.json", "events"):
+            async with session.get(url + path, headers={"Host": "example.org"}) as answer:
+                assert answer.status == 403
+
+    with_page(trainer, look)
+
+
+def test_a_dashboard_without_an_own_trainer_takes_no_orders() -> None:
+    async def run() -> None:
+        async with serving(Published(), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+            answer = await session.post(f"{url}own/pause", headers={"Origin": url.rstrip("/")})
+            assert answer.status == 404
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.org", "::"])
+def test_the_page_of_ones_own_trainer_is_for_this_machine_only(host: str) -> None:
+    with pytest.raises(UserError, match=r"^--host .*: a page that pauses your trainer is for this machine only"):
+        require_loopback(host)
+    for local in ("127.0.0.1", "localhost", "::1", "127.0.0.2"):
+        require_loopback(local)
+
+
+def test_a_run_dir_in_which_no_trainer_runs_is_refused(tmp_path: Path) -> None:
+    ended = call("dashboard", str(run_dir(tmp_path, synthetic_swarm(2, 4, 3).records)))
+    told = f"error: {tmp_path}: no trainer runs with this run-dir; give the address of a peer\n"
+    assert (ended.code, ended.stderr) == (2, told)
