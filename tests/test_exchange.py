@@ -650,7 +650,7 @@ def test_among_many_members_one_that_lives_and_pushes_nothing_more_is_left_out_s
         played = await Round.open(plan, random_updates(plan, layout=layout), timeout_s=900.0, layout=layout, part_bytes=2**14)
 
         async def dawdle(part: Part) -> None:
-            async with played.boards[tarpit].stream(names[part.reducer], PUSH) as stream:
+            async with played.endpoints[tarpit].stream(names[part.reducer], PUSH) as stream:
                 await stream.send(pack(PushHeader(plan.id)))
                 for _ in range(pushed):
                     await stream.send(frame(part, bytes(4 * part.size)), kind=Kind.PART)
