@@ -11,6 +11,8 @@ from sample_text import CONFIGS
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -44,6 +46,7 @@ MOE: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 """Families with experts, each with settings that the short form of a model section cannot say."""
 DENSE: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": 24, "tie_word_embeddings": True, **ROPE}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"intermediate_size": 24, "head_dim": 16}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"intermediate_size": 24, "head_dim": 16, "rms_norm_eps": 1e-4}),
 }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from spes_p2p.rounds.commit import make_commit, own_manifests, staged_report
 from spes_p2p.rounds.parts import Part, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
+from spes_p2p.testing.in_memory_world import inline
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -109,6 +111,7 @@ class Round:
         part_bytes: int = PART_BYTES,
         behind: Mapping[str, Behind] | None = None,
         clips: bool = False,
+        run_blocking: Callable[..., Awaitable[Any]] = inline,
     ) -> Round:
         network = MemoryNetwork(latency_s=0.05) if network is None else network
         opened = cls(plan, codecs(codec), network, {}, {}, layout, part_bytes)
@@ -117,7 +120,8 @@ class Round:
             pending = {name: update.copy() for name, update in updates[m.peer].items()}
             own, weighs = (residuals or {}).get(m.peer, {}), (behind or {}).get(m.peer, planned(m))
             exchange = Exchange(ExchangeContext(
-                endpoint, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, clips=clips
+                endpoint, SimulatedIdentity(m.peer), opened.empty(), pending, own, timeout_s, weighs, run_blocking,
+                clips=clips,
             ))
             opened.endpoints[m.peer], opened.exchanges[m.peer] = endpoint, exchange
             await _serve(endpoint, exchange)

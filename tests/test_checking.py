@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import ResultsChecked, RoundFailed
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.proofs import Proofs
-from spes_p2p.peer.reducer import Reducer
+from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds.checks import checkers, means_by_reducer
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.parts import Part
@@ -37,19 +37,19 @@ from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
 GENESIS = VirtualSwarm(campaign()).genesis
 
-Lie = Callable[[Reducer, Part, dict[int, Input], bytes], bytes]
+Lie = Callable[[Reducer, Part, Mapping[int, Input], bytes], bytes]
 """(The exchange, the part, its inputs, the honest result) -> what the liar serves."""
 
 
-def scale(reducer: Reducer, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
+def scale(reducer: Reducer, part: Part, inputs: Mapping[int, Input], honest: bytes) -> bytes:
     return part.codec.encode(part.codec.decode(honest, part.size) * np.float32(1.5))
 
 
-def swap(reducer: Reducer, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
+def swap(reducer: Reducer, part: Part, inputs: Mapping[int, Input], honest: bytes) -> bytes:
     return part.codec.encode(part.codec.decode(honest, part.size)[::-1].copy())
 
 
-def drop(reducer: Reducer, part: Part, inputs: dict[int, Input], honest: bytes) -> bytes:
+def drop(reducer: Reducer, part: Part, inputs: Mapping[int, Input], honest: bytes) -> bytes:
     """Leave a contributor out, and name it."""
     left_out = min(set(inputs) - {reducer.context.me})
     rest = {i: (each.update.tokens, lambda body=each.body: part.codec.decode(body, part.size))
@@ -63,12 +63,12 @@ def lying(liar: str, lie: Lie, monkeypatch: pytest.MonkeyPatch, from_round: int 
     """Let one peer lie in all its means from a round on; returns the rounds of its lies."""
     honest, lied = Reducer.encode_mean, list[int]()
 
-    def encode_mean(self: Reducer, part: Part, arrived: dict[int, Input]) -> bytes:
-        codes = honest(self, part, arrived)
-        if self.context.endpoint.peer_id != liar or self.context.plan.round < from_round or len(arrived) < 2:
-            return codes
+    def encode_mean(self: Reducer, part: Part, updates: Mapping[int, Input]) -> EncodedMean:
+        mean = honest(self, part, updates)
+        if self.context.endpoint.peer_id != liar or self.context.plan.round < from_round or len(updates) < 2:
+            return mean
         lied.append(self.context.plan.round)
-        return lie(self, part, arrived, codes)
+        return replace(mean, encoded=lie(self, part, updates, mean.encoded))
 
     monkeypatch.setattr(Reducer, "encode_mean", encode_mean)
     return lied

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from spes_p2p.net.throughput import UNKNOWN_BYTES_PER_S
 from spes_p2p.peer.own_work import taken
 from spes_p2p.peer.part_frames import INDEX_BYTES
 from spes_p2p.peer.transfers import IN_FLIGHT_S, WINDOW_BYTES
+from spes_p2p.rounds.blockwise import Blockwise
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, to_mask
@@ -77,6 +79,66 @@ def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(case: st
         largest = max(np.abs(update).max() for own in updates.values() for update in own.values())
         tolerance = 1e-6 + largest * ROUNDING[codec]
         np.testing.assert_allclose(bases[0], reference(plan, updates, base()), rtol=0, atol=tolerance)
+
+    simulate(main)
+
+
+def test_updates_and_means_are_computed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[str] = []
+
+    async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+        beside.append(function.__name__)
+        try:
+            return function(*args)
+        finally:
+            beside.pop()
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            assert beside
+            return method(*args)
+
+        return call
+
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["three, an expert with three owners"])
+        played = await Round.open(plan, random_updates(plan), "int4", run_blocking=run_blocking)
+        with monkeypatch.context() as patch:
+            for name in ("encode", "decode"):
+                patch.setattr(Blockwise, name, watched(getattr(Blockwise, name)))
+            await played.run()
+        assert played.commit().dropped == ()
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("unfinished", ["_encoded", "encode_mean"])
+def test_what_is_still_computed_when_an_exchange_ends_changes_nothing(unfinished: str) -> None:
+    async def run_blocking(function: Callable[..., Any], *args: Any) -> Any:
+        found = function(*args)
+        if function.__name__ == unfinished:
+            await asyncio.sleep(100)
+        return found
+
+    async def main() -> None:
+        plan = make_plan_of(MEMBERS["three, an expert with three owners"])
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates, "int4", timeout_s=20, run_blocking=run_blocking)
+        await played.run()
+        await asyncio.sleep(200)
+        for peer, exchange in played.exchanges.items():
+            assert not exchange.new_residuals
+            assert not exchange.inputs.of_part
+            sent = exchange.sent
+            for name, pending in exchange._context.pending.items():
+                changed = pending != updates[peer][name]
+                group = LAYOUT.group(name)
+                covered = np.zeros(group.size, bool)
+                for part, _ in sent.values():
+                    if part.group == group:
+                        covered[part.start - group.start : part.stop - group.start] = True
+                assert not (changed & ~covered).any()
+            assert bool(sent) == (unfinished != "_encoded")
 
     simulate(main)
 

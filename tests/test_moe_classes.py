@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from model_classes import classes_of
 from model_shapes import tiny_model
+from moe_families import MOE_TYPES
 from torch import nn
-from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spes_p2p.errors import UserError
@@ -20,21 +18,6 @@ from spes_p2p.model.layout import Layout
 from spes_p2p.model.partitioned import PartitionedExperts, expert_blocks
 
 EXPERTS, HIDDEN, FFN = 4, 16, 24
-
-
-def moe_types() -> list[str]:
-    """Model types of the causal language models whose code has experts. Reads the code: importing all of it takes seconds."""
-    found = []
-    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        classes = (names,) if isinstance(names, str) else names
-        files = (Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)).glob("modeling_*.py")
-        sources = [file.read_text() for file in files]
-        if any("Experts(" in source and f"class {name}(" in source for source in sources for name in classes):
-            found.append(model_type)
-    return found
-
-
-MOE_TYPES = moe_types()
 
 
 def model_on_meta(config_class: Any, model_class: Any) -> nn.Module:

@@ -416,12 +416,15 @@ def test_a_base_in_memory_is_written_every_fourth_round_and_a_rounds_arrays_neve
     assert memory.campaign == 500 * memory.total < files.campaign
 
 
-@pytest.mark.parametrize(("asked", "free_gib", "in_memory"), [
-    ("auto", 1024, True), ("auto", 20, False), ("disk", 1024, False), ("ram", 1, True),
+@pytest.mark.parametrize(("asked", "free_gib", "bases", "arrays"), [
+    ("auto", 1024, True, True), ("auto", 24, False, True), ("auto", 3, False, False), ("disk", 1024, False, False),
+    ("ram", 1, True, True),
 ])
-def test_bases_are_in_memory_where_half_of_what_is_free_suffices(
-    asked: str, free_gib: int, in_memory: bool, tmp_path: Path
+def test_bases_or_only_a_rounds_arrays_are_in_memory_where_half_of_what_is_free_suffices(
+    asked: str, free_gib: int, bases: bool, arrays: bool, tmp_path: Path
 ) -> None:
     settings = make_peer_config(run_dir=tmp_path, experts=1, base=asked, micro_batch_size=1)
-    for device in (Device("cpu", free_gib * GIB), Device("cuda", 24 * GIB, host_memory=free_gib * GIB)):
-        assert resources_on(device, settings, recipe_1b()).base_in_memory is in_memory
+    in_training_gib = 11
+    for device in (Device("cpu", (free_gib + in_training_gib) * GIB), Device("cuda", 24 * GIB, host_memory=free_gib * GIB)):
+        found = resources_on(device, settings, recipe_1b())
+        assert (found.base_in_memory, found.arrays_in_memory) == (bases, arrays)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from spes_p2p.config.campaign import load_campaign_config
 from spes_p2p.config.model import ModelConfig
+from spes_p2p.data.mix import whole_weights
 from spes_p2p.model.build import exact_tensor, initial_state, layout_of, transformers_config
 from spes_p2p.model.checkpoint import Checkpoint
 from spes_p2p.model.upcycle import upcycled_state
@@ -42,6 +43,13 @@ SPES: dict[str, dict[str, Any]] = {
     },
 }
 """What SPES's files say (docs/comparison.md)."""
+MIXES = {
+    "7b": {"ultra-fineweb": 1040, "slimpajama": 442, "starcoder": 107, "arxiv": 12, "pes2o": 8, "algebraic-stack": 7,
+           "open-web-math": 6},
+    "9b": {"nemotron-cc": 821, "nemotron-math": 212, "nemotron-code": 154, "nemotron-sft": 108},
+}
+"""The files of each source there."""
+FILES = {"7b": 1622, "9b": 1295}
 
 
 @pytest.mark.parametrize("name", SPES)
@@ -56,6 +64,9 @@ def test_a_recipe_says_what_speses_files_say(name: str) -> None:
     assert (training.moe_loss_weight, training.moe_zloss_weight, training.lm_head_zloss_weight) == (0.01, 0.001, 1e-5)
     assert (training.min_lr_ratio, config.merge.merge_interval, config.merge.merge_top_k) == (0.1, 500, 4)
     assert transformers_config(config.model).rms_norm_eps == 1e-6
+    assert {source.name: source.weight for source in config.data.train} == MIXES.get(name, {})
+    if config.data.train:
+        assert sum(whole_weights([source.weight for source in config.data.train])) == FILES[name]
     if config.start is None:
         assert isinstance(config.model, ModelConfig)
         assert (config.model.init_cutoff_factor, config.model.initializer_range) == (3.0, 0.02)

@@ -9,59 +9,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from checkpoints import DENSE, MOE, make_checkpoint
-from safetensors import safe_open
+from network_swarm import call
+from round_trip import IDS, difference, export, keys_of, started
 from safetensors.torch import load_file, save_file
-from sample_text import CONFIGS
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from sample_text import CONFIGS, TEXT
+from transformers import AutoModelForCausalLM
 
-from spes_p2p.campaign.start import Start, find_start
+from spes_p2p.campaign.files import read_campaign
+from spes_p2p.campaign.start import base_0, find_start
 from spes_p2p.config.model import TransformersModel
 from spes_p2p.errors import UserError
 from spes_p2p.model import checkpoint as reading
 from spes_p2p.model import export as exporting
-from spes_p2p.model.build import State, layout_of
-from spes_p2p.model.checkpoint import Checkpoint, checkpoint_state
-from spes_p2p.model.export import export_checkpoint
-from spes_p2p.model.upcycle import UpcycleRule, upcycled_state
+from spes_p2p.model.build import layout_of
+from spes_p2p.model.checkpoint import Checkpoint
+from spes_p2p.model.upcycle import UpcycleRule
 from spes_p2p.testing.plain_model import plain_model
-
-IDS = torch.arange(96).view(4, 24) * 5 % 512
-
-
-def started(folder: Path, experts: int | None = None, rule: UpcycleRule | None = None) -> tuple[Start, State]:
-    """What `init --from` finds in the folder, and base 0."""
-    start = find_start(str(folder), folder.parent, None, experts, None, rule)
-    state = np.full(layout_of(start.model).size, np.nan, np.float32)
-    if start.upcycle is None:
-        checkpoint_state(start.model, Checkpoint(folder), state)
-    else:
-        upcycled_state(start.model, Checkpoint(folder), start.upcycle, state)
-    assert np.isfinite(state).all()
-    return start, state
-
-
-def export(start: Start, state: State, output: Path, **options: Any) -> PreTrainedModel:
-    export_checkpoint(start.model, state, start.tokenizer, start.eos_token, None, output, **options)
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
-    return loaded.eval()
-
-
-@torch.no_grad()
-def difference(one: PreTrainedModel, other: PreTrainedModel) -> float:
-    """The largest difference of the two models' logits."""
-    return float((one(input_ids=IDS).logits - other(input_ids=IDS).logits).abs().max())
-
-
-def keys_of(folder: Path) -> set[str]:
-    found: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= set(file.keys())
-    return found
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -205,6 +173,29 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     shard.unlink(missing_ok=True)
     with pytest.raises(UserError, match=f"{shard.name}: missing or cut short"):
         Checkpoint(tmp_path)
+
+
+def test_a_name_on_the_hub_is_downloaded_and_recorded_with_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, asked = "0123456789abcdef0123456789abcdef01234567", []
+    snapshot = tmp_path / "hub/snapshots" / commit
+    original = make_checkpoint("mixtral", snapshot)
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.append((name, options["revision"]))
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    ended = call("init", str(tmp_path / "made"), "--from", "owner/model@main", "--text", str(TEXT / "train/wordnet.jsonl"))
+    assert ended.code == 0, ended.stderr
+    files = read_campaign(tmp_path / "made/campaign.yaml")
+    assert files.campaign.config.start is not None
+    assert files.campaign.config.start.checkpoint == f"owner/model@{commit}"
+    state = np.empty(layout_of(files.campaign.config.model).size, np.float32)
+    base_0(files, state)
+    assert difference(original, plain_model(files.campaign.config.model, state).eval()) == 0.0
+    assert asked == [("owner/model", "main"), ("owner/model", commit)]
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), [

@@ -39,7 +39,7 @@ class VirtualTrainer(TorchTrainer):
 
 
 def trained_by_a_swarm(files: CampaignFiles, weights: State) -> State:
-    """The last base of three trainers that own all experts together."""
+    """The last base of four trainers that own all experts together."""
     config = files.campaign.config
 
     async def main() -> State:
@@ -47,7 +47,7 @@ def trained_by_a_swarm(files: CampaignFiles, weights: State) -> State:
             files.campaign, layout=layout_of(config.model), weights=weights,
             make_trainer=lambda base, owned: VirtualTrainer(config, base, owned, CountingText(), CountingText()),
         )
-        swarm.start_all()
+        swarm.start_all("ABCD")
         await swarm.until_finished()
         swarm.assert_replicas_agree()
         assert max(swarm.recorders["A"].commits()) == config.total_rounds
@@ -68,7 +68,7 @@ def test_from_a_checkpoint_through_a_swarm_to_a_checkpoint(family: str, tmp_path
     original = make_checkpoint(family, tmp_path / "original")
     upcycling = ("--experts", "4", "--upcycle", "copy") if family in DENSE else ()
     start = ("--from", str(tmp_path / "original"), *upcycling)
-    ended = call("init", str(tmp_path / "made"), *start, "--text", WORDNET, "--peers", "3")
+    ended = call("init", str(tmp_path / "made"), *start, "--text", WORDNET, "--peers", "4")
     assert ended.code == 0, ended.stderr
     files = read_campaign(write_variant(tmp_path / "made/campaign.yaml", "short.yaml", training=TRAINING, merge={}))
     weights = np.empty(layout_of(files.campaign.config.model).size, np.float32)

@@ -31,6 +31,7 @@ from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.parts import Part, part_table, weight
 from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.rounds.results import Results
+from spes_p2p.testing.in_memory_world import inline
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 from spes_p2p.testing.virtual_loop import run_virtual
@@ -118,7 +119,7 @@ async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...],
         pending = {g.name: rng.standard_normal(g.size, np.float32) for g in layout.groups if weight(m, g)}
         endpoint = RpcEndpoint(network.transport(m.peer), PATIENCE_S)
         exchanges[m.peer] = Exchange(ExchangeContext(
-            endpoint, SimulatedIdentity(m.peer), Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1
+            endpoint, SimulatedIdentity(m.peer), Results(plan, parts), pending, {}, PATIENCE_S, lambda part: 1, inline
         ))
         await _serve(endpoint, exchanges[m.peer])
     started = asyncio.get_running_loop().time()

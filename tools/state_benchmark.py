@@ -1,10 +1,11 @@
 """./tools/bench state --billions X: what a peer does with the whole state, on this machine's disk and memory.
 
 One peer's own code (replica, base store, trainer, checkpoint) in a swarm of four lives through rounds of an X-billion-parameter
-model whose results the benchmark makes up. For each operation: seconds, the longest time for which the event loop stood still,
-and the bytes that this process caused to be written (/proc/self/io). `written_over_changed`: bytes written in the measured
-rounds, over the bytes of base, moments and pending work that these rounds changed. Ends in one line where the machine cannot
-bear the size.
+model whose results the benchmark makes up. `reduce N` is a reducer of eight parts with N contributors (reducer_benchmark.py).
+For each operation: seconds, the longest time for which the event loop stood still, and the bytes that this process gave the
+kernel to write (/proc/self/io). `written_over_changed`: bytes written in the measured rounds, without those of files that were
+deleted before the kernel wrote them, over the bytes of base, moments and pending work that these rounds changed. Ends in one
+line where the machine cannot bear the size.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
+from reducer_benchmark import CONTRIBUTORS, reduce_parts
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
 from spes_p2p.campaign.host_memory import host_bytes
@@ -82,7 +84,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--billions", type=float, default=0.1, metavar="X", help="parameters, in billions (default 0.1)")
     parser.add_argument("--rounds", type=int, default=4, help="measured rounds; every second one merges (default 4)")
-    parser.add_argument("--base", choices=("disk", "ram"), default="disk", help="as `join --base` (default disk)")
+    parser.add_argument("--base", choices=("disk", "arrays", "ram"), default="disk",
+                        help="as `join --base`; arrays: only a round's arrays are in memory (default disk)")
     parser.add_argument("--checkpoint-minutes", type=float, default=0.0, help="default 0: one checkpoint in each round")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where a run-dir is made and removed (default runs)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to a file")
@@ -93,12 +96,11 @@ def main() -> int:
         parser.error(f"--billions {arguments.billions:g}: must be 0.01 to 100")
     config = campaign_of(arguments.billions, arguments.rounds)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    in_memory = arguments.base == "ram"
-    problem = why_not(config, arguments.folder, in_memory)
+    problem = why_not(config, arguments.folder, arguments.base)
     if problem:
         parser.error(f"--billions {arguments.billions:g}: {problem}")
     with tempfile.TemporaryDirectory(prefix="state-", dir=arguments.folder) as folder:
-        report = asyncio.run(measure(config, Path(folder), arguments.rounds, in_memory, 60 * arguments.checkpoint_minutes))
+        report = asyncio.run(measure(config, Path(folder), arguments.rounds, arguments.base, 60 * arguments.checkpoint_minutes))
     if arguments.json == "-":
         print(json.dumps(report, indent=2))
     else:
@@ -128,11 +130,11 @@ def campaign_of(billions: float, rounds: int) -> CampaignConfig:
     }, "bench")
 
 
-def why_not(config: CampaignConfig, folder: Path, in_memory: bool) -> str:
+def why_not(config: CampaignConfig, folder: Path, base: str) -> str:
     """Say what this machine lacks for this model; "" when it has all."""
     setup = Setup(OWNED, "int8", "adamw", 1, "cpu", bf16=False)
     choice = Choice(setup, device_bytes(config.model, SEQUENCE, setup))
-    memory = choice.device.total + host_bytes(config, choice.setup, in_memory).total + PROGRAM_BYTES
+    memory = choice.device.total + host_bytes(config, choice.setup, base == "ram", base == "arrays").total + PROGRAM_BYTES
     disk = disk_bytes(config, choice).total
     has_memory, has_disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free
     if memory > has_memory:
@@ -176,7 +178,7 @@ class Meter:
         stalls = [0.0]
         probe = asyncio.ensure_future(_probe(stalls))
         await asyncio.sleep(5 * PROBE_S)
-        stalls[:], written, started = [0.0], written_bytes(), time.monotonic()
+        stalls[:], given, started = [0.0], given_bytes(), time.monotonic()
         try:
             yield
         finally:
@@ -186,7 +188,7 @@ class Meter:
             kept = self.operations.setdefault(name, {"seconds": [], "longest_stall_s": 0.0, "written_bytes": 0})
             kept["seconds"].append(round(seconds, 4))
             kept["longest_stall_s"] = max(kept["longest_stall_s"], round(max(stalls), 4))
-            kept["written_bytes"] += written_bytes() - written
+            kept["written_bytes"] += given_bytes() - given
 
 
 async def _probe(stalls: list[float]) -> None:
@@ -196,14 +198,27 @@ async def _probe(stalls: list[float]) -> None:
         stalls.append(time.monotonic() - before - PROBE_S)
 
 
+def given_bytes() -> int:
+    """Return the bytes that this process has given the kernel to write to disks."""
+    return _io_counts()["write_bytes"]
+
+
 def written_bytes() -> int:
-    """Return the bytes that this process caused to be written to disks until now."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["write_bytes"]) - int(counts["cancelled_write_bytes"])
+    """Return those of them that the kernel has written or still will: not those of files that were deleted before.
+
+    Such a file may be deleted long after it was filled, so this can fall during one operation.
+    """
+    counts = _io_counts()
+    return counts["write_bytes"] - counts["cancelled_write_bytes"]
+
+
+def _io_counts() -> dict[str, int]:
+    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {name: int(count) for name, count in lines}
 
 
 async def measure(
-    config: CampaignConfig, folder: Path, rounds: int, in_memory: bool, checkpoint_every_s: float
+    config: CampaignConfig, folder: Path, rounds: int, base: str, checkpoint_every_s: float
 ) -> Report:
     """Return the costs of the operations in this many rounds, and of a restart after them."""
     campaign = Campaign(
@@ -211,7 +226,7 @@ async def measure(
     )
     layout, store, meter = layout_of(config.model), DirectoryStore(folder), Meter()
     genesis = make_base_0(campaign, layout, store)
-    peer = OnePeer(campaign, layout, genesis, folder, in_memory, checkpoint_every_s)
+    peer = OnePeer(campaign, layout, genesis, folder, base, checkpoint_every_s)
     await peer.restart()
     changed = written = 0
     for number in range(WARM_UP_ROUNDS + rounds):
@@ -228,9 +243,12 @@ async def measure(
     async with meter.measured("restart"):
         await peer.restart()
     assert peer.replica.base.digest == digest
+    for contributors in CONTRIBUTORS:
+        async with meter.measured(f"reduce {contributors}"):
+            await reduce_parts(contributors, folder)
     return {
         "parameters": layout.size, "state_bytes": 4 * base_size(layout, config.outer), "rounds": rounds,
-        "base": "ram" if in_memory else "disk",
+        "base": base,
         "owned": f"{OWNED} of {EXPERTS} experts", "cores": os.cpu_count(), "threads": peer.world.threads,
         "longest_stall_s": max(each["longest_stall_s"] for each in meter.operations.values()),
         "written_over_changed": round(written / changed, 3), "written_bytes": written, "changed_bytes": changed,
@@ -259,10 +277,10 @@ class OnePeer:
     """One peer, and what the rest of its swarm would send it."""
 
     def __init__(
-        self, campaign: Campaign, layout: Layout, genesis: Commit, folder: Path, in_memory: bool, checkpoint_every_s: float
+        self, campaign: Campaign, layout: Layout, genesis: Commit, folder: Path, base: str, checkpoint_every_s: float
     ):
         self.campaign, self.layout, self.genesis, self.folder = campaign, layout, genesis, folder
-        self._in_memory, self._checkpoint_every_s = in_memory, checkpoint_every_s
+        self._base, self._checkpoint_every_s = base, checkpoint_every_s
         self.rules = Rules(campaign.config, campaign.hash, Text.num_samples)
         self.replica: Replica
         self.world: World
@@ -282,7 +300,7 @@ class OnePeer:
         )
         self.node = Node(self.world, self.campaign, self.genesis, self.rules, "trainer", {}, lambda event: None)
         self.replica = Replica(
-            self.node, self.layout, lambda event: None, self._in_memory, self._checkpoint_every_s
+            self.node, self.layout, lambda event: None, self._base == "ram", self._checkpoint_every_s, self._base == "arrays"
         )
         await self.replica.start()
         assert await self.replica.restore(str(self.folder))

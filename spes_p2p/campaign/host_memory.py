@@ -29,7 +29,7 @@ class HostBytes:
     """Main memory, without memory-mapped files.
 
     Bases, results and the arrays of a round (`storage/scratch.py`) are mapped files, which free memory caches but which need
-    none. With `join --base ram`, the base and the arrays of a round are in memory.
+    none. With `join --base ram`, the base and the arrays of a round are in memory; with `auto` also the arrays alone.
     """
 
     base: int
@@ -51,13 +51,16 @@ class HostBytes:
         return self.base + self.update + self.sums + self.pieces + self.stored + self.program
 
 
-def host_bytes(config: CampaignConfig, setup: Setup, base_in_memory: bool = False) -> HostBytes:
-    """Return the main memory of a trainer with this setup."""
+def host_bytes(
+    config: CampaignConfig, setup: Setup, base_in_memory: bool = False, arrays_in_memory: bool = False
+) -> HostBytes:
+    """Return the main memory of a trainer with this setup. A round's arrays are in memory also where bases are."""
+    arrays_in_memory |= base_in_memory
     base = 4 * base_size(layout_of(config.model), config.outer)
     return HostBytes(
         base=BASES_IN_MEMORY * base * base_in_memory,
-        update=pending_bytes(config, setup.owned) * base_in_memory,
-        sums=(2 * sums_bytes(config) + inputs_bytes(config)) * base_in_memory,
+        update=pending_bytes(config, setup.owned) * arrays_in_memory,
+        sums=(2 * sums_bytes(config) + inputs_bytes(config)) * arrays_in_memory,
         pieces=min(PIECES_BYTES, base),
         stored=setup.ranks * stored_bytes(config.model, setup) if setup.stored_on == "host" else 0,
     )

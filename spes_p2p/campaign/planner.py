@@ -178,12 +178,12 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
     )
 
 
-def disk_bytes(config: CampaignConfig, choice: Choice, base_in_memory: bool = False) -> DiskBytes:
-    """Return the size of a trainer's run-dir."""
+def disk_bytes(config: CampaignConfig, choice: Choice, arrays_in_memory: bool = False) -> DiskBytes:
+    """Return the size of a trainer's run-dir. `arrays_in_memory`: those of a round."""
     scratch = pending_bytes(config, choice.setup.owned) + 2 * sums_bytes(config) + inputs_bytes(config)
     return replace(
         _disk_bytes(config, KEPT_ROUNDS, 0),
-        scratch=0 if base_in_memory else scratch,
+        scratch=0 if arrays_in_memory else scratch,
         checkpoint=CHECKPOINT_FILES * (choice.device.moments + choice.device.weights),
     )
 

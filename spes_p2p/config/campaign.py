@@ -133,7 +133,8 @@ class MergeConfig(Section):
     merge_decay_steps: Positive = Field(1000, description="Campaign step at which alpha reaches 0.")
     merge_top_k: Positive = Field(
         4, description="Donors per expert: the most similar other experts. The plan of a round names them, so experts are "
-        "compared before the round; SPES compares them after it, which made no difference (docs/comparison.md).")
+        "compared before the round; SPES compares them after it, which made no difference in a small model "
+        "(docs/comparison.md).")
 
 
 class CodecConfig(Section):
@@ -366,7 +367,7 @@ class PeerConfig(Section):
     base: Literal["auto", "disk", "ram"] = Field(
         "auto", description="Where to keep bases and the data of a round: in memory-mapped files, which are written every "
                             "round, or in memory, several times 4 bytes per value (--base ram). auto: in memory where half of "
-                            "what is free suffices.")
+                            "what is free suffices, for both or for the data of a round.")
     checkpoint_minutes: NonNegative = Field(
         10.0, description="Minutes between two checkpoints of this peer's work, also within a phase: what a crash may lose. 0: "
                           "after each round.")

@@ -53,11 +53,15 @@ def transformers_config(model: ModelSection) -> PreTrainedConfig:
 
 
 def empty_model(model: ModelSection) -> PreTrainedModel:
-    """Return the transformers model on the meta device: shapes without memory."""
+    """Return the transformers model on the meta device: shapes without memory. Raises UserError as `transformers_config`."""
     config = transformers_config(model)
     config.pad_token_id = None  # a padding id would freeze its row of the embedding
-    with torch.device("meta"):
-        empty: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    try:
+        with torch.device("meta"):
+            empty: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    except Exception as error:  # whatever a family stumbles over, such as a value that it needs and its configuration lacks
+        reason = " ".join(str(error).split())
+        raise UserError(f"model_type = {model.architecture!r}: transformers cannot build its config.json: {reason}") from None
     return empty
 
 

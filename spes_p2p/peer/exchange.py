@@ -37,10 +37,10 @@ class Exchange:
         """`revision`: of the results' part table. Raises ValueError when this peer is no member of the plan."""
         self.results, self.plan, self.me, self.revision = context.results, context.plan, context.me, revision
         self._context = context
-        update = SentUpdate(context)
-        self._reducer = Reducer(context, update, revision)
-        self._transfers = Transfers(context, update, revision)
-        self.sent = update.parts
+        self._update = SentUpdate(context)
+        self._reducer = Reducer(context, self._update, revision)
+        self._transfers = Transfers(context, self._update, revision)
+        self.sent = self._update.parts
         """This peer's contributions as the reducers decode them, by part index."""
         self.inputs, self.new_residuals = self._reducer.inputs, self._reducer.new_residuals
 
@@ -63,6 +63,7 @@ class Exchange:
         try:
             await asyncio.wait(tasks, timeout=self._context.timeout_s)
         finally:
+            self._update.is_over = True
             self._reducer.end()
             self._transfers.end()
             await end_tasks([*tasks, watching])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +32,8 @@ class ExchangeContext:
     timeout_s: float
     tokens_of: Callable[[Part], int]
     """Returns the tokens behind this peer's update of a part."""
+    run_blocking: Callable[..., Awaitable[Any]]
+    """As in `World`: encoding and reducing a part must not hold up heartbeats."""
     scratch: Scratch = memory_scratch
     """For means and new residuals."""
     clips: bool = False
@@ -68,20 +72,38 @@ class SentUpdate:
         self.context, self.tokens_of = context, context.tokens_of
         self.parts: dict[int, tuple[Part, np.ndarray]] = {}
         """What was sent, as the reducers decode it, by part index."""
+        self.is_over = False
+        """Set when the exchange ends."""
+        self._one_at_a_time = asyncio.Lock()
+        """Encoding a part takes several times its memory, and as many streams wait for updates as there are reducers."""
 
     def has(self, part: Part) -> bool:
         """Return whether this peer contributes to a part: not where the last round took all of its work on it."""
         me = self.context.me
         return me in part.contributors and self.tokens_of(part) > 0 and bool(np.isfinite(self._values(part)).all())
 
-    def encode(self, part: Part) -> bytes:
-        """Encode the update of a part and replace it by what the others decode: the rest stays pending."""
+    async def encode(self, part: Part) -> bytes | None:
+        """Encode the update of a part and replace it by what the others decode: the rest stays pending.
+
+        None where this peer contributes nothing, or the exchange is over. A call that is cancelled changes nothing.
+        """
+        async with self._one_at_a_time:
+            found: tuple[bytes, np.ndarray | None] | None = await self.context.run_blocking(self._encoded, part)
+        if found is None or self.is_over:
+            return None
+        encoded, decoded = found
         update = self._values(part)
-        encoded = part.codec.encode(update)
-        if part.codec.is_lossy:
-            np.copyto(update, part.codec.decode(encoded, part.size))
+        if decoded is not None:
+            np.copyto(update, decoded)
         self.parts[part.index] = (part, update)
         return encoded
+
+    def _encoded(self, part: Part) -> tuple[bytes, np.ndarray | None] | None:
+        """Return a part's encoded update and, unless the codec is exact, what it decodes to. In a worker thread: only reads."""
+        if not self.has(part):
+            return None
+        encoded = part.codec.encode(self._values(part))
+        return encoded, part.codec.decode(encoded, part.size) if part.codec.is_lossy else None
 
     def _values(self, part: Part) -> np.ndarray:
         return self.context.pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]

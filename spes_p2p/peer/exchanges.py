@@ -57,7 +57,8 @@ class Exchanges:
         update = ledger.copy_update() if self.by_plan else ledger.update
         exchange = self.by_plan[plan.id, 0] = Exchange(ExchangeContext(
             self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_start,
-            exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._scratch, sync.bound_influence,
+            exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._node.world.run_blocking, self._scratch,
+            sync.bound_influence,
         ))
         self._inputs[plan.id] = plan.round, [exchange.inputs]
         if self._builder is not None:

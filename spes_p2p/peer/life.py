@@ -50,6 +50,7 @@ class Peer:
         where: str,
         archive: Archive = NO_ARCHIVE,
         base_in_memory: bool = False,
+        arrays_in_memory: bool = False,
         checkpoint_every_s: float = 0.0,
         leave: LeaveRequest | None = None,
     ):
@@ -58,7 +59,7 @@ class Peer:
         """
         self.node = node
         self.layout = layout
-        self.replica = Replica(node, layout, observer, base_in_memory, checkpoint_every_s)
+        self.replica = Replica(node, layout, observer, base_in_memory, checkpoint_every_s, arrays_in_memory)
         self._make_trainer = make_trainer
         self._observer = observer
         self._status = status

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -30,12 +32,25 @@ from spes_p2p.storage.scratch import scratch_arrays
 
 PUSH_SHARE = 0.5
 """Share of the exchange's time limit after which missing updates are left out, so that the results can still be pulled."""
-YIELD_EVERY = 8
-"""Yield to other tasks after encoding this many parts."""
+
+
+@dataclass(frozen=True)
+class EncodedMean:
+    """What a reducer makes of a part with several contributors."""
+
+    encoded: bytes
+    clipped: set[int]
+    """Members whose updates were clipped."""
+    inputs: bytes
+    """The inputs' digest, as the manifest names it."""
 
 
 class Reducer:
-    """The parts of one part table that this member reduces. A part is closed once no further update of it can arrive."""
+    """The parts of one part table that this member reduces.
+
+    A part is closed once no further update of it can arrive. Closed parts are reduced one after the other, in worker threads,
+    which write only what nobody else reads: the state of the exchange changes on the event loop.
+    """
 
     def __init__(self, context: ExchangeContext, update: SentUpdate, revision: int):
         self.context, self._update, self._revision = context, update, revision
@@ -68,41 +83,52 @@ class Reducer:
         """By contributor: the time until which more of its updates must arrive."""
         self._turns, self._rates = push_turns(context.results.parts), stall_rates(context.plan.members)
         self._closed: set[int] = set()
-        self._order: list[int] = []
-        """Indices of closed parts, in the order of closing."""
-        self._next_closed = asyncio.Event()
+        self._waiting: deque[Part] = deque()
+        """Closed parts that are not reduced yet."""
+        self._reduced: list[int] = []
+        """Indices of reduced parts, in the order in which they were."""
+        self._next_reduced = asyncio.Event()
         self._manifest_ready = asyncio.Event()
         self._news = asyncio.Event()
-        """Set when a contributor is done or lost."""
+        """Set when a part is closed, and when a contributor is done or lost."""
         self._is_over = False
 
     def give_up(self, lost: Collection[int]) -> None:
         """Wait no longer for these members' updates."""
-        self._lost |= set(lost)
+        self._lose(lost)
         self._news.set()
+
+    def _lose(self, lost: Collection[int]) -> None:
+        if not self._lost.issuperset(lost):
+            self._lost |= set(lost)
+            self._close_complete()
 
     def end(self) -> None:
         """Refuse requests for parts that are not reduced, and pushes, from now on."""
         self._is_over = True
-        self._next_closed.set()
+        self._next_reduced.set()
         self._manifest_ready.set()
 
     async def run(self) -> None:
-        """Close all parts: each when the last update arrives or its sender is lost. Then write the manifest."""
-        await self._close_complete()
+        """Reduce all parts: each when its last update arrives or the sender is lost. Then write the manifest."""
         clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
         started = clock()
-        while len(self._closed) < len(self._mine):
+        self._close_complete()
+        while len(self._reduced) < len(self._mine):
+            while self._waiting:
+                await self._reduce(self._waiting.popleft())
+            if len(self._reduced) == len(self._mine):
+                break
             self._news.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), self.context.endpoint.silence_s / 4)
             waited_s = clock() - started
             unheard = set().union(*self._awaited.values()) - self._pushing - self._lost
-            self._lost |= {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
-            self._lost |= {i for i in self._pushing if clock() >= self._push_due_at(i, started)}
+            lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
+            lost |= {i for i in self._pushing if clock() >= self._push_due_at(i, started)}
             if waited_s >= PUSH_SHARE * self.context.timeout_s:
-                self._lost |= set(self.context.others)
-            await self._close_complete()
+                lost |= set(self.context.others)
+            self._lose(lost)
         self._write_manifest()
 
     def _push_due_at(self, contributor: int, started: float) -> float:
@@ -131,6 +157,7 @@ class Reducer:
         finally:
             self._unsigned.pop(sender, None)
             self._finished_pushing.add(sender)
+            self._close_complete()
             self._news.set()
 
     async def serve_results(self, stream: Stream, puller: int, request: PullRequest) -> None:
@@ -139,11 +166,11 @@ class Reducer:
         in_lane = set(wanted[request.lane :: request.lanes])
         served = 0
         while served < len(self._mine):
-            if served == len(self._order):
+            if served == len(self._reduced):
                 self._require_going_on()
-                await stream.alive(self._next_closed.wait())
+                await stream.alive(self._next_reduced.wait())
                 continue
-            index = self._order[served]
+            index = self._reduced[served]
             if index in in_lane:
                 await stream.send(numbered(index), self.context.results.encoded.get(index, b""), kind=Kind.PART)
             served += 1
@@ -195,57 +222,67 @@ class Reducer:
             self._awaited[index].discard(sender)
             if not self._awaited[index]:
                 self._close(self._mine[index])
-        if len(self._closed) == len(self._mine):
-            self._news.set()
 
-    async def _close_complete(self) -> None:
+    def _close_complete(self) -> None:
         gone = (self._lost | self._finished_pushing) - self._gone
         self._gone |= gone
-        for count, (index, part) in enumerate(self._mine.items()):
+        for index, part in self._mine.items():
             self._awaited[index] -= gone
             if index not in self._closed and not self._awaited[index]:
                 self._close(part)
-                if count % YIELD_EVERY == 0:
-                    await asyncio.sleep(0)
 
     def _close(self, part: Part) -> None:
-        me, arrived = self.context.me, self._arrived.pop(part.index, {})
-        contributors = set(arrived) | ({me} if self._update.has(part) else set())
-        if contributors:
-            if len(part.contributors) > 1:
-                encoded: bytes | memoryview = self.encode_mean(part, arrived)
-            else:
-                encoded = self._update.encode(part) if me in contributors else arrived[part.contributors[0]].body
-            self.context.put(part, self._revision, encoded)
-            self._masks[part.index] = to_mask(contributors, len(self.context.names))
         self._closed.add(part.index)
-        self._order.append(part.index)
-        self._next_closed.set()
-        self._next_closed = asyncio.Event()
+        self._waiting.append(part)
+        self._news.set()
 
-    def encode_mean(self, part: Part, arrived: dict[int, Input]) -> bytes:
-        """Encode the clipped, token-weighted mean of what arrived and this peer's own update, plus some of the part's residual.
+    async def _reduce(self, part: Part) -> None:
+        """Make, keep and serve the result of a closed part, unless the exchange ends meanwhile."""
+        me, updates = self.context.me, self._arrived.pop(part.index, {})
+        own = await self._update.encode(part) if me in part.contributors else None
+        several = len(part.contributors) > 1
+        if own is not None:  # like all others, so that a member that checks the mean needs nothing else
+            kept = self.inputs.store(part, me, own) if several else memoryview(own)
+            updates[me] = Input(Update(part.index, self._update.tokens_of(part), content_digest(own)), kept)
+        mean: EncodedMean | None = None
+        if updates and several:
+            mean = await self.context.run_blocking(self.encode_mean, part, updates)
+        if self._is_over:
+            return
+        if mean is not None:
+            self._keep(part, updates, mean)
+        if updates:
+            encoded = updates[part.contributors[0]].body if mean is None else mean.encoded
+            self.context.put(part, self._revision, encoded)
+            self._masks[part.index] = to_mask(set(updates), len(self.context.names))
+        self._reduced.append(part.index)
+        self._next_reduced.set()
+        self._next_reduced = asyncio.Event()
 
-        The own update is encoded like all others, so that a member that checks the mean needs nothing else.
+    def _keep(self, part: Part, updates: dict[int, Input], mean: EncodedMean) -> None:
+        """Keep a mean's inputs for members that check it, its residual for the next round, and its line of the manifest."""
+        self.inputs.of_part[part.index] = updates
+        self._inputs[part.index] = mean.inputs
+        self._clipped[part.index] = to_mask(mean.clipped, len(self.context.names))
+        if part.codec.is_lossy:
+            self.new_residuals[part.start] = self._means[part.index]
+
+    def encode_mean(self, part: Part, updates: Mapping[int, Input]) -> EncodedMean:
+        """Encode the clipped, token-weighted mean of these updates, by member, plus some of the part's residual.
+
+        In a worker thread. The part's place in `_means` gets the new residual.
         """
-        if self._update.has(part):
-            encoded = self._update.encode(part)
-            own = Update(part.index, self._update.tokens_of(part), content_digest(encoded))
-            arrived[self.context.me] = Input(own, self.inputs.store(part, self.context.me, encoded))
-        self.inputs.of_part[part.index] = arrived
-        self._inputs[part.index] = inputs_digest({i: each.update for i, each in arrived.items()})
         mean = self._means[part.index]
-        updates = {i: (each.update.tokens, partial(part.codec.decode, each.body, part.size)) for i, each in arrived.items()}
-        clipped = make_mean(part, self.context.plan.members, updates, mean, self.context.clips)
-        self._clipped[part.index] = to_mask(clipped, len(self.context.names))
+        decoders = {i: (each.update.tokens, partial(part.codec.decode, each.body, part.size)) for i, each in updates.items()}
+        clipped = make_mean(part, self.context.plan.members, decoders, mean, self.context.clips)
         residual = self.context.residuals.get(part.start)
         if residual is not None and residual.size != mean.size:
             residual = None
         encoded = part.codec.encode(mean if residual is None else mean + added_residual(part, mean, residual))
         if part.codec.is_lossy:
             to_residual(part, mean, residual, part.codec.decode(encoded, part.size))
-            self.new_residuals[part.start] = mean
-        return encoded
+        inputs = inputs_digest({i: each.update for i, each in updates.items()})
+        return EncodedMean(encoded, clipped, inputs)
 
     def _write_manifest(self) -> None:
         if self._mine:

@@ -64,9 +64,11 @@ class Replica:
     """The base, and the pending work on top of it."""
 
     def __init__(
-        self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False, checkpoint_every_s: float = 0.0
+        self, node: Node, layout: Layout, observer: Observer, base_in_memory: bool = False, checkpoint_every_s: float = 0.0,
+        arrays_in_memory: bool = False,
     ):
-        """`base_in_memory`: hold the base and a round's buffers in memory; otherwise both are memory-mapped.
+        """`base_in_memory`: hold the base and a round's arrays in memory, `arrays_in_memory`: only these; otherwise both are
+        memory-mapped.
 
         `checkpoint_every_s`: between two checkpoints of the work, also within a phase; 0: after each round.
         """
@@ -75,7 +77,7 @@ class Replica:
         self.layout = layout
         self.outer = node.campaign.config.outer
         self.codecs = group_codecs(sync.codec)
-        scratch = memory_scratch if base_in_memory else node.world.store.scratch
+        scratch = memory_scratch if base_in_memory or arrays_in_memory else node.world.store.scratch
         self._size = base_size(layout, self.outer)
         is_helper = node.role == "helper"
         self._kept_rounds = replayable_rounds(layout, self.codecs, self.outer) if is_helper else KEPT_ROUNDS

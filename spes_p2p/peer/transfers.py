@@ -150,9 +150,11 @@ class Transfers:
     async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
         await stream.send(pack(PushHeader(self._context.plan.id, self._revision)))
         unsigned: list[Update] = []
-        for part in filter(self._update.has, parts):
+        for part in parts:
+            encoded = await self._update.encode(part)
+            if encoded is None:
+                continue
             tokens = self._update.tokens_of(part)
-            encoded = self._update.encode(part)
             if not pulls(part, self._context.me):
                 self._context.put(part, self._revision, encoded)
             await stream.send(numbered(part.index), weighted(tokens), encoded, kind=Kind.PART)

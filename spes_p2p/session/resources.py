@@ -11,7 +11,7 @@ import torch
 
 from spes_p2p.campaign.files import CampaignFiles
 from spes_p2p.campaign.free_memory import measured
-from spes_p2p.campaign.host_memory import SHARE_FOR_THE_BASE, host_bytes
+from spes_p2p.campaign.host_memory import SHARE_FOR_THE_BASE, HostBytes, host_bytes
 from spes_p2p.campaign.plan_table import describe_setup
 from spes_p2p.campaign.planner import disk_bytes
 from spes_p2p.campaign.room import Choice, Device, find_room, needed_bytes, smallest
@@ -33,7 +33,9 @@ class Resources:
     description: str
     """What was chosen, and what it costs in speed; shown to the user."""
     base_in_memory: bool
-    """Whether bases and the data of a round are in memory."""
+    """Whether bases and the arrays of a round are in memory."""
+    arrays_in_memory: bool
+    """Whether at least the arrays of a round are."""
 
     @property
     def experts(self) -> int:
@@ -87,15 +89,17 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
         micro_batch_size=setup.micro_batch,
     )
     description = f"{describe_setup(setup, experts)}; {costs_of(config, setup)}{doubt}"
-    fits = settings.base == "auto" and _has_room_for_bases(device, config, choice)
-    return Resources(device, choice, options, description, fits or settings.base == "ram")
+    is_auto, all_of_it = settings.base == "auto", host_bytes(config, setup, base_in_memory=True)
+    bases = settings.base == "ram" or (is_auto and _has_room(device, all_of_it, choice))
+    arrays = bases or (is_auto and _has_room(device, host_bytes(config, setup, arrays_in_memory=True), choice))
+    return Resources(device, choice, options, description, bases, arrays)
 
 
 def disk_space(files: CampaignFiles, settings: PeerConfig, resources: Resources) -> tuple[int, int]:
     """Return the bytes that a trainer's run-dir needs at most, with its text, and those that it can have."""
     config, run_dir = files.campaign.config, settings.run_dir.resolve()
     text = 2 * sum(file.num_bytes for file in files.training_manifest.files) // max(2, config.sync.min_peers)
-    needed = disk_bytes(config, resources.choice, resources.base_in_memory).total + min(text, settings.token_cache_bytes)
+    needed = disk_bytes(config, resources.choice, resources.arrays_in_memory).total + min(text, settings.token_cache_bytes)
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     own = sum(512 * path.lstat().st_blocks for path in run_dir.rglob("*"))
     return needed, shutil.disk_usage(existing).free + own
@@ -109,10 +113,10 @@ def require_disk(files: CampaignFiles, settings: PeerConfig, resources: Resource
                         f"{human_bytes(needed)} (spes-p2p plan says what for); free disk space, or choose another --run-dir")
 
 
-def _has_room_for_bases(device: Device, config: CampaignConfig, choice: Choice) -> bool:
-    """Return whether bases and the data of a round may take main memory, next to this training."""
+def _has_room(device: Device, needed: HostBytes, choice: Choice) -> bool:
+    """Return whether bases or the arrays of a round may take so much main memory, next to this training."""
     free = device.ranks * (device.memory - choice.device.total) if device.kind == "cpu" else device.host_memory or 0
-    return host_bytes(config, choice.setup, base_in_memory=True).total <= SHARE_FOR_THE_BASE * free
+    return needed.total <= SHARE_FOR_THE_BASE * free
 
 
 def _asked(settings: PeerConfig) -> dict[str, Any]:

@@ -262,7 +262,7 @@ async def _live_as_trainer(
         capacity = Capacity(resources.experts, is_dialable=lambda: reachability.is_dialable)
         peer = Peer(
             node, layout_of(config.model), make_trainer, capacity, observers.all, observers.status,
-            str(settings.run_dir), base_in_memory=resources.base_in_memory,
+            str(settings.run_dir), base_in_memory=resources.base_in_memory, arrays_in_memory=resources.arrays_in_memory,
             checkpoint_every_s=60 * settings.checkpoint_minutes, leave=leave,
         )
 

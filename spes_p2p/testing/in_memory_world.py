@@ -16,6 +16,11 @@ from spes_p2p.testing.simulated_identity import SimulatedIdentity
 T = TypeVar("T")
 
 
+async def inline(function: Callable[..., T], *args: Any) -> T:
+    """Stand in for `World.run_blocking` where no time is modelled."""
+    return function(*args)
+
+
 def in_memory_world(
     network: MemoryNetwork,
     name: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -18,7 +19,7 @@ from spes_p2p.messages.rounds import Pushed
 from spes_p2p.net.interfaces import Identity, World
 from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.part_frames import INDEX_BYTES, WEIGHT_BYTES
-from spes_p2p.peer.reducer import Reducer
+from spes_p2p.peer.reducer import EncodedMean, Reducer
 from spes_p2p.rounds.codecs import CODECS, Codec
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part
@@ -76,12 +77,12 @@ class _Lying(Wrapped):
 _encode_mean = Reducer.encode_mean
 
 
-def _encode_lie(reducer: Reducer, part: Part, arrived: dict[int, Input]) -> bytes:
-    codes, identity = _encode_mean(reducer, part, arrived), reducer.context.identity
+def _encode_lie(reducer: Reducer, part: Part, updates: Mapping[int, Input]) -> EncodedMean:
+    honest, identity = _encode_mean(reducer, part, updates), reducer.context.identity
     if not isinstance(identity, _Lying):
-        return codes
+        return honest
     identity.tell(f"mean {part.index}")
-    return part.codec.encode(np.negative(part.codec.decode(codes, part.size)))
+    return replace(honest, encoded=part.codec.encode(np.negative(part.codec.decode(honest.encoded, part.size))))
 
 
 class SilentReducer(Tamper):
