@@ -131,8 +131,8 @@ class Walk:
             name = Path(words[words.index("--run-dir") + 1]).name
             peer = self._start(name, words, "spes-p2p join /ip4/127.0.0.1/")
             self.address = self.address or peer.log.split("spes-p2p join ")[1].split()[0]
-        elif words[1] == "dashboard":
-            self._look(words, "dashboard on http")
+        elif words[1] in ("dashboard", "directory"):
+            self._look(words, f"{words[1]} on http")
         elif "--watch" in words:
             self._look(words, "round ")
         elif words[1] == "join":
