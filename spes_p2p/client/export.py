@@ -15,21 +15,19 @@ import numpy as np
 from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
+from spes_p2p.client.proven import learn_commits
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.content.bases import collect_offers, download
 from spes_p2p.content.fetcher import Fetcher
-from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide
-from spes_p2p.messages.methods import COMMITS
+from spes_p2p.errors import PeerUnreachable, UserError
+from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.export import ExportDtype, export_checkpoint
 from spes_p2p.observe.history import read_rounds
 from spes_p2p.observe.rounds import Rounds
-from spes_p2p.peer.decisions import fetch_milestone
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.storage.scratch import file_scratch
@@ -74,7 +72,7 @@ async def from_swarm(addresses: Sequence[str], folder: Path, on_progress: Callab
     It is in a temporary file of the folder, not in memory.
     """
     async with connect(addresses) as swarm:
-        log, files = CommitLog(swarm.net.identity, swarm.genesis), await swarm.files()
+        log, files = swarm.log, await swarm.files()
         for _ in range(TRIES):
             with contextlib.suppress(PeerUnreachable):
                 round_number, digest, values = await _newest_base(swarm, files.campaign.config, log, folder, on_progress)
@@ -97,7 +95,7 @@ async def _newest_base(
     helpers = [peer for peer in swarm.genesis.helpers if peer in contacts]
     peers = [*helpers, *sorted(contacts.keys() - set(helpers), key=lambda peer: -contacts[peer].round)]
     for peer in peers:
-        await _learn_commits(swarm, log, peer)
+        await learn_commits(swarm.endpoint, log, peer)
     last, size = log.last, base_size(layout_of(config.model), config.outer)
     digest = await _digest_of_last(swarm, helpers, last, size) if last.step >= config.training.total_steps else None
     proven = [(last, digest)] if digest is not None else []
@@ -121,27 +119,12 @@ async def _digest_of_last(swarm: SwarmConnection, helpers: Sequence[str], last: 
     return digests.pop() if len(digests) == 1 else None
 
 
-async def _learn_commits(swarm: SwarmConnection, log: CommitLog, peer: str) -> None:
-    """Add a peer's newer certified commits to the log, without those that fail verification."""
-    with contextlib.suppress(PeerUnreachable, Refused, WireError):
-        with contextlib.suppress(Refused):
-            milestone = await fetch_milestone(swarm.endpoint, peer, log.round)
-            if log.admits_milestone(milestone):
-                log.begin_at(milestone)
-        while True:
-            request = pack(CommitsRequest(log.round))
-            found = unpack(Decide, await swarm.endpoint.ask(peer, COMMITS, request, swarm.endpoint.silence_s)).decided
-            if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
-                return
-            for decided in filter(log.admits, found):
-                log.put(decided)
-
-
 async def _history(swarm: SwarmConnection, log: CommitLog, round_number: int) -> tuple[RoundRecord, ...]:
     """Return the peers' records of the rounds up to this one: all that the log has, and earlier ones that came with them."""
     rounds = Rounds("")
     wanted = [number for number in range(max(0, log.begins), round_number + 1) if log.commit_at(number).plan]
-    for peer in await swarm.contacts():
+    trusted = (log.genesis.helpers, log.last.members)
+    for peer in sorted(await swarm.contacts(), key=lambda peer: [peer not in group for group in trusted]):
         async for page in swarm.history(peer, -1, round_number):
             for record in page.records:
                 rounds.add(record)
