@@ -179,6 +179,7 @@ async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str]) -> s
 async def _learn_rounds(swarm: SwarmConnection, statuses: Sequence[PeerStatus], history: SwarmHistory) -> None:
     """Request new records from peers with a new commit, and at first the whole history from one peer."""
     statuses = [status for status in statuses if status.base_digest]  # no strangers (`proven.py`)
+    statuses = [status for status in statuses if status.base_digest]  # no strangers (`proven.py`)
     if not history.rounds.records:
         await _learn_past(swarm, statuses, history)
     news = [status for status in statuses if history.asked_at.get(status.peer_id) != status.round]
