@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def honest(log: CommitLog) -> list[PeerStatus]:
     return [replace(shown, peer_id=peer, role="helper" if peer == "W" else "trainer") for peer in "ABCW"]
 
 
-LIES = {
+LIES: dict[str, dict[str, Any]] = {
     "a far round": {"round": 10**6, "total_rounds": 10**6},
     "the end": {"total_rounds": 1, "state": "running"},
     "a stop": {"state": "stopped", "control": "stopped"},
@@ -68,7 +69,7 @@ LIES = {
 def test_a_lie_changes_no_figure_of_the_campaign(log: CommitLog, liar: str, lie: str) -> None:
     """X is eight strangers; B is a member, which is believed as far as it alone is concerned."""
     truth, names = honest(log), [liar] if liar == "B" else [f"X{number}" for number in range(8)]
-    said = replace(truth[0], **{"loss": 3.9, "members": ("A", "B", "C", *names), **LIES[lie]})
+    said = replace(replace(truth[0], loss=3.9, members=("A", "B", "C", *names)), **LIES[lie])
     told = [each for each in truth if each.peer_id != liar] + [replace(said, peer_id=name) for name in names]
     if liar == "X":
         assert summary(told) != summary(truth), "without the correction it is believed"
