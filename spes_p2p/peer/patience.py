@@ -25,6 +25,8 @@ answer, stragglers told to stop, late arrivals, promises and absent electors tak
 the exchange: votes take three."""
 FIRST_LOOK = 2
 """Multiples of `silence_s` before a member asks whether the others wait as well. Most rounds are planned by then."""
+MAX_ASKED = 16
+"""Ask at most this many at a time, drawn at random: all members ask, and each of them would ask each."""
 HALVES_SHARE = 2.0
 """A coordinator waits for twice the time of the faster half of the trainers, and half of that again for stragglers."""
 GIVEN_UP_ROUNDS = 16
@@ -152,11 +154,11 @@ class Patience:
         if is_paused(commit.control) and node.controls.newest == commit.control:
             return
         steps, pace = self._work()
-        asked = sorted(steps.keys() - {node.peer_id})
+        others = sorted((set(pace) or steps.keys()) - {node.peer_id})
+        asked = node.world.rng.sample(others, min(MAX_ASKED, len(others)))
         answers = dict(zip(asked, await asyncio.gather(*map(self._announced_by, asked)), strict=True))
         answers[node.peer_id] = self.announced
-        expected = {peer: steps[peer] for peer in steps if answers[peer] is not None}
-        expected = {peer: each for peer, each in expected.items() if peer in pace} or expected
+        expected = {peer: steps[peer] for peer in answers if answers[peer] is not None and peer in steps}
         ready = [peer for peer in expected if (answers[peer] or 0) > commit.round]
         if 2 * sum(expected[peer] for peer in ready) >= sum(expected.values()):
             share = MAX_PATIENCE
