@@ -38,7 +38,7 @@ def synthetic_swarm(peers: int, experts: int, rounds: int, total_rounds: int = 4
     ]
     by_peer = {peer: tuple(_as_told_by(peer, record, speeds[peer], rng) for record in records[-9:]) for peer in ids}
     statuses = [_status(peer, by_peer[peer][-1], owners, speeds[peer], total_rounds, rng, (helper, *ids[:6])) for peer in ids]
-    server = replace(statuses[0], peer_id=helper, role="helper", stage="waiting", base_digest="", members=(), owned=(),
+    server = replace(statuses[0], peer_id=helper, role="helper", stage="waiting", members=(), owned=(),
                      round_seconds={}, round_sent_bytes=0, round_received_bytes=0, tokens_per_second=0.0,
                      local_loss=math.nan, uptime_s=80_000.0)
     return Synthetic([*statuses, server], records, by_peer, totals_of(records), now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,23 @@ def test_a_seed_with_an_attacker_replays_exactly_and_differs_from_the_clean_one(
     assert attacked(None).log != first.log
     assert first.attacked is not None
     assert first.attacked.loss is not None
+
+
+@cache
+def in_the_open(kind: AttackKind | None) -> RunReport:
+    """A run of a real model with one attacker of six, of whom the owner vouches for three honest ones."""
+    return attacked(kind, peer_names=peer_names(6), rounds=8, admission="open")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["scale", "flip", "zero"])
+def test_in_an_open_campaign_one_attacker_of_six_costs_at_most_3_percent_of_the_loss(kind: AttackKind) -> None:
+    clean, found = in_the_open(None), in_the_open(kind)
+    assert found.violations == ()
+    figures = attack_figures([clean, found])
+    assert figures["attacks"][kind]["lies"] > 0
+    assert figures["honest_banned"] == 0
+    assert figures["loss_over_clean"] < 1.03
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - TRAINING))

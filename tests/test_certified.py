@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,10 @@ from remembering_swarm import RememberingSwarm
 from synthetic_swarm import synthetic_swarm
 
 from spes_p2p.client.chronicle import Chronicle, owners_first
-from spes_p2p.client.dashboard.poll import SwarmHistory, _learn_commits, _learn_past
+from spes_p2p.client.dashboard.poll import SwarmHistory, _learn_past
 from spes_p2p.client.dashboard.view import swarm_view
+from spes_p2p.client.proven import learn_commits
+from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
 from spes_p2p.observe.rounds import totals_of
 from spes_p2p.peer.history_sync import pages
@@ -100,7 +101,7 @@ class Client:
 
     def __init__(self, swarm: RememberingSwarm, by: str):
         self.endpoint, self.genesis = swarm.nodes[by].endpoint, swarm.genesis
-        self.net = SimpleNamespace(identity=swarm.nodes[by].world.identity)
+        self.log = CommitLog(swarm.nodes[by].world.identity, swarm.genesis)
 
     def history(self, peer: str, after: int, newest: int) -> Any:
         return pages(self.endpoint, peer, after, newest)
@@ -119,7 +120,7 @@ def test_a_dashboard_credits_nobody_for_a_lie(tmp_path: Path, is_helper_there: b
         statuses = [PeerStatus(name, "helper" if name == "W" else "trainer", "c", "h", 20, round=5, base_digest="d",
                                uptime_s=9.0 if name == "A" else 1.0) for name in names]
         history = SwarmHistory()
-        await _learn_commits(client, chronicle, statuses)
+        await learn_commits(client.endpoint, client.log, names[0])
         await _learn_past(client, chronicle, statuses, history)
         records = [record for record in history.rounds.records if record.round <= 5]
         honest = [swarm.records("W")[record.round].contributions for record in records]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from spes_p2p.campaign.record import agreed_record
 from spes_p2p.config.addresses import listen_beside, peer_of
+from spes_p2p.config.campaign import Campaign, parse_campaign
+from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import is_signed, number_of
-from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.errors import PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known
 from spes_p2p.messages.methods import CONTROL, STATUS
@@ -29,6 +32,8 @@ Answer = TypeVar("Answer")
 
 REPLY_TIMEOUT_S = 5.0
 """A peer that does not answer within this time is left out."""
+ASKED_STRANGERS = 8
+"""Bounds the peers, beside those of the last known commit, that are asked for newer commits at a time."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,16 @@ class SwarmConnection:
     """A connection to the peers of one campaign, open while the block of `connect` runs."""
 
     addresses: Sequence[str]
-    genesis: Commit
+    campaign: Campaign
+    log: CommitLog
+    """Certified commits, as far as `statuses` has learned them."""
     net: Libp2p
     endpoint: RpcEndpoint
+
+    @property
+    def genesis(self) -> Commit:
+        """The commit before round 0, which names the owner."""
+        return self.log.genesis
 
     async def files(self) -> CampaignFiles:
         """Fetch the campaign's files. Raises UserError."""
@@ -65,9 +77,26 @@ class SwarmConnection:
         return answers
 
     async def statuses(self) -> list[PeerStatus]:
-        """Return the status of every peer that answers."""
+        """Return the status of every peer that answers, corrected by what certified commits prove (`proven.py`)."""
+        from spes_p2p.client.proven import corrected
+
         answers = await self.ask_peers(STATUS, b"", PeerStatus.from_bytes)
-        return [status for peer, status in answers.items() if status.peer_id == peer]
+        found = [status for peer, status in answers.items() if status.peer_id == peer]
+        await self._learn_commits({status.peer_id: status.round for status in found})
+        return corrected(found, self.log, self.campaign)
+
+    async def _learn_commits(self, claims: Mapping[str, int]) -> None:
+        """Bring the log to the newest round that any of these peers proves. `claims`: the last round by peer.
+
+        Liars can claim any round, so the owner's helpers and peers of the last commit come first, then a few others.
+        """
+        from spes_p2p.client.proven import learn_commits
+
+        known = self.log.last.participants
+        others = sorted(claims.keys() - known)
+        for peer in [*sorted(claims.keys() & known), *random.sample(others, min(len(others), ASKED_STRANGERS))]:
+            if claims[peer] > self.log.round:
+                await learn_commits(self.endpoint, self.log, peer)
 
     def history(self, peer: str, after: int, newest: int) -> AsyncIterator[HistoryPage]:
         """Yield a peer's records of the rounds after this one up to `newest`; ends early if it does not answer."""
@@ -96,7 +125,10 @@ async def connect(addresses: Sequence[str]) -> AsyncIterator[SwarmConnection]:
         net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
         try:
             endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
-            record, _ = await agreed_record(endpoint, [peer_of(address) for address in addresses])
-            yield SwarmConnection(addresses, record.genesis, net, endpoint)
+            record, serving = await agreed_record(endpoint, [peer_of(address) for address in addresses])
+            campaign = parse_campaign(record.campaign_json, f"peer {serving[0]}")
+            if record.genesis.campaign != campaign.hash:
+                raise UserError(f"peer {serving[0]}: serves the genesis commit of another campaign; ask the campaign's owner")
+            yield SwarmConnection(addresses, campaign, CommitLog(net.identity, record.genesis), net, endpoint)
         finally:
             await net.close()

@@ -16,6 +16,7 @@ from spes_p2p.campaign.files import TOKENIZER_FILE, CampaignFiles
 from spes_p2p.client.chronicle import Chronicle, owners_first
 from spes_p2p.client.connection import SwarmConnection, connect
 from spes_p2p.client.model_card import Origin, card_files, origin_of
+from spes_p2p.client.proven import learn_commits
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.consensus.control import is_rollback
 from spes_p2p.content.bases import collect_offers, download
@@ -99,7 +100,7 @@ async def _newest_base(
     helpers = [peer for peer in swarm.genesis.helpers if peer in contacts]
     peers = [*helpers, *sorted(contacts.keys() - set(helpers), key=lambda peer: -contacts[peer].round)]
     for peer in peers:
-        await chronicle.learn(swarm, peer)
+        await learn_commits(swarm.endpoint, chronicle.log, peer)
     log = chronicle.log
     last, size = log.last, base_size(layout_of(config.model), config.outer)
     digest = await _digest_of_last(swarm, helpers, last, size) if last.step >= config.training.total_steps else None

@@ -11,8 +11,9 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from spes_p2p.config.problems import broken_rule
 from spes_p2p.config.section import Section, require
-from spes_p2p.config.types import Count, NonNegative, Positive, PositiveNumber, Whole
+from spes_p2p.config.types import Count, NonNegative, PositiveNumber, Whole
 from spes_p2p.errors import UserError
+from spes_p2p.messages.fields import MAX_EXPERTS, MAX_LAYERS
 
 CONFIG_JSON = "config.json"
 """File of a model's configuration, in a checkpoint and beside a campaign file."""
@@ -20,6 +21,24 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 """Names that model families give the number of experts in a layer."""
 PEERS_CHOICE = ("attn_implementation", "experts_implementation")
 """Computation is each peer's own choice; with these keys transformers would even download code from the Hub."""
+MAX_SIZE, MAX_VOCABULARY, MAX_POSITIONS = 2**20, 2**22, 2**24
+"""Bound a model's widths, its vocabulary and its sequence length, well above the largest published ones: a volunteer builds the
+shapes of a stranger's model to find out what fits."""
+MAX_NUMBER, MAX_DEPTH = 2**53, 16
+"""Bound all other whole numbers of a `config.json`, and its nesting."""
+MAX_BLOCKS = 2**16
+"""Experts of all layers. Each takes a kilobyte of the layout; the largest published models have 25,000."""
+
+Size = Annotated[int, Field(strict=True, gt=0, le=MAX_SIZE)]
+Vocabulary = Annotated[int, Field(strict=True, gt=0, le=MAX_VOCABULARY)]
+Positions = Annotated[int, Field(strict=True, gt=0, le=MAX_POSITIONS)]
+Layers = Annotated[int, Field(strict=True, gt=0, le=MAX_LAYERS)]
+Experts = Annotated[int, Field(strict=True, gt=0, le=MAX_EXPERTS)]
+_BOUNDS = {
+    "layers": MAX_LAYERS, "experts": MAX_EXPERTS, "vocab_size": MAX_VOCABULARY, "position": MAX_POSITIONS,
+    "size": MAX_SIZE, "dim": MAX_SIZE, "rank": MAX_SIZE, "heads": MAX_SIZE,
+}  # fmt: skip
+"""By a part of a name in a `config.json`; the first one counts."""
 
 
 class _Common(Section):
@@ -43,16 +62,16 @@ class ModelConfig(_Common):
     """Shape of the mixture-of-experts model: the short form of a `config.json`."""
 
     architecture: Literal["olmoe", "qwen3_moe"] = Field("olmoe", description="Model class in transformers.")
-    vocab_size: Positive = Field(description="Rows of the embedding matrix; at least the tokenizer's vocabulary size.")
-    hidden_size: Positive = Field(description="Width of the residual stream.")
-    intermediate_size: Positive = Field(description="Width of one expert's hidden layer.")
-    num_hidden_layers: Positive = Field(description="Number of transformer layers.")
-    num_attention_heads: Positive = Field(description="Number of attention heads.")
-    num_key_value_heads: Positive = Field(
+    vocab_size: Vocabulary = Field(description="Rows of the embedding matrix; at least the tokenizer's vocabulary size.")
+    hidden_size: Size = Field(description="Width of the residual stream.")
+    intermediate_size: Size = Field(description="Width of one expert's hidden layer.")
+    num_hidden_layers: Layers = Field(description="Number of transformer layers.")
+    num_attention_heads: Size = Field(description="Number of attention heads.")
+    num_key_value_heads: Size = Field(
         description="Number of key/value heads; fewer than attention heads: grouped-query attention.")
-    max_position_embeddings: Positive = Field(description="Maximum sequence length of the model, in tokens.")
-    moe_num_experts: Positive = Field(description="Experts per layer.")
-    moe_top_k: Positive = Field(description="Experts that each token is routed to.")
+    max_position_embeddings: Positions = Field(description="Maximum sequence length of the model, in tokens.")
+    moe_num_experts: Experts = Field(description="Experts per layer.")
+    moe_top_k: Experts = Field(description="Experts that each token is routed to.")
     norm_topk_prob: bool = Field(False, description="Scale the top-k router probabilities to sum to 1.")
     rope_theta: PositiveNumber = Field(10000.0, description="Base of the rotary embedding.")
     tie_word_embeddings: bool = Field(False, description="Use the embedding matrix as output head.")
@@ -63,6 +82,7 @@ class ModelConfig(_Common):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
+        _check_blocks("moe_num_experts", self.moe_num_experts, self.num_hidden_layers)
         require(self.moe_top_k <= self.moe_num_experts, "moe_top_k", self.moe_top_k,
                 f"must be at most moe_num_experts = {self.moe_num_experts}")
         require(self.moe_low_rank <= min(self.hidden_size, self.intermediate_size), "moe_low_rank", self.moe_low_rank,
@@ -121,6 +141,8 @@ class TransformersModel(_Common):
         for name in ("vocab_size", "num_hidden_layers", "max_position_embeddings", _experts_key(config)):
             if not _is_positive(config.get(name)):
                 raise broken_rule("must be a whole number greater than 0", name, config.get(name))
+        _check_sizes(config)
+        _check_blocks(_experts_key(config), config[_experts_key(config)], config["num_hidden_layers"])
         if not isinstance(config.get("model_type"), str):
             raise broken_rule("must name a family of transformers", "model_type", config.get("model_type"))
         if config.get("quantization_config"):
@@ -207,6 +229,24 @@ def read_config_json(path: Path, where: str = "") -> dict[str, Any]:
 
 def _experts_key(config: Mapping[str, Any]) -> str:
     return next((name for name in NUM_EXPERTS if name in config), NUM_EXPERTS[0])
+
+
+def _check_blocks(name: str, experts: int, layers: int) -> None:
+    if experts * layers > MAX_BLOCKS:
+        raise broken_rule(f"must be at most {MAX_BLOCKS // layers} in each of {layers} layers", name, experts)
+
+
+def _check_sizes(value: object, name: str = "", depth: int = 0) -> None:
+    """Bound the sizes in a `config.json`, at any depth, by their names: those of all families have these parts."""
+    if depth > MAX_DEPTH:
+        raise broken_rule(f"must be nested at most {MAX_DEPTH} deep", name, "...")
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else ((name, each) for each in value):
+            _check_sizes(each, key, depth + 1)
+        return
+    most = next((most for part, most in _BOUNDS.items() if part in name), MAX_NUMBER)
+    if isinstance(value, int) and value > most:
+        raise broken_rule(f"must be at most {most}", name, value)
 
 
 def _is_positive(value: object) -> bool:

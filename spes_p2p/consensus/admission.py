@@ -20,8 +20,9 @@ from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 
 PROBATION_ROUNDS = 10
-"""Committed rounds with a newcomer's work until it may own an expert alone and reduce. They cost a stranger the computation of
-ten phases per identity, and keep a single burst of new identities out of the roles that could harm others unseen."""
+"""Committed rounds with a newcomer's work until it may own an expert alone and reduce. They keep a burst of new identities out
+of the roles that could harm others unseen. They cost time, and little computation: a commit names whose updates it includes,
+and nobody can tell whether a phase was trained (docs/security.md)."""
 
 
 def signed_invitation(invitation: Invitation, identity: Identity) -> Invitation:

@@ -283,6 +283,8 @@ class Pong(Extensible):
     """The last round that this peer failed to decide as its coordinator; -1 for none."""
     votes: bool
     """Whether it is an elector of its next round, and may vote."""
+    announced: Round = -1
+    """The last round to which it has brought its work: its phase before that is over."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 State = npt.NDArray[np.float32]
 
+MAX_PARAMETERS = 2**40
+"""Ten times the largest published models; what exchange and downloads are bounded for."""
 ROUTERS = ("gate", "router")
 """Names that transformers gives the module beside the experts that chooses among them."""
 
@@ -48,8 +50,7 @@ def transformers_config(model: ModelSection) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[family].from_dict(model.config_json)
     except Exception as error:  # families and the validation library raise their own types
-        reason = " ".join(str(error).split())
-        raise UserError(f"model_type = {family!r}: transformers refuses its config.json: {reason}") from None
+        raise _refused(model, error) from None
 
 
 def empty_model(model: ModelSection) -> PreTrainedModel:
@@ -59,10 +60,14 @@ def empty_model(model: ModelSection) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             empty: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    except Exception as error:  # whatever a family stumbles over, such as a value that it needs and its configuration lacks
-        reason = " ".join(str(error).split())
-        raise UserError(f"model_type = {model.architecture!r}: transformers cannot build its config.json: {reason}") from None
+    except Exception as error:  # families raise their own types
+        raise _refused(model, error) from None
     return empty
+
+
+def _refused(model: ModelSection, error: Exception) -> UserError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return UserError(f"model_type = {model.architecture!r}: transformers refuses its config.json: {reason}")
 
 
 @lru_cache(maxsize=8)
@@ -70,6 +75,8 @@ def layout_of(config: ModelSection) -> Layout:
     """Return the layout of the model's flat state."""
     model = empty_model(config)
     plain = layout_of_model(model)
+    if plain.size > MAX_PARAMETERS:
+        raise UserError(f"model: {plain.size} parameters: must be at most {MAX_PARAMETERS}; reduce its sizes")
     if not config.moe_low_rank:
         return plain
     specs = [placed.spec for placed in plain.tensors]

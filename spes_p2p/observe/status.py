@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -233,15 +233,20 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
     with_base = [status for status in peers if status.base_digest] or peers
     newest = max(status.round for status in with_base)
     leading = [status for status in with_base if status.round == newest]
-    # A peer that only downloaded the base has no loss or pace: prefer one that took part in the last round.
-    best = max(leading, key=lambda status: (status.peer_id in status.members, math.isfinite(status.loss)))
+    agreeing = Counter((status.base_digest, status.loss) for status in leading)
+
+    def standing(status: PeerStatus) -> tuple[bool, bool, int]:
+        """A peer that only downloaded the base has no loss or pace: prefer one that took part, and says what most say."""
+        return status.peer_id in status.members, math.isfinite(status.loss), agreeing[status.base_digest, status.loss]
+
+    best = max(leading, key=standing)
     lefts = (status.seconds_left for status in (best, *leading, *peers))
-    judged = max([best, *peers], key=lambda status: (math.isfinite(status.validation_loss), status.validation_round))
+    validation_round, validation_loss = _held_out(with_base)
     return SwarmStatus(
         **{name: getattr(best, name) for name in _OF_ONE_PEER},
         round=newest,
-        validation_loss=judged.validation_loss,
-        validation_round=judged.validation_round,
+        validation_loss=validation_loss,
+        validation_round=validation_round,
         tokens_per_second=sum(status.tokens_per_second for status in peers if status.role == "trainer"),
         seconds_left=next((left for left in lefts if math.isfinite(left)), math.nan),
         digests_equal=len({status.base_digest for status in leading if status.base_digest}) <= 1,
@@ -256,6 +261,20 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         peers=peers,
         scores=_scores(peers),
     )
+
+
+def _held_out(peers: Sequence[PeerStatus]) -> tuple[int, float]:
+    """Return the newest evaluated round that at least two peers name, any of two peers at most, and the median of its losses.
+
+    The evaluator is the first to know a loss; the others hear it with the next round.
+    """
+    by_round: dict[int, list[float]] = {}
+    for status in peers:
+        if math.isfinite(status.validation_loss):
+            by_round.setdefault(status.validation_round, []).append(status.validation_loss)
+    needed = 2 if len(peers) > 2 else 1
+    found = [number for number, losses in by_round.items() if len(losses) >= needed] or list(by_round)
+    return (max(found), statistics.median_low(by_round[max(found)])) if found else (0, math.nan)
 
 
 def _scores(peers: Sequence[PeerStatus]) -> dict[str, float]:

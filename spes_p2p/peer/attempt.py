@@ -31,6 +31,7 @@ from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.commit import own_manifests, staged_report
+from spes_p2p.rounds.parts import exchange_limit_s
 from spes_p2p.rounds.planned import Plan
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class RoundMember:
         self._judge = judge
         self._node, self._replica, self._announcer, self._samples = node, replica, announcer, samples
         self._phases, self._coordinators, self._reporter, self._leave = phases, coordinators, reporter, leave
+        self._patience = coordinators.patience
 
     async def take_part(self, seconds: dict[str, float]) -> None:
         """Bring the round after the base to a decision, or return when this peer is asked to leave.
@@ -63,27 +65,38 @@ class RoundMember:
         The base changes only where it has to be repaired. `seconds` gets the duration of each stage of the last attempt.
         Raises UserError when this peer cannot take part.
         """
+        self._patience.begin()
+        watching = asyncio.ensure_future(self._patience.watch())
+        try:
+            await self._decide(seconds)
+        finally:
+            await end_tasks([watching])
+        if not takes_part(self._node.log.last, self._node.peer_id):  # nobody serves the round's results to this peer
+            self._node.require_admitted(self._node.log.last.control)
+
+    async def _decide(self, seconds: dict[str, float]) -> None:
         target, attempt = self._replica.base.round + 1, 0
         while self._node.log.last.id == self._replica.base.commit and not self._leave.is_made:
             seconds.clear()
             order = self._node.coordinators()
-            if order[attempt % len(order)] in self._node.departures.gone(self._replica.base.commit):
+            coordinator = order[attempt % len(order)]
+            if self._patience.skips(coordinator) or coordinator in self._node.departures.gone(self._replica.base.commit):
                 self._set_state("waiting")
                 attempt += 1
             else:
                 attempt = await self._try(target, attempt, order, seconds)
             if attempt and attempt % len(order) == 0:
+                self._patience.next_pass(order)
                 await self._rediscover(attempt // len(order))
-        if not takes_part(self._node.log.last, self._node.peer_id):  # nobody serves the round's results to this peer
-            self._node.require_admitted(self._node.log.last.control)
 
     async def _try(self, target: int, attempt: int, order: Sequence[str], seconds: dict[str, float]) -> int:
         """Make an attempt; return the number of the next one. Raises UserError when this peer cannot take part."""
         coordinator = order[attempt % len(order)]
         try:
-            await self._attempt(attempt, coordinator, seconds)
+            await self._attempt_in_time(attempt, coordinator, seconds)
         except PeerUnreachable as error:
             attempt += 1
+            self._patience.unreachable(coordinator)
             if coordinator in self._node.departures.gone(self._replica.base.commit):  # it said so meanwhile
                 return attempt
             self._reporter.failed(target, attempt - 1, "coordinator_lost", str(error))
@@ -91,6 +104,7 @@ class RoundMember:
             untried = order[in_this_pass:] if in_this_pass else ()
             attempt += await self._leave.unless_made(_first_living(self._node.endpoint, untried)) or 0
         except WireError as error:
+            self._patience.failed(coordinator)
             self._reporter.failed(target, attempt, "malformed", str(error))
             attempt += 1
         except Refused as error:
@@ -116,10 +130,14 @@ class RoundMember:
         await self._leave.wait(BACKOFF_S)
         if refused.code in (Code.CLOSED, Code.ALIVE, Code.LEAVING):
             logger.info("round %d: %s", target, refused.detail)
-            if refused.code is Code.LEAVING:
+            if refused.code is Code.CLOSED:
+                self._patience.proposed(coordinator)
+                return attempt
+            if refused.code is Code.LEAVING or self._patience.disputes(refused.refusal.peer or ""):
                 return attempt + 1
-            next_pass = (attempt // coordinators + 1) * coordinators
-            return attempt if refused.code is Code.CLOSED else next_pass
+            return (attempt // coordinators + 1) * coordinators
+        if refused.code is not Code.COORDINATOR_BEHIND:
+            self._patience.failed(coordinator)
         self._reporter.failed(target, attempt, "refused", refused.detail)
         return attempt + 1
 
@@ -164,6 +182,18 @@ class RoundMember:
         untrained = self._samples.unfinished(commit, assignment.slices if assignment is not None else ())
         await self._coordinators.stop()
         await self._node.departures.leave(untrained)
+
+    async def _attempt_in_time(self, number: int, coordinator: str, seconds: dict[str, float]) -> None:
+        """As `_attempt`, and raises PeerUnreachable when the coordinator has had its time."""
+        attempt = asyncio.ensure_future(self._attempt(number, coordinator, seconds))
+        over = asyncio.ensure_future(self._patience.exhausted(coordinator))
+        try:
+            await asyncio.wait({attempt, over}, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.done():
+                raise PeerUnreachable(f"{coordinator[-6:]} lives and does not bring the round to a decision")
+            attempt.result()
+        finally:
+            await end_tasks([attempt, over])
 
     async def _attempt(self, number: int, coordinator: str, seconds: dict[str, float]) -> None:
         """Make one attempt; it ends without a decision when this peer is asked to leave before there is a plan.
@@ -211,6 +241,7 @@ class RoundMember:
         if self._node.campaign.config.sync.overlap:
             self._coordinators.phase_begins_during(plan.round)
         exchange = await self._replica.open_exchange(plan)
+        self._patience.proposed(stream.remote, exchange_limit_s(exchange.results.parts, plan.members))
 
         async def complain(reducer: int, revision: int) -> None:
             await stream.send(pack(Stalled(plan.id, revision, reducer)), kind=Kind.STALLED)

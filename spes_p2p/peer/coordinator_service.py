@@ -19,6 +19,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.coordinator import Coordination
 from spes_p2p.peer.gathering import LateArrivals, RoundContext
 from spes_p2p.peer.node import Node
+from spes_p2p.peer.patience import Patience
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
@@ -30,6 +31,7 @@ class CoordinatorService:
 
     def __init__(self, node: Node, replica: Replica, phases: PhaseRunner, reporter: EventReporter):
         self.too_late = LateArrivals(node.endpoint.silence_s)
+        self.patience = Patience(node, self._work)
         self._node, self._replica, self._phases, self._reporter = node, replica, phases, reporter
         self._attempt: Coordination | None = None
         self._running: asyncio.Task[None]
@@ -69,7 +71,7 @@ class CoordinatorService:
         if ping.stop_after == log.round and stream.remote in log.last.electorate:
             self._phases.stop_after(ping.stop_after)
         failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
-        await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote)))
+        await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote, self.patience.announced)))
 
     async def _on_round(self, stream: Stream) -> None:
         signed, log = unpack(Signed, await stream.message()), self._node.log
@@ -106,7 +108,9 @@ class CoordinatorService:
             raise Refused(Code.CAMPAIGN, detail, campaign=ours)
 
     async def _require_failed(self, coordinators: Sequence[str]) -> None:
-        """Take over only from coordinators that are gone or have failed: otherwise one bad link could abort a round for all.
+        """Take over only from coordinators that are gone, have failed, or had their time (`patience.py`).
+
+        Otherwise one bad link could abort a round for all.
 
         Returns at once when an attempt is open here, also one that another member's announcement opens meanwhile.
         Raises Refused.
@@ -124,7 +128,8 @@ class CoordinatorService:
         finally:
             await end_tasks([asked, opened])
         for peer, answer in zip(coordinators, answers, strict=True):
-            if answer is not None and not _has_failed(answer, self._node.log.round + 1):
+            has_failed = answer is None or _has_failed(answer, self._node.log.round + 1)
+            if not has_failed and not self.patience.yields(peer):
                 raise Refused(Code.ALIVE, f"{peer[-6:]} is there to coordinate this round", peer=peer)
 
     def _stalled_in(self, round_number: int) -> set[str]:
@@ -144,8 +149,7 @@ class CoordinatorService:
         node, (during, began) = self._node, self._phase_during
         phase_began = began if during == node.log.round else node.decisions.learned_at
         stalled = self._stalled_in(node.log.round + 1)
-        steps = self._assigned_steps()
-        context = RoundContext(node, node.log.last, phase_began, steps, self._pace(steps), self.too_late, stalled)
+        context = RoundContext(node, node.log.last, phase_began, *self._work(), self.too_late, stalled)
         self._attempt = attempt = Coordination(context, self._replica)
         self._opened.set()
         self._opened = asyncio.Event()
@@ -157,6 +161,11 @@ class CoordinatorService:
         if attempt.failed:
             self._failed_round = attempt.parent.round + 1
             await self._node.decisions.learn_from_all(self._node.others())
+
+    def _work(self) -> tuple[Mapping[str, int], Collection[str]]:
+        """Return the steps of this phase by peer, and the peers that make a quorum."""
+        steps = self._assigned_steps()
+        return steps, self._pace(steps)
 
     def _assigned_steps(self) -> Mapping[str, int]:
         """Steps by peer in this phase. Without the last plan, the same is expected of every trainer."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 from spes_p2p.campaign.orders import describe
-from spes_p2p.consensus.control import is_stopped
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import MAX_NAMES
 from spes_p2p.messages.methods import SPEED
@@ -29,6 +28,7 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.commit import clipped_parts, contributions
 from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.schedule import last_round
 from spes_p2p.training.rates import learning_rate
 
 BYTES_BY_KIND = {"push": "push", "pull": "pull", "parts": "pull", **dict.fromkeys(
@@ -128,12 +128,7 @@ class EventReporter:
         self._observer(DownloadProgress("the base", done, total))
 
     def _total_rounds(self, commit: Commit) -> int:
-        """Return the number of the last round, as far as known: pauses, reforms, rollbacks and new schedules move it."""
-        training, config = self._node.training_after(commit), self._node.campaign.config
-        if is_stopped(commit.control):
-            return commit.round
-        left = -(-max(0, training.total_steps - commit.step) // training.sync_steps)
-        return max(0, commit.round) + left + (config.sync.overlap and commit.round < 1)
+        return last_round(commit, self._node.campaign.config)[1]
 
     def _report_control(self, commit: Commit) -> None:
         """Report the commit's control record, once."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 
-from spes_p2p.config.campaign import CampaignConfig, parse_campaign_config
+from spes_p2p.config.campaign import CampaignConfig, TrainingConfig, parse_campaign_config
+from spes_p2p.consensus.control import is_stopped
 from spes_p2p.errors import UserError
-from spes_p2p.messages.consensus import Control
+from spes_p2p.messages.consensus import Commit, Control
 
 SCHEDULE_FIELDS = ("learning_rate", "min_lr_ratio", "sync_steps", "total_steps", "warmup_steps")
 """Fields of `training` that the owner can change during a campaign."""
@@ -23,6 +24,18 @@ def scheduled(config: CampaignConfig, control: Control | None, round_number: int
             with contextlib.suppress(UserError):
                 config = changed(config, change.training, "control record")
     return config
+
+
+def last_round(commit: Commit, config: CampaignConfig) -> tuple[TrainingConfig, int]:
+    """Return the settings of the phase after this commit, and the number of the campaign's last round as far as it is known.
+
+    Pauses, reforms, rollbacks and new schedules move it.
+    """
+    training = scheduled(config, commit.control, commit.round + 1).training
+    if is_stopped(commit.control):
+        return training, commit.round
+    left = -(-max(0, training.total_steps - commit.step) // training.sync_steps)
+    return training, max(0, commit.round) + left + (config.sync.overlap and commit.round < 1)
 
 
 def changed(config: CampaignConfig, training: str, where: str) -> CampaignConfig:

@@ -93,7 +93,7 @@ async def _follow(listed: Listed) -> None:
             async with connect(listed.addresses) as swarm:
                 silent_looks = 0
                 while silent_looks < LOST_AFTER:
-                    statuses = [each for each in await swarm.statuses() if each.campaign_hash == swarm.genesis.campaign]
+                    statuses = await swarm.statuses()
                     silent_looks = 0 if statuses else silent_looks + 1
                     listed.answers, listed.problem = bool(statuses), "" if statuses else "no peer of the campaign answers"
                     if statuses:
@@ -107,11 +107,13 @@ async def _follow(listed: Listed) -> None:
 
 def seen(statuses: Sequence[PeerStatus], address: str) -> Seen:
     """Sum up the answers of one campaign's peers."""
-    swarm, trainers = gather(statuses), sum(each.role == "trainer" for each in statuses)
+    swarm = gather(statuses)
+    peers = [each for each in statuses if each.base_digest] or statuses  # others are joining, or only say so
+    trainers = sum(each.role == "trainer" for each in peers)
     take = f"spes-p2p export --from {address} --output checkpoint"
     return Seen(
         swarm.campaign, swarm.campaign_hash, "done" if swarm.done and swarm.state != "stopped" else swarm.state, swarm.round,
-        swarm.total_rounds, trainers, len(statuses) - trainers, swarm.total_tokens, swarm.tokens_per_second,
+        swarm.total_rounds, trainers, len(peers) - trainers, swarm.total_tokens, swarm.tokens_per_second,
         swarm.validation_loss, swarm.validation_round, swarm.seconds_left, take if swarm.done else f"spes-p2p join {address}",
     )
 

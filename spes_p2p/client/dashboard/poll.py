@@ -29,8 +29,6 @@ LOOK_EVERY_S = 1.0
 PEERS_PER_SECOND = 16
 RETRY_S = 3.0
 HEADER = ("state", "message", "since", "updated", "command", "alerts", "own")
-ASKED_FOR_COMMITS = 3
-"""Peers that are asked in one poll: more could only be liars about their round."""
 LOST_AFTER = 5
 """Reconnect after this many polls without an answer: the addresses may lead to other peers by now."""
 
@@ -150,7 +148,6 @@ async def _look(swarm: SwarmConnection, addresses: Sequence[str], history: Swarm
         statuses = await swarm.statuses()
         if statuses:
             silent_polls = 0
-            await _learn_commits(swarm, chronicle, statuses)
             await _learn_rounds(swarm, chronicle, statuses, history)
             history.control = await swarm.newest_order(history.control)
             address = await address_to_join(swarm, addresses)
@@ -191,17 +188,11 @@ async def address_to_join(swarm: SwarmConnection, addresses: Sequence[str]) -> s
     return found[0] if found else addresses[0]
 
 
-async def _learn_commits(swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus]) -> None:
-    """Learn newer certified commits from the first peers that claim to have some."""
-    ahead = [status.peer_id for status in statuses if status.base_digest and status.round > chronicle.log.round]
-    for peer in owners_first(swarm, ahead)[:ASKED_FOR_COMMITS]:
-        await chronicle.learn(swarm, peer)
-
-
 async def _learn_rounds(
     swarm: SwarmConnection, chronicle: Chronicle, statuses: Sequence[PeerStatus], history: SwarmHistory
 ) -> None:
     """Request new records from peers with a new commit, and at first the whole history from one peer."""
+    statuses = [status for status in statuses if status.base_digest]  # no strangers (`proven.py`)
     if not history.rounds.records:
         await _learn_past(swarm, chronicle, statuses, history)
     news = [status for status in statuses if history.asked_at.get(status.peer_id) != status.round]

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from spes_p2p.consensus.certificate import vote_message
 from spes_p2p.consensus.electorate import incarnations_of
@@ -26,14 +26,17 @@ from spes_p2p.messages.consensus import (
     Vote,
 )
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import ACCEPT, PREPARE, ROUND
-from spes_p2p.messages.rounds import Announcement, Evidence, Proposal, Staged
+from spes_p2p.messages.methods import ACCEPT, PING, PREPARE, ROUND
+from spes_p2p.messages.rounds import Announcement, Evidence, Pong, Proposal, Staged
 from spes_p2p.net.interfaces import Channel, Handler, Identity, World
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.wrapped import Wrapped
 
 HIGH = 2**31
 """A ballot number that outbids honest ones, within what electors take at once."""
+HELD_HEARTBEAT_S = 0.5
+"""Heartbeats of a stream that a silent coordinator holds."""
 OTHER_LIFE = "1" * 16
 """An incarnation that no vote file has."""
 
@@ -349,9 +352,63 @@ class Equivocation(Tamper):
         return CertifiedCommit(asked.commit, asked.ballot, tuple(votes[peer] for peer in sorted(votes)))
 
 
+class SilentCoordinator(Tamper):
+    """Coordinates, lives, and never proposes a plan, or never has one decided. It answers pings as one that goes on."""
+
+    def __init__(self, proposes: bool):
+        self._proposes = proposes
+
+    def handler(self, method: str, honest: Handler) -> Handler:
+        """Hold members' streams open, whatever becomes of the attempt."""
+
+        async def hold(channel: Channel) -> None:
+            self.tell(f"hold {channel.remote}")
+            if self._proposes:
+                with contextlib.suppress(PeerUnreachable):
+                    await honest(cast(Channel, _Held(channel)))
+            with contextlib.suppress(PeerUnreachable):
+                while True:
+                    await channel.send(kind=Kind.HEARTBEAT)
+                    await asyncio.sleep(HELD_HEARTBEAT_S)
+
+        return hold if method == ROUND else honest
+
+    async def send(self, frame: Frame) -> Frame | None:
+        """Ask for no votes, and deny failures."""
+        if frame.method == ACCEPT and not frame.is_answer:
+            return None
+        if frame.method == PING and frame.is_answer:
+            return changed(frame, Pong, lambda pong: replace(pong, failed_to_coordinate=-1))
+        return frame
+
+
+class _Held(Wrapped):
+    """A member's stream that no refusal and no decision ends."""
+
+    async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
+        if kind not in (Kind.REFUSAL, Kind.DECIDED):
+            await self._inner.send(*pieces, kind=kind)
+
+    async def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
 def lying_coordinator(liar: Liar) -> World:
     """Wrap the world of a coordinator that lies."""
     return tampered(liar, LyingCoordinator(liar.world.identity))
+
+
+def unproposing(liar: Liar) -> World:
+    """Wrap the world of a coordinator that never proposes."""
+    return tampered(liar, SilentCoordinator(proposes=False))
+
+
+def undeciding(liar: Liar) -> World:
+    """Wrap the world of a coordinator that proposes and never decides."""
+    return tampered(liar, SilentCoordinator(proposes=True))
 
 
 def lying_elector(liar: Liar) -> World:

@@ -1,0 +1,97 @@
+"""What peers say about the campaign, corrected by its certified commits: no peer can fake a round, the end, or an order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spes_p2p.campaign.orders import describe
+from spes_p2p.config.campaign import Campaign
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.errors import PeerUnreachable, Refused
+from spes_p2p.messages.codec import WireError, pack
+from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide
+from spes_p2p.messages.fields import LONGEST_WORD
+from spes_p2p.messages.methods import COMMITS
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.unpacking import unpack_beside
+from spes_p2p.peer.decisions import fetch_milestone
+from spes_p2p.rounds.schedule import last_round
+
+
+async def learn_commits(endpoint: RpcEndpoint, log: CommitLog, peer: str) -> None:
+    """Add a peer's newer certified commits to the log, without those that fail verification."""
+    with contextlib.suppress(PeerUnreachable, Refused, WireError):
+        with contextlib.suppress(Refused):
+            milestone = await fetch_milestone(endpoint, peer, log.round)
+            if log.admits_milestone(milestone):
+                log.begin_at(milestone)
+        while True:
+            request = pack(CommitsRequest(log.round))
+            found = (await unpack_beside(Decide, await endpoint.ask(peer, COMMITS, request, endpoint.silence_s))).decided
+            if not found or found[0].commit.round > log.round + 1 or found[-1].commit.round <= log.round:
+                return
+            before = log.round
+            for decided in filter(log.admits, found):
+                log.put(decided)
+            if log.round == before:
+                return
+
+
+def corrected(statuses: Sequence[PeerStatus], log: CommitLog, campaign: Campaign) -> list[PeerStatus]:
+    """Return the statuses as far as they count.
+
+    What a peer of the last commits says of round, end, tokens, owners, electors and orders is replaced by what the commit of
+    its round says. Peers that no recent commit names, and those that claim a round which no commit proves, keep what concerns
+    only themselves. In an open campaign only electors judge others: all of them are vouched for.
+    """
+    known = frozenset[str]().union(*(commit.participants for commit in log.recent(log.round)))
+    found = []
+    for status in statuses:
+        if status.campaign_hash != campaign.hash:
+            continue
+        if status.peer_id not in known or status.round > max(0, log.round):
+            found.append(_bare(status, campaign))
+            continue
+        judges = campaign.config.admission == "open" and status.peer_id in log.last.electorate
+        status = replace(status, campaign=campaign.config.name, scores=status.scores if judges else {})
+        if status.validation_round > log.round:
+            status = replace(status, validation_round=0, validation_loss=float("nan"))
+        is_proven = status.base_digest and max(0, log.begins) <= status.round <= log.round
+        found.append(_as_committed(status, log.commit_at(status.round), campaign) if is_proven else status)
+    return found
+
+
+def _as_committed(status: PeerStatus, commit: Commit, campaign: Campaign) -> PeerStatus:
+    training, total_rounds = last_round(commit, campaign.config)
+    owners = tuple(tuple(commit.members[i] for i in owners) for owners in commit.owners)
+    return replace(
+        status,
+        total_rounds=total_rounds,
+        campaign_step=commit.step,
+        total_steps=training.total_steps,
+        total_tokens=commit.tokens,
+        owners=owners,
+        owned=tuple(expert for expert, peers in enumerate(owners) if status.peer_id in peers),
+        electorate=commit.electorate,
+        state=commit.control.state if commit.control is not None else "running",
+        control=describe(commit.control)[:LONGEST_WORD],
+    )
+
+
+def _bare(status: PeerStatus, campaign: Campaign) -> PeerStatus:
+    """Return what a status says about its peer alone."""
+    return PeerStatus(
+        peer_id=status.peer_id,
+        role=status.role,
+        campaign=campaign.config.name,
+        campaign_hash=campaign.hash,
+        total_rounds=campaign.config.total_rounds,
+        protocol=status.protocol,
+        stage=status.stage,
+        stage_seconds=status.stage_seconds,
+        stages=status.stages,
+        uptime_s=status.uptime_s,
+    )

@@ -1,0 +1,59 @@
+"""A campaign whose model no machine could hold is refused in one line, before anything of it is built."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from spes_p2p.config.campaign import parse_campaign
+from spes_p2p.config.model import ModelConfig, TransformersModel
+from spes_p2p.errors import UserError
+from spes_p2p.model.build import layout_of
+from spes_p2p.testing.simulate.swarm import campaign
+
+PUBLISHED = json.loads(campaign().canonical_json())
+FIELDS = PUBLISHED["config"]["model"]
+WHOLE = ModelConfig.model_validate(FIELDS).config_json
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"), [
+        ({**FIELDS, "num_hidden_layers": 10**9}, "model.num_hidden_layers = 1000000000: must be at most 512"),
+        ({**FIELDS, "moe_num_experts": 10**9}, "model.moe_num_experts = 1000000000: must be at most 4096"),
+        ({**FIELDS, "moe_num_experts": 4096, "num_hidden_layers": 512}, "model.moe_num_experts = 4096: must be at most 128 in "
+         "each of 512 layers"),
+        ({**FIELDS, "hidden_size": 2**60}, "model.hidden_size = 1152921504606846976: must be at most 1048576"),
+        ({**FIELDS, "vocab_size": 2**40}, "model.vocab_size = 1099511627776: must be at most 4194304"),
+        ({**FIELDS, "max_position_embeddings": 2**40}, "max_position_embeddings = 1099511627776: must be at most 16777216"),
+        ({"config": {**WHOLE, "num_hidden_layers": 10**9}}, "model.config.num_hidden_layers = 1000000000: must be at most 512"),
+        ({"config": {**WHOLE, "num_experts": 10**9}}, "model.config.num_experts = 1000000000: must be at most 4096"),
+        ({"config": {**WHOLE, "intermediate_size": 2**60}}, "must be at most 1048576"),
+        ({"config": {**WHOLE, "more": [{"num_mtp_layers": 10**9}]}}, "num_mtp_layers = 1000000000: must be at most 512"),
+        ({"config": {**WHOLE, "more": json.loads("[" * 100 + "]" * 100)}}, "must be nested at most 16 deep"),
+        ({"config": {**WHOLE, "num_experts": 4096, "num_hidden_layers": 512}}, "must be at most 128 in each of 512 layers"),
+    ],
+)  # fmt: skip
+def test_sizes_have_maxima(model: dict[str, Any], problem: str) -> None:
+    published = json.dumps({**PUBLISHED, "config": {**PUBLISHED["config"], "model": model}}).encode()
+    tracemalloc.start()
+    with pytest.raises(UserError) as raised:
+        parse_campaign(published, "peer 7")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert problem in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"), [
+        ({"vocab_size": 2**22, "hidden_size": 2**20, "num_attention_heads": 1}, "parameters: must be at most"),
+        ({"hidden_act": "none"}, "transformers refuses"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_built_is_refused_in_one_line(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as raised:
+        layout_of(TransformersModel(config={**WHOLE, **changes}))
+    assert "\n" not in str(raised.value)

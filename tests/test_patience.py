@@ -1,0 +1,120 @@
+"""A coordinator that lives and does not go on is given up; one that waits for trainers that still train is not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spes_p2p.errors import Refused
+from spes_p2p.messages.codec import pack
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import PING, ROUND
+from spes_p2p.messages.refusals import Code
+from spes_p2p.messages.rounds import Pong
+from spes_p2p.net.interfaces import Channel, Handler
+from spes_p2p.observe.events import RoundFailed
+from spes_p2p.peer.patience import GIVEN_UP_ROUNDS
+from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
+from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
+from spes_p2p.testing.memory_network import Frame
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+
+SILENCE_S = 5.0
+HONEST = "ABC"
+
+
+def swarm_of(**sync: Any) -> VirtualSwarm:
+    return VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 4, **sync}))
+
+
+def coordinator_of(swarm: VirtualSwarm, round_number: int) -> str:
+    return {each.commit.round: each.ballot.coordinator for each in swarm.nodes["A"].log.since(-1)}[round_number]
+
+
+async def longest_round_s(swarm: VirtualSwarm, rounds: int) -> float:
+    """Run that many rounds of the honest peers; return the most seconds that one of them took."""
+    clock, longest = asyncio.get_running_loop().time, 0.0
+    while min(map(swarm.round_of, HONEST)) < rounds:
+        before, began = max(map(swarm.round_of, HONEST)), clock()
+        while max(map(swarm.round_of, HONEST)) == before:
+            await asyncio.sleep(0.5)
+            assert clock() - began < 2000, swarm.rounds()
+        longest = max(longest, clock() - began)
+    return longest
+
+
+@pytest.mark.parametrize(("kind", "limit_s"), [("unproposing", 80.0), ("undeciding", 200.0)])
+def test_a_coordinator_that_lives_and_never_goes_on_holds_up_a_round_once(kind: AttackKind, limit_s: float) -> None:
+    """It is first in turn in several of these rounds. Before that there was no bound."""
+
+    async def main() -> None:
+        swarm = swarm_of()
+        swarm.around["X"] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config))
+        swarm.start_all(HONEST + "X")
+        assert await longest_round_s(swarm, GIVEN_UP_ROUNDS) < limit_s
+        failed = [event for event in swarm.recorders["A"].of(RoundFailed) if "lives and does not bring" in event.detail]
+        assert {event.reason for event in failed} == {"coordinator_lost"}
+        assert len(failed) == 1
+        turns = [coordinator_of(swarm, number) for number in range(2, GIVEN_UP_ROUNDS)]
+        assert "X" not in turns
+
+    simulate(main)
+
+
+def test_a_coordinator_that_waits_for_half_of_the_trainers_is_not_overtaken() -> None:
+    """They train thirty times as long as planned, far beyond what a silent coordinator gets."""
+
+    async def main() -> None:
+        swarm = swarm_of(min_peers=3)
+        swarm.start_all(HONEST)
+        await swarm.until_round(2)
+        for name in "BC":
+            swarm.slow(name, 30.0)
+        began = asyncio.get_running_loop().time()
+        await swarm.until_round(3)
+        assert asyncio.get_running_loop().time() - began > 20 * SILENCE_S
+        await swarm.until_round(6)
+        assert not any(recorder.of(RoundFailed) for recorder in swarm.recorders.values())
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+class Excuses(Tamper):
+    """Refuses every member, and answers pings as a coordinator that goes on."""
+
+    def __init__(self, refused: Refused):
+        self._refused = refused
+
+    def handler(self, method: str, honest: Handler) -> Handler:
+        async def refuse(channel: Channel) -> None:
+            await channel.receive()
+            await channel.send(pack(self._refused.refusal), kind=Kind.REFUSAL)
+            await channel.finish()
+
+        return refuse if method == ROUND else honest
+
+    async def send(self, frame: Frame) -> Frame | None:
+        if frame.method == PING and frame.is_answer:
+            return changed(frame, Pong, lambda pong: replace(pong, failed_to_coordinate=-1))
+        return frame
+
+
+@pytest.mark.parametrize(
+    "refused", [
+        Refused(Code.CLOSED, "the plan is made"), Refused(Code.FAILED, "no majority"), Refused(Code.BUSY, "later"),
+        Refused(Code.ALIVE, "another one is there", peer="A"), Refused(Code.COORDINATOR_BEHIND, "wait"),
+        Refused(Code.BEHIND, "decided", round=10), Refused(Code.DIGEST, "other bits"),
+    ], ids=lambda refused: refused.code.value,
+)  # fmt: skip
+def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> None:
+    async def main() -> None:
+        swarm = swarm_of()
+        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Excuses(refused))
+        swarm.start_all(HONEST + "X")
+        assert await longest_round_s(swarm, 8) < 250
+
+    simulate(main)

@@ -1,0 +1,120 @@
+"""What `status`, dashboard, directory and alerts believe: no stranger can fake a round, a loss, or the campaign's end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spes_p2p.client.alerts import alerts
+from spes_p2p.client.dashboard.directory import seen
+from spes_p2p.client.proven import corrected, learn_commits
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.observe.status import gather
+from spes_p2p.testing.in_memory_world import in_memory_world
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulated_identity import SimulatedIdentity
+
+CAMPAIGN = campaign(total_steps=100)
+ROUNDS, DIGEST, ADDRESS = 4, "d" * 64, "/ip4/127.0.0.1/tcp/1/p2p/W"
+
+
+@pytest.fixture(scope="module")
+def log() -> CommitLog:
+    """The certified commits of some rounds by W, A, B and C, as a client learns them from one of the peers."""
+    found = CommitLog(SimulatedIdentity("client"), VirtualSwarm(CAMPAIGN).genesis)
+
+    async def main() -> None:
+        swarm = VirtualSwarm(CAMPAIGN)
+        swarm.start_all()
+        await swarm.until_round(ROUNDS)
+        for peer in ("B", "W"):
+            swarm.kill(peer)
+        client = in_memory_world(swarm.network, "client")
+        await learn_commits(RpcEndpoint(client.transport, 5.0), found, "A")
+
+    simulate(main)
+    return found
+
+
+def honest(log: CommitLog) -> list[PeerStatus]:
+    shown = PeerStatus(
+        "A", "trainer", CAMPAIGN.config.name, CAMPAIGN.hash, CAMPAIGN.config.total_rounds, round=log.round, base_digest=DIGEST,
+        loss=4.0, validation_loss=4.2, validation_round=log.round - 1, members=("A", "B", "C"), tokens_per_second=10.0,
+    )
+    return [replace(shown, peer_id=peer, role="helper" if peer == "W" else "trainer") for peer in "ABCW"]
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "a far round": {"round": 10**6, "total_rounds": 10**6},
+    "the end": {"total_rounds": 1, "state": "running"},
+    "a stop": {"state": "stopped", "control": "stopped"},
+    "another base": {"base_digest": "e" * 64},
+    "a better loss": {"loss": 0.1},
+    "a held-out loss": {"validation_loss": 0.1, "validation_round": 10**6},
+    "the held-out loss of this round": {"validation_loss": 0.1, "validation_round": ROUNDS},
+    "harmful peers": {"scores": {"A": -9.0}},
+    "its speed": {"tokens_per_second": 1e12, "dropped_tokens": 10**9, "failures": {"refused": 10**6}, "digest_mismatches": 9},
+    "absent electors": {"electorate": ("V", "Y", "Z")},
+}
+
+
+@pytest.mark.parametrize(
+    ("liar", "lie"), [*(("X", lie) for lie in LIES), *(("B", lie) for lie in LIES if lie not in ("another base", "its speed"))]
+)
+def test_a_lie_changes_no_figure_of_the_campaign(log: CommitLog, liar: str, lie: str) -> None:
+    """X is eight strangers; B is a member, which is believed as far as it alone is concerned."""
+    truth, names = honest(log), [liar] if liar == "B" else [f"X{number}" for number in range(8)]
+    said = replace(replace(truth[0], loss=3.9, members=("A", "B", "C", *names)), **LIES[lie])
+    told = [each for each in truth if each.peer_id != liar] + [replace(said, peer_id=name) for name in names]
+    if liar == "X":
+        assert summary(told) != summary(truth), "without the correction it is believed"
+    assert summary(corrected(told, log, CAMPAIGN)) == summary(corrected(truth, log, CAMPAIGN))
+
+
+def summary(statuses: list[PeerStatus]) -> list[object]:
+    """All figures but the peers' own, what the directory shows, and the alerts."""
+    swarm = replace(gather(statuses), peers=(), tokens_per_second=0.0)
+    shown = replace(seen(statuses, ADDRESS), tokens_per_second=0.0, trainers=0)
+    return [repr(swarm), repr(shown), alerts(swarm, [], 0.0)]
+
+
+def test_a_stranger_is_no_trainer_and_has_no_speed(log: CommitLog) -> None:
+    told = corrected([*honest(log), replace(honest(log)[0], peer_id="X")], log, CAMPAIGN)
+    assert (seen(told, ADDRESS).trainers, gather(told).tokens_per_second) == (3, 30.0)
+
+
+def test_an_honest_campaign_is_shown_as_its_commits_say(log: CommitLog) -> None:
+    swarm = gather(corrected(honest(log), log, CAMPAIGN))
+    assert (swarm.round, swarm.done, swarm.digests_equal) == (log.round, False, True)
+    assert (swarm.loss, swarm.validation_loss, swarm.tokens_per_second) == (4.0, 4.2, 30.0)
+    assert (swarm.total_tokens, swarm.campaign_step, swarm.electorate) == (log.last.tokens, log.last.step, log.last.electorate)
+    assert [peer.owned for peer in swarm.peers if peer.peer_id == "W"] == [()]
+    assert sorted(expert for peer in swarm.peers for expert in peer.owned) == [0, 1, 2, 3]
+
+
+def test_scores_are_those_of_electors_in_an_open_campaign(log: CommitLog) -> None:
+    open_campaign = campaign(total_steps=100, admission="open")
+    judged = [
+        replace(each, campaign_hash=open_campaign.hash, scores={"A": 0.1 if each.peer_id in "ABW" else -9.0})
+        for each in [*honest(log), replace(honest(log)[0], peer_id="X"), replace(honest(log)[0], peer_id="Y")]
+    ]
+    only = replace(log.last, electorate=("A", "B", "W"))
+    log_of_open = CommitLog(SimulatedIdentity("client"), replace(only, round=-1))
+    judged = [replace(each, round=0) for each in judged]
+    assert gather(corrected(judged, log_of_open, open_campaign)).scores == {"A": 0.1}
+
+
+def test_peers_of_another_campaign_are_left_out(log: CommitLog) -> None:
+    other = replace(honest(log)[0], peer_id="X", campaign_hash="0" * 64)
+    assert [each.peer_id for each in corrected([*honest(log), other], log, CAMPAIGN)] == ["A", "B", "C", "W"]
+
+
+def test_before_round_0_everybody_waits(log: CommitLog) -> None:
+    genesis = CommitLog(SimulatedIdentity("client"), log.genesis)
+    waiting = [replace(each, round=0, owners=(), members=(), loss=math.nan) for each in honest(log)]
+    assert not gather(corrected(waiting, genesis, CAMPAIGN)).assembled
