@@ -27,7 +27,7 @@ shapes of a stranger's model to find out what fits."""
 MAX_NUMBER, MAX_DEPTH = 2**53, 16
 """Bound all other whole numbers of a `config.json`, and its nesting."""
 MAX_BLOCKS = 2**16
-"""Experts of all layers. Each takes a kilobyte of the layout; the largest published models have 25,000."""
+"""Experts of all layers. Each takes some hundred bytes of the layout; published models have some ten thousand."""
 
 Size = Annotated[int, Field(strict=True, gt=0, le=MAX_SIZE)]
 Vocabulary = Annotated[int, Field(strict=True, gt=0, le=MAX_VOCABULARY)]

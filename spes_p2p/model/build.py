@@ -31,8 +31,8 @@ from spes_p2p.model.stored import StoredFormat, StoredPlace
 
 State = npt.NDArray[np.float32]
 
-MAX_PARAMETERS = 2**40
-"""Ten times the largest published models; what exchange and downloads are bounded for."""
+MAX_PARAMETERS = 2**42
+"""4 * 10^12: more than the largest published models."""
 ROUTERS = ("gate", "router")
 """Names that transformers gives the module beside the experts that chooses among them."""
 
