@@ -224,7 +224,7 @@ class Staged(Extensible):
     revision: RevisionNumber
     """The last revision that the report covers."""
     missing: Annotated[tuple[RootIndex, ...], MaxLen(MAX_ROOTS)]
-    """Manifests that the member lacks, as indices into the flattened `[revisions][members]`."""
+    """Manifests that the member lacks, as indices into the flattened `[revisions][members]`; none of members without parts."""
     roots_digest: Root
     """sha256 over the other roots; usually the same for all members."""
     roots: Roots

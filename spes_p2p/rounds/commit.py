@@ -232,7 +232,7 @@ def staged_report(
     """
     own = tuple(manifest.root for manifest in own_manifests(results, member))
     roots = results.roots()
-    missing = tuple(place for place, root in enumerate(roots) if not root)
+    missing = tuple(place for place, root in enumerate(roots) if not root and results.reduced_at(place))
     return Staged(
         results.plan.id, own, results.revision, missing, _roots_digest(roots, missing), roots if in_full else (),
         _held_bits(results), incarnation, harmful is not None, tuple(sorted(harmful or ())),

@@ -139,6 +139,11 @@ class Results:
         found = (self.manifests.get((revision, reducer)) for revision in revisions for reducer in members)
         return tuple(manifest.root if manifest is not None else b"" for manifest in found)
 
+    def reduced_at(self, place: int) -> list[Part]:
+        """Return the parts of the manifest at this index in `roots`; empty for a member that reduces none."""
+        revision, reducer = divmod(place, len(self.plan.members))
+        return self.reduced_by(reducer, revision)
+
     def root_place(self, part: Part) -> int:
         """Return the index of the part's manifest in `roots`."""
         return part.revision * len(self.plan.members) + part.reducer
