@@ -94,4 +94,6 @@ def _bare(status: PeerStatus, campaign: Campaign) -> PeerStatus:
         stage_seconds=status.stage_seconds,
         stages=status.stages,
         uptime_s=status.uptime_s,
+        name=status.name,
+        team=status.team,
     )
