@@ -266,7 +266,7 @@ def test_what_leavers_gave_back_is_handed_out_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"plan": "other"}, {"roots": (b"",) * 3}, {"parts": b""}, {"missing": (2,)}, {"incarnation": "0"}], ids=str
+    "wrong", [{"plan": "other"}, {"roots": (b"",) * 3}, {"parts": bytes(9)}, {"missing": (2,)}, {"incarnation": "0"}], ids=str
 )
 def test_a_report_that_does_not_fit_the_plan_is_refused(wrong: dict[str, Any]) -> None:
     async def main() -> None:

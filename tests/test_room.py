@@ -291,7 +291,7 @@ def test_a_trainer_is_refused_where_its_disk_would_be_full_in_a_round_but_not_fo
     resources = resources_on(Device("cpu", 8 * GIB), at, files.campaign.config)
     needed, free = disk_space(files, at, resources)
     require_disk(files, at, resources)
-    in_memory = replace(resources, base_in_memory=True)
+    in_memory = replace(resources, base_in_memory=True, arrays_in_memory=True)
     assert disk_space(files, at, in_memory)[0] < needed < free
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(UserError, match=r"run/peer: .* of disk are free, a trainer of this campaign needs up to .*; free disk"):
