@@ -167,7 +167,7 @@ def test_no_claim_of_an_honest_swarm_is_clamped(overlap: bool, monkeypatch: pyte
         await swarm.until_round(2)
         included = swarm.nodes["W"].log.commit_at(2)
         assert {included.members[i] for i in included.heard} == set("ABC")
-        swarm.slow("B", 20.0)
+        swarm.slow("B", 8.0)
         await swarm.until_round(4)
         swarm.kill("C")
         swarm.start("D")

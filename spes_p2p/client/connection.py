@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from spes_p2p.campaign.record import agreed_record
 from spes_p2p.config.addresses import listen_beside, peer_of
-from spes_p2p.config.campaign import Campaign, parse_campaign
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import is_signed, number_of
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
@@ -27,6 +26,7 @@ from spes_p2p.net.rpc import RpcEndpoint
 
 if TYPE_CHECKING:
     from spes_p2p.campaign.files import CampaignFiles
+    from spes_p2p.config.campaign import Campaign
 
 Answer = TypeVar("Answer")
 
@@ -121,6 +121,8 @@ class SwarmConnection:
 @contextlib.asynccontextmanager
 async def connect(addresses: Sequence[str]) -> AsyncIterator[SwarmConnection]:
     """Connect to a swarm with a temporary identity, without joining. Raises UserError if no address leads to a campaign."""
+    from spes_p2p.config.campaign import parse_campaign  # not every command connects
+
     with tempfile.TemporaryDirectory(prefix="spes-connection-") as folder:
         net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
         try:
