@@ -17,7 +17,7 @@ from spes_p2p.messages.methods import COMMITS
 from spes_p2p.messages.presence import PeerStatus
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.net.unpacking import unpack_beside
-from spes_p2p.peer.decisions import fetch_milestone
+from spes_p2p.peer.milestones import fetch_milestone
 from spes_p2p.rounds.schedule import last_round
 
 

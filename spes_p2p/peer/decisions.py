@@ -25,7 +25,6 @@ from spes_p2p.messages.consensus import (
     Decide,
     Farewell,
     Known,
-    Milestone,
     MilestoneRequest,
     Prepare,
     ReformRequest,
@@ -37,6 +36,7 @@ from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.peer.durable import open_participant, perform
+from spes_p2p.peer.milestones import fetch_milestone
 from spes_p2p.peer.validity import Validity
 from spes_p2p.rounds.archive import archived_rounds
 
@@ -275,9 +275,3 @@ class Decisions:
 
     def _perform(self, output: Output[T]) -> T:
         return perform(self._world.store, self._participant, output)
-
-
-async def fetch_milestone(endpoint: RpcEndpoint, peer: str, after: int) -> Milestone:
-    """Fetch the milestone after this round at which the peer's log begins. Raises PeerUnreachable, Refused, WireError."""
-    reply = await endpoint.ask(peer, MILESTONE, pack(MilestoneRequest(after)), endpoint.silence_s)
-    return await unpack_beside(Milestone, reply)
