@@ -53,4 +53,7 @@ def test_a_plan_takes_no_more_members_than_a_proposal_can_name() -> None:
     chosen = fitting(signed, MAX_FRAME_BYTES)
     proposal = Proposal(0, "", Ballot(0, "coordinator"), chosen)
     assert len(chosen) == MAX_MEMBERS
+    longest = Signed("honest", b"announcement with a name", b"")
+    assert longest not in fitting([*signed, longest], MAX_FRAME_BYTES)
+    assert longest in fitting([*signed, longest], MAX_FRAME_BYTES, {"honest"})
     assert unpack(Proposal, pack(proposal)) == proposal

@@ -108,6 +108,7 @@ class Excuses(Tamper):
         Refused(Code.CLOSED, "the plan is made"), Refused(Code.FAILED, "no majority"), Refused(Code.BUSY, "later"),
         Refused(Code.ALIVE, "another one is there", peer="A"), Refused(Code.COORDINATOR_BEHIND, "wait"),
         Refused(Code.BEHIND, "decided", round=10), Refused(Code.DIGEST, "other bits"),
+        Refused(Code.CAMPAIGN, "another one", campaign="ab" * 32), Refused(Code.VERSION, "too old", protocol=99),
     ], ids=lambda refused: refused.code.value,
 )  # fmt: skip
 def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> None:

@@ -36,7 +36,8 @@ Layers = Annotated[int, Field(strict=True, gt=0, le=MAX_LAYERS)]
 Experts = Annotated[int, Field(strict=True, gt=0, le=MAX_EXPERTS)]
 _BOUNDS = {
     "layers": MAX_LAYERS, "experts": MAX_EXPERTS, "vocab_size": MAX_VOCABULARY, "position": MAX_POSITIONS,
-    "size": MAX_SIZE, "dim": MAX_SIZE, "rank": MAX_SIZE, "heads": MAX_SIZE,
+    "size": MAX_SIZE, "dim": MAX_SIZE, "rank": MAX_SIZE, "heads": MAX_SIZE, "layer": MAX_LAYERS, "blocks": MAX_LAYERS,
+    "depth": MAX_LAYERS, "stage": MAX_LAYERS, "codebooks": MAX_LAYERS,
 }  # fmt: skip
 """By a part of a name in a `config.json`; the first one counts."""
 

@@ -156,12 +156,14 @@ async def collect_offers(
     others if any of them answers, since anybody can register any number of strangers.
     """
     offers: list[Offer] = []
+    is_wanted = False
     for some in widening(sorted(donors, key=lambda donor: donor not in known)):
         infos = zip(some, await asyncio.gather(*(_ask_info(endpoint, donor, commit) for donor in some)), strict=True)
-        offers = [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
-        if offers:
+        offers += [Offer(donor, info) for donor, info in infos if info and _is_offer(info, commit, elements)]
+        is_wanted = any(not digest or offer.info.digest == digest for offer in offers)
+        if is_wanted:
             break
-    else:
+    if not is_wanted:
         return []
     counting = [offer for offer in offers if offer.donor in known] or offers
     agreed = digest or Counter(offer.info.digest for offer in counting).most_common(1)[0][0]

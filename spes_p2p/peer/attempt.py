@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spes_p2p.consensus.control import is_paused, takes_part
+from spes_p2p.consensus.electorate import quorum
 from spes_p2p.consensus.signed import sign
 from spes_p2p.errors import PeerUnreachable, Refused, UserError, refusal_line
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -58,6 +59,8 @@ class RoundMember:
         self._node, self._replica, self._announcer, self._samples = node, replica, announcer, samples
         self._phases, self._coordinators, self._reporter, self._leave = phases, coordinators, reporter, leave
         self._patience = coordinators.patience
+        self._refusing: set[str] = set()
+        """Coordinators that refused this peer's version or campaign."""
 
     async def take_part(self, seconds: dict[str, float]) -> None:
         """Bring the round after the base to a decision, or return when this peer is asked to leave.
@@ -114,7 +117,9 @@ class RoundMember:
     async def _after_refusal(self, coordinator: str, target: int, attempt: int, coordinators: int, refused: Refused) -> int:
         """Fix what a refusal names; return the next attempt's number. Raises UserError when this peer cannot take part."""
         if refused.code in (Code.VERSION, Code.CAMPAIGN):
-            raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
+            self._refusing.add(coordinator)  # one of them may lie
+            if len(self._refusing.intersection(self._node.log.last.electorate)) >= quorum(self._node.log.last.electorate):
+                raise UserError(refusal_line(coordinator, refused, self._node.world.protocol))
         if refused.code is Code.NOT_ADMITTED:
             await self._node.refresh_contacts()  # fetches the owner's newest record: only that, or a commit, proves a ban
             await self._node.decisions.learn_from_all(self._node.others())

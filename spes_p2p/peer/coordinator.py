@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -200,9 +200,11 @@ class Coordination:
         }
         if not any(announcement.trains for announcement in there.values()):
             raise AttemptFailed("no trainer is left")
-        digest = Counter(announcement.base_digest for announcement in there.values()).most_common(1)[0][0]
+        voters = [peer for peer in there if peer in self.parent.electorate] or there  # anybody can announce as many strangers
+        digest = Counter(announced[peer].base_digest for peer in voters).most_common(1)[0][0]
         agreeing = [self._members.signed[peer] for peer, each in there.items() if each.base_digest == digest]
-        announcements, returned = fitting(agreeing, ANNOUNCED_BYTES), fitting(left.values(), RETURNED_BYTES)
+        first = {*self.parent.electorate, *self.parent.members}
+        announcements, returned = fitting(agreeing, ANNOUNCED_BYTES, first), fitting(left.values(), RETURNED_BYTES)
         members = [each.peer for each in announcements]
         tokens = sum(announced[peer].tokens for peer in members)
         donors = await self._choose_donors() if alpha_due(self.parent, tokens, node.rules) > 0 else None
@@ -230,12 +232,12 @@ class Coordination:
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-def fitting(signed: Iterable[Signed], budget_bytes: int) -> tuple[Signed, ...]:
+def fitting(signed: Iterable[Signed], budget_bytes: int, first: Collection[str] = ()) -> tuple[Signed, ...]:
     """Return these records by peer, without the longest where all do not fit: no member makes a plan too long for all.
 
-    At most MAX_MEMBERS of them, since nobody reads a proposal with more.
+    At most MAX_MEMBERS of them, since nobody reads a proposal with more. Those of `first` stay before others.
     """
-    shortest = sorted(signed, key=lambda each: len(each.record))[:MAX_MEMBERS]
+    shortest = sorted(signed, key=lambda each: (each.peer not in first, len(each.record)))[:MAX_MEMBERS]
     sizes = accumulate(len(pack(each)) for each in shortest)
     kept = [each for each, size in zip(shortest, sizes, strict=True) if size <= budget_bytes]
     return tuple(sorted(kept, key=lambda each: each.peer))

@@ -98,8 +98,16 @@ class Patience:
         self._planned_until.setdefault(coordinator, due)
 
     def failed(self, coordinator: str) -> None:
-        """Note that an attempt failed by what its coordinator said: others may take over, and it may try again."""
+        """Note that an attempt failed by what its coordinator said: others may take over.
+
+        It may try again, unless it has let this peer wait for longer than an honest one needs beside the exchange.
+        """
         self._failed.add(coordinator)
+        since, order = self._since.get(coordinator), self._node.coordinators()
+        if since is not None and len(order) > 1 and coordinator != self._node.peer_id:
+            began = max(since, self._ready_at)
+            if self._limit_s is not None and _now() - began > self._factor * self._limit_s:
+                self._given_up[coordinator] = self._node.log.round + 1
         self._since.pop(coordinator, None)
         self._planned_until.pop(coordinator, None)
 
