@@ -17,6 +17,7 @@ from spes_p2p.messages.presence import Contact
 from spes_p2p.net.contacts import registry_key
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.node import CONTACT_EVERY_S, CONTACTS_READ_PER_S
+from spes_p2p.rounds.digest import state_digest
 from spes_p2p.testing.memory_network import Frame, MemoryNetwork
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
 
@@ -24,7 +25,7 @@ BASE, WRONG = np.zeros(8, np.float32), np.ones(8, np.float32)
 PEERS = [f"{i:03d}" for i in range(100)]
 
 
-async def offered(bases: dict[str, np.ndarray], known: set[str]) -> tuple[set[str], set[str]]:
+async def offered(bases: dict[str, np.ndarray], known: set[str], digest: str = "") -> tuple[set[str], set[str]]:
     """Return whose offers count among 100 peers, and which peers were asked."""
     network, asked = MemoryNetwork(latency_s=0.01), set[str]()
     for name in PEERS:
@@ -39,7 +40,7 @@ async def offered(bases: dict[str, np.ndarray], known: set[str]) -> tuple[set[st
         return frame
 
     network.tap = note
-    offers = await collect_offers(RpcEndpoint(network.transport("me"), 2.0), PEERS, "h", BASE.size, known)
+    offers = await collect_offers(RpcEndpoint(network.transport("me"), 2.0), PEERS, "h", BASE.size, known, digest)
     return {offer.donor for offer in offers}, asked
 
 
@@ -49,6 +50,12 @@ def test_of_many_peers_with_a_base_a_few_are_asked_members_first() -> None:
     assert donors == asked
     assert asked <= members
     assert len(asked) == FIRST_ASKED
+
+
+def test_wrong_offers_do_not_hide_a_certified_base() -> None:
+    wrong = dict.fromkeys(PEERS[:FIRST_ASKED], WRONG)
+    donors, _ = simulate(lambda: offered({**wrong, PEERS[-1]: BASE}, set(), state_digest(BASE)))
+    assert donors == {PEERS[-1]}
 
 
 @pytest.mark.parametrize("holder", [FIRST_ASKED, 5 * FIRST_ASKED, 99])
