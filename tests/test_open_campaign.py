@@ -15,17 +15,23 @@ from spes_p2p.consensus.admission import PROBATION_ROUNDS, served, signed_invita
 from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.consensus.control import rollback_commit
 from spes_p2p.consensus.electorate import coordinator_order
+from spes_p2p.consensus.output import Identity
 from spes_p2p.consensus.reform import reform_commit
 from spes_p2p.errors import UserError
 from spes_p2p.messages.admission import Invitation, Role, Standing
-from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Workload
+from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Commit, Control, Signed, Workload
+from spes_p2p.messages.framing import Kind
+from spes_p2p.messages.methods import ROUND
 from spes_p2p.messages.rounds import Announcement, Proposal
+from spes_p2p.observe.events import RoundFailed
 from spes_p2p.rounds.claims import bounded_strangers
 from spes_p2p.rounds.parts import moved_parts, part_table, weight
 from spes_p2p.rounds.plan import NEWCOMER_WEIGHT, Rules, make_plan
 from spes_p2p.rounds.planned import Member, Plan
+from spes_p2p.testing.attacks.deciding import altered
 from spes_p2p.testing.attacks.kinds import ATTACKS
-from spes_p2p.testing.attacks.tamper import Liar
+from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
+from spes_p2p.testing.memory_network import Frame
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.simulated_identity import SimulatedIdentity
 
@@ -263,6 +269,32 @@ def test_strangers_that_train_one_step_and_claim_a_phase_stop_nobody_early() -> 
         for name in "AB":
             samples = sum(len(each) for of_round in swarm.samples[name].values() for each in of_round)
             assert samples == 30 * swarm.campaign.config.training.batch_size, "a full phase in every round"
+
+    simulate(main)
+
+
+class OtherBase(Tamper):
+    """Announces a base that nobody has."""
+
+    def __init__(self, identity: Identity):
+        self._identity = identity
+
+    async def send(self, frame: Frame) -> Frame:
+        if (frame.method, frame.is_answer, frame.kind) != (ROUND, False, Kind.MESSAGE):
+            return frame
+        return changed(frame, Signed, lambda signed: altered(signed, self._identity, self._identity, base_digest="ab" * 32))
+
+
+def test_strangers_in_the_majority_do_not_choose_the_base() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60, admission="open", sync={"min_peers": 6}))
+        for name in "VXYZ":
+            swarm.around[name] = lambda world: tampered(Liar(world, swarm.campaign.config), OtherBase(world.identity))
+        for name in "AB":
+            swarm.invitations[name] = swarm.invitation(name, ELECTOR)
+        swarm.start_all("ABVXYZ")
+        await swarm.until(lambda: min(swarm.round_of("A"), swarm.round_of("B")) >= 4, 400)
+        assert swarm.recorders["A"].of(RoundFailed) == []
 
     simulate(main)
 
