@@ -20,7 +20,7 @@ from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known, Pardon
 from spes_p2p.messages.methods import ACCUSE, CONTROL, INPUTS, PUSH
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Accused, Inputs, Pushed, WrongSum
+from spes_p2p.messages.rounds import Accused, Inputs, InputsRequest, Pushed, WrongSum
 from spes_p2p.model.layout import Group
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.observe.events import ResultsChecked, RoundFailed
@@ -261,6 +261,24 @@ def test_a_reducer_that_is_behind_is_named_unless_the_checker_comes_too_late(syn
         await swarm.until_round(12)
         named = [each.round for each in checked(swarm) if "B" in each.unanswered]
         assert bool(named) == is_named
+
+    simulate(main)
+
+
+def test_a_reducer_says_that_a_checker_comes_a_round_too_late() -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=500))
+        swarm.start_all("ABC")
+        await swarm.until_round(4)
+        await swarm.until(lambda: len({swarm.round_of(name) for name in "ABC"}) == 1)
+        node = swarm.nodes["A"]
+        before = node.log.commit_at(node.log.round - 1)
+        checked_by = {peer: by for peer, by in checkers(before, "friends").items() if {peer, by} <= set("ABC")}
+        assert checked_by
+        for reducer, by in checked_by.items():
+            with pytest.raises(Refused) as refused:
+                await swarm.nodes[by].endpoint.ask(reducer, INPUTS, pack(InputsRequest(before.plan, 0)), 5.0)
+            assert refused.value.code is Code.BEHIND
 
     simulate(main)
 

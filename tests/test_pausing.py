@@ -70,8 +70,7 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         assert sleeper.peer_id not in swarm.commit(swarm.newest_round()).members
         for peer in (*others, swarm["bootstrap"]):
             assert peer.events(RoundFailed) == []
-            warned = [line for line in peer.log.splitlines() if "warning" in line]
-            assert [line for line in warned if "did not show what its result was made from" not in line] == []
+            assert "warning" not in peer.log
 
         left_at = swarm.newest_round()
         resumed = call("resume", str(sleeper.run_dir))

@@ -106,6 +106,8 @@ class Checking:
         if checkers(commit, self._rule).get(self._node.peer_id) != stream.remote:
             raise Refused(Code.NOT_ALLOWED, "another member checks this peer")
         inputs = self._exchanges.inputs_of(request.plan, request.part)
+        if inputs is None and commit.round < log.round:
+            raise Refused(Code.BEHIND, "the inputs of that round are kept no longer")
         if inputs is None:
             raise Refused(Code.NOT_HERE, "this peer has no inputs of that part")
         asked = self._asked.get(request.plan, set()) | {request.part}
