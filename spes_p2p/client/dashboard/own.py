@@ -98,5 +98,3 @@ async def refuse_other_names(request: web.Request, handler: Handler) -> web.Stre
     if not _is_local(request.url.host or ""):
         raise web.HTTPForbidden(text="this page is for this machine only")
     return await handler(request)
-
-
