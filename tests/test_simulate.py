@@ -36,7 +36,7 @@ from spes_p2p.testing.simulate.command import simulate_virtual
 from spes_p2p.testing.simulate.faults import KINDS, Fault, SwarmView, random_fault
 from spes_p2p.testing.simulate.points import POINTS
 from spes_p2p.testing.simulate.report import RunReport
-from spes_p2p.testing.simulate.scenario import BOOTSTRAP, Scenario, load_scenario, peer_names
+from spes_p2p.testing.simulate.scenario import BOOTSTRAP, DEFAULT_FAULT_RATE, Scenario, load_scenario, peer_names
 from spes_p2p.testing.simulate.virtual import SILENCE_S, run_seed
 
 RARE = ("decide", "download", "donate", "replay", "leave")
@@ -135,6 +135,12 @@ def test_random_faults_break_no_invariant() -> None:
 
 
 @pytest.mark.long
+def test_late_work_that_is_clipped_is_not_taken_for_missing_work() -> None:
+    result = run_seed(Scenario(peer_names(5), 10, fault_rate=DEFAULT_FAULT_RATE), 92)
+    assert any("UpdatesClipped(round=11" in line for line in result.log)
+    assert_sound(result)
+
+
 def test_a_seed_replays_exactly() -> None:
     scenario = Scenario(peer_names(3), 3, fault_rate=1.0)
     first = run_seed(scenario, 3)

@@ -87,6 +87,9 @@ class EventReporter:
         sent, received = self._bytes()
         if plan.validation_loss is not None and self.evaluated_round != commit.round - 1:
             self._observer(Evaluated(commit.round - 1, plan.validation_loss))
+        clipped = clipped_parts(commit, applied.results)
+        if clipped or applied.bounded:
+            self._observer(UpdatesClipped(commit.round, clipped, applied.bounded))
         self._observer(
             RoundCommitted(
                 round=commit.round,
@@ -114,9 +117,6 @@ class EventReporter:
             )
         )
         self._report_control(commit)
-        clipped = clipped_parts(commit, applied.results)
-        if clipped or applied.bounded:
-            self._observer(UpdatesClipped(commit.round, clipped, applied.bounded))
         if commit.rejected:
             self._observer(StepsRejected(commit.round, tuple(commit.members[i] for i in commit.rejected)))
         if commit.round == self._replica.base.round:

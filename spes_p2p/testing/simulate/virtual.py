@@ -29,7 +29,16 @@ from spes_p2p.consensus.reform import is_reform
 from spes_p2p.messages.codec import share_records
 from spes_p2p.net.die_with_parent import die_with
 from spes_p2p.net.interfaces import World
-from spes_p2p.observe.events import BaseRestored, BytesMoved, Event, PeersSeen, RoundCommitted, TrainingProgress, WorkDropped
+from spes_p2p.observe.events import (
+    BaseRestored,
+    BytesMoved,
+    Event,
+    PeersSeen,
+    RoundCommitted,
+    TrainingProgress,
+    UpdatesClipped,
+    WorkDropped,
+)
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.reporter import BYTES_BY_KIND
 from spes_p2p.rounds.digest import state_digest
@@ -121,6 +130,8 @@ class _Run:
         self._pending_tokens = 0
         self._ended_s = 0.0
         self._lies = 0
+        self._clipped: dict[str, int] = {}
+        """By peer: last round that moved the base by less than was sent, for instance by the work of several rounds at once."""
         self._last_base: np.ndarray | None = None
         """The base of the scenario's last round."""
         self._memory_before = self._memory_bytes = 0
@@ -234,6 +245,8 @@ class _Run:
         self._audit.observed(now(), peer, event)
         if isinstance(event, (BaseRestored, WorkDropped)):
             self._work.forget(peer)
+        if isinstance(event, UpdatesClipped):
+            self._clipped[peer] = event.round
         if isinstance(event, RoundCommitted) and peer in self._swarm.peers:
             self._check_work(peer, event)
             if event.round == WARM_ROUNDS and not self._memory_before:
@@ -276,7 +289,7 @@ class _Run:
         state = self._work.state(event.round, replica.base.values, trainer.local, trainer.changes, trainer.tokens)
         contributors = {name: tokens for name, tokens, _ in event.contributions if tokens}
         error = self._work.committed(peer, state, event.base_digest, contributors)
-        if error is not None:
+        if error is not None and self._clipped.get(peer) != event.round:
             text = f"round {event.round} changed the base by something else than what was sent: {error:.2g}"
             self._audit.violated(now(), "work", text)
 
