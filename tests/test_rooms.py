@@ -82,7 +82,7 @@ def test_the_product_knows_no_fault_injection() -> None:
         (module, other) for module, others in imports().items() for other in others
         if layer(other) == "testing" and layer(module) not in ("testing", "research")
     }
-    assert users == {("spes_p2p.cli", "spes_p2p.testing.simulate.command")}
+    assert users == {("spes_p2p.cli.trials", "spes_p2p.testing.simulate.command")}
 
 
 def test_the_code_map_names_the_layers_in_this_order() -> None:

@@ -1,0 +1,192 @@
+"""Commands that take a model out of a campaign: export, evaluate, generate."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spes_p2p.cli import options
+from spes_p2p.cli.terminal import ProgressBar, run, waiting
+from spes_p2p.errors import UserError
+from spes_p2p.observe.log import setup_logging
+from spes_p2p.storage.files import require_writable, write_whole
+
+if TYPE_CHECKING:
+    from spes_p2p.client.export import Exportable
+
+
+def export(
+    output: Annotated[Path, typer.Option(help="Folder for the checkpoint; must not exist.")],
+    run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer.")] = None,
+    round_number: Annotated[int | None, typer.Option("--round", help="Archived round. Default: the last round.")] = None,
+    addresses: options.FromAddresses = None,
+    push_to: Annotated[str | None, typer.Option(help="Upload the checkpoint to this Hub repository: OWNER/NAME.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create the Hub repository as private.")] = False,
+    dtype: Annotated[str, typer.Option(help="fp32: the base's exact values; bf16: rounded, half the size.")] = "fp32",
+) -> None:
+    """Export a committed base, from a run-dir or a running swarm, as a Hugging Face checkpoint with a model card."""
+    if (run_dir is None) == (not addresses):
+        raise UserError("export: give either --run-dir of a peer or --from with an address of the swarm")
+    if output.exists():
+        raise UserError(f"{output}: already exists; name another output directory or remove it")
+    require_writable(output.parent)
+    if round_number is not None and run_dir is None:
+        raise UserError("export: --round needs an archive; give the --run-dir of a bootstrap peer")
+    if dtype not in ("fp32", "bf16"):
+        raise UserError(f"--dtype {dtype}: must be fp32 or bf16")
+    with waiting("starting"):
+        from spes_p2p.client.export import from_run_dir, push_to_hub
+
+    if run_dir is not None:
+        made = from_run_dir(run_dir, round_number)
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        made = _download_base(addresses or [], output.parent)
+    made.write(output, dtype)  # type: ignore[arg-type]
+    print(f"base of round {made.origin.round} (digest {made.origin.digest[:12]}): {output}")
+    if push_to is not None:
+        print(push_to_hub(output, push_to, private))
+
+
+def evaluate(
+    tasks: Annotated[str, typer.Option(
+        help="Comma-separated lm-eval tasks, each with its few-shot examples or its own number: piqa,arc_challenge:25; "
+             "spes: the twelve of SPES.")],
+    model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
+    addresses: options.FromAddresses = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer, whose last base to evaluate.")] = None,
+    include_path: options.IncludePath = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of examples per task.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32. Default: as in the checkpoint.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Examples per pass; auto: as many as fit the GPU.")] = "8",
+    output: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
+) -> None:
+    """Evaluate a checkpoint, or the newest base of a running swarm, with lm-eval; an export's model card gets the results."""
+    from spes_p2p.client import evaluate as evaluation
+    from spes_p2p.client.task_names import check_names, parse_tasks
+
+    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
+        raise UserError("evaluate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
+    _require_file(output)
+    evaluation.check_options(limit, device, batch_size, dtype)
+    shots = parse_tasks(tasks)
+    check_names(shots, include_path)
+    batch = int(batch_size) if batch_size.isdecimal() else batch_size
+    with tempfile.TemporaryDirectory(prefix="spes-evaluate-") as folder:
+        origin = {}
+        downloaded = Path(folder) / "checkpoint"
+        if model_dir is None:
+            made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
+            made.write(downloaded, dtype or "fp32")  # type: ignore[arg-type]
+            origin = {"model": made.files.campaign.config.name, "round": made.origin.round, "digest": made.origin.digest}
+        results = {**evaluation.evaluate(model_dir or downloaded, shots, include_path, limit, device, batch, dtype), **origin}
+    text = json.dumps(results, indent=2)
+    print(text)  # first, so that a disk that is full by now does not cost the results
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n")
+    if model_dir is not None:
+        evaluation.write_into_card(model_dir, results, tasks, include_path, limit, batch_size)
+
+
+def generate(
+    model_dir: Annotated[Path | None, typer.Argument(help="Folder of a Hugging Face checkpoint.")] = None,
+    addresses: options.FromAddresses = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run-dir of a peer, whose last base to continue with.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option(
+        "--prompt", help="Text to continue; repeatable. Default: each line that you type, or that is piped in.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per continuation.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    follow: Annotated[bool, typer.Option(
+        "--follow", help="With --from: change to each newer base as it comes, between two prompts.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Also write prompts and continuations to this JSON file.")] = None,
+) -> None:
+    """Continue text with a checkpoint, the base of a run-dir, or the newest base of a running swarm."""
+    from spes_p2p.client.evaluate import check_checkpoint, check_device
+
+    if [model_dir is None, not addresses, run_dir is None].count(False) != 1:
+        raise UserError("generate: give a checkpoint folder, --from with an address of the swarm, or --run-dir of a peer")
+    if follow and not addresses:
+        raise UserError("generate: --follow needs --from with an address of the swarm")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
+    if not 0 <= temperature <= 10:
+        raise UserError(f"--temperature {temperature}: must be from 0 to 10")
+    check_device(device)
+    _require_file(output)
+    if model_dir is not None:
+        check_checkpoint(model_dir)
+    with tempfile.TemporaryDirectory(prefix="spes-generate-") as folder:
+        name, base_round = str(model_dir), None
+        if model_dir is None:
+            made = _download_base(addresses or [], Path(folder)) if run_dir is None else _stored_base(run_dir)
+            name, base_round, model_dir = made.files.campaign.config.name, made.origin.round, Path(folder) / "checkpoint"
+            made.write(model_dir)
+            del made  # the base, which is as large as the model
+            print(f"{name}, base of round {base_round}", file=sys.stderr)
+        with waiting("loading the model"):
+            from spes_p2p.client.export import from_swarm
+            from spes_p2p.client.generate import Continuation, following, unchanging
+
+            model = Continuation(model_dir, device)
+
+        def fetch(after: int) -> Coroutine[Any, Any, Exportable]:
+            return from_swarm(addresses or [], Path(folder), lambda done, size: None, after)
+
+        kept = following(fetch, Path(folder), device, base_round or 0) if follow else unchanging()
+        told = []
+        with kept as newer:
+            for prompt in prompts or _typed_lines():
+                if (found := newer()) is not None:
+                    base_round, model = found
+                    print(f"{name}, base of round {base_round}", file=sys.stderr)
+                if prompts:
+                    print(prompt, end="")
+                text = model.write(prompt, max_new_tokens, temperature, lambda text: print(text, end="", flush=True))
+                print()
+                told.append({"round": base_round, "prompt": prompt, "text": text})
+    if output is not None:
+        write_whole(output, json.dumps({"model": name, "round": base_round, "continuations": told}, indent=2).encode())
+
+
+def _require_file(output: Path | None) -> None:
+    """Raise UserError unless a file can be written there, before the work that it is for."""
+    if output is not None:
+        require_writable(output.parent)
+        if output.is_dir():
+            raise UserError(f"--output {output}: is a folder; name a file")
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield the lines of the standard input that are not empty; show a prompt on a terminal."""
+    sign = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            if line := input(sign).rstrip("\n"):
+                yield line
+
+
+def _download_base(addresses: list[str], folder: Path) -> Exportable:
+    setup_logging("warning", False)
+    with waiting("starting"):
+        from spes_p2p.client.export import from_swarm
+
+    with ProgressBar("downloading the base") as update:
+        made: Exportable = run(from_swarm(addresses, folder, update))
+    return made
+
+
+def _stored_base(run_dir: Path) -> Exportable:
+    with waiting("starting"):
+        from spes_p2p.client.export import from_run_dir
+
+    return from_run_dir(run_dir)

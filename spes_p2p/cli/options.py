@@ -1,0 +1,91 @@
+"""Options that several commands have, and what turns their text into values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spes_p2p.config.addresses import check_peer_addresses
+from spes_p2p.errors import UserError
+
+if TYPE_CHECKING:
+    from spes_p2p.config.quantities import Spare
+
+Url = Annotated[str | None, typer.Option(
+    help="URL where you will publish the token files: https://, s3://, gs:// or hf://datasets/OWNER/NAME/...; "
+         "volunteers read from it what no peer serves.")]
+ConfigFile = Annotated[Path, typer.Option("--config", help="Campaign file (YAML).")]
+RunDir = Annotated[Path, typer.Option(help="Folder for the peer's state; a restart with the same folder continues.")]
+
+
+def checked_peers(addresses: list[str] | None) -> list[str] | None:
+    """Return the addresses. Raises UserError if one is no peer's."""
+    check_peer_addresses(addresses or ())
+    return addresses
+
+
+Addresses = Annotated[
+    list[str], typer.Argument(metavar="ADDRESS...", help="Address of any peer: /ip4/.../p2p/...", callback=checked_peers)
+]
+
+
+def _task_folder(folder: Path | None) -> Path | None:
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--include-path {folder}: no such folder; give the folder of the tasks' YAML files")
+    return folder
+
+
+FromAddresses = Annotated[list[str] | None, typer.Option(
+    "--from", metavar="ADDRESS", help="Address of any peer of a running swarm; repeatable.", callback=checked_peers)]
+Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable.")]
+Announce = Annotated[list[str] | None, typer.Option(help="Multiaddr that other peers dial, for use behind NAT; repeatable.")]
+Devices = Annotated[str | None, typer.Option(
+    help="auto (the first GPU, or the CPU), cpu, all (every GPU), or numbers of GPUs that divide each batch: 0,1,2,3.")]
+Memory = Annotated[str | None, typer.Option(help="Memory budget, of each device: 12GiB. Default: all free.")]
+LeaveFree = Annotated[str | None, typer.Option(
+    help="Memory of each device to leave to other programs, beside the usual reserve: 20% or 2GiB.")]
+MaxUpload = Annotated[str | None, typer.Option(help="Upload limit in bits per second: 20mbit.")]
+MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits per second: 50mbit.")]
+EvaluateTasks = Annotated[bool, typer.Option(
+    "--evaluate-tasks", help="Run the campaign's lm-eval tasks and prompts on the CPU, at lowest priority.")]
+IncludePath = Annotated[Path | None, typer.Option(help="Folder with your own task definitions.", callback=_task_folder)]
+DataDir = Annotated[list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")]
+IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
+Invite = Annotated[str | None, typer.Option(help="Invitation of the campaign's owner: the text, or a file with it.")]
+MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any free port.")]
+MetricsHost = Annotated[str | None, typer.Option(help="Address to serve the metrics on. Default: 127.0.0.1.")]
+TrackerName = Annotated[str | None, typer.Option("--tracker", help="Experiment tracker: none, wandb or trackio.")]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def check_invitation(given: str | None) -> None:
+    """Raise UserError unless what --invite gives can be read."""
+    from spes_p2p.campaign.invitations import read_option
+
+    if given is not None:
+        read_option(given)
+
+
+def byte_count(text: str | None, option: str) -> int | None:
+    """Return what the option gives, in bytes."""
+    from spes_p2p.config.quantities import parse_bytes
+
+    return None if text is None else parse_bytes(text, option)
+
+
+def spare(text: str | None) -> Spare | None:
+    """Return what --leave-free gives."""
+    from spes_p2p.config.quantities import parse_spare
+
+    return None if text is None else parse_spare(text, "--leave-free")
+
+
+def rate(text: str | None, option: str) -> float | None:
+    """Return what the option gives, in bits per second."""
+    from spes_p2p.config.quantities import parse_bits_per_second
+
+    return None if text is None else parse_bits_per_second(text, option)

@@ -1,0 +1,55 @@
+"""What commands share: the event loop, the log, and what a terminal shows while they work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spes_p2p.observe.log import json_line
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run in a new event loop until it returns."""
+    import uvloop
+
+    uvloop.install()
+    return asyncio.run(work)
+
+
+class ProgressBar:
+    """Show a progress bar on a terminal, nothing elsewhere; yields `update(done, total)`."""
+
+    def __init__(self, what: str):
+        percent = TextColumn("{task.percentage:>3.0f} %")
+        columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task(what, total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._progress.start()
+        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+@contextlib.contextmanager
+def waiting(for_what: str) -> Iterator[Callable[[], None]]:
+    """Show a spinner on a terminal, nothing elsewhere; yields a function that removes it early."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with console.status(for_what) as status:
+        yield status.stop
+
+
+def say(text: str, as_json: bool) -> None:
+    """Print a line for a person, or the JSON line of it."""
+    print(json_line(text) if as_json else text, flush=True)

@@ -1,0 +1,136 @@
+"""Commands that show a campaign: status, dashboard, directory, report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from spes_p2p.cli import options
+from spes_p2p.cli.terminal import run, waiting
+from spes_p2p.config.addresses import check_peer_addresses, check_webhook
+from spes_p2p.errors import UserError
+from spes_p2p.observe.log import setup_logging
+from spes_p2p.storage.files import require_writable, write_whole
+
+MAX_LISTED_CAMPAIGNS = 64
+"""Most campaigns of one directory. Bounds memory and sockets: each campaign has a connection of its own."""
+
+AddressesOrRunDir = Annotated[list[str], typer.Argument(
+    metavar="ADDRESS...|RUN_DIR", help="Address of any peer, or run-dir of a trainer that runs on this machine.")]
+
+
+def status(
+    targets: AddressesOrRunDir,
+    as_json: options.AsJson = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Update until the campaign is done; without a terminal, print one line per round.")
+    ] = False,
+) -> None:
+    """Show a running swarm: round, peers, experts and owners, speed, loss, traffic. With a run-dir: your trainer first."""
+    from spes_p2p.session.own_state import own_state_json, read_own_state
+
+    own_dir, addresses = _own_or_addresses(targets)
+    own = None if own_dir is None else read_own_state(own_dir)
+    if own is not None and not as_json:
+        print(f"your trainer: {own.line}", flush=True)
+    setup_logging("warning", False)
+    with waiting("looking for the swarm") as end_waiting:
+        from spes_p2p.client.alerts import status_document
+        from spes_p2p.client.status import fetch_statuses, watch_status
+        from spes_p2p.observe.status import gather
+        from spes_p2p.observe.table import render_status
+
+        if watch:
+            run(watch_status(addresses, as_json, end_waiting))
+            return
+        statuses = run(fetch_statuses(addresses))
+    if not statuses:
+        raise UserError(f"{addresses[0]}: connected, but no peer of the campaign answers; try again in a moment")
+    if as_json:
+        print(json.dumps({**status_document(statuses), **({"own": own_state_json(own)} if own else {})}, indent=2))
+    else:
+        Console().print(render_status(statuses))
+        if gather(statuses).done:
+            print(f"take the model: spes-p2p export --from {addresses[0]} --output checkpoint")
+
+
+def dashboard(
+    targets: AddressesOrRunDir,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8700,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every interface.")] = "127.0.0.1",
+    webhook: Annotated[str | None, typer.Option(
+        help="URL that gets a POST with JSON when an alert begins and when it ends.")] = None,
+) -> None:
+    """Serve a live web page about a running swarm. With a run-dir: also your trainer, which it can pause. Ctrl-C ends it."""
+    if webhook is not None:
+        check_webhook(webhook)
+    own_dir, addresses = _own_or_addresses(targets)
+    setup_logging("warning", False)
+    with waiting("starting") as end_waiting:
+        from spes_p2p.client.dashboard.own import OwnTrainer
+        from spes_p2p.client.dashboard.server import run_dashboard
+
+        def show(url: str) -> None:
+            end_waiting()
+            print(f"dashboard on {url}", flush=True)
+
+        run(run_dashboard(addresses, host, port, show, webhook, None if own_dir is None else OwnTrainer(own_dir)))
+
+
+def directory(
+    campaigns: Annotated[list[str], typer.Argument(
+        metavar="CAMPAIGN...", help="Address of a peer of each campaign; several of the same campaign separated by commas.")],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8701,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every interface.")] = "127.0.0.1",
+) -> None:
+    """Serve a web page that lists several campaigns, each with its state and the command to join. Ctrl-C ends it."""
+    addresses = [campaign.split(",") for campaign in campaigns]
+    check_peer_addresses([each for campaign in addresses for each in campaign])
+    if len(campaigns) > MAX_LISTED_CAMPAIGNS:
+        raise UserError(f"{len(campaigns)} campaigns: at most {MAX_LISTED_CAMPAIGNS}; run a second directory")
+    setup_logging("warning", False)
+    with waiting("starting") as end_waiting:
+        from spes_p2p.client.dashboard.directory import run_directory
+
+        def show(url: str) -> None:
+            end_waiting()
+            print(f"directory on {url}", flush=True)
+
+        run(run_directory(addresses, host, port, show))
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run-dir of a trainer or bootstrap peer; it may be running.")],
+    output: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the run-dir.")] = None,
+    evaluations: Annotated[list[Path] | None, typer.Option(
+        "--evaluation", help="Results to include: a file that `evaluate --output` wrote; repeatable.")] = None,
+) -> None:
+    """Write one HTML page about a run: figures, plots, contributors, evaluation and config. It needs no network to read."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such folder; give the run-dir of a trainer or bootstrap peer")
+    target = output or run_dir / "report.html"
+    if target.is_dir():
+        raise UserError(f"--output {target}: is a folder; name a file")
+    require_writable(target.parent)
+    with waiting("starting"):
+        from spes_p2p.client.report import make_report
+
+    write_whole(target, make_report(run_dir, evaluations or ()).encode())
+    print(target)
+
+
+def _own_or_addresses(targets: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the run-dir of a running trainer, if one is given, and the addresses of its swarm. Raises UserError."""
+    from spes_p2p.session.own_state import read_own_state
+
+    own_dir = Path(targets[0])
+    if not own_dir.is_dir():
+        return None, options.checked_peers(targets) or []
+    own = read_own_state(own_dir)
+    if own is None:
+        raise UserError(f"{own_dir}: no trainer runs with this run-dir; give the address of a peer")
+    return own_dir, list(own.addresses)
