@@ -64,7 +64,7 @@ def make_plan_of(members: Iterable[Member]) -> Plan:
     signed = tuple(Signed(m.peer, repr(m).encode(), b"") for m in members)
     return Plan(
         proposal=Proposal(1, "parent", Ballot(1, members[0].peer), signed), campaign="c", term=0, base_digest="digest",
-        members=members, tokens=sum(m.tokens for m in members), loss=0.0, validation_loss=None, step=10, merge=None,
+        members=members, tokens=sum(m.tokens for m in members), loss=0.0, step=10, merge=None,
         assignments=(), cursor=Cursor(),
     )
 

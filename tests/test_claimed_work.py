@@ -17,7 +17,7 @@ from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds import claims
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
-from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, held_out_loss, outstanding, within
+from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, outstanding, within
 from spes_p2p.rounds.plan import Rules, make_plan
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
@@ -108,13 +108,6 @@ def test_one_loss_does_not_hide_the_others() -> None:
     peers = {name: announce(PHASE, loss=loss) for name, loss in (("A", 1e15), ("B", 5.0))}
     plan = make_plan(chain(""), Proposal(1, "", Ballot(1, "A"), ()), peers, (), RULES)
     assert plan.loss == pytest.approx(7.5)
-
-
-def test_the_held_out_loss_is_the_median_of_the_vouched_members_or_of_all() -> None:
-    said = {name: announce(validation_loss=loss) for name, loss in (("A", 0.0), ("B", 4.0), ("C", 4.1), ("D", None))}
-    assert held_out_loss(said, ()) == held_out_loss(said, ("D",)) == held_out_loss(said, "ABC") == 4.0
-    assert held_out_loss(said, ("C", "D")) == 4.1
-    assert held_out_loss({"D": said["D"]}, ("D",)) is None
 
 
 INTERVALS = st.lists(st.builds(Interval, st.integers(0, 1), st.integers(0, 30), st.integers(0, 30)), max_size=4)

@@ -98,7 +98,7 @@ def measure(case: str, peers: int, by_line: bool) -> Measured:
         for i, upload in enumerate(uploads)
     )
     proposal = Proposal(1, "", Ballot(1, members[0].peer), ())
-    plan = Plan(proposal, "c", 0, "", members, peers, 0.0, None, 1, None, (), Cursor())
+    plan = Plan(proposal, "c", 0, "", members, peers, 0.0, 1, None, (), Cursor())
     parts = part_table(layout, members, CODECS, PART_BYTES)
     if not by_line:
         parts = tuple(replace(p, reducer=p.contributors[0]) if len(p.contributors) == 1 else p for p in parts)

@@ -14,7 +14,7 @@ from spes_p2p.messages.presence import PeerStatus, RoundRecord
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.status import SwarmStatus, gather, holds_rounds_up, swarm_status
 from spes_p2p.observe.units import counted, human_count, human_indices, human_loss, human_seconds, short_peer
-from spes_p2p.rounds.runaway import HeldOut, last_good_round
+from spes_p2p.rounds.runaway import HeldOut, course_of
 
 KINDS = (
     "nobody_answers", "loss_runs_away", "electors_missing", "no_round", "experts_without_owner", "bases_differ", "slow_line",
@@ -53,12 +53,12 @@ def status_document(statuses: Sequence[PeerStatus], records: Sequence[RoundRecor
 
 def _loss(records: Sequence[RoundRecord]) -> Alert | None:
     """By the rule of the owner's bootstrap peer, which then rolls back."""
-    held_out = [HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss)]
-    good = last_good_round(held_out)
-    if good is None:
+    course = course_of(HeldOut(each.round, each.validation_loss) for each in records if math.isfinite(each.validation_loss))
+    good, best = course.last_good_round, course.best
+    if good is None or best is None:
         return None
-    newest, best = held_out[-1], min(each.loss for each in held_out)
-    text = f"the held-out loss runs away: {human_loss(newest.loss)} after round {newest.round}, {human_loss(best)} at best"
+    newest = course.latest[-1]
+    text = f"the held-out loss runs away: {human_loss(newest.loss)} after round {newest.round}, {human_loss(best.loss)} at best"
     return Alert("loss_runs_away", "critical", f"{text}; the base of round {good} was still good")
 
 

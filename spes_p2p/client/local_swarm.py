@@ -133,12 +133,16 @@ def start_trainers(
     return processes
 
 
-async def invited_by(bootstrap: Path, *more_roles: Role) -> tuple[str, str]:
-    """Return the option that joins with an invitation as a trainer by the owner, whose bootstrap peer has this run-dir."""
+async def invited_by(bootstrap: Path, elector: str = "") -> tuple[str, str]:
+    """Return the option that joins with an invitation by the owner, whose bootstrap peer has this run-dir.
+
+    `elector`: the peer that may also vote; empty: whoever has the invitation may train.
+    """
     from spes_p2p.campaign.invitations import LONGEST_S, Guest
     from spes_p2p.client.invite import make_invitation
 
-    text = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest("", ("trainer", *more_roles), LONGEST_S))
+    roles: tuple[Role, ...] = ("trainer", "elector") if elector else ("trainer",)
+    text = await make_invitation(str(bootstrap), bootstrap / "identity.key", Guest(elector, roles, LONGEST_S))
     return "--invite", text
 
 

@@ -1,7 +1,4 @@
-"""Evaluation of the base on held-out text; the next announcement carries the loss.
-
-The trainers take turns. In an open campaign all trainers that the owner vouched for evaluate, as long as there are any.
-"""
+"""Evaluation of the base on held-out text; the next announcement carries the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ import statistics
 from spes_p2p.consensus.control import is_stopped
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
-from spes_p2p.peer.reporter import EventReporter, trainers_of
+from spes_p2p.peer.reporter import EventReporter
+from spes_p2p.rounds.held_out import evaluators
 
 
 def has_last_base(node: Node, replica: Replica) -> bool:
@@ -56,12 +54,4 @@ class Evaluation:
 
     def _evaluators(self) -> tuple[str, ...]:
         """Return the trainers that evaluate this base."""
-        base, every = self._replica.base, self._every_rounds
-        trainers = trainers_of(base.plan) if base.plan is not None else ()
-        if base.plan is None or not every or not trainers:
-            return ()
-        if self._node.campaign.config.admission == "open":
-            vouched = tuple(each.peer for each in base.plan.members if each.trains and each.standing == "vouched")
-            if vouched:
-                return vouched
-        return (trainers[(base.round // every) % len(trainers)],)
+        return tuple(member.peer for member in evaluators(self._replica.base.plan, self._node.campaign.config))

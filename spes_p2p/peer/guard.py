@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import MaxLen
+from dataclasses import dataclass, field
 
 from spes_p2p.campaign.orders import CampaignView, pause, rollback
-from spes_p2p.consensus.control import owner_of, runs, signed
+from spes_p2p.consensus.control import is_paused, owner_of, runs, signed
 from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.fields import Loss, Round
+from spes_p2p.messages.fields import Round
 from spes_p2p.peer.durable import read_record
 from spes_p2p.peer.node import Node
 from spes_p2p.rounds.archive import archived_rounds
+from spes_p2p.rounds.held_out import evaluators, reported_loss
 from spes_p2p.rounds.planned import Plan
-from spes_p2p.rounds.runaway import CONFIRMATIONS, HeldOut, decisive, last_good_round
+from spes_p2p.rounds.runaway import Course, HeldOut
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.store import frame_record
 
@@ -31,8 +28,7 @@ GUARD = "guard"
 class _Memory:
     """What the guard knows, kept over restarts. All of it comes from decided plans: the journal has what others tell, too."""
 
-    evaluations: Annotated[tuple[tuple[Round, Loss], ...], MaxLen(CONFIRMATIONS + 2)] = ()
-    """Round and held-out loss, by round: those that can still decide."""
+    course: Course = field(default_factory=Course)
     returned_to: Round = -1
     """The round of the last rollback ordered here."""
 
@@ -41,7 +37,8 @@ class Guard:
     """Watches the held-out losses of a campaign that this peer owns.
 
     The first time the loss runs away it orders a rollback to the last good archived base. When that happens again from the
-    same base, or no good base is archived, it orders a pause, since a rollback would only repeat what went wrong.
+    same base, or no good base is archived, it orders a pause, since a rollback would only repeat what went wrong. It begins
+    anew when the owner resumes the campaign.
     """
 
     def __init__(self, node: Node):
@@ -49,26 +46,32 @@ class Guard:
         self._is_owner = node.peer_id == owner_of(node.log.genesis)
         self._memory = _read(node.world.store) if self._is_owner else _Memory()
 
-    def saw(self, plan: Plan) -> None:
-        """Take the held-out loss that a decided plan reports of its parent's base, and act if it has run away.
+    def saw(self, parent: Plan | None, plan: Plan) -> None:
+        """Take the held-out loss of the parent's base that a decided plan reports, and act if it has run away.
 
-        Raises UserError (disk full).
+        `parent`: the plan of that base, if it has one. Raises UserError (disk full).
         """
-        number, loss, every = plan.round - 1, plan.validation_loss, self._node.campaign.config.evaluation.every_rounds
-        if not self._is_owner or loss is None or not every or number % every or not _is_vouched_for(plan):
+        if not self._is_owner:
             return
-        known = [HeldOut(*each) for each in self._memory.evaluations if each[0] < number]  # others were given up, or come again
-        evaluations = decisive([*known, HeldOut(number, loss)])
-        self._remember(evaluations, self._memory.returned_to)
-        good, order = last_good_round(evaluations), self._node.controls.newest
-        if good is not None and runs(order) and order == self._node.log.last.control:
-            self._act(good, evaluations)
+        node, config = self._node, self._node.campaign.config
+        if is_paused(node.log.commit_at(plan.round - 1).control) and runs(plan.proposal.control):
+            self._remember(_Memory())
+        evaluation = reported_loss(parent, plan, config)
+        if evaluation is None or evaluation.round % config.evaluation.every_rounds:
+            return
+        if any(member.is_stranger for member in evaluators(parent, config)):
+            return
+        course = self._memory.course.after(evaluation)
+        self._remember(_Memory(course, self._memory.returned_to))
+        good, order = course.last_good_round, node.controls.newest
+        if good is not None and runs(order) and order == node.log.last.control:
+            self._act(good, evaluation)
 
-    def _remember(self, evaluations: Sequence[HeldOut], returned_to: int) -> None:
-        self._memory = _Memory(tuple((each.round, each.loss) for each in evaluations), returned_to)
-        self._node.world.store.write(GUARD, [frame_record(pack(self._memory))])
+    def _remember(self, memory: _Memory) -> None:
+        self._memory = memory
+        self._node.world.store.write(GUARD, [frame_record(pack(memory))])
 
-    def _act(self, good: int, evaluations: Sequence[HeldOut]) -> None:
+    def _act(self, good: int, newest: HeldOut) -> None:
         node = self._node
         archived = archived_rounds(node.world.store)
         target = max((kept for kept in archived if kept <= good), default=-1)
@@ -77,7 +80,7 @@ class Guard:
             tuple(archived),
         )
         found = (
-            f"the held-out loss has run away: {evaluations[-1].loss:.3g} after round {evaluations[-1].round}, "
+            f"the held-out loss has run away: {newest.loss:.3g} after round {newest.round}, "
             f"and it was still good after round {good}"
         )
         if target < 0 or target == self._memory.returned_to:
@@ -90,7 +93,7 @@ class Guard:
         else:
             logger.error("%s; rolling back to round %d", found, target)
             order = rollback(target, view)
-        self._remember(evaluations[:-CONFIRMATIONS], target)
+        self._remember(_Memory(self._memory.course.without_latest(), target))
         node.decisions.take_control(signed(order, node.world.identity))
 
 
@@ -101,8 +104,3 @@ def _read(store: Store) -> _Memory:
     except WireError:
         return _Memory()
 
-
-def _is_vouched_for(plan: Plan) -> bool:
-    """Return whether no stranger reports the plan's held-out loss."""
-    strangers = any(member.standing in ("newcomer", "proven") for member in plan.members)
-    return not strangers or any(member.standing == "vouched" and member.trains for member in plan.members)

@@ -31,6 +31,7 @@ from spes_p2p.peer.replica import MakeTrainer, Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
+from spes_p2p.rounds.held_out import reported_loss
 from spes_p2p.rounds.selftest import check_arithmetic
 
 logger = logging.getLogger(__name__)
@@ -223,6 +224,7 @@ class Peer:
             return
         self._reporter.set_state("applying")
         started = asyncio.get_running_loop().time()
+        before = self.replica.base.plan
         applied = await self.replica.advance()
         if not applied and self.replica.base.commit != self.node.log.last.id:
             return  # asked to leave without the newest base
@@ -231,10 +233,11 @@ class Peer:
         self.phases.round_applied()
         for each in applied:
             self.node.straggler_delay.extend(each.plan.proposal.straggler_delay)
-            self._reporter.committed(each, seconds)
+            self._reporter.committed(each, seconds, reported_loss(before, each.plan, self.node.campaign.config))
             if each.decided.commit.id == self.node.log.last.id:
                 self.checking.begin(each.decided.commit, each.results)
-            self._guard.saw(each.plan)
+            self._guard.saw(before, each.plan)
+            before = each.plan
         if not applied or applied[-1].decided.commit.id != self.replica.base.commit:
             self._reporter.restored(self._source_of_base())
         if self.node.log.is_long:

@@ -28,6 +28,7 @@ from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.commit import clipped_parts, contributions
 from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.runaway import HeldOut
 from spes_p2p.rounds.schedule import last_round
 from spes_p2p.training.rates import learning_rate
 
@@ -80,13 +81,13 @@ class EventReporter:
         )
         self._report_control(commit)
 
-    def committed(self, applied: Applied, seconds: Mapping[str, float]) -> None:
-        """Report a round that was applied; `seconds` by part of the round."""
+    def committed(self, applied: Applied, seconds: Mapping[str, float], evaluation: HeldOut | None) -> None:
+        """Report a round that was applied; `seconds` by part of the round. `evaluation`: of the base before."""
         commit, plan = applied.decided.commit, applied.plan
         training = self._node.training_after(commit)
         sent, received = self._bytes()
-        if plan.validation_loss is not None and self.evaluated_round != commit.round - 1:
-            self._observer(Evaluated(commit.round - 1, plan.validation_loss))
+        if evaluation is not None and self.evaluated_round != evaluation.round:
+            self._observer(Evaluated(evaluation.round, evaluation.loss))
         clipped = clipped_parts(commit, applied.results)
         if clipped or applied.bounded:
             self._observer(UpdatesClipped(commit.round, clipped, applied.bounded))

@@ -9,7 +9,7 @@ functions.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spes_p2p.config.campaign import CampaignConfig
@@ -123,16 +123,6 @@ def lately_lost(recent: Sequence[Commit]) -> frozenset[str]:
     return frozenset(
         commit.members[i] for commit in recent[:LOST_ROUNDS] for named in (*commit.lost, commit.disputed) for i in named
     )
-
-
-def held_out_loss(announcements: Mapping[str, Announcement], vouched: Collection[str]) -> float | None:
-    """Return the held-out loss that a plan reports; None if nobody evaluated.
-
-    It is the median over the vouched members that evaluated; over all that did, if none of them is vouched.
-    """
-    losses = {peer: each.validation_loss for peer, each in announcements.items() if each.validation_loss is not None}
-    trusted = [loss for peer, loss in losses.items() if peer in vouched]
-    return statistics.median_low(trusted or losses.values()) if losses else None
 
 
 def within(intervals: Iterable[Interval], allowed: Sequence[Interval]) -> tuple[Interval, ...]:

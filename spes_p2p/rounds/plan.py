@@ -18,7 +18,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 from spes_p2p.rounds.checks import disputed
-from spes_p2p.rounds.claims import bounded_strangers, clamped, held_out_loss
+from spes_p2p.rounds.claims import bounded_strangers, clamped
 from spes_p2p.rounds.gate import barred
 from spes_p2p.rounds.merge import merge_alpha
 from spes_p2p.rounds.ownership import Owners, assign_experts, guard_experts
@@ -129,7 +129,6 @@ def make_plan(
         members=members,
         tokens=tokens,
         loss=_mean_loss(announcements),
-        validation_loss=held_out_loss(announcements, {each.peer for each in members if each.standing == "vouched"}),
         step=step,
         merge=Merge(alpha, proposal.donors) if proposal.donors is not None and alpha > 0 else None,
         assignments=assignments,

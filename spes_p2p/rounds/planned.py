@@ -73,8 +73,6 @@ class Plan:
     tokens: int
     """Tokens of this round, over all members."""
     loss: float
-    validation_loss: float | None
-    """Held-out loss of the parent's base, where a member evaluated it."""
     step: int
     """Campaign step after this round."""
     merge: Merge | None

@@ -2,45 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Annotated
+
+from annotated_types import MaxLen
+
+from spes_p2p.messages.fields import Loss, PeerId, Round
 
 RUNAWAY_NATS = 0.5
 """A base this far above the best one has run away. Healthy runs stay within some hundredths of their best evaluation."""
 GOOD_NATS = 0.1
 """A base within this of the best one is good to return to."""
-CONFIRMATIONS = 3
-"""Consecutive evaluations that must agree. Trainers take turns, so that no single one decides."""
+CONFIRMATIONS, LATEST = 3, 4
+"""CONFIRMATIONS of the LATEST evaluations must agree: where three or more trainers take turns, one that lies can neither bring
+that about nor prevent it."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation of a round's base."""
+    """An evaluation of a round's base, or of two: then the higher loss, at the round of the first."""
 
-    round: int
-    loss: float
+    round: Round
+    loss: Loss
     """Nats per token."""
+    by: PeerId = ""
+    """The trainer whose turn it was; empty if it was everybody's turn, or nobody else could have had it."""
 
 
-def last_good_round(evaluations: Sequence[HeldOut]) -> int | None:
-    """Return the last round whose base was good, if the loss has run away since; otherwise None.
+@dataclass(frozen=True)
+class Course:
+    """The evaluations of a campaign that can still decide whether the loss has run away.
 
-    `evaluations`: by round, ascending.
+    A loss counts as good only when the next evaluation, by another trainer, confirms it: as the higher of the two. So no single
+    trainer sets the mark that others are compared with, or the base to return to.
     """
-    earlier, latest = evaluations[:-CONFIRMATIONS], evaluations[-CONFIRMATIONS:]
-    if not earlier:
-        return None
-    best = min(each.loss for each in earlier)
-    if any(each.loss <= best + RUNAWAY_NATS for each in latest):
-        return None
-    return max(each.round for each in earlier if each.loss <= best + GOOD_NATS)
+
+    latest: Annotated[tuple[HeldOut, ...], MaxLen(LATEST)] = ()
+    """By round, ascending."""
+    best: HeldOut | None = None
+    """The lowest confirmed loss before these."""
+    good: HeldOut | None = None
+    """The last confirmed loss before these that is within GOOD_NATS of the best."""
+
+    def after(self, evaluation: HeldOut) -> Course:
+        """Return the course with one more evaluation. It drops those of its round and later ones: their branch was given up."""
+        number = evaluation.round
+        earlier = tuple(each for each in self.latest if each.round < number)
+        best = self.best if self.best is not None and self.best.round < number else None
+        good = self.good if best is not None and self.good is not None and self.good.round < number else best
+        latest = (*earlier, evaluation)
+        if len(latest) <= LATEST:
+            return Course(latest, best, good)
+        first, second = latest[:2]
+        if first.by and first.by == second.by:
+            return Course(latest[1:], best, good)
+        confirmed = HeldOut(first.round, max(first.loss, second.loss))
+        best = confirmed if best is None or confirmed.loss <= best.loss else best
+        return Course(latest[1:], best, confirmed if good is None or confirmed.loss <= best.loss + GOOD_NATS else good)
+
+    @property
+    def last_good_round(self) -> int | None:
+        """The last round whose base was good, if the loss has run away since; otherwise None."""
+        if self.best is None or self.good is None:
+            return None
+        high = sum(each.loss > self.best.loss + RUNAWAY_NATS for each in self.latest)
+        return self.good.round if high >= CONFIRMATIONS else None
+
+    def without_latest(self) -> Course:
+        """Return the course of a campaign that returned to a good base."""
+        return replace(self, latest=())
 
 
-def decisive(evaluations: Sequence[HeldOut]) -> list[HeldOut]:
-    """Return the evaluations that `last_good_round` depends on, now and after more of them: CONFIRMATIONS + 2 at most."""
-    earlier, latest = evaluations[:-CONFIRMATIONS], evaluations[-CONFIRMATIONS:]
-    if not earlier:
-        return list(latest)
-    best = min(earlier, key=lambda each: each.loss)
-    good = max((each for each in earlier if each.loss <= best.loss + GOOD_NATS), key=lambda each: each.round)
-    return [*([best] if best is not good else []), good, *latest]
+def course_of(evaluations: Iterable[HeldOut]) -> Course:
+    """Return the course of these evaluations, by round, ascending."""
+    return reduce(Course.after, evaluations, Course())

@@ -237,7 +237,7 @@ class _Run:
         experts = self._scenario.machine(name).experts
         options = ["--experts", str(experts)] if experts is not None else []
         if name in self._scenario.vouched:
-            options += asyncio.run(invited_by(self._peers[BOOTSTRAP].folder, "elector"))
+            options += asyncio.run(invited_by(self._peers[BOOTSTRAP].folder, self._identity(name)))
         options += [part for folder in self._folders for part in ("--data-dir", str(folder))]
         self._spawn(name, ["join", self._address, *options], 0)
 
@@ -249,9 +249,7 @@ class _Run:
                 link = self._scenario.machine(name).bandwidth_bytes_per_s or self._scenario.bandwidth_bytes_per_s
                 self._machines.add(name, link)
             host, before = self._machines.address(name), self._machines.command(name)
-        folder = self._run_dir / name
-        folder.mkdir(exist_ok=True)
-        peer_id = RSAIdentity(folder / "identity.key").peer_id
+        folder, peer_id = self._run_dir / name, self._identity(name)
         machine = self._scenario.machine(name)
         latency_s = self._scenario.latency_s if machine.latency_s is None else machine.latency_s
         attack = self._scenario.attack if name in self._scenario.liars else None
@@ -263,6 +261,12 @@ class _Run:
             known.process, known.is_wanted = process, attack is None
         else:
             self._peers[name] = _Process(name, folder, peer_id, process, is_wanted=attack is None)
+
+    def _identity(self, name: str) -> str:
+        """Return a peer's id; make its run-dir and key before its first start."""
+        folder = self._run_dir / name
+        folder.mkdir(exist_ok=True)
+        return RSAIdentity(folder / "identity.key").peer_id
 
     def _trainers(self) -> list[_Process]:
         return [peer for name, peer in self._peers.items() if name != BOOTSTRAP and peer.is_wanted]
