@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 
 from spes_p2p.messages.codec import WireError, unpack
@@ -37,6 +38,14 @@ def version_advice(ours: int, theirs: int, program: str = "") -> str:
     if theirs > ours or not program:
         return UPGRADE
     return f"type in your clone: git fetch && git checkout {shlex.quote(f'v{program}')} && pip install -c constraints.txt ."
+
+
+def cannot_listen(host: str, port: int, error: OSError, option: str = "") -> UserError:
+    """Return the error for a server that cannot listen at --{option}host and --{option}port."""
+    if error.errno == errno.EADDRNOTAVAIL:
+        return UserError(f"--{option}host {host}: not an address of this machine; give one of its own, or 0.0.0.0 for all")
+    why = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return UserError(f"--{option}port {port}: cannot listen on {host}:{port} ({why}); choose another --{option}port")
 
 
 class PeerUnreachable(Exception):

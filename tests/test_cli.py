@@ -363,6 +363,8 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
         lambda p: ["export", "--from", NOBODY, "--output", f"{a_file(p)}/x"], ("is a file; choose another folder",)),
     "evaluate into a file": (lambda p: evaluate(p, "--output", f"{a_file(p)}/x"), ("is a file; choose another folder",)),
     "evaluate into a folder": (lambda p: evaluate(p, "--output", str(p.folder)), ("--output", "is a folder; name a file")),
+    "me data-dir": (
+        lambda p: ["me", str(p.folder), "--data-dir", str(p.folder / "none")], ("--data-dir", "none: no such folder")),
     "generate nothing": (lambda p: ["generate"], ("a checkpoint folder, --from",)),
     "generate both": (lambda p: ["generate", str(p.folder), "--from", NOBODY], ("a checkpoint folder, --from",)),
     "generate no tokens": (lambda p: ["generate", str(p.folder), "--max-new-tokens", "0"], ("--max-new-tokens 0: must be",)),

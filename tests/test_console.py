@@ -55,6 +55,17 @@ def test_while_the_swarm_assembles_each_change_says_how_many_trainers_are_there(
     assert log.messages[1:] == [f"waiting for the others: {count} of 3 trainers" for count in (0, 1, 2)]
 
 
+def test_who_got_the_base_after_it_saw_the_others_says_that_it_waits(log: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    board = new_board(clock, "peer-aaaaaa", "trainer")
+    trainer = to_all(board.update, RoundLog(board, clock, min_peers=2).show)
+    trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ()))
+    trainer(BaseRestored(-1, 0, 50, 0, "d", "download", ((), ()), 10))
+    for _ in range(2):
+        trainer(PeersSeen(1, 1, ("helper", "peer-aaaaaa"), ()))
+    assert log.messages[1:] == ["waiting for the others: 1 of 2 trainers"]
+
+
 def test_a_helper_says_each_round_in_one_line(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     helper = console_of(clock, "helper", "helper")

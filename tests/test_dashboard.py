@@ -310,7 +310,7 @@ def test_a_used_port_is_named() -> None:
     async def run() -> None:
         async with serving(Published(), "127.0.0.1", 0) as url:
             port = int(url.rsplit(":", 1)[1].strip("/"))
-            with pytest.raises(UserError, match=rf"--port {port}: cannot listen on 127.0.0.1:{port} \(it is in use\)"):
+            with pytest.raises(UserError, match=rf"cannot listen on 127.0.0.1:{port} \(it is in use\); choose another --port"):
                 async with serving(Published(), "127.0.0.1", port):
                     pass
 

@@ -122,6 +122,16 @@ def test_advice_stands_below_its_finding_and_markup_is_not_obeyed() -> None:
     assert last.split() == ["pass", "clock", "0", "s"]
 
 
+def test_on_a_terminal_long_findings_are_wrapped_below_their_beginning() -> None:
+    found = [Check("device", "pass", "cpu with 21.9 GB free trains 8 of 8 experts", "join with a longer advice than fits")]
+    wrapped = render_checks(found, 60).plain
+    assert wrapped.split() == render_checks(found).plain.split()
+    assert all(len(line) <= 60 for line in wrapped.splitlines())
+    assert [line[:22].split() for line in wrapped.splitlines()] == [["pass", "device"], *[[]] * (len(wrapped.splitlines()) - 1)]
+    assert len(wrapped.splitlines()) > 2
+    assert len(render_checks(found).plain.splitlines()) == 2
+
+
 # The whole of it --------------------------------------------------------------------------------------------------------
 
 

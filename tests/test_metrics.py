@@ -18,9 +18,13 @@ from spes_p2p.observe.events import (
     BEFORE_TRAINING,
     BaseRestored,
     Event,
+    PhaseTrained,
+    RoundCommitted,
 )
+from spes_p2p.observe.history import History
 from spes_p2p.observe.metrics import METRICS, Metrics, metrics_document
 
+PHASE = next(event for event in EVENTS if isinstance(event, PhaseTrained))
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 
 
@@ -126,6 +130,28 @@ def test_a_reform_is_counted_and_is_no_round() -> None:
     assert metrics.registry.get_sample_value("spes_rounds_total") == 0
 
 
+def test_what_the_peer_has_contributed_outlives_a_restart(tmp_path: Path) -> None:
+    def committed(number: int, tokens: int) -> RoundCommitted:
+        return replace(COMMIT, round=number, contributions=(("me", tokens, 20), ("other", 900, 10)))
+
+    first = History("me", tmp_path)
+    for event in (committed(1, 300), committed(2, 400), committed(3, 0), replace(PHASE, seconds=8.0)):
+        first.record(event)
+    first.close()
+    history, metrics = History("me", tmp_path), Metrics("me")
+    metrics.follow(history.contributed)
+
+    def shown() -> list[float | None]:
+        names = ("tokens", "rounds", "expert_steps", "seconds")
+        return [metrics.registry.get_sample_value(f"spes_contributed_{name}") for name in names]
+
+    assert shown() == [700, 2, 40, 8]
+    history.record(committed(4, 500))
+    assert shown() == [1200, 3, 60, 8]
+    history.record(BaseRestored(1, 10, 600, 1200, "d", "rollback"))
+    assert shown() == [300, 1, 20, 8]
+
+
 def test_repair_that_knows_no_owners_keeps_the_known_ones(told: Metrics) -> None:
     told.update(BaseRestored(7, 70, 600, 8000, "d", "download"))
     assert told.registry.get_sample_value("spes_owned_experts") == 2
@@ -169,7 +195,7 @@ def test_metrics_are_served_over_http_until_closed(told: Metrics) -> None:
 def test_port_in_use_is_named_with_the_option_to_change(told: Metrics) -> None:
     server = told.serve(0)
     try:
-        with pytest.raises(UserError, match=rf"--metrics-port {server.port}: .*in use.*choose another port"):
+        with pytest.raises(UserError, match=rf"--metrics-port {server.port}: .*in use.*choose another --metrics-port"):
             Metrics().serve(server.port)
     finally:
         server.close()

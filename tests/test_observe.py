@@ -243,6 +243,12 @@ def test_swarm_is_assembled_by_round_0_and_done_with_the_last() -> None:
     assert [gather([status_after(commit(number))]).done for number in (0, ROUNDS - 1, ROUNDS)] == [False, False, True]
 
 
+def test_a_phase_without_steps_so_far_shows_none() -> None:
+    status = status_after(commit(5), StateEntered("training"))
+    assert "training 0/0" not in shown([status])
+    assert "training 3/10" in shown([status_after(commit(5), StateEntered("training"), TrainingProgress(6, 3, 10, 100.0))])
+
+
 def test_last_round_is_told_by_a_peer_that_took_part() -> None:
     downloaded = status_after(BaseRestored(5, 50, 100, 5000, "digest5", "download", OWNERS), peer_id="peer-000000")
     swarm = gather([downloaded, status_after(commit(5))])

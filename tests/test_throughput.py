@@ -83,3 +83,39 @@ def test_lines_that_are_faster_than_processors_count_as_alike() -> None:
         send(line, int(3 * rate), rate, 0.0)
         found.append(line.bytes_per_s())
     assert found == [FASTEST_BYTES_PER_S, FASTEST_BYTES_PER_S]
+
+
+def buffered_round(line: Throughput, begin_s: float, confirmed: dict[int, float]) -> None:
+    """Buffers take 0.8 MB of updates and 1.4 MB of results within two seconds. `confirmed`: bytes by the seconds until then."""
+    for tenth in range(20):
+        line.count(110_000, begin_s + tenth / 10, begin_s + tenth / 10)
+    for size, seconds in confirmed.items():
+        line.confirm(size, begin_s, begin_s + seconds)
+
+
+def test_buffers_that_take_a_whole_round_do_not_hide_a_thin_line() -> None:
+    line = Throughput()
+    buffered_round(line, 10.0, {300_000: 8.0, 500_000: 14.0})
+    assert 125e3 < line.bytes_per_s() < 300e3
+
+
+def test_a_receiver_that_is_slow_by_itself_says_nothing_about_the_line() -> None:
+    alone, line = Throughput(), Throughput()
+    buffered_round(alone, 10.0, {})
+    buffered_round(line, 10.0, {300_000: 14.0, 500_000: 0.4})
+    assert line.bytes_per_s() == alone.bytes_per_s() > 5e5
+
+
+def test_small_and_prompt_confirmations_change_nothing() -> None:
+    alone, line = Throughput(), Throughput()
+    buffered_round(alone, 10.0, {})
+    buffered_round(line, 10.0, {1000: 14.0, 500_000: 0.9})
+    assert line.bytes_per_s() == alone.bytes_per_s()
+
+
+def test_pauses_in_a_transfer_over_a_line_that_no_buffer_hides_change_nothing() -> None:
+    line, rate = Throughput(), 1.25e7
+    for begin_s in (10.0, 30.0):
+        send(line, int(8 * rate), rate, begin_s)
+    line.confirm(int(16 * rate), 10.0, 38.0)
+    assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)

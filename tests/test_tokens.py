@@ -30,8 +30,9 @@ from spes_p2p.errors import UserError
 from spes_p2p.messages.content import PIECES_PER_REQUEST
 from spes_p2p.messages.samples import Interval
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.net.tasks import beside
 from spes_p2p.peer.leaving import LeaveRequest
-from spes_p2p.session.text import make_readers, text_to_serve
+from spes_p2p.session.text import CHECK_EVERY_S, keep_checking, make_readers, text_to_serve
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import simulate
 
@@ -217,6 +218,26 @@ def test_a_local_file_that_changes_after_it_was_verified_is_named_once_and_not_s
             file.write(b"\0\0\0\0\0\0")
     assert [shelf.piece(root, 0) for _ in range(3)] == [None] * 3
     assert [str(path) in line for line in caplog.messages] == [True]
+
+
+def test_damage_to_the_local_text_is_found_though_nobody_asks_for_it(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "owners.npy"
+    shutil.copy(place.path, path)
+    shelf = TokenShelf([place.file], tmp_path / "cache", {place.file: path})
+
+    async def main() -> None:
+        async with beside(keep_checking(shelf, inline, random.Random(0))):
+            await asyncio.sleep(10 * CHECK_EVERY_S)
+            assert caplog.messages == []
+            with path.open("r+b") as file:
+                file.seek(7 * PIECE_BYTES)
+                file.write(b"\0" * 6)
+            await asyncio.sleep(10 * PIECES * CHECK_EVERY_S)
+
+    simulate(main, limit_s=20 * PIECES * CHECK_EVERY_S)
+    assert caplog.messages == [f"not served to other peers: {path}: differs from the campaign's token file; copy it again"]
 
 
 def test_a_reader_whose_text_nobody_gives_ends_when_the_peer_leaves(place: Place, tmp_path: Path) -> None:

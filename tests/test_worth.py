@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from spes_p2p.campaign.files import CampaignFiles, keep_campaign, read_campaign
 from spes_p2p.campaign.genesis import make_genesis
-from spes_p2p.client.me import own_share, render, with_worth
+from spes_p2p.client.me import own_share, render
 from spes_p2p.client.worth import WORTH_FILE, masked_losses, worth_of
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
@@ -112,9 +112,9 @@ def test_what_cannot_be_measured_is_one_line(files: CampaignFiles, tmp_path: Pat
     with pytest.raises(UserError, match="the held-out text is not all here; start the trainer"):
         worth_of(folder, MINE)
     (folder / WORTH_FILE).write_text("{}")
-    share = with_worth(replace(own_share([], "QmMe", 20, None, 0.0), owned=MINE), folder, files.folders)
-    assert share.worth is not None
-    assert f"  worth    experts 1 3: {share.worth.nats:+.4f} ± {share.worth.error:.4f} nats per token" in render(share)
+    worth = worth_of(folder, MINE, (), files.folders)
+    shown = render(replace(own_share([], "QmMe", 20, None, 0.0), worth=worth))
+    assert f"  worth    experts 1 3: {worth.nats:+.4f} ± {worth.error:.4f} nats per token" in shown
 
 
 @pytest.mark.network

@@ -51,7 +51,8 @@ def doctor(
     if as_json:
         print(json.dumps(report(checks), indent=2))
     else:
-        Console(soft_wrap=True).print(render_checks(checks))
+        console = Console(soft_wrap=True)
+        console.print(render_checks(checks, console.width if console.is_terminal else None))
     raise typer.Exit(1 if worst(checks) == "failure" else 0)
 
 
@@ -126,7 +127,7 @@ def join(
         return
     setup_logging(settings.log_level, log_json)
     logger.info("looking for the campaign at %s", ", ".join(addresses))
-    with waiting("looking for the campaign") as end_waiting:
+    with waiting("joining") as end_waiting:
         from spes_p2p.session.run import run_join
 
         def show(files: CampaignFiles, address: str) -> None:
@@ -154,14 +155,16 @@ def me(
     identity: options.IdentityFile = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what your trainer has contributed: tokens, rounds, experts, hours, its share of the model, the next round."""
-    from spes_p2p.client.me import look_at, render, with_worth
+    """Show what your trainer has contributed: tokens, rounds, experts, time, its share of the model, the next round."""
+    from spes_p2p.client.me import look_at, look_at_worth, render
     from spes_p2p.observe.json_values import to_json
 
-    found = look_at(run_dir, identity or run_dir / "identity.key")
+    key = identity or run_dir / "identity.key"
     if worth:
         with waiting("measuring the loss without your experts"):
-            found = with_worth(found, run_dir, data_dir or ())
+            found = look_at_worth(run_dir, key, data_dir or ())
+    else:
+        found = look_at(run_dir, key)
     print(json.dumps(to_json(found), indent=2) if as_json else render(found))
 
 

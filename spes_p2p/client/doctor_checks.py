@@ -6,6 +6,7 @@ import ipaddress
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Any, Literal
 
 from rich.text import Text
@@ -25,6 +26,8 @@ MAX_SKEW_S, GOOD_SKEW_S = 3.0, 1.0
 """The DHT refuses peers whose clocks differ by more than MAX_SKEW_S."""
 SLOW_EXCHANGE_S = 600.0
 """Warn when an exchange takes longer than this: the others may have links twice as fast, and wait as long again at most."""
+FINDINGS_AT, LEAST_COLUMNS = 22, 30
+"""Column at which findings begin, and the least width that they get, also on a narrower terminal."""
 SET_THE_CLOCK = "synchronize the clock: timedatectl set-ntp true"
 OPEN_PER_PORT = ("forward a TCP port to this machine in the router (and open it in the firewall), and join with "
                "--listen /ip4/0.0.0.0/tcp/PORT --announce /ip4/YOUR.PUBLIC.IP/tcp/PORT")
@@ -159,14 +162,22 @@ def judge_space(name: str, needed: int, free: int, advice: str) -> Check:
     return Check(name, "failure", found, advice, values) if free < needed else Check(name, "pass", found, values=values)
 
 
-def render_checks(checks: Sequence[Check]) -> Text:
-    """Render one line per check: result, name, finding; advice on a second line."""
+def render_checks(checks: Sequence[Check], width: int | None = None) -> Text:
+    """Render one line per check: result, name, finding; advice on a second line. Lines of more than `width` are wrapped."""
     colours = {"pass": "green", "warning": "yellow", "failure": "red"}
+
+    def indented(text: str) -> str:
+        if width is None:
+            return text
+        columns = max(width - FINDINGS_AT, LEAST_COLUMNS)
+        return f"\n{'':{FINDINGS_AT}}".join(wrap(text, columns, break_on_hyphens=False, break_long_words=False))
+
     lines = []
     for check in checks:
-        lines.append(Text.assemble((f"{check.result:8}", colours[check.result]), f"{check.name:13} {check.found}"))
+        head = (f"{check.result:8}", colours[check.result])
+        lines.append(Text.assemble(head, f"{check.name:13} {indented(check.found)}"))
         if check.advice:
-            lines.append(Text(f"{'':21} -> {check.advice}"))
+            lines.append(Text(f"{'':{FINDINGS_AT}}{indented(f'-> {check.advice}')}"))
     return Text("\n").join(lines)
 
 

@@ -18,7 +18,8 @@ from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.worth import Worth, worth_of
 from spes_p2p.errors import UserError
 from spes_p2p.net.identity import RSAIdentity
-from spes_p2p.observe.events import BaseRestored, PhaseTrained, RoundCommitted
+from spes_p2p.observe.contributed import Contributed
+from spes_p2p.observe.events import BaseRestored, RoundCommitted
 from spes_p2p.observe.history import HISTORY_FILE, Entry, read_history
 from spes_p2p.observe.units import human_count, human_indices, human_loss, human_seconds, short_peer
 from spes_p2p.session.own_state import STATE_FILE, OwnState, read_own_state
@@ -62,40 +63,32 @@ def own_share(
     entries: Sequence[Entry], peer_id: str, planned_rounds: int, state: OwnState | None, now: float
 ) -> OwnShare:
     """Sum a trainer's journal. `planned_rounds`: of the campaign, unless its owner changed them. `now`: Unix time."""
-    commits: dict[int, tuple[float, RoundCommitted]] = {}
+    commit_times: dict[int, float] = {}
     base: RoundCommitted | BaseRestored | None = None
     owners: tuple[tuple[str, ...], ...] = ()
-    total_rounds, trained_s = planned_rounds, 0.0
+    total_rounds, own = planned_rounds, Contributed(peer_id)
     for entry in entries:
-        match entry.event:
-            case RoundCommitted() as event:
-                commits[event.round] = entry.time, event
-                base = event
-            case BaseRestored() as event:
-                if event.source in ("rollback", "reform"):  # rounds after it are not in the base any more
-                    commits = {number: each for number, each in commits.items() if number <= event.round}
-                base = event
-            case PhaseTrained() as event:
-                trained_s += event.seconds
-        if base is not None:
+        own.see(entry.event)
+        if isinstance(entry.event, RoundCommitted):
+            commit_times[entry.event.round] = entry.time
+        if isinstance(entry.event, RoundCommitted | BaseRestored):
+            base = entry.event
             total_rounds, owners = base.total_rounds or total_rounds, base.owners or owners
-    own = [each for _, event in commits.values() for each in event.contributions if each[0] == peer_id and each[1]]
-    tokens = sum(tokens for _, tokens, _ in own)
     is_running = state is not None and state.state == "running"
     owned = tuple(expert for expert, who in enumerate(owners) if peer_id in who)
     return OwnShare(
         peer_id=peer_id,
         state=state.state if state else "not running",
         detail=state.detail if state else "",
-        tokens=tokens,
-        share=tokens / base.total_tokens if base is not None and base.total_tokens else math.nan,
-        rounds=len(own),
-        expert_steps=sum(steps for _, _, steps in own),
+        tokens=own.tokens,
+        share=own.tokens / base.total_tokens if base is not None and base.total_tokens else math.nan,
+        rounds=own.rounds,
+        expert_steps=own.expert_steps,
         experts=owned if is_running else (),
-        hours=trained_s / 3600,
+        hours=own.trained_s / 3600,
         round=max(0, base.round) if base is not None else 0,
         total_rounds=total_rounds,
-        next_round_s=_next_round_s([at for at, _ in commits.values()], now) if is_running else math.nan,
+        next_round_s=_next_round_s(list(commit_times.values()), now) if is_running else math.nan,
         owned=owned,
     )
 
@@ -121,16 +114,18 @@ def look_at(run_dir: Path, identity: Path) -> OwnShare:
     return own_share(history, peer_id, planned, read_own_state(run_dir), time.time())
 
 
-def with_worth(share: OwnShare, run_dir: Path, data_dirs: Sequence[Path]) -> OwnShare:
-    """Return it with what its experts are worth. Raises UserError if that cannot be measured."""
+def look_at_worth(run_dir: Path, identity: Path, data_dirs: Sequence[Path]) -> OwnShare:
+    """Like `look_at`, with what its experts are worth, which takes minutes. Raises UserError if that cannot be measured."""
     state = read_own_state(run_dir)
-    return replace(share, worth=worth_of(run_dir, share.owned, state.addresses if state else (), data_dirs))
+    worth = worth_of(run_dir, look_at(run_dir, identity).owned, state.addresses if state else (), data_dirs)
+    return replace(look_at(run_dir, identity), worth=worth)
 
 
 def render(share: OwnShare) -> str:
     """For people."""
     of_all = f", {100 * share.share:.1f} % of all" if math.isfinite(share.share) else ""
-    coming = f"; the next in about {human_seconds(share.next_round_s)}" if math.isfinite(share.next_round_s) else ""
+    when = f"in about {human_seconds(share.next_round_s)}" if share.next_round_s else "is due"
+    coming = f"; the next {when}" if math.isfinite(share.next_round_s) else ""
     state = f"{share.state}: {share.detail}" if share.detail else share.state
     worth = share.worth
     return "\n".join([
@@ -138,7 +133,7 @@ def render(share: OwnShare) -> str:
         f"  tokens   {human_count(share.tokens)} trained here are in the model{of_all}",
         f"  rounds   work of this trainer in {share.rounds}; the base is of round {share.round}/{share.total_rounds}{coming}",
         f"  experts  {human_indices(share.experts)} now; {human_count(share.expert_steps)} steps of experts in all",
-        f"  hours    {share.hours:.2f} in training steps, by this machine's clock",
+        f"  time     {human_seconds(3600 * share.hours)} in training steps, by this machine's clock",
         *([] if worth is None else [
             f"  worth    experts {human_indices(worth.experts)}: {worth.nats:+.4f} ± {worth.error:.4f} nats per token; "
             f"held-out loss {human_loss(worth.loss)}, without them {human_loss(worth.loss_without)} (base {worth.round})"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,6 +109,13 @@ class TokenShelf:
                     return None
                 self._verified.add((root, index))
         return content
+
+    def check_a_piece(self, rng: random.Random) -> None:
+        """Read a random piece of a local file and warn if it is damaged."""
+        sizes = [piece_count(file.num_bytes) for file in self._local]
+        if any(sizes):
+            [file] = rng.choices(list(self._local), sizes)
+            self.piece(file.pieces_sha256, rng.randrange(piece_count(file.num_bytes)))
 
     def _local_piece(self, file: TokenFile, hashes: bytes, index: int) -> bytes | None:
         """Read a piece from the owner's file, which may be moved or overwritten at any time: it is verified every time."""

@@ -4,11 +4,17 @@ Time is divided into windows. A transfer that saturates the line fills whole win
 A stretch is STRETCH windows, since send buffers absorb megabytes at once, or fewer for a shorter transfer. The first and the
 last window of a transfer are partly idle, so they do not count; neither do small messages.
 
+Buffers hide a thin line: those of the kernel, the muxer and p2pd take about half a megabyte of each stream at once, which may be a
+whole round of a small model. So when receivers confirm transfers late, the line counts for no more than what was sent from the
+beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the reason.
+
 On a fast line the CPU is the limit: a peer with more to send measures a higher rate, gets more to send, and so on. Fast lines
 therefore count as equal.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 WINDOW_S = 0.5
 STRETCH = 8
@@ -20,6 +26,12 @@ LEAST_BYTES_PER_S = 62.5e3
 """0.5 Mbit/s: a slower transfer did not saturate the line, so it measures nothing."""
 FASTEST_BYTES_PER_S = 25e6
 """200 Mbit/s: upper bound of the estimate."""
+LATE_S, CONFIRMED_BYTES = 1.0, 2**16
+"""A confirmation after LATE_S is due to the line, not to latency. Smaller transfers say nothing."""
+MUCH_FASTER = 2.0
+HIDDEN_BYTES_PER_S = 2**20
+"""8 Mbit/s: a faster line carries more in a stretch than buffers take, and transfers have other reasons to pause."""
+KEPT_CONFIRMATIONS = 2**10
 
 
 class Throughput:
@@ -31,6 +43,8 @@ class Throughput:
         self._is_measured = False
         self._windows: dict[int, float] = {}
         """Bytes by window, since the last call of `bytes_per_s`."""
+        self._confirmed: deque[tuple[int, float, float]] = deque(maxlen=KEPT_CONFIRMATIONS)
+        """Bytes, begin and time of confirmation, since then."""
 
     def count(self, size: int, begin_s: float, end_s: float) -> None:
         """Count bytes sent between two times, spread over the windows between them."""
@@ -42,14 +56,23 @@ class Throughput:
         while len(self._windows) > KEPT_WINDOWS:
             del self._windows[min(self._windows)]
 
+    def confirm(self, size: int, begin_s: float, end_s: float) -> None:
+        """Note that a receiver confirmed at `end_s` a transfer of these bytes, which were counted too."""
+        if size >= CONFIRMED_BYTES:
+            self._confirmed.append((size, begin_s, end_s))
+
     def bytes_per_s(self) -> float:
         """Update the estimate with the traffic since the last call, and return it."""
         found = self._fullest() / WINDOW_S
+        sustained = self._sustained()
+        if sustained is not None:
+            found = min(found, sustained) if found >= LEAST_BYTES_PER_S else sustained
         if found >= LEAST_BYTES_PER_S:
             news = WEIGHT_OF_NEWS if self._is_measured else 1.0
             self._estimate += news * (found - self._estimate)
             self._is_measured = True
         self._windows.clear()
+        self._confirmed.clear()
         return self.last_bytes_per_s
 
     @property
@@ -69,3 +92,16 @@ class Throughput:
             if len(stretch) == STRETCH or (stretch and window + 1 not in self._windows):
                 fullest = max(fullest, sum(stretch) / len(stretch))
         return fullest
+
+    def _sustained(self) -> float | None:
+        """Return the bytes per second that were sent until a late confirmation; None unless a thin line was the reason."""
+        late = [(begin_s, end_s) for _, begin_s, end_s in self._confirmed if end_s - begin_s >= LATE_S]
+        prompt = (size / (end_s - begin_s) for size, begin_s, end_s in self._confirmed if 0 < end_s - begin_s < LATE_S)
+        if not late:
+            return None
+        sustained = max(self._sent_between(*times) / (times[1] - times[0]) for times in late)
+        is_line = sustained < HIDDEN_BYTES_PER_S and max(prompt, default=0.0) <= MUCH_FASTER * sustained
+        return sustained if is_line else None
+
+    def _sent_between(self, begin_s: float, end_s: float) -> float:
+        return sum(self._windows.get(window, 0.0) for window in range(int(begin_s / WINDOW_S), int(end_s / WINDOW_S) + 1))

@@ -137,9 +137,9 @@ class RoundLog:
     def _assembling(self, event: events.PeersSeen) -> str | None:
         """Report how many trainers of those that the first round waits for are there, when that changes."""
         status, before = self._board.status, self._present
-        self._present = event.trainers
         is_waiting = status.base_digest and not any(status.owners) and event.trainers < self._min_peers
-        if not is_waiting or before == event.trainers:
+        self._present = event.trainers if is_waiting else -1
+        if self._present in (before, -1):
             return None
         self._living = frozenset(event.living) - {status.peer_id}
         return f"waiting for the others: {event.trainers} of {counted(self._min_peers, 'trainer')}"

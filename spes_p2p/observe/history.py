@@ -23,7 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe import events
-from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted
+from spes_p2p.observe.contributed import Contributed
+from spes_p2p.observe.events import BaseRestored, Event, Observer, RoundCommitted
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Rounds
 
@@ -55,7 +56,8 @@ class History:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(path)
-            self.rounds = read_rounds(run_dir, peer_id)
+            self.contributed = Contributed(peer_id)
+            self.rounds = read_rounds(run_dir, peer_id, self.contributed.see)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from None
@@ -67,6 +69,7 @@ class History:
             now = round(self._wall_time(), 3)
             self._append({"time": now, "event": type(event).__name__, **to_json(event)})
             self.rounds.record(event, now)
+            self.contributed.see(event)
 
     def add(self, records: Iterable[RoundRecord]) -> None:
         """Append another peer's records, as far as they add information."""
@@ -100,8 +103,8 @@ def read_history(path: Path) -> list[Entry]:
         raise UserError(f"{file}: cannot read the history ({error.strerror}); give the --run-dir of a peer") from None
 
 
-def read_rounds(run_dir: Path, peer_id: str = "") -> Rounds:
-    """Return the round records in a run-dir; none without a history file. Raises OSError."""
+def read_rounds(run_dir: Path, peer_id: str = "", on_event: Observer = lambda event: None) -> Rounds:
+    """Return the round records in a run-dir; none without a history file. `on_event` gets its events. Raises OSError."""
     rounds = Rounds(peer_id)
     with suppress(FileNotFoundError):
         for at, what in _lines(run_dir / HISTORY_FILE):
@@ -109,6 +112,7 @@ def read_rounds(run_dir: Path, peer_id: str = "") -> Rounds:
                 rounds.add(what)
             else:
                 rounds.record(what, at)
+                on_event(what)
     return rounds
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import threading
 import time
@@ -23,9 +22,10 @@ from prometheus_client import (
 )
 
 from spes_p2p import __version__
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UserError, cannot_listen
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.observe import events
+from spes_p2p.observe.contributed import Contributed
 from spes_p2p.observe.events import (
     PAUSE_REASONS,
     BaseRestored,
@@ -102,6 +102,11 @@ METRICS = (
            events.QuotaForecast, lambda e: e.used_bytes),
     _gauge("spes_quota_pause_timestamp_seconds", "Unix time at which the quota will pause this trainer, at the rate so far;"
            " +Inf: not today, NaN: not known yet.", events.QuotaForecast, lambda e: e.pauses_at),
+    _gauge("spes_contributed_tokens", "Tokens trained by this peer that are in the base, since it first joined; over"
+           " spes_campaign_tokens, its share (spes-p2p me)."),
+    _gauge("spes_contributed_rounds", "Committed rounds with work of this peer, since it first joined."),
+    _gauge("spes_contributed_expert_steps", "Local steps times experts trained in them, in these rounds."),
+    _gauge("spes_contributed_seconds", "Time that this peer has spent in training steps, since it first joined."),
     _counter("spes_tokens_total", "Tokens trained by this peer.", PhaseTrained, lambda e: e.tokens),
     _counter("spes_steps_total", "Local optimizer steps of this peer.", PhaseTrained, lambda e: e.steps),
     _counter("spes_skipped_steps_total", "Local steps skipped because of a non-finite loss or gradient.",
@@ -209,6 +214,13 @@ class Metrics:
             self._metrics["spes_last_commit_timestamp_seconds"].set(now)
             self._metrics["spes_round_interval_seconds"].set(now - before if before else 0)
 
+    def follow(self, contributed: Contributed) -> None:
+        """Show what the peer has contributed, from its journal, so that a restart loses nothing."""
+        self._metrics["spes_contributed_tokens"].set_function(lambda: contributed.tokens)
+        self._metrics["spes_contributed_rounds"].set_function(lambda: contributed.rounds)
+        self._metrics["spes_contributed_expert_steps"].set_function(lambda: contributed.expert_steps)
+        self._metrics["spes_contributed_seconds"].set_function(lambda: contributed.trained_s)
+
     def serve(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
         """Serve HTTP on host:port (0: any free port) until `close`. Raises UserError if the port is not available."""
         if not 0 <= port <= 65535:
@@ -216,7 +228,7 @@ class Metrics:
         try:
             server, thread = start_http_server(port, host, self.registry)
         except OSError as error:
-            raise UserError(_cannot_listen(port, host, error)) from None
+            raise cannot_listen(host, port, error, "metrics-") from None
         return MetricsServer(server, thread)
 
 
@@ -243,13 +255,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def _cannot_listen(port: int, host: str, error: OSError) -> str:
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"--metrics-host {host}: not an address of this machine; give one of its own, or 0.0.0.0 for all of them"
-    why = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-    return f"--metrics-port {port}: cannot listen on {host}:{port} ({why}); choose another port"
 
 
 def metrics_document() -> str:

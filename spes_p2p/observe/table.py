@@ -203,7 +203,8 @@ def _peer_table(swarm: SwarmStatus) -> Table:
 
 def _peer_row(status: PeerStatus, experts: int) -> tuple[Text, ...]:
     trains = status.role == "trainer"
-    now = f"{status.stage} {status.steps_done}/{status.steps_planned}" if status.stage == "training" else status.stage
+    steps = f" {status.steps_done}/{status.steps_planned}" if status.stage == "training" and status.steps_planned else ""
+    now = status.stage + steps
     return (
         Text(short_peer(status.peer_id), "" if trains else "dim"),
         Text(str(status.round) if status.base_digest else UNKNOWN),

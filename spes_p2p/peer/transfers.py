@@ -138,11 +138,14 @@ class Transfers:
         return self._context.results.reduced_by(reducer, self._revision)
 
     async def _push_to(self, reducer: int) -> None:
+        endpoint, clock = self._context.endpoint, asyncio.get_running_loop().time
         try:
-            async with self._context.endpoint.stream(self._context.names[reducer], PUSH) as stream:
+            async with endpoint.stream(self._context.names[reducer], PUSH) as stream:
+                began = clock()
                 await self._send_updates(stream, self._pushes[reducer])
                 self._has_sent(reducer)
                 await stream.message()
+                endpoint.upload.confirm(sum(part.encoded_bytes for part in self._pushes[reducer]), began, clock())
         except (PeerUnreachable, Refused, WireError) as error:
             logger.info("push to %s: %s", self._context.names[reducer][-6:], error)
         self._has_sent(reducer)

@@ -38,7 +38,7 @@ from spes_p2p.session.genesis import fetch_genesis, join_with_base_0, load_or_ma
 from spes_p2p.session.network import connected, first_contact, live_on, make_node, world_of
 from spes_p2p.session.observers import observing, sharing_history
 from spes_p2p.session.pausing import Pauses, call_on_signals
-from spes_p2p.session.text import make_readers, open_text, serve_text, text_to_serve
+from spes_p2p.session.text import keep_checking, make_readers, open_text, serve_text, text_to_serve
 from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.storage.threads import nice_executor
 
@@ -123,7 +123,8 @@ async def _live_as_bootstrap(
             str(settings.run_dir), Archive(settings.archive_every, settings.archive_keep),
         )
         call_on_signals(helper.leave, LEAVING)
-        async with sharing_history(node, observers.history), beside(evaluations.run(observers.all)):
+        around = (evaluations.run(observers.all), keep_checking(shelf, world.run_blocking, world.rng))
+        async with sharing_history(node, observers.history), beside(*around):
             on_address(net.transport.addresses[0])
             await live_on(net, helper.run())
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from spes_p2p.peer.node import Node
 logger = logging.getLogger(__name__)
 
 VERIFIED_FILE, TOKENS_FOLDER = "verified_files.json", "tokens"
+CHECK_EVERY_S = 60.0
+"""Interval between two pieces that a bootstrap peer verifies: little reading, and files that are gone are noticed in time."""
 
 
 def open_text(files: CampaignFiles, run_dir: Path, cache_bytes: int | None) -> TokenShelf:
@@ -70,6 +73,13 @@ async def serve_text(node: Node, shelf: TokenShelf, private_urls: bool = False) 
     )
     await library.serve(node.content)
     return library
+
+
+async def keep_checking(shelf: TokenShelf, run_blocking: Callable[..., Awaitable[None]], rng: random.Random) -> None:
+    """Verify a piece of the local text now and then, so that damage is reported before a volunteer needs it. Never returns."""
+    while True:
+        await asyncio.sleep(CHECK_EVERY_S)
+        await run_blocking(shelf.check_a_piece, rng)
 
 
 def make_readers(

@@ -12,7 +12,8 @@ def require_writable(folder: Path) -> None:
     """Raise UserError unless this folder exists or can be made, and can be written to. Called before long work."""
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not nearest.is_dir():
-        raise UserError(f"{folder}: {nearest} is a file; choose another folder")
+        which = "" if nearest == folder else f"{nearest} "
+        raise UserError(f"{folder}: {which}is a file; choose another folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{folder}: this user may not write to {nearest}; choose another folder")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import hashlib
 import json
 import re
@@ -23,7 +22,7 @@ from spes_p2p.client.dashboard.poll import Published, watch
 from spes_p2p.client.dashboard.view import peer_rounds
 from spes_p2p.client.dashboard.webhook import post_alerts
 from spes_p2p.config.addresses import check_peer_addresses
-from spes_p2p.errors import UserError
+from spes_p2p.errors import UserError, cannot_listen
 from spes_p2p.net.tasks import beside
 
 KEEP_ALIVE_S = 15.0
@@ -73,8 +72,7 @@ async def listening(app: web.Application, host: str, port: int) -> AsyncIterator
         await site.start()
     except OSError as error:
         await runner.cleanup()
-        why = "it is in use" if error.errno == errno.EADDRINUSE else str(error)
-        raise UserError(f"--port {port}: cannot listen on {host}:{port} ({why}); choose another --port or --host") from None
+        raise cannot_listen(host, port, error) from None
     try:
         bound = runner.addresses[0][1]
         yield f"http://{host}:{bound}/"

@@ -1,0 +1,44 @@
+"""What one peer has contributed to the base, summed from its own events."""
+
+from __future__ import annotations
+
+from spes_p2p.observe.events import BaseRestored, Event, PhaseTrained, RoundCommitted
+
+
+class Contributed:
+    """Observer that sums a peer's work in certified rounds, without rounds that a rollback or a reform took back."""
+
+    def __init__(self, peer_id: str):
+        self._peer_id = peer_id
+        self._rounds: dict[int, tuple[int, int]] = {}
+        """Tokens and expert-steps by round; a round that is applied again counts once."""
+        self.trained_s = 0.0
+        """Seconds spent in training steps, by the peer's own clock, also for work that no round includes."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this peer trained and that are in the base."""
+        return sum(tokens for tokens, _ in self._rounds.values())
+
+    @property
+    def rounds(self) -> int:
+        """Committed rounds with work of this peer."""
+        return len(self._rounds)
+
+    @property
+    def expert_steps(self) -> int:
+        """Local steps times experts trained in them, in these rounds."""
+        return sum(steps for _, steps in self._rounds.values())
+
+    def see(self, event: Event) -> None:
+        """Count the event."""
+        match event:
+            case RoundCommitted():
+                self._rounds.pop(event.round, None)
+                own = [(tokens, steps) for peer, tokens, steps in event.contributions if peer == self._peer_id and tokens]
+                if own:
+                    self._rounds[event.round] = own[0]
+            case BaseRestored() if event.source in ("rollback", "reform"):
+                self._rounds = {number: work for number, work in self._rounds.items() if number <= event.round}
+            case PhaseTrained():
+                self.trained_s += event.seconds
