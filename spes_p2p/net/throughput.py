@@ -4,9 +4,10 @@ Time is divided into windows. A transfer that saturates the line fills whole win
 A stretch is STRETCH windows, since send buffers absorb megabytes at once, or fewer for a shorter transfer. The first and the
 last window of a transfer are partly idle, so they do not count; neither do small messages.
 
-Buffers hide a thin line: those of the kernel, the muxer and p2pd take about half a megabyte of each stream at once, which may be
-a whole round of a small model. So when receivers confirm transfers late, the line counts for no more than what was sent from the
-beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the reason.
+Buffers hide a thin line: those of the kernel, the muxer and p2pd take about half a megabyte of each stream at once, which may
+be a whole round of a small model. So when receivers confirm transfers late, the line counts for no more than what was sent
+from the beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the
+reason.
 
 On a fast line the CPU is the limit: a peer with more to send measures a higher rate, gets more to send, and so on. Fast lines
 therefore count as equal.
