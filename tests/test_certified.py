@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from spes_p2p.consensus.commit_log import CommitLog
 from spes_p2p.messages.presence import Contribution, Named, PeerStatus, RoundRecord
 from spes_p2p.observe.rounds import totals_of
 from spes_p2p.peer.history_sync import pages
-from spes_p2p.rounds.certified import certified
+from spes_p2p.rounds.certified import Hearsay, certified
 from spes_p2p.testing.simulate.swarm import simulate
 
 
@@ -44,6 +45,8 @@ LIES: dict[str, Callable[[RoundRecord], RoundRecord]] = {
     "a stranger without tokens": lambda r: replace(r, contributions=(*r.contributions, Contribution("liar", 0, 10**9))),
     "all work is the liar's": lambda r: moved(r, "C"),
     "a round to come": lambda r: replace(r, round=10**6),
+    "more experts": lambda r: replace(r, contributions=(
+        replace(r.contributions[0], expert_steps=10**6), *r.contributions[1:])),
 }
 
 
@@ -66,6 +69,8 @@ def test_honest_records_are_certified_and_lies_are_not(tmp_path: Path) -> None:
             assert certified(tell(record), log, config) is None, lie
         named = replace(record, names=(Named("A", "Ada", ""), Named("liar", "Ada", "")))
         assert certified(named, log, config) == replace(named, names=(Named("A", "Ada", ""),))
+        false = replace(record, control="stopped", learning_rate=9.0, members=10**6)
+        assert certified(false, log, config) == replace(record, members=len(log.commit_at(2).members))
 
     simulate(main)
 
@@ -84,6 +89,48 @@ def test_a_peer_takes_over_no_lie(tmp_path: Path) -> None:
         assert {each.peer for each in totals_of(swarm.records("D").values()).contributions} == {"A", "B", "C", "D"}
         told, true = ([swarm.records(name)[n].contributions for n in range(4)] for name in "DW")
         assert told == true
+
+    simulate(main)
+
+
+def test_what_no_certificate_covers_needs_the_owners_helper_or_two_electors(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path)
+        await swarm.begin()
+        await swarm.until_round(4)
+        log, record = swarm.nodes["W"].log, replace(swarm.records("A")[2], validation_loss=4.0)
+        lie = replace(record, loss=0.1, validation_loss=0.1)
+        hearsay = Hearsay(log, swarm.campaign.config)
+        first, second = sorted(set(log.last.electorate) - {"W"})[:2]
+        assert hearsay.believed("W", record) == record
+
+        def losses(peer: str, told: RoundRecord) -> list[float]:
+            found = hearsay.believed(peer, told)
+            assert found is not None
+            return [loss for loss in (found.loss, found.validation_loss) if math.isfinite(loss)]
+
+        assert losses(first, lie) == losses(first, lie) == losses("Z", lie) == []
+        assert losses(second, record) == []
+        assert losses(first, record) == [record.loss, 4.0]
+        assert losses("Z", record) == [record.loss, 4.0]
+        assert losses("Z", lie) == []
+
+    simulate(main)
+
+
+def test_a_joiner_takes_no_loss_that_one_elector_tells(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = RememberingSwarm(tmp_path, total_steps=100)
+        await swarm.begin()
+        await swarm.until_round(4)
+        swarm.kill("W")
+        for liar, lie in (("A", 0.1), ("B", 0.2)):
+            for number, record in swarm.histories[liar].rounds._records.items():
+                swarm.histories[liar].rounds._records[number] = replace(record, loss=lie, validation_loss=lie)
+        await swarm.join("D")
+        await swarm.until(lambda: "D" in swarm.nodes and swarm.round_of("D") >= 6)
+        await swarm.until(lambda: swarm.credits_all("D", 6))
+        assert all(math.isnan(swarm.records("D")[number].loss) for number in range(1, 4))
 
     simulate(main)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_round import LAYOUT, Round, make_plan_of, member, random_updates, reference
+from exchange_round import LAYOUT, Round, codecs, make_plan_of, member, random_updates, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,11 +15,13 @@ from spes_p2p.campaign.genesis import make_genesis
 from spes_p2p.messages.consensus import Ballot, Commit, Workload
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.rounds import claims
 from spes_p2p.rounds.accounting import MAX_PENDING_ROUNDS
 from spes_p2p.rounds.claims import BANDWIDTH_RATIO, clamped, outstanding, within
+from spes_p2p.rounds.parts import part_table
 from spes_p2p.rounds.plan import Rules, make_plan
-from spes_p2p.rounds.planned import Plan
+from spes_p2p.rounds.planned import Member, Plan
 from spes_p2p.testing.simulate.swarm import EXPERTS, NUM_SAMPLES, VirtualSwarm, campaign, simulate
 
 CAMPAIGN = campaign()
@@ -102,6 +104,25 @@ def test_bandwidth_counts_up_to_a_few_times_the_median_unless_the_owner_vouches(
     found = clamped({"A": announce(bandwidth=claimed), **honest, "E": announce(bandwidth=0.0)}, chain(""), CAMPAIGN.config)
     assert [found[name].bandwidth for name in "ABCDE"] == [BANDWIDTH_RATIO, 1.0, 1.0, 1.0, 0.0]
     assert clamped({"W": announce(bandwidth=claimed), **honest}, chain(""), CAMPAIGN.config)["W"].bandwidth == claimed
+
+
+WIDE = Layout([TensorSpec("embed", (2**28,), "shared")])
+
+
+@pytest.mark.parametrize(("peers", "liars"), [(4, 1), (6, 1), (8, 2), (30, 1)])
+@pytest.mark.parametrize("admission", ["friends", "open"])
+def test_who_exaggerates_its_bandwidth_reduces_a_bounded_share(peers: int, liars: int, admission: str) -> None:
+    """Each gets at most four shares, so that one of six reduces at most 4 / 9 of a model; strangers of an open one none."""
+    names = [f"{number:02d}" for number in range(peers)]
+    said = {name: announce(bandwidth=1e15 if number < liars else 1.0) for number, name in enumerate(names)}
+    members = tuple(
+        Member(name, 1, (0,) * EXPERTS, each.bandwidth, standing="newcomer" if admission == "open" and i < liars else "vouched")
+        for i, (name, each) in enumerate(clamped(said, chain(""), CAMPAIGN.config).items())
+    )
+    parts = part_table(WIDE, members, codecs("int4"))
+    theirs = sum(part.size for part in parts if part.reducer < liars) / WIDE.size
+    most = 4 * liars / (4 * liars + peers - liars) if admission == "friends" else 0.0
+    assert theirs == pytest.approx(most, abs=0.02)
 
 
 def test_one_loss_does_not_hide_the_others() -> None:

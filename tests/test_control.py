@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.campaign.orders import CampaignView, describe, parse_order
+from spes_p2p.campaign.orders import CampaignView, parse_order
 from spes_p2p.consensus.certificate import vote_message
-from spes_p2p.consensus.control import is_rollback, number_of, owner_of, signed
+from spes_p2p.consensus.control import describe, is_rollback, number_of, owner_of, signed
 from spes_p2p.errors import UPGRADE, PeerUnreachable, Refused, UserError
 from spes_p2p.messages.codec import pack, unpack
 from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control, ControlRequest, Known, Pardon, Vote

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection
 from spes_p2p.client.connection import SwarmConnection
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.messages.presence import HistoryPage
-from spes_p2p.rounds.certified import certified
+from spes_p2p.rounds.certified import Hearsay
 
 
 class Chronicle:
@@ -15,7 +15,7 @@ class Chronicle:
 
     def __init__(self, swarm: SwarmConnection, config: CampaignConfig):
         self.log = swarm.log
-        self._config = config
+        self._hearsay = Hearsay(swarm.log, config)
 
     @property
     def rounds(self) -> list[int]:
@@ -23,9 +23,9 @@ class Chronicle:
         return [number for number in range(max(0, self.log.begins), self.log.round + 1) if self.log.commit_at(number).plan]
 
     async def pages(self, swarm: SwarmConnection, peer: str, after: int = -1) -> AsyncIterator[HistoryPage]:
-        """Yield a peer's records of the rounds after this one, without those that the certificates contradict."""
+        """Yield a peer's records of the rounds after this one, as far as they are to be believed."""
         async for page in swarm.history(peer, after, self.log.round):
-            records = (certified(record, self.log, self._config) for record in page.records)
+            records = (self._hearsay.believed(peer, record) for record in page.records)
             yield HistoryPage(page.now, tuple(record for record in records if record is not None))
 
 

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spes_p2p.campaign.orders import describe
 from spes_p2p.config.campaign import Campaign
 from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.consensus.control import describe
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack
 from spes_p2p.messages.consensus import Commit, CommitsRequest, Decide

@@ -8,6 +8,7 @@ parent's.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import Protocol
 
@@ -186,3 +187,24 @@ class ControlRecords:
 
 def _message(control: Control) -> bytes:
     return b"spes control\0" + pack(replace(control, signature=b""))
+
+
+def describe(control: Control | None) -> str:
+    """Describe a record, for example "paused, rolled back to round 40, from round 60 on learning_rate 0.0001"; or ""."""
+    if control is None:
+        return ""
+    words: list[str] = [] if control.state == "running" else [control.state]
+    if control.rollback >= 0:
+        words.append(f"rolled back to round {control.rollback}")
+    if control.requires is not None:
+        words.append(f"protocol {control.requires.protocol} required from round {control.requires.from_round} on")
+    if control.banned:
+        words.append(f"{len(control.banned)} {'peer' if len(control.banned) == 1 else 'peers'} banned")
+    for change in control.changes:
+        words.append(f"from round {change.round} on {_words(change.training)}")
+    return ", ".join(words)
+
+
+def _words(training: str) -> str:
+    """Return a change without JSON punctuation, and always printable."""
+    return re.sub(r"[^\w.:,+-]", "", training).replace(":", " ").replace(",", ", ")

@@ -89,6 +89,10 @@ def merged(known: RoundRecord | None, other: RoundRecord) -> RoundRecord:
     return replace(known, **later) if later else known
 
 
+def _lacks_loss(record: RoundRecord) -> bool:
+    return record.tokens > 0 and math.isnan(record.loss)
+
+
 class Rounds:
     """A peer's records: from its own events and from other peers."""
 
@@ -119,8 +123,8 @@ class Rounds:
         return max(self._records, default=-1)
 
     def missing(self, rounds: Iterable[int]) -> list[int]:
-        """Return those of the given rounds that have no record."""
-        return [number for number in rounds if number not in self._records]
+        """Return those of the given rounds that have no record, or none that says the loss though they were trained."""
+        return [number for number in rounds if number not in self._records or _lacks_loss(self._records[number])]
 
     def after(self, round_number: int, at_most: int) -> tuple[RoundRecord, ...]:
         """Return the first records after a round."""

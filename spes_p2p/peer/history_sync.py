@@ -19,7 +19,7 @@ from spes_p2p.net.unpacking import unpack_beside
 from spes_p2p.observe.history import History
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.peer.node import Node
-from spes_p2p.rounds.certified import certified
+from spes_p2p.rounds.certified import Hearsay
 
 RECORDS_PER_MESSAGE = 256
 CONTRIBUTIONS_PER_MESSAGE = 2**14
@@ -78,7 +78,7 @@ async def pages(endpoint: RpcEndpoint, peer: str, after: int, newest: int) -> As
 
 async def fill_history(node: Node, history: History) -> None:
     """Fill the gaps of a history from other peers, until cancelled."""
-    rounds = history.rounds
+    rounds, hearsay = history.rounds, Hearsay(node.log, node.campaign.config)
     given_up: set[int] = set()
     while True:
         known = range(min(rounds.newest, node.log.round) + 1)
@@ -86,18 +86,19 @@ async def fill_history(node: Node, history: History) -> None:
         for _ in range(PATIENCE):
             if not wanted:
                 break
-            await _ask_others(node, history, wanted)
+            await _ask_others(node, history, hearsay, wanted)
             wanted = rounds.missing(wanted)
             await asyncio.sleep(ASK_EVERY_S if wanted else 0)
         given_up.update(wanted)
         await asyncio.sleep(ASK_EVERY_S)
 
 
-async def _ask_others(node: Node, history: History, wanted: list[int]) -> None:
-    """Page through the other peers' records until no wanted round is missing. What certificates contradict is left out."""
-    for peer in (*node.others("trainer"), *node.others("helper")):
+async def _ask_others(node: Node, history: History, hearsay: Hearsay, wanted: list[int]) -> None:
+    """Page through the other peers' records until no wanted round is missing: of the owner's helpers, then of electors."""
+    helpers, electors = node.log.genesis.helpers, node.log.last.electorate
+    for peer in sorted(node.others(), key=lambda peer: (peer not in helpers, peer not in electors)):
         async for page in pages(node.endpoint, peer, max(-1, wanted[0] - 1 - LOOK_BACK), node.log.round):
-            history.add(filter(None, (certified(record, node.log, node.campaign.config) for record in page.records)))
+            history.add(filter(None, (hearsay.believed(peer, record) for record in page.records)))
             if not history.rounds.missing(wanted):
                 return
 

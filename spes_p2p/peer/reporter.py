@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 
-from spes_p2p.campaign.orders import describe
+from spes_p2p.consensus.control import describe
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import MAX_NAMES
 from spes_p2p.messages.methods import SPEED
