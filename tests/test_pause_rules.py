@@ -127,6 +127,22 @@ def test_the_use_of_gpus_by_others_is_that_of_the_busiest() -> None:
     assert gpu_of_others("", set()) == 0
 
 
+@pytest.mark.parametrize(("script", "share"), [
+    (f"cat <<'END'\n{LISTING}END", 1.0),
+    ("echo NVIDIA-SMI has failed; exit 9", 0.0),
+    ("exec sleep 60", 0.0),
+], ids=["listing", "failing", "hanging"])
+def test_a_driver_is_asked_what_others_use_and_not_waited_for(
+    script: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\n{script}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("spes_p2p.session.machine_use.DRIVER_TIMEOUT_S", 0.5 if "sleep" in script else 10.0)
+    assert MachineUse().measure().gpu == share
+
+
 def test_this_machine_can_be_measured() -> None:
     use = MachineUse().measure()
     assert 0 <= use.cpu <= 1

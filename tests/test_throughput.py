@@ -119,3 +119,14 @@ def test_pauses_in_a_transfer_over_a_line_that_no_buffer_hides_change_nothing() 
         send(line, int(8 * rate), rate, begin_s)
     line.confirm(int(16 * rate), 10.0, 38.0)
     assert line.bytes_per_s() == pytest.approx(rate, rel=0.1)
+
+
+def test_a_line_that_was_thin_for_a_busy_moment_is_not_thin_any_more_when_transfers_are_confirmed_promptly() -> None:
+    line = Throughput()
+    buffered_round(line, 10.0, {300_000: 8.0, 500_000: 14.0})
+    thin = line.bytes_per_s()
+    for begin_s in (40.0, 60.0, 80.0, 100.0):
+        line.count(500_000, begin_s, begin_s)  # too short for a window
+        line.confirm(500_000, begin_s, begin_s + 0.1)
+        found = line.bytes_per_s()
+    assert found > 10 * thin

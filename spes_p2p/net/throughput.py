@@ -4,10 +4,9 @@ Time is divided into windows. A transfer that saturates the line fills whole win
 A stretch is STRETCH windows, since send buffers absorb megabytes at once, or fewer for a shorter transfer. The first and the
 last window of a transfer are partly idle, so they do not count; neither do small messages.
 
-Buffers hide a thin line: those of the kernel, the muxer and p2pd take about half a megabyte of each stream at once, which may
-be a whole round of a small model. So when receivers confirm transfers late, the line counts for no more than what was sent
-from the beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the
-reason.
+Buffers hide a thin line: those of the kernel, the muxer and p2pd take about half a megabyte of each stream at once, maybe a
+whole round of a small model. So when receivers confirm transfers late, the line counts for no more than what was sent from the
+beginning of a transfer to its confirmation. If one receiver confirmed much faster than the others, they are the reason.
 
 On a fast line the CPU is the limit: a peer with more to send measures a higher rate, gets more to send, and so on. Fast lines
 therefore count as equal.
@@ -65,9 +64,11 @@ class Throughput:
     def bytes_per_s(self) -> float:
         """Update the estimate with the traffic since the last call, and return it."""
         found = self._fullest() / WINDOW_S
-        sustained = self._sustained()
+        sustained, prompt = self._until_confirmed()
         if sustained is not None:
             found = min(found, sustained) if found >= LEAST_BYTES_PER_S else sustained
+        elif found < LEAST_BYTES_PER_S and prompt > self._estimate:
+            found = prompt  # a line that counted as thin, for instance because the processor was busy, and is not
         if found >= LEAST_BYTES_PER_S:
             news = WEIGHT_OF_NEWS if self._is_measured else 1.0
             self._estimate += news * (found - self._estimate)
@@ -94,15 +95,17 @@ class Throughput:
                 fullest = max(fullest, sum(stretch) / len(stretch))
         return fullest
 
-    def _sustained(self) -> float | None:
-        """Return the bytes per second that were sent until a late confirmation; None unless a thin line was the reason."""
+    def _until_confirmed(self) -> tuple[float | None, float]:
+        """Return the bytes per second that were sent until a late confirmation, and the most of a prompt one.
+
+        The first is None unless a thin line was the reason.
+        """
         late = [(begin_s, end_s) for _, begin_s, end_s in self._confirmed if end_s - begin_s >= LATE_S]
-        prompt = (size / (end_s - begin_s) for size, begin_s, end_s in self._confirmed if 0 < end_s - begin_s < LATE_S)
-        if not late:
-            return None
-        sustained = max(self._sent_between(*times) / (times[1] - times[0]) for times in late)
-        is_line = sustained < HIDDEN_BYTES_PER_S and max(prompt, default=0.0) <= MUCH_FASTER * sustained
-        return sustained if is_line else None
+        rates = (size / (end_s - begin_s) for size, begin_s, end_s in self._confirmed if 0 < end_s - begin_s < LATE_S)
+        prompt = max(rates, default=0.0)
+        sustained = max((self._sent_between(*times) / (times[1] - times[0]) for times in late), default=HIDDEN_BYTES_PER_S)
+        is_line = sustained < HIDDEN_BYTES_PER_S and prompt <= MUCH_FASTER * sustained
+        return sustained if is_line else None, prompt
 
     def _sent_between(self, begin_s: float, end_s: float) -> float:
         return sum(self._windows.get(window, 0.0) for window in range(int(begin_s / WINDOW_S), int(end_s / WINDOW_S) + 1))
