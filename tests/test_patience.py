@@ -46,7 +46,9 @@ async def longest_round_s(swarm: VirtualSwarm, rounds: int) -> float:
     return longest
 
 
-@pytest.mark.parametrize(("kind", "limit_s"), [("unproposing", 80.0), ("undeciding", 200.0)])
+@pytest.mark.parametrize(
+    ("kind", "limit_s"), [("unproposing", 80.0), pytest.param("undeciding", 200.0, marks=pytest.mark.long)]
+)
 def test_a_coordinator_that_lives_and_never_goes_on_holds_up_a_round_once(kind: AttackKind, limit_s: float) -> None:
     """It is first in turn in several of these rounds. Before that there was no bound."""
 
