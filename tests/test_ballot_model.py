@@ -329,6 +329,7 @@ def test_a_fork_that_a_liar_makes_is_healed_by_the_owners_next_term() -> None:
     assert found.states >= 15_000
 
 
+@pytest.mark.long
 def test_without_branches_the_fork_of_a_liar_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Participant, "learn_branch", lambda self, branch: Output(False))
     found = search(LIAR_AND_OWNER)

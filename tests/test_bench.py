@@ -26,15 +26,20 @@ CPU = torch.device("cpu")
 CHECKS = ("test-4GiB", "tests", "forms")
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks", ROOT / "tools" / "benchmarks.py")
+def tool(name: str) -> ModuleType:
+    """Import a module of tools/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     # Known by name, because its dataclasses ask for their module.
-    module = sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return tool("benchmarks")
 
 
 def test_all_ways_to_compute_the_experts_give_the_same_gradient_of_their_input(bench: ModuleType) -> None:
@@ -113,12 +118,13 @@ def test_a_campaigns_step_runs_under_a_cap_in_the_planned_setup(bench: ModuleTyp
         bench.bench_capped_step(config, 100_000, 5, CPU)
 
 
-def test_forms_of_a_step_are_compared_on_a_cpu(tmp_path: Path) -> None:
+def test_forms_of_a_step_are_compared_on_a_cpu(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = tmp_path / "forms.json"
-    command = [sys.executable, str(ROOT / "tools" / "bench"), "forms", "--json", str(file)]
-    command += ["--only", "plain", "masked", "masked_flex", "eager_attention"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    forms = ("plain", "masked", "masked_flex", "eager_attention")
+    monkeypatch.setattr(sys, "argv", ["forms", "--json", str(file), "--cap", "64MiB", "--only", *forms])
+    assert tool("forms_benchmark").main() == 0
     found = json.loads(file.read_text())
     assert found["empty_group_gradient_torch"] == found["empty_group_gradient_ours"] == 0
     assert found["documents_masked_leak"] < 1e-5 < 0.1 < found["documents_unmasked_leak"]
@@ -163,14 +169,9 @@ def test_a_benchmark_that_is_ended_leaves_no_process_and_no_folder_behind(how: s
 
 
 def test_a_number_that_is_out_of_bounds_or_missing_is_named() -> None:
-    spec = importlib.util.spec_from_file_location("cuda_benchmark", ROOT / "tools" / "cuda_benchmark.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["cuda_benchmark"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     report = {"peak_vs_predicted": 1.2, "setup": {"owned": 3}}
     bounds = {"peak_vs_predicted": (0.9, 1.1), "owned": (2, 32), "mfu": (0.1, 1)}
-    assert module.missed(report, bounds) == [
+    assert tool("cuda_benchmark").missed(report, bounds) == [
         "peak_vs_predicted = 1.2, not within 0.9 to 1.1", "mfu = None, not within 0.1 to 1",
     ]
 

@@ -166,9 +166,9 @@ def test_a_download_that_ends_when_its_branch_was_given_up_does_no_harm() -> Non
         await swarm.until_round(2)
         replica = swarm.helper.replica
         given_up = replace(replica.base, commit="another", round=9)
-        await replica._jump(given_up, False)
+        await replica.jumps.to(given_up, False)
         with pytest.raises(PeerUnreachable, match="given up"):
-            await replica.repair()
+            await replica.jumps.repair()
         await swarm.until_finished()
         await swarm.until(lambda: replica.base.digest in swarm.final_digests())
 

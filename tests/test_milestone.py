@@ -256,7 +256,7 @@ def test_a_swarm_keeps_short_logs_and_a_late_joiner_and_one_that_was_away_go_on_
             swarm.start(name)
         await swarm.until(lambda: all(swarm.round_of(name) >= 3 for name in "ABC"))
         swarm.kill("C")
-        await swarm.until(lambda: swarm.round_of("A") >= 6 * ROUNDS and swarm.round_of("B") >= 6 * ROUNDS)
+        await swarm.until(lambda: swarm.round_of("A") >= 4 * ROUNDS and swarm.round_of("B") >= 4 * ROUNDS)
         for peer in (swarm.peers["A"], swarm.peers["B"]):
             assert peer.node.log.begins > 3
         swarm.start_again("C")

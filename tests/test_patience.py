@@ -46,7 +46,9 @@ async def longest_round_s(swarm: VirtualSwarm, rounds: int) -> float:
     return longest
 
 
-@pytest.mark.parametrize(("kind", "limit_s"), [("unproposing", 80.0), ("undeciding", 200.0)])
+@pytest.mark.parametrize(
+    ("kind", "limit_s"), [("unproposing", 80.0), pytest.param("undeciding", 200.0, marks=pytest.mark.long)]
+)
 def test_a_coordinator_that_lives_and_never_goes_on_holds_up_a_round_once(kind: AttackKind, limit_s: float) -> None:
     """It is first in turn in several of these rounds. Before that there was no bound."""
 
@@ -103,14 +105,21 @@ class Excuses(Tamper):
         return frame
 
 
+SOON_OVER = [
+    Refused(Code.ALIVE, "another one is there", peer="A"), Refused(Code.BEHIND, "decided", round=10),
+    Refused(Code.VERSION, "too old", protocol=99),
+]
+WEARISOME = [
+    Refused(Code.CLOSED, "the plan is made"), Refused(Code.FAILED, "no majority"), Refused(Code.BUSY, "later"),
+    Refused(Code.COORDINATOR_BEHIND, "wait"), Refused(Code.DIGEST, "other bits"),
+    Refused(Code.CAMPAIGN, "another one", campaign="ab" * 32),
+]
+
+
 @pytest.mark.parametrize(
-    "refused", [
-        Refused(Code.CLOSED, "the plan is made"), Refused(Code.FAILED, "no majority"), Refused(Code.BUSY, "later"),
-        Refused(Code.ALIVE, "another one is there", peer="A"), Refused(Code.COORDINATOR_BEHIND, "wait"),
-        Refused(Code.BEHIND, "decided", round=10), Refused(Code.DIGEST, "other bits"),
-        Refused(Code.CAMPAIGN, "another one", campaign="ab" * 32), Refused(Code.VERSION, "too old", protocol=99),
-    ], ids=lambda refused: refused.code.value,
-)  # fmt: skip
+    "refused", [*SOON_OVER, *(pytest.param(each, marks=pytest.mark.long) for each in WEARISOME)],
+    ids=lambda refused: refused.code.value,
+)
 def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> None:
     async def main() -> None:
         swarm = swarm_of()

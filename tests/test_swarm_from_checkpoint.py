@@ -26,7 +26,7 @@ from spes_p2p.training.interface import Phase, PhaseReport
 from spes_p2p.training.trainer import TorchTrainer
 
 WORDNET = str(TEXT / "train/wordnet.jsonl")
-TRAINING = {"sequence_length": 16, "batch_size": 4, "micro_batch_size": 2, "total_steps": 30, "sync_steps": 5,
+TRAINING = {"sequence_length": 16, "batch_size": 4, "micro_batch_size": 2, "total_steps": 15, "sync_steps": 5,
             "learning_rate": 3e-3, "warmup_steps": 1}
 
 

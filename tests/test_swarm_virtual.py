@@ -614,8 +614,8 @@ def test_a_commit_that_contradicts_its_plan_is_refused_and_no_crash() -> None:
         replica, log = swarm.peers["A"].replica, swarm.nodes["A"].log
         decided = log.at(log.round)
         wrong = dataclasses.replace(decided, commit=dataclasses.replace(decided.commit, lost=((99,),)))
-        assert await replica._complete_results(decided.commit) is not None
+        assert await replica.complete_results(decided.commit) is not None
         with pytest.raises(Refused, match="contradicts its plan: roots"):
-            await replica._complete_results(wrong.commit)
+            await replica.complete_results(wrong.commit)
 
     simulate(main)

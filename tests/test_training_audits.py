@@ -7,6 +7,7 @@ import pytest
 from spes_p2p.research import audits
 
 
+@pytest.mark.long
 def test_honest_updates_favour_their_samples_and_look_like_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(audits.ROUNDS, 4, 2)
     records = audits.run(4, 0, replays=True)

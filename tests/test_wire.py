@@ -19,7 +19,7 @@ from spes_p2p.messages import consensus, content, fields, presence, refusals, ro
 from spes_p2p.messages.codec import Extensible, WireError, _plain, pack, record_id, share_records, unpack
 from spes_p2p.messages.samples import Interval
 
-EXAMPLES_OF_EACH_RECORD = max(5, settings().max_examples // 3)
+EXAMPLES_OF_EACH_RECORD = max(5, settings().max_examples // 5)
 """There are many records."""
 
 NO_RECORDS = ("codec", "fields", "framing", "methods")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from spes_p2p.campaign.files import CampaignFiles, keep_campaign, read_campaign
 from spes_p2p.campaign.genesis import make_genesis
+from spes_p2p.client import worth
 from spes_p2p.client.me import own_share, render
 from spes_p2p.client.worth import WORTH_FILE, masked_losses, worth_of
 from spes_p2p.config.model import ModelSection
@@ -86,6 +88,14 @@ def trainers_run_dir(folder: Path, files: CampaignFiles, values: np.ndarray, num
     return folder
 
 
+@pytest.fixture
+def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure in this process: one of its own imports torch again. The network test below has one."""
+    monkeypatch.setattr(worth, "run_apart", lambda function, *args: function(*args))
+    monkeypatch.setattr(os, "nice", lambda increment: 0)
+
+
+@pytest.mark.usefixtures("measured_here")
 def test_a_result_is_kept_for_the_base_and_the_experts_that_it_is_of(files: CampaignFiles, tmp_path: Path) -> None:
     base, data = spread(files.campaign.config.model), files.folders
     folder = trainers_run_dir(tmp_path, files, base)
@@ -103,6 +113,7 @@ def test_a_result_is_kept_for_the_base_and_the_experts_that_it_is_of(files: Camp
     assert worth_of(folder, (0, 1), (), data).round == 6
 
 
+@pytest.mark.usefixtures("measured_here")
 def test_what_cannot_be_measured_is_one_line(files: CampaignFiles, tmp_path: Path) -> None:
     folder = trainers_run_dir(tmp_path, files, spread(files.campaign.config.model))
     with pytest.raises(UserError, match="owns no experts yet"):
@@ -128,7 +139,7 @@ def test_a_volunteer_is_told_what_its_experts_are_worth(campaign: Path, tmp_path
         swarm.wait_for_round(3, 240)
         told = call("me", str(swarm["peer-0"].run_dir), "--worth", "--json")
         assert told.code == 0, told.stderr
-        worth = json.loads(told.stdout)["worth"]
-        assert len(worth["experts"]) == 2
-        assert worth["round"] >= 2
-        assert 0 < worth["error"] < 1
+        found = json.loads(told.stdout)["worth"]
+        assert len(found["experts"]) == 2
+        assert found["round"] >= 2
+        assert 0 < found["error"] < 1

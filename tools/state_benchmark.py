@@ -48,6 +48,7 @@ from spes_p2p.model.memory import Setup, device_bytes
 from spes_p2p.net.interfaces import World
 from spes_p2p.peer.durable import voter_incarnation
 from spes_p2p.peer.exchange import Exchange
+from spes_p2p.peer.first_base import begin_training, restore
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
 from spes_p2p.rounds.commit import make_commit, staged_report
@@ -303,8 +304,8 @@ class OnePeer:
             self.node, self.layout, lambda event: None, self._base == "ram", self._checkpoint_every_s, self._base == "arrays"
         )
         await self.replica.start()
-        assert await self.replica.restore(str(self.folder))
-        await self.replica.begin_training(self._trainer, restored=True)
+        assert await restore(self.replica, str(self.folder))
+        await begin_training(self.replica, self._trainer, restored=True)
         await self.replica.advance()
 
     def _trainer(self, base: np.ndarray, owned: tuple[int, ...]) -> TorchTrainer:
@@ -337,7 +338,7 @@ class OnePeer:
         async with meter.measured("apply" if plan.merge is None else "merge"):
             await replica.advance()
         async with meter.measured("save"):
-            await replica.durable()
+            await replica.store.durable()
 
     async def _train(self) -> None:
         base, trainer = self.replica.base, self.replica.trainer

@@ -21,10 +21,12 @@ from spes_p2p.messages.framing import IGNORABLE, Kind, Message
 from spes_p2p.messages.methods import METHODS, UNBOUNDED, Method
 from spes_p2p.messages.refusals import Code
 from spes_p2p.net.detector import CLOCK_ERROR_S, SilenceDetector
+from spes_p2p.net.heartbeats import Heartbeats
+from spes_p2p.net.intake import Intake
 from spes_p2p.net.interfaces import Channel, Transport
 from spes_p2p.net.limits import UNLIMITED, Line
 from spes_p2p.net.pipe import pipe
-from spes_p2p.net.shares import FRAME_COST, OUTSIDER_FRAME_BYTES, STREAM_COST, Shares
+from spes_p2p.net.shares import STREAM_COST, Shares
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.net.throughput import Throughput
 
@@ -43,7 +45,6 @@ QUEUED_FRAMES = 8
 """Received frames that may wait to be read; beyond this the sender is slowed down."""
 SEQUENCES = (Kind.CONTENT, Kind.PART, Kind.MANIFEST)
 """Kinds of which several follow each other until END."""
-TAKEN_KINDS = frozenset(int(kind) for kind in Kind) - {Kind.FINISHED}
 Count = Callable[[int, int, float], None]
 """Called per message with bytes sent, bytes received, and the start time."""
 
@@ -63,13 +64,8 @@ class Stream:
     ):
         """`is_answer`: this end opened the stream, so what arrives answers it."""
         self.remote = channel.remote
-        self._channel = channel
-        self._detector = detector
-        self._count = count
-        self._line = line
-        self._method, self._shares, self._is_answer = method, shares, is_answer
-        self._held = 0
-        """Bytes that arrive or wait to be read."""
+        self._channel, self._detector, self._count, self._line, self._shares = channel, detector, count, line, shares
+        self._intake = Intake(channel.remote, method, shares, is_answer)
         self._incoming: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_FRAMES)
         self._news = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -78,12 +74,8 @@ class Stream:
         self._has_refused = False
         self._loop = asyncio.get_running_loop()
         self._reader = asyncio.create_task(self._read())
-        self._beating: asyncio.TimerHandle | asyncio.Task[None]
-        """The task that sends heartbeats, or the timer that starts it: most streams end before the first heartbeat."""
-        self._beating = self._loop.call_later(detector.heartbeat_s, self._start_beating)
-        self._heard_at, self._reading = self._loop.time(), True
-        channel.watch(self._hear, self._admit)
-        self._silence = self._loop.call_later(detector.bound(channel.remote), self._check_silence)
+        self._heartbeats = Heartbeats(self.remote, detector, lambda: self._send(kind=Kind.HEARTBEAT), self._lose)
+        channel.watch(self._heartbeats.heard, self._admit)
         self._request_due: asyncio.TimerHandle | None = None
 
     def expect_request(self) -> None:
@@ -91,7 +83,7 @@ class Stream:
         patience = REQUEST_SILENCES if self._shares.is_known(self.remote) else OUTSIDER_SILENCES
         limit_s = patience * self._detector.ceiling_s
         error = PeerUnreachable(f"{self.remote[-6:]} opened a stream and sent no request for {limit_s:g} s")
-        self._request_due = self._loop.call_later(limit_s, self._break, error)
+        self._request_due = self._loop.call_later(limit_s, self.break_off, error)
 
     async def send(self, *pieces: bytes | memoryview, kind: int = Kind.MESSAGE) -> None:
         """Send one message, these bytes one after the other. Raises PeerUnreachable when the stream is broken."""
@@ -137,7 +129,7 @@ class Stream:
         received = self._incoming.get_nowait()
         self._ended = received is None
         if received is not None:
-            self._release(len(received.body))
+            self._intake.release(len(received.body))
         return received
 
     async def message(self, kind: Kind = Kind.MESSAGE) -> bytes:
@@ -158,14 +150,11 @@ class Stream:
             raise PeerUnreachable(f"{self.remote[-6:]} ended the stream early")
         return received
 
-    async def prompt_message(self, kind: Kind = Kind.MESSAGE) -> memoryview:
+    async def prompt_message(self) -> memoryview:
         """As `message_view`, but a peer that lives and sends nothing for STALLED_SILENCES counts as unreachable."""
-        return await self._promptly(self.message_view(kind))
-
-    async def _promptly(self, awaited: Coroutine[Any, Any, T]) -> T:
         stalled_s = STALLED_SILENCES * self._detector.ceiling_s
         try:
-            return await _within(awaited, stalled_s)
+            return await _within(self.message_view(), stalled_s)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"{self.remote[-6:]} lives, but nothing came for {stalled_s:g} s") from None
 
@@ -188,121 +177,70 @@ class Stream:
         async with self._sending:
             await self._channel.finish()
 
-    def break_off(self, refused: Refused) -> None:
-        """Raise this refusal for local waiters, and for the other end of a stream served here."""
-        self._break(refused)
+    def break_off(self, error: PeerUnreachable | Refused) -> None:
+        """Raise this for local waiters; a refusal also for the other end of a stream served here."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()
+            self._news.set()
 
     async def close(self) -> None:
         """Drop the stream. Safe to call at any time."""
         self._reader.cancel()
-        self._beating.cancel()
-        self._silence.cancel()
+        self._heartbeats.close()
         if self._request_due is not None:
             self._request_due.cancel()
         self._channel.abort()
-        self._break(PeerUnreachable("the stream is closed"))
-        self._release(self._held)
+        self.break_off(PeerUnreachable("the stream is closed"))
+        self._intake.close()
 
     async def _send(self, *pieces: bytes | memoryview, kind: int) -> None:
         async with self._sending:
             await self._channel.send(*pieces, kind=kind)
 
-    def _hear(self) -> None:
-        self._heard_at = self._loop.time()
-        self._detector.heard(self.remote, self._heard_at)
-
     async def _read(self) -> None:
-        beats, frame_at = 0, self._loop.time()
         try:
-            while True:
-                message = await self._channel.receive()
-                beats = beats + 1 if message is not None and message.kind == Kind.HEARTBEAT else 0
-                if beats > 1:
-                    self._detector.saw_gap(self.remote, self._loop.time() - frame_at)
-                frame_at = self._loop.time()
-                if message is None:
-                    self._silence.cancel()
-                    await self._put(None)
-                    return
+            while (message := await self._channel.receive()) is not None:
+                self._heartbeats.frame(message.kind == Kind.HEARTBEAT)
                 if message.kind == Kind.REFUSAL:
                     raise Refused.read(message.body)
                 if message.kind == Kind.HEARTBEAT or message.kind >= IGNORABLE:
-                    self._release(len(message.body))
+                    self._intake.release(len(message.body))
                     continue
                 self._count(0, len(message.body), self._loop.time())
                 await self._put(message)
+            self._heartbeats.expect_no_more()
+            await self._put(None)
         except (PeerUnreachable, Refused) as error:
-            self._break(error)
+            self.break_off(error)
         except WireError as error:
-            self._break(PeerUnreachable(f"{self.remote[-6:]} does not keep to the protocol: {error}"))
+            self.break_off(PeerUnreachable(f"{self.remote[-6:]} does not keep to the protocol: {error}"))
 
     async def _admit(self, kind: int, size: int) -> None:
         """Refuse a frame that is not taken here, before its body is read; wait while the other end takes too much of this one.
 
-        The other end does not count as silent meanwhile. Raises Refused.
+        Raises Refused.
         """
-        if (refused := self._objection(kind, size)) is not None:
+        if (refused := self._intake.objection(kind, size)) is not None:
             with contextlib.suppress(PeerUnreachable, asyncio.TimeoutError):
                 await asyncio.wait_for(self.refuse(refused), self._detector.ceiling_s)
             raise refused
-        self._reading = False
-        if not self._is_answer and self._method.is_paced:
-            await self._shares.pace(self.remote, size + FRAME_COST)
-        await self._shares.hold(self.remote, size)
-        self._held += size
-        self._reading, self._heard_at = True, self._loop.time()
-
-    def _objection(self, kind: int, size: int) -> Refused | None:
-        """Why a frame cannot be taken, whatever it is about."""
-        if kind < IGNORABLE and kind not in TAKEN_KINDS:
-            return Refused(Code.UNKNOWN_KIND, f"a frame of kind {kind}")
-        longest = self._method.longest(kind, self._is_answer)
-        if not self._is_answer and self._method.is_paced and not self._shares.is_known(self.remote):
-            longest = min(longest, OUTSIDER_FRAME_BYTES)
-        if size > longest:
-            return Refused(Code.TOO_LARGE, f"{size} bytes where at most {longest} are taken")
-        return None
-
-    def _release(self, size: int) -> None:
-        self._held -= size
-        self._shares.release(self.remote, size)
+        with self._heartbeats.not_reading():
+            await self._intake.hold(size)
 
     async def _put(self, message: Message | None) -> None:
-        """Queue a message for `receive`. The other end does not count as silent while this end does not read."""
+        """Queue a message for `receive`."""
         if self._request_due is not None:
             self._request_due.cancel()
-        self._reading = False
-        if self._line.down is not None and message is not None and message.body:
-            await self._line.down.let_pass(len(message.body))
-        await self._incoming.put(message)
-        self._reading = True
-        self._heard_at = self._loop.time()
+        with self._heartbeats.not_reading():
+            if self._line.down is not None and message is not None and message.body:
+                await self._line.down.let_pass(len(message.body))
+            await self._incoming.put(message)
         self._news.set()
 
-    def _check_silence(self) -> None:
-        heard_at = self._heard_at if self._reading else self._loop.time()
-        left_s = self._detector.dead_at(self.remote, heard_at) - self._loop.time()
-        if left_s > CLOCK_ERROR_S:
-            self._silence = self._loop.call_later(left_s, self._check_silence)
-            return
+    def _lose(self, error: PeerUnreachable) -> None:
         self._reader.cancel()
-        self._detector.lost(self.remote, self._loop.time())
-        self._break(PeerUnreachable(f"{self.remote[-6:]} is silent in this stream for {self._loop.time() - heard_at:.3g} s"))
-
-    def _start_beating(self) -> None:
-        self._beating = asyncio.create_task(self._beat())
-
-    async def _beat(self) -> None:
-        with contextlib.suppress(PeerUnreachable):
-            while True:
-                await self._send(kind=Kind.HEARTBEAT)
-                await asyncio.sleep(self._detector.heartbeat_s)
-
-    def _break(self, error: Exception) -> None:
-        if not self._broken.done():
-            self._broken.set_exception(error)
-            self._broken.exception()
-            self._news.set()
+        self.break_off(error)
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]

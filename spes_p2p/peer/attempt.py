@@ -149,7 +149,7 @@ class RoundMember:
     async def _repair(self, target: int, attempt: int, reason: str) -> int:
         try:
             async with self._phases.lock:
-                await self._replica.repair()
+                await self._replica.jumps.repair()
             self._reporter.restored("download")
             return attempt
         except PeerUnreachable as error:
@@ -206,7 +206,7 @@ class RoundMember:
         Raises PeerUnreachable, Refused, WireError.
         """
         clock = asyncio.get_running_loop().time
-        await self._replica.durable()
+        await self._replica.store.durable()
         trains, paused = self._node.role == "trainer", is_paused(self._node.log.last.control)
         self._set_state("paused" if paused else "announcing" if trains else "waiting")
         started = clock()

@@ -21,13 +21,14 @@ from spes_p2p.peer.attempt import RoundMember
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
+from spes_p2p.peer.first_base import MakeTrainer, begin_training, download_base, learn_own_commit, restore
 from spes_p2p.peer.guard import Guard
 from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.leaving import LeaveRequest, serve_last_results, serve_until_asked_to_leave
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.reforming import ReformService
-from spes_p2p.peer.replica import MakeTrainer, Replica
+from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
 from spes_p2p.rounds.archive import NO_ARCHIVE, Archive
@@ -176,16 +177,16 @@ class Peer:
         return ""
 
     async def _get_base(self) -> None:
-        restored = await self.replica.restore(self._where)
+        restored = await restore(self.replica, self._where)
         if not restored:
             self._reporter.set_state("downloading")
-            await self._leave.unless_made(self.replica.download_base(self._reporter.downloading))
+            await self._leave.unless_made(download_base(self.replica, self._reporter.downloading))
         else:
-            await self._leave.unless_made(self.replica.learn_own_commit())
+            await self._leave.unless_made(learn_own_commit(self.replica))
         if self._leave.is_made:
             return
         if self._make_trainer is not None:
-            await self.replica.begin_training(self._make_trainer, restored)
+            await begin_training(self.replica, self._make_trainer, restored)
         base = self.replica.base
         if self.node.log.has(base.commit, base.round):  # otherwise its branch was given up: another base follows
             self._reporter.restored("disk" if restored else "download")

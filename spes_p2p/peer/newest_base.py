@@ -28,7 +28,8 @@ class NewestBase:
         """`snapshots`: what this peer has itself."""
         self.failures = 0
         """Attempts to get the newest base that failed."""
-        self._node, self._elements, self._snapshots = node, elements, snapshots
+        self.elements = elements
+        self._node, self._snapshots = node, snapshots
         self._kept = PartialDownload(node.world.store)
         self._lost_after, self._lost_since = "", 0.0
         """The commit whose base is needed here and offered by nobody, and the loop time since when."""
@@ -36,7 +37,7 @@ class NewestBase:
     async def offers(self, commit: Commit) -> list[Offer]:
         """Return the offers of a commit's base. Its members' word counts until the next commit certifies the digest."""
         node = self._node
-        return await collect_offers(node.endpoint, node.others(), commit.id, self._elements, {*commit.members, *commit.helpers})
+        return await collect_offers(node.endpoint, node.others(), commit.id, self.elements, {*commit.members, *commit.helpers})
 
     async def offers_of_newest(self) -> list[Offer]:
         """Learn the newest commit, then return the offers of its base."""

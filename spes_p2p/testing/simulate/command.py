@@ -73,7 +73,8 @@ def simulate_processes(
     # Only real processes need hivemind and torch, whose imports take seconds.
     from spes_p2p.client.local_swarm import check_memory
     from spes_p2p.testing.simulate.campaign_files import write_campaign
-    from spes_p2p.testing.simulate.processes import possible, run_processes
+    from spes_p2p.testing.simulate.process_injector import possible
+    from spes_p2p.testing.simulate.processes import run_processes
 
     scenario = possible(load_scenario(path, options))
     check_memory(len(scenario.peer_names), psutil.virtual_memory().available)

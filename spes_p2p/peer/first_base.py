@@ -1,0 +1,89 @@
+"""The first base of a peer's life, from its run-dir or from other peers, and the trainer on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from spes_p2p.errors import PeerUnreachable
+from spes_p2p.peer.newest_base import RETRY_S
+from spes_p2p.peer.replica import Replica
+from spes_p2p.rounds.base import Base
+from spes_p2p.training.checkpoint import load_checkpoint, newest_checkpoint
+from spes_p2p.training.interface import Trainer
+
+logger = logging.getLogger(__name__)
+
+MakeTrainer = Callable[[np.ndarray, tuple[int, ...]], Trainer]
+"""Builds the trainer on a base (flat float32) with these owned experts."""
+
+
+async def restore(replica: Replica, where: str) -> bool:
+    """Load base and staged results from this run-dir; False when there is no whole base."""
+    if not await replica.store.load(where, replica.validity.derive):
+        return False
+    await replica.node.world.run_blocking(replica.results.load)
+    replica.work.sent_update_lost = True
+    return True
+
+
+async def learn_own_commit(replica: Replica) -> None:
+    """Wait until the log reaches the base, in case the log's file was damaged: other peers have the rest.
+
+    Also returns when the base's branch was given up: `advance` takes another base then.
+    """
+    log, waited = replica.node.log, 0
+    while replica.base.round > log.round and not log.gave_up(replica.base.commit):
+        await replica.node.decisions.learn_from_all(replica.node.others())
+        if replica.base.round > log.round:
+            if waited % 30 == 0:
+                logger.warning(
+                    "the log of commits ends at round %d, the base is of round %d: waiting for a peer that has the rest",
+                    log.round, replica.base.round,
+                )
+            waited += 1
+            await asyncio.sleep(RETRY_S)
+            await replica.node.refresh_contacts()
+
+
+async def download_base(replica: Replica, on_progress: Callable[[int, int], None]) -> None:
+    """Download and verify the newest base; wait until a peer has it."""
+    while True:
+        offers = await replica.newest.offers_of_newest()
+        if offers:
+            with contextlib.suppress(PeerUnreachable):
+                await replica.store.install(await replica.newest.download(offers, None, on_progress))
+                await replica.save(at_once=True)
+                await replica.store.durable()
+                replica.newest.clear()
+                return
+        await replica.newest.wait_for_donors()
+
+
+async def begin_training(replica: Replica, make_trainer: MakeTrainer, restored: bool) -> None:
+    """Make the trainer on the base; `restored`: continue from the checkpoint in this run-dir."""
+    run = replica.node.world.run_blocking
+    if restored:
+        await replica.replay_until(await run(newest_checkpoint, replica.node.world.store))
+    base = replica.base
+    assignment = base.assignment(replica.node.peer_id)
+    owned = assignment.owned if assignment is not None else ()
+    replica.work.trainer = await run(make_trainer, base.values, owned)
+    if restored:
+        await run(_load_checkpoint, replica, base)
+
+
+def _load_checkpoint(replica: Replica, base: Base) -> None:
+    """Continue from the checkpoint of this base, if there is one."""
+    trainer = replica.work.trainer
+    assert trainer is not None
+    found = load_checkpoint(replica.node.world.store, trainer, replica.ledger, replica.layout, base.commit, base.round)
+    if found is not None:
+        replica.store.checkpoint = found.name
+    if found is not None and found.is_whole:
+        replica.resumed = base.commit, found.steps
+        replica.announce()
