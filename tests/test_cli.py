@@ -527,7 +527,7 @@ def test_a_port_in_use_is_refused(option: str, command: Callable[..., list[str]]
         taken.listen()
         port = taken.getsockname()[1]
         value = f"/ip4/127.0.0.1/tcp/{port}" if option == "--listen" else str(port)
-        assert_refused(place.folder, command(place, option, value), str(port), "choose another port")
+        assert_refused(place.folder, command(place, option, value), str(port), "choose another")
 
 
 def test_the_dashboards_port_in_use_is_refused(place: Place) -> None:
