@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from spes_p2p.client.exit_codes import exit_with
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("error", "line"), [
@@ -29,3 +35,13 @@ def test_whatever_the_system_refuses_is_one_line(error: OSError, line: str, caps
     with pytest.raises(SystemExit) as ended:
         exit_with(fail)
     assert (ended.value.code, capsys.readouterr().err) == (2, line)
+
+
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "spes_p2p", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

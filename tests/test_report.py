@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -68,6 +69,15 @@ def test_a_report_has_the_run_and_loads_nothing(tmp_path: Path) -> None:
     assert page.tags["svg"] == 5
     assert page.loaded == []
     assert "script" not in page.tags
+
+
+def test_numbers_are_never_broken_and_ids_may_be(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path / "run", synthetic_swarm(2, 4, 12).records, OWN)
+    page = make_report(folder)
+    peer, *numbers = re.findall(r"<td( class=number)?>([^<]*)</td>", page.split("expert-steps</th></tr>")[1])[:6]
+    assert peer[0] == ""
+    assert peer[1].startswith("Qm")
+    assert [cell for kind, cell in numbers if kind] == [cell for _, cell in numbers if cell[:1].isdigit()] != []
 
 
 def test_text_of_peers_stays_text(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,13 +38,6 @@ def _task_folder(folder: Path | None) -> Path | None:
     return folder
 
 
-def _token_folders(folders: list[Path] | None) -> list[Path] | None:
-    for folder in folders or ():
-        if not folder.is_dir():
-            raise UserError(f"--data-dir {folder}: no such folder; give a folder with token files, or leave the option out")
-    return folders
-
-
 FromAddresses = Annotated[list[str] | None, typer.Option(
     "--from", metavar="ADDRESS", help="Address of any peer of a running swarm; repeatable.", callback=checked_peers)]
 Listen = Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable.")]
@@ -58,8 +52,7 @@ MaxDownload = Annotated[str | None, typer.Option(help="Download limit in bits pe
 EvaluateTasks = Annotated[bool, typer.Option(
     "--evaluate-tasks", help="Run the campaign's lm-eval tasks and prompts on the CPU, at lowest priority.")]
 IncludePath = Annotated[Path | None, typer.Option(help="Folder with your own task definitions.", callback=_task_folder)]
-DataDir = Annotated[list[Path] | None, typer.Option(
-    help="Local folder with token files of the campaign; repeatable.", callback=_token_folders)]
+DataDir = Annotated[list[Path] | None, typer.Option(help="Local folder with token files of the campaign; repeatable.")]
 IdentityFile = Annotated[Path | None, typer.Option(help="Private key file of the peer. Default: identity.key in the run-dir.")]
 Invite = Annotated[str | None, typer.Option(help="Invitation of the campaign's owner: the text, or a file with it.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port; 0: any free port.")]
@@ -68,6 +61,13 @@ TrackerName = Annotated[str | None, typer.Option("--tracker", help="Experiment t
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def check_data_folders(folders: Sequence[Path] | None) -> None:
+    """Raise UserError unless what --data-dir gives is there: a misspelt folder would cost a download of the text."""
+    for folder in folders or ():
+        if not folder.is_dir():
+            raise UserError(f"--data-dir {folder}: no such folder; give a folder with token files, or leave the option out")
 
 
 def check_invitation(given: str | None) -> None:

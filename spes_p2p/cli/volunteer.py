@@ -123,6 +123,7 @@ def join(
         max_upload=options.rate(max_upload, "--max-upload"), max_download=options.rate(max_download, "--max-download"),
     )
     options.check_invitation(invite)
+    options.check_data_folders(data_dir)
     if context.obj is CHECK_ONLY:
         return
     setup_logging(settings.log_level, log_json)
@@ -159,6 +160,7 @@ def me(
     from spes_p2p.client.me import look_at, look_at_worth, render
     from spes_p2p.observe.json_values import to_json
 
+    options.check_data_folders(data_dir)
     key = identity or run_dir / "identity.key"
     if worth:
         with waiting("measuring the loss without your experts"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import shlex
 import statistics
 import time
@@ -163,8 +164,13 @@ def _table(head: Row, rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     titles = f"<tr>{''.join(f'<th>{_text(name)}</th>' for name in head)}</tr>" if head else ""
-    cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table>{titles}{cells}</table></div>'
+
+
+def _cell(text: str) -> str:
+    is_number = re.fullmatch(r"[\d,.]+( %)?", text) is not None
+    return f"<td{' class=number' if is_number else ''}>{_text(text)}</td>"
 
 
 def _day(at: float) -> str:
@@ -202,7 +208,9 @@ table {{ border-collapse: collapse; }}
 th {{ font-weight: 400; text-align: left; }}
 th, td {{ padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
 td {{ overflow: hidden; overflow-wrap: anywhere; min-width: 4.5em; }}
+td:first-child {{ min-width: 9em; }}
 td:last-child {{ min-width: 8em; }}
+.number {{ white-space: nowrap; }}
 pre {{ background: var(--faint); padding: 12px 14px; font-size: 12.5px; }}
 figure {{ display: inline-block; width: 520px; max-width: 100%; margin: 0 12px 18px 0; vertical-align: top; }}
 svg {{ width: 100%; height: auto; }}
