@@ -24,8 +24,9 @@ from spes_p2p.storage.store import DirectoryStore
 from spes_p2p.testing.simulate.swarm import simulate
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.checkpoint import load_checkpoint, take_checkpoint, write_checkpoint
+from spes_p2p.training.flat_model import COPY_ELEMENTS
 from spes_p2p.training.interface import Phase
-from spes_p2p.training.trainer import COPY_ELEMENTS, TorchTrainer
+from spes_p2p.training.trainer import TorchTrainer
 
 PART_BYTES = 2**14
 ALLOWED = 2**20

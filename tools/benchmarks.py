@@ -44,11 +44,12 @@ from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.model.shape import shape_of
 from spes_p2p.model.stored import StoredFormat
 from spes_p2p.testing.plain_model import plain_model
+from spes_p2p.training.device import device_name
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.losses import forward_losses
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import TorchTrainer, checkpoint_activations, device_name
+from spes_p2p.training.trainer import TorchTrainer, checkpoint_activations
 
 Work = Callable[[], None]
 Report = dict[str, Any]

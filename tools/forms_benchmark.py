@@ -33,9 +33,10 @@ from spes_p2p.model.build import State, build_model, initial_state
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
 from spes_p2p.model.memory import Setup
 from spes_p2p.training.compiled import Trial, forms_of, trial_of
+from spes_p2p.training.device import autocast, device_name
 from spes_p2p.training.documents import Documents
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import TorchTrainer, device_name
+from spes_p2p.training.trainer import TorchTrainer
 
 EOS = 0
 DOCUMENT_TOKENS = 300
@@ -196,10 +197,6 @@ def measured(
     flops = tokens / seconds * training_flops_per_token(config.model, training.sequence_length, trainer.owned)
     card = peak_flops(device_name(device))
     return {"tokens_per_second": tokens / seconds, "mfu": flops / card if card else None, "difference": difference}
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
 
 
 if __name__ == "__main__":

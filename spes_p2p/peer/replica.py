@@ -90,8 +90,8 @@ class Replica:
         self.leaves: Callable[[], bool] = lambda: False
         """Whether this peer was asked to leave."""
         self._observer = observer
-        self._prepared: tuple[str, BuiltBase] | None = None
-        """The base of the next round, and the digest of the one that it was built on."""
+        self._prepared: BuiltBase | None = None
+        """The base after the commit that it names, which says on which base that is built."""
         self._refused = ""
         """Id of the certified commit that was refused last."""
 
@@ -212,14 +212,13 @@ class Replica:
             except Refused:
                 return  # `advance` says so
             if results is not None:
-                built = await self._build_base(commit, results)
-                self._prepared = base.digest, built
+                self._prepared = built = await self._build_base(commit, results)
                 await self.node.world.run_blocking(self.store.serve, built.base)
 
     async def _apply(self, commit: Commit, results: Results) -> tuple[tuple[str, float], ...]:
         """Apply a decided round to the base; return the groups whose step was scaled down. Every member gets the same bits."""
-        (built_on, built), self._prepared = self._prepared or ("", None), None
-        if built is None or (built_on, built.base.commit) != (self.base.digest, commit.id):
+        built, self._prepared = self._prepared, None
+        if built is None or built.base.commit != commit.id:
             built = await self._build_base(commit, results)
         new, run = built.base, self.node.world.run_blocking
         dropped = await run(self._settle, new, results, {part.index for part in results.committed(commit)})

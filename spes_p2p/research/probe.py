@@ -21,9 +21,10 @@ from spes_p2p.model.build import State
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training import balance
+from spes_p2p.training.batches import Reader, Samples
 from spes_p2p.training.losses import next_token_loss
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import Reader, Samples, TorchTrainer
+from spes_p2p.training.trainer import TorchTrainer
 
 CHUNK = 32
 """Samples per forward pass."""

@@ -52,9 +52,10 @@ from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.in_memory_world import in_memory_world
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.virtual_loop import run_virtual
+from spes_p2p.training.batches import Reader
 from spes_p2p.training.interface import Phase, PhaseReport, Trainer
 from spes_p2p.training.options import TrainingOptions
-from spes_p2p.training.trainer import Reader, TorchTrainer
+from spes_p2p.training.trainer import TorchTrainer
 
 Record = dict[str, Any]
 

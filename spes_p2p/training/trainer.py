@@ -1,15 +1,14 @@
-"""Local training steps on a torch model, whose parameters are exchanged with the flat state."""
+"""Local training steps on a torch model."""
 
 from __future__ import annotations
 
-import bisect
 import logging
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,50 +21,29 @@ from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.config.model import ModelSection
 from spes_p2p.errors import UserError
 from spes_p2p.messages.samples import Interval
-from spes_p2p.model.build import State, build_model, exact_expert, layout_of
+from spes_p2p.model.build import State, layout_of
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
-from spes_p2p.model.layout import Group, Layout
-from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.storage.tensor_file import Source
-from spes_p2p.storage.threads import ahead
-from spes_p2p.training.batches import split_samples
+from spes_p2p.training.batches import Reader, Samples, batches_of, split_samples
 from spes_p2p.training.compiled import TOLERANCE_BF16, forms_of, keep_what_helps, trial_of
+from spes_p2p.training.device import autocast, device_name, selected, sent_to
 from spes_p2p.training.documents import Documents, is_crossed
-from spes_p2p.training.filter import is_repetitive
+from spes_p2p.training.flat_model import COPY_ELEMENTS, FlatModel
 from spes_p2p.training.interface import Phase, PhaseReport
-from spes_p2p.training.losses import Losses, forward_losses, next_token_loss
+from spes_p2p.training.losses import forward_losses, next_token_loss
 from spes_p2p.training.optimizer import OwnedOptimizer
 from spes_p2p.training.options import TrainingOptions
 from spes_p2p.training.ranks import ALONE, Begin, Ranks, Step
 from spes_p2p.training.rates import learning_rate
+from spes_p2p.training.totals import Totals
 
 logger = logging.getLogger(__name__)
 
-Samples = npt.NDArray[np.int64]
-
 MAX_CONSECUTIVE_SKIPS = 10
 """Abort after this many consecutive non-finite steps."""
-READ_AHEAD = 2
-"""Batches read while one is trained on."""
-COPY_ELEMENTS = 2**20
-"""Copy chunk size, in elements."""
 
 
-class Reader(Protocol):
-    """Source of samples `[n, sequence_length]` (int64)."""
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in one epoch."""
-
-    def read(self, interval: Interval) -> Samples:
-        """Return the samples at positions of an epoch's shuffled order."""
-
-    def read_spread(self, count: int) -> Samples:
-        """Return up to `count` samples spread over the files; deterministic."""
-
-
-class TorchTrainer:
+class TorchTrainer(FlatModel):
     """Trains shared weights, routers and owned experts on one device, or as one of several ranks. Not thread-safe.
 
     A step whose loss or gradient is not finite changes neither weights nor moments. Its samples count as trained, so that they
@@ -95,68 +73,34 @@ class TorchTrainer:
             raise UserError("training.intra_document_masking = true: unknown here which token ends a document; leave it out")
         self._eos_token_id = eos_token_id if is_masked else None
         self._config, self._samples, self._validation, self._ranks = config, samples, validation, ranks
-        self._device = torch.device(device)
-        self._layout = layout_of(config.model)
-        self._owned = tuple(sorted(owned))
-        stored = options.stored or ("fp32" if self._device.type == "cpu" else "bf16")
-        with self._selected():
-            self._model = build_model(
-                config.model, base, self._owned, stored, self._device, options.stored_on, options.backend
-            )
-            if is_masked and eos_token_id is not None and is_crossed(self._model.eval(), eos_token_id, self._device):
+        super().__init__(config.model, base, owned, device, options)
+        with selected(self.device):
+            if is_masked and eos_token_id is not None and is_crossed(self.model.eval(), eos_token_id, self.device):
                 raise UserError(
                     f"training.intra_document_masking = true: with transformers {transformers.__version__}, attention of "
                     f"{config.model.architecture} crosses documents here; install the version in constraints.txt"
                 )
         if options.activation_checkpointing:
-            checkpoint_activations(self._model)
-        named = self._model.named_modules()
-        self._blocks = {name: module for name, module in named if isinstance(module, PartitionedExperts)}
-        self._optimizer = OwnedOptimizer(self._model, self._layout, config.training, options.optimizer)
+            checkpoint_activations(self.model)
+        self._optimizer = OwnedOptimizer(self.model, self.layout, config.training, options.optimizer)
         self._micro_batch_size = (
             options.micro_batch_size or config.training.micro_batch_size or config.training.batch_size
         )
-        self._is_tuned = not options.compiles or self._device.type == "cpu"
+        self._is_tuned = not options.compiles or self.device.type == "cpu"
         self._consecutive_skips = 0
-        self._parameters = dict(sorted(self._model.named_parameters()))
-
-    @property
-    def layout(self) -> Layout:
-        """See Trainer."""
-        return self._layout
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        """See Trainer."""
-        return self._owned
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model, for measurements."""
-        return self._model
 
     def state_bytes(self) -> int:
         """Return the bytes of weights, gradients, moments and stored experts, without activations."""
-        trained: int = sum(tensor.nbytes for tensor in self._model.parameters())
-        stored: int = sum(tensor.nbytes for block in self._blocks.values() for tensor in block.stored_tensors())
+        trained: int = sum(tensor.nbytes for tensor in self.model.parameters())
+        stored: int = sum(tensor.nbytes for block in self.blocks.values() for tensor in block.stored_tensors())
         return 2 * trained + stored + self._optimizer.state_bytes()
-
-    def load_base(self, base: State) -> None:
-        """See Trainer."""
-        for group in self._layout.groups:
-            self.write(group, base[group.start : group.stop])
 
     def assign(self, owned: tuple[int, ...], base: State) -> None:
         """See Trainer."""
-        if tuple(sorted(owned)) == self._owned:
-            return
-        self._optimizer.zero_grad()
-        self._owned = tuple(sorted(owned))
-        with self._selected():
-            for name, block in self._blocks.items():
-                block.assign(self._owned, partial(exact_expert, base, self._layout, name))
-        self._optimizer.regroup(self._model)
-        self._parameters = dict(sorted(self._model.named_parameters()))
+        if tuple(sorted(owned)) != self.owned:
+            self._optimizer.zero_grad()
+            super().assign(owned, base)
+            self._optimizer.regroup(self.model)
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """Run the phase's steps, or fewer if `should_stop` returns True or the slices run out of complete batches.
@@ -168,20 +112,21 @@ class TorchTrainer:
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
         self._optimizer.average_over(phase.averaged_peers)
-        totals = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
+        totals = Totals(len(self.blocks), self._config.model.moe_num_experts, self.device)
         schedule = phase.training or self._config.training
         planned = min(phase.steps - phase.done, sum(map(len, phase.slices)) // self._config.training.batch_size)
-        batches = ahead(self._read_batch, self._batch_slices(phase, planned), 1, READ_AHEAD)
+        assert self._samples is not None
+        batches = batches_of(self._samples, phase.slices, planned, self._config.training)
         done = 0
-        self._model.train()
-        with self._selected():
+        self.model.train()
+        with selected(self.device):
             self._begin_on_all_ranks(phase.averaged_peers)
         try:
             while done < planned and not should_stop():
                 campaign_step = phase.first_step + phase.campaign_steps * (phase.done + done) / phase.steps
                 step = Step(next(batches), learning_rate(campaign_step, schedule))
                 self._ranks.tell(step)
-                with self._selected():
+                with selected(self.device):
                     self._step(step, totals)
                 done += 1
                 self._abort_if_diverged()
@@ -192,11 +137,11 @@ class TorchTrainer:
         _, untrained = split_samples(phase.slices, done * self._config.training.batch_size)
         seconds = time.perf_counter() - started
         flops = totals.tokens * training_flops_per_token(
-            self._config.model, self._config.training.sequence_length, self._owned
+            self._config.model, self._config.training.sequence_length, self.owned
         )
-        peak = peak_flops(device_name(self._device))
+        peak = peak_flops(device_name(self.device))
         peak = peak and peak * self._ranks.count
-        report = totals.report(done, self._owned, seconds, untrained, flops / seconds, peak)
+        report = totals.report(done, self.owned, seconds, untrained, flops / seconds, peak)
         utilisation = "" if math.isnan(report.mfu) else f", {100 * report.mfu:.1f} % MFU"
         logger.debug(
             "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
@@ -207,47 +152,15 @@ class TorchTrainer:
     def follow(self, command: Begin | Step) -> None:
         """Do this rank's part of what rank 0 begins (`ranks.py`)."""
         if isinstance(command, Step):
-            self._step(command, _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device))
+            self._step(command, Totals(len(self.blocks), self._config.model.moe_num_experts, self.device))
             return
-        self._model.train()
+        self.model.train()
         self.assign(command.owned, no_base(self._config.model))
         self._eos_token_id = command.eos_token_id
         self._optimizer.average_over(command.averaged_peers)
         self._optimizer.become(command.ages, command.moments)
         self._share_state()
         self._tune()
-
-    def read(self, group: Group, start: int = 0, stop: int | None = None) -> State:
-        """See Trainer."""
-        values = np.empty((group.size if stop is None else stop) - start, np.float32)
-        for place, weights in self._trained_views(group, start, start + values.size):
-            torch.from_numpy(values[place]).copy_(weights)
-        return values
-
-    def add(self, group: Group, delta: State, start: int = 0) -> None:
-        """See Trainer."""
-        for place, weights in self._trained_views(group, start, start + delta.size):
-            weights.add_(_tensor(delta[place]).to(self._device))
-
-    def refresh(self, group: Group, values: State) -> None:
-        """See Trainer."""
-        if group.expert is None or group.expert in self._owned:
-            raise ValueError(f"{group.name} is trained here; only add() changes it")
-        self.write(group, values)
-
-    def write(self, group: Group, values: State) -> None:
-        """See Trainer."""
-        if group.expert is None or group.expert in self._owned:
-            for start in range(0, group.size, COPY_ELEMENTS):
-                stop = min(start + COPY_ELEMENTS, group.size)
-                for place, weights in self._trained_views(group, start, stop):
-                    weights.copy_(_tensor(values[start:stop][place]))
-            return
-        for placed in self._layout.tensors_of(group):
-            expert, _, matrix = placed.spec.name.rpartition(".")
-            block, _, _ = expert.rpartition(".")
-            flat = _tensor(values[placed.start - group.start : placed.stop - group.start])
-            self._blocks[block].write_foreign(group.expert, matrix, flat.view(placed.spec.shape))
 
     def validation_loss(self) -> float:
         """See Trainer."""
@@ -268,14 +181,14 @@ class TorchTrainer:
     def losses_of(self, samples: Samples) -> npt.NDArray[np.float64]:
         """Return the mean cross-entropy of each sample."""
         losses, documents = [], self._documents_of(samples)
-        self._model.eval()
-        with torch.no_grad(), self._selected(), self._autocast():
+        self.model.eval()
+        with torch.no_grad(), selected(self.device), autocast(self.device):
             for start in range(0, len(samples), self._micro_batch_size):
-                ids = self._to_device(samples[start : start + self._micro_batch_size])
+                ids = sent_to(self.device, samples[start : start + self._micro_batch_size])
                 positions = documents.positions(ids) if documents else None
-                hidden = self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                hidden = self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
                 for i in range(len(ids)):
-                    loss = next_token_loss(self._model, hidden[i : i + 1], ids[i : i + 1], documents=documents).cross_entropy
+                    loss = next_token_loss(self.model, hidden[i : i + 1], ids[i : i + 1], documents=documents).cross_entropy
                     losses.append(loss.double())
         return torch.stack(losses).cpu().numpy()
 
@@ -293,37 +206,37 @@ class TorchTrainer:
             return
         self._is_tuned = True
         size = (self._micro_batch_size, self._config.training.sequence_length)
-        generator = torch.Generator(self._device).manual_seed(0)
-        ids = torch.randint(self._config.model.vocab_size, size, device=self._device, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(0)
+        ids = torch.randint(self._config.model.vocab_size, size, device=self.device, generator=generator)
         documents = None
         if self._eos_token_id is not None:
             ids[:, size[1] // 2] = self._eos_token_id
             documents = Documents(self._eos_token_id, 0)
-        self._model.train()
-        with self._selected():
-            forms, attempt = forms_of(self._model, documents is not None), partial(
-                trial_of, self._model, ids, documents, self._autocast
+        self.model.train()
+        with selected(self.device):
+            forms, attempt = forms_of(self.model, documents is not None), partial(
+                trial_of, self.model, ids, documents, partial(autocast, self.device)
             )
             keep_what_helps(forms, attempt, TOLERANCE_BF16)
 
     def _begin_on_all_ranks(self, averaged_peers: float) -> None:
         if self._ranks.count > 1:
             moments = {name: (_dtype(each), tuple(each.shape)) for name, each in self._optimizer.moments().items()}
-            self._ranks.tell(Begin(self._owned, averaged_peers, self._optimizer.ages(), moments, self._eos_token_id))
+            self._ranks.tell(Begin(self.owned, averaged_peers, self._optimizer.ages(), moments, self._eos_token_id))
             self._share_state()
 
     def _share_state(self) -> None:
         """Broadcast everything that a step reads and the next one does not compute: weights, stored experts, moments."""
-        for parameter in self._parameters.values():
+        for parameter in self.weights.values():
             self._ranks.broadcast(parameter)
-        for block in self._blocks.values():
+        for block in self.blocks.values():
             block.overwrite_stored(self._ranks.broadcast)
         for _, tensor in sorted(self._optimizer.moments().items()):
             self._ranks.broadcast(tensor)
 
-    def _step(self, command: Step, totals: _Totals) -> None:
+    def _step(self, command: Step, totals: Totals) -> None:
         samples = command.samples
-        step = _Totals(len(self._blocks), self._config.model.moe_num_experts, self._device)
+        step = Totals(len(self.blocks), self._config.model.moe_num_experts, self.device)
         documents = self._documents_of(samples)
         for chunk in self._micro_batches(samples):
             self._pass(chunk, len(chunk) / len(samples), step, documents)
@@ -331,7 +244,7 @@ class TorchTrainer:
             return
         step.tokens = samples.size
         self._ranks.sum(step.losses)
-        self._ranks.sum_gradients(self._parameters.values())
+        self._ranks.sum_gradients(self.weights.values())
         if self._optimizer.step(command.rate, step.losses):
             totals.add(step)
             self._consecutive_skips = 0
@@ -339,14 +252,14 @@ class TorchTrainer:
             totals.skipped += 1
             self._consecutive_skips += 1
 
-    def _pass(self, chunk: Tensor, share: float, step: _Totals, documents: Documents | None) -> None:
+    def _pass(self, chunk: Tensor, share: float, step: Totals, documents: Documents | None) -> None:
         """Add the gradients of these samples, which are the part `share` of the step's, and their losses."""
         if len(chunk) == 0:  # the other ranks have the rest of the batch
             step.assignments += self._ranks.sum(torch.zeros_like(step.assignments))
             return
-        with self._autocast():
+        with autocast(self.device):
             losses = forward_losses(
-                self._model, list(self._blocks.values()), chunk, self._config.training, share, self._ranks.sum, documents
+                self.model, list(self.blocks.values()), chunk, self._config.training, share, self._ranks.sum, documents
             )
         losses.total.backward()  # type: ignore[no-untyped-call]
         step.add_pass(chunk.numel(), losses)
@@ -354,23 +267,10 @@ class TorchTrainer:
     def _abort_if_diverged(self) -> None:
         if self._consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
             raise UserError(
-                f"training on {self._device}: loss or gradient not finite in {self._consecutive_skips} consecutive steps; "
+                f"training on {self.device}: loss or gradient not finite in {self._consecutive_skips} consecutive steps; "
                 "this peer stops and sends nothing of the phase; restart it on its run-dir, and if this repeats while other "
                 "peers train well, check this machine's memory and device, otherwise lower training.learning_rate"
             )
-
-    def _batch_slices(self, phase: Phase, steps: int) -> Iterator[tuple[Interval, ...]]:
-        rest = phase.slices
-        for _ in range(steps):
-            batch, rest = split_samples(rest, self._config.training.batch_size)
-            yield batch
-
-    def _read_batch(self, slices: tuple[Interval, ...]) -> Samples:
-        assert self._samples is not None
-        samples = np.concatenate([self._samples.read(interval) for interval in slices])
-        if self._config.training.instance_filter:
-            samples = samples[~is_repetitive(samples)]
-        return samples
 
     def _documents_of(self, samples: Samples) -> Documents | None:
         if self._eos_token_id is None:
@@ -382,66 +282,7 @@ class TorchTrainer:
         of_all_ranks = self._micro_batch_size * self._ranks.count
         for start in range(0, len(samples), of_all_ranks):
             parts = np.array_split(samples[start : start + of_all_ranks], self._ranks.count)
-            yield self._to_device(parts[self._ranks.rank])
-
-    def _to_device(self, samples: Samples) -> Tensor:
-        chunk = torch.from_numpy(samples)
-        if self._device.type == "cuda":
-            chunk = chunk.pin_memory()
-        return chunk.to(self._device, non_blocking=True)
-
-    def _selected(self) -> torch.cuda.device:
-        """Make a GPU this thread's current one, which pinned memory and kernels of other libraries use."""
-        return torch.cuda.device(self._device if self._device.type == "cuda" else -1)
-
-    def _autocast(self) -> torch.autocast:
-        # Each matrix is used once in a pass, so a cache would only keep the copies that checkpointing drops.
-        is_cuda = self._device.type == "cuda"
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_cuda, cache_enabled=False)
-
-    def _trained_views(self, group: Group, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (range within `[start, stop)`, flat view of the local weights) for elements `[start, stop)` of a group."""
-        if group.expert is not None and group.expert not in self._owned:
-            raise ValueError(f"{group.name} is not trained here; owned experts: {self._owned}")
-        begin, end, tensors = group.start + start, group.start + stop, self._layout.tensors_of(group)
-        for placed in tensors[bisect.bisect_right(tensors, begin, key=lambda placed: placed.stop) :]:
-            if placed.start >= end:
-                break
-            a, b = max(begin, placed.start), min(end, placed.stop)
-            weights = self._parameters[placed.spec.name].detach().view(-1)
-            yield slice(a - begin, b - begin), weights[a - placed.start : b - placed.start]
-
-
-class _Totals:
-    """Sums over forward passes. Losses and routing stay on the device until the report."""
-
-    def __init__(self, layers: int, num_experts: int, device: torch.device):
-        self.tokens = 0
-        self.skipped = 0
-        self.losses = torch.zeros(2, dtype=torch.float64, device=device)
-        """Cross-entropy and auxiliary loss, each multiplied by tokens."""
-        self.assignments = torch.zeros(layers, num_experts, dtype=torch.int64, device=device)
-
-    def add_pass(self, tokens: int, losses: Losses) -> None:
-        self.losses += torch.stack((losses.cross_entropy, losses.auxiliary)) * tokens
-        self.assignments += losses.assignments
-
-    def add(self, other: _Totals) -> None:
-        self.tokens += other.tokens
-        self.losses += other.losses
-        self.assignments += other.assignments
-
-    def report(
-        self, steps: int, owned: tuple[int, ...], seconds: float, untrained: tuple[Interval, ...], flops_per_second: float,
-        peak: float | None,
-    ) -> PhaseReport:
-        cross_entropy, auxiliary = (self.losses / self.tokens).tolist() if self.tokens else (float("nan"), float("nan"))
-        assignments = tuple(tuple(layer) for layer in self.assignments.tolist())
-        routed = tuple(count if e in owned else 0 for e, count in enumerate(map(sum, zip(*assignments, strict=True))))
-        return PhaseReport(
-            steps, self.tokens, routed, cross_entropy, auxiliary, seconds, untrained, self.skipped, flops_per_second,
-            mfu=flops_per_second / peak if peak else math.nan, assignments=assignments,
-        )
+            yield sent_to(self.device, parts[self._ranks.rank])
 
 
 def no_base(model: ModelSection) -> State:
@@ -449,20 +290,10 @@ def no_base(model: ModelSection) -> State:
     return np.broadcast_to(np.float32(0), layout_of(model).size)
 
 
-def device_name(device: torch.device) -> str:
-    """Return the driver's name of a GPU, or the device type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Enable activation checkpointing. Non-reentrant, because the reentrant form drops the gradient of the router's losses."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-def _tensor(values: State) -> Tensor:
-    """Convert to a tensor, without a copy if the array is writable."""
-    return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
 def _dtype(tensor: Tensor) -> str:

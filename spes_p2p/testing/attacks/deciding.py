@@ -224,7 +224,6 @@ class Outbidding(Tamper):
     def __init__(self, world: World):
         self._world = world
         self._electors: tuple[str, ...] = ()
-        self._number = 1
         self._tasks: set[asyncio.Task[None]] = set()
 
     def receive(self, frame: Frame) -> Frame:
