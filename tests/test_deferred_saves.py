@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -18,11 +18,18 @@ from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.parts import part_ranges
 from spes_p2p.rounds.results import KEPT_ROUNDS
-from spes_p2p.storage.tensor_file import Source, whole
+from spes_p2p.storage.tensor_file import Source, read_tensors, whole
 from spes_p2p.testing.memory_store import MemoryStore
-from spes_p2p.testing.simulate.swarm import LAYOUT, VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.swarm import LAYOUT, RecordingTrainer, VirtualSwarm, campaign, simulate
 from spes_p2p.testing.synthetic import SyntheticTrainer
-from spes_p2p.training.checkpoint import checkpoint_names, load_checkpoint, take_checkpoint, write_checkpoint
+from spes_p2p.training.checkpoint import (
+    checkpoint_names,
+    load_checkpoint,
+    take_checkpoint,
+    take_moments,
+    write_checkpoint,
+)
+from spes_p2p.training.interface import Phase, PhaseReport
 
 NEVER_S = 1e9
 STEP_S, STEPS = 60.0, 10
@@ -196,3 +203,61 @@ def test_of_a_checkpoint_of_another_round_only_the_moments_are_taken() -> None:
     assert found is not None
     assert (found.is_whole, found.steps, trainer.moment[0]) == (False, 0, 5.0)
     assert not trainer.local.any(), "its pending work is relative to another base"
+
+
+def test_moments_alone_are_taken_without_a_warning_and_without_work(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    before = kept(store, 5.0, 4, None)
+    write_checkpoint(take_moments(store, with_moments(6.0), 7, before))
+    assert {number for name in checkpoint_names(0) for number in [int(read_tensors(store.read(name))[1]["round"])]} == {4, 7}
+    trainer, ledger = with_moments(0.0), Ledger(LAYOUT, RANGES)
+    found = load_checkpoint(store, trainer, ledger, LAYOUT, "c7", 7)
+    assert found is not None
+    assert (found.is_whole, found.steps, trainer.moment[0], trainer.local.any()) == (False, 0, 6.0, False)
+    assert ledger.max_pending_tokens == 0
+    assert caplog.records == []
+
+
+class CountingTrainer(RecordingTrainer):
+    """Has the number of its steps as its moment."""
+
+    moment = np.zeros(1, np.float32)
+
+    def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
+        report = super().train(phase, should_stop, on_step)
+        self.moment = self.moment + np.float32(report.steps)
+        return report
+
+    def optimizer_state(self) -> dict[str, Source]:
+        return {"moment": whole(self.moment)}
+
+    def load_optimizer_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self.moment = state["moment"].copy()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.long
+def test_who_leaves_within_a_phase_has_its_moments_when_it_is_back_rounds_later(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(
+            campaign(200, sync={"overlap": overlap}), checkpoint_every_s=NEVER_S,
+            make_trainer=lambda base, owned: CountingTrainer(LAYOUT, base, owned, 64, 1.0, 0),
+        )
+        swarm.start_all("ABC")
+        await swarm.until_round(3)
+        await swarm.until(swarm.peers["B"].phases.lock.locked)
+        swarm.peers["B"].leave()
+        await swarm.until(swarm.tasks["B"].done)
+        had = swarm.trainers["B"].moment[0]
+        assert had > 10
+        await swarm.until(lambda: swarm.round_of("A") >= 9)
+        swarm.restart("B")
+        await swarm.until(lambda: swarm.peers["B"].replica.trainer is not None)
+        assert swarm.trainers["B"].moment[0] == had
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []

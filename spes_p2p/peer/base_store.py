@@ -121,6 +121,13 @@ class BaseStore:
             self._begin(self._write(None, None, self.current))
             await self.durable()
 
+    async def save_checkpoint(self, take: TakeCheckpoint) -> None:
+        """Make a checkpoint durable, whether or not it is due. Raises UserError (disk full)."""
+        await self.durable()
+        checkpoint: Checkpoint = await self._world.run_blocking(take, self.base, self.checkpoint)
+        self._begin(self._write(checkpoint, None, None))
+        await self.durable()
+
     async def durable(self) -> None:
         """Wait until what is being saved is on the disk: nothing is announced before. Raises UserError (disk full)."""
         if self._saving is not None:

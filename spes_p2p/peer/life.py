@@ -108,6 +108,7 @@ class Peer:
             self._reporter.set_state("leaving")
             if not self.finished:
                 await self._member.return_work()
+                await self.replica.save_moments()
             if excluded:
                 raise UserError(excluded)
         finally:

@@ -16,7 +16,7 @@ from spes_p2p.rounds.reducer_residual import ReducerResiduals
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Store
 from spes_p2p.storage.scratch import Scratch
-from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint
+from spes_p2p.training.checkpoint import Checkpoint, take_checkpoint, take_moments
 from spes_p2p.training.interface import Trainer
 
 
@@ -60,6 +60,11 @@ class OwnWork:
         return take_checkpoint(
             store, self.trainer, self.ledger, self._layout, base.values, base.commit, base.round, before, steps
         )
+
+    def moments(self, store: Store, base: Base, before: str | None) -> Checkpoint:
+        """Take a checkpoint of the moments alone; arguments as `checkpoint`."""
+        assert self.trainer is not None
+        return take_moments(store, self.trainer, base.round, before)
 
     def settle(self, old: Base, new: Base, results: Results, committed: set[int], exchanges: Sequence[Exchange]) -> int:
         """Subtract the work that the applied round includes from what is pending.

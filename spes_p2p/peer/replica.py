@@ -271,6 +271,11 @@ class Replica:
         """Begin to make durable the work of a phase after this many steps, if that is due. Raises UserError (disk full)."""
         await self.store.save(partial(self._checkpoint, steps=steps))
 
+    async def save_moments(self) -> None:
+        """Make the moments durable: a peer that leaves may come back. Raises UserError (disk full)."""
+        if self.trainer is not None:
+            await self.store.save_checkpoint(partial(self.work.moments, self.node.world.store))
+
     async def save(self, draft: Draft | None = None, at_once: bool = False) -> None:
         """Begin to make durable what is due of the base and of the work on top of it; `at_once`: both."""
         await self.store.save(None if self.trainer is None else self._checkpoint, draft, at_once)

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 PENDING, OPTIMIZER, LEDGER = "pending.", "optimizer.", "ledger."
 CRC, NO_CRC = "crc32", "0" * 8
+NO_COMMIT = ""
+"""Commit of a checkpoint of moments alone, which belongs to no base."""
 
 
 class LedgerState(Protocol):
@@ -71,12 +73,23 @@ def take_checkpoint(
     after this base that are in it.
     Raises UserError (disk full).
     """
-    sources = {OPTIMIZER + name: source for name, source in trainer.optimizer_state().items()}
-    sources.update({LEDGER + name: whole(array) for name, array in ledger.state().items()})
+    sources = {LEDGER + name: whole(array) for name, array in ledger.state().items()}
     for group in trained_groups(trainer):
         pieces = partial(pending_pieces, trainer, base, group)
         if any(piece.any() for piece in pieces()):
             sources[PENDING + group.name] = Source(np.dtype(np.float32), (group.size,), pieces)
+    return _draft(store, trainer, sources, commit, round_number, kept, steps)
+
+
+def take_moments(store: Store, trainer: Trainer, round_number: int, kept: str | None) -> Checkpoint:
+    """Write a draft of the moments alone, for a peer that gives its work to others; arguments and errors as `take_checkpoint`."""
+    return _draft(store, trainer, {}, NO_COMMIT, round_number, kept, 0)
+
+
+def _draft(
+    store: Store, trainer: Trainer, sources: dict[str, Source], commit: str, round_number: int, kept: str | None, steps: int
+) -> Checkpoint:
+    sources = {OPTIMIZER + name: source for name, source in trainer.optimizer_state().items()} | sources
     first, second = checkpoint_names(round_number)
     name = second if first == kept else first
     metadata = {
@@ -101,7 +114,7 @@ def load_checkpoint(
 ) -> Restored | None:
     """Restore the checkpoint of this commit and the owned experts, completely; of two, the one with more steps.
 
-    Without one, restore the moments of the newest other checkpoint, and warn. None if there is none at all: training then
+    Without one, restore the moments of the newest other checkpoint, and warn unless it is one of moments alone. None if there is none at all: training then
     continues from the base with fresh moments, which is worth a warning unless it is base 0.
     """
     wanted = commit, _owned(trainer)
@@ -114,6 +127,9 @@ def load_checkpoint(
             _restore(kept.arrays, trainer, ledger, layout)
             return Restored(kept.name, True, kept.steps)
         _restore_moments(kept.arrays, trainer)
+        if kept.belongs_to[0] == NO_COMMIT:
+            logger.info("continuing from the base with the moments that this peer had when it left after round %d", kept.round)
+            return Restored(kept.name, False, 0)
         problem = problems[0] if problems else f"no checkpoint of round {round_number}"
         logger.warning("%s: continuing from the base with the moments of round %d", problem, kept.round)
         return Restored(kept.name, False, 0)
