@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from model_shapes import tiny_model
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from spes_p2p.model.build import build_model, initial_state
-from spes_p2p.training.compiled import TOLERANCE, Form, Trial, forms_of, keep_what_helps, trial_of
+from spes_p2p.training import compiled
+from spes_p2p.training.compiled import TOLERANCE, Form, Trial, attention, forms_of, keep_what_helps, trial_of
 from spes_p2p.training.documents import Documents
 
 EOS = 0
@@ -89,6 +92,33 @@ def test_what_does_not_compile_in_another_shape_runs_as_it_is(monkeypatch: pytes
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(("is_installed", "is_masked", "names"), [
+    (False, False, ["compiled layers"]), (True, False, ["FlashAttention", "compiled layers"]),
+    (True, True, ["FlashAttention", "FlexAttention", "compiled layers"]),
+])
+def test_flash_attention_is_tried_where_its_package_is_installed(
+    is_installed: bool, is_masked: bool, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "is_flash_attn_2_available", lambda: is_installed)
+    assert [form.name for form in forms_of(model_of(), is_masked)] == names
+
+
+def crossing(*arguments: Any, **named: Any) -> Any:
+    """Attention within a sample, whatever its documents, as FlashAttention's in passes of several samples."""
+    module, query, key, value, _, *rest = arguments
+    return sdpa_attention_forward(module, query, key, value, None, *rest, **named)
+
+
+def test_attention_that_crosses_documents_is_undone_and_leaves_what_was_kept_before(caplog: pytest.LogCaptureFixture) -> None:
+    AttentionInterface.register("crossing", crossing)
+    model, seconds = model_of("qwen3_moe"), iter([4.0, 3.0, 2.0, 1.0])
+    forms = [attention(model, name, name) for name in ("eager", "crossing", "absent")]
+    with caplog.at_level(logging.INFO):
+        keep_what_helps(forms, lambda: Trial(trial(model, Documents(EOS, 0)).tensors, next(seconds)), TOLERANCE)
+    assert [line.partition(" (")[0] for line in caplog.messages] == ["eager: used", "crossing: not used", "absent: not used"]
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_trial_sees_a_wrong_gradient() -> None:
     model = model_of()
     right = trial(model)
@@ -111,12 +141,12 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
 def test_compiled_layers_agree_with_plain_ones_and_are_taken_back() -> None:
     """On a CPU with a C++ compiler."""
     model = model_of()
-    (compiled,) = forms_of(model, is_masked=False)
+    (form,) = forms_of(model, is_masked=False)
     plain = trial(model)
-    compiled.use()
+    form.use()
     assert trial(model).difference(plain) < TOLERANCE
     assert any(module._compiled_call_impl is not None for module in model.modules())
-    compiled.undo()
+    form.undo()
     assert not any(module._compiled_call_impl is not None for module in model.modules())
     assert trial(model).difference(plain) == 0
 

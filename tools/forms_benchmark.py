@@ -40,13 +40,16 @@ from spes_p2p.training.trainer import TorchTrainer
 
 EOS = 0
 DOCUMENT_TOKENS = 300
+FLASH = "FlashAttention"
 FORMS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "plain": (False, ()),
     "compiled": (False, ("compiled layers",)),
     "eager_attention": (False, ("eager",)),
-    "flash_attention_2": (False, ("flash_attention_2",)),
+    "flash": (False, (FLASH,)),
+    "flash_compiled": (False, (FLASH, "compiled layers")),
     "masked": (True, ()),
     "masked_compiled": (True, ("compiled layers",)),
+    "masked_flash": (True, (FLASH,)),
     "masked_flex": (True, ("FlexAttention",)),
     "masked_flex_compiled": (True, ("FlexAttention", "compiled layers")),
 }
@@ -183,10 +186,14 @@ def measured(
     is_masked = documents is not None
     if is_masked not in plain:
         plain[is_masked] = trial_of(trainer.model, ids, documents, lambda: autocast(device))
+    if FLASH in used and is_masked and setup.micro_batch > 1:
+        raise UserError(f"{FLASH} keeps documents apart in passes of one sample, this setup has {setup.micro_batch}")
     forms = {form.name: form for form in forms_of(trainer.model, is_masked=True)}
     for name in used:
         if name in forms:
             forms[name].use()
+        elif name == FLASH:
+            raise UserError("flash-attn is not installed")
         else:
             trainer.model.set_attn_implementation(name)
     difference = trial_of(trainer.model, ids, documents, lambda: autocast(device)).difference(plain[is_masked])

@@ -190,8 +190,9 @@ def plan(
     campaign = load_campaign_config(config)
     from spes_p2p.campaign.plan_table import plan_json, render_plan
     from spes_p2p.campaign.planner import plan_peer
-    from spes_p2p.campaign.room import Device
+    from spes_p2p.campaign.room import Device, check_ranks
 
+    check_ranks(campaign, gpus, f"--gpus {gpus}")
     device = Device("cuda", memory_bytes, gpus).leaving(options.spare(leave_free))
     made = plan_peer(campaign, device, line, peers, "--memory")
     if as_json:

@@ -175,7 +175,8 @@ async def _capacity(endpoint: RpcEndpoint, peers: Sequence[str], files: Campaign
     try:
         resources = choose_resources(choose_devices(settings.devices), settings, config)
     except UserError as error:
-        return [Check("device", "failure", str(error), "run spes-p2p plan for the memory that training needs")]
+        found, _, advice = str(error).partition("; ")
+        return [Check("device", "failure", found, advice)]
     device, choice = resources.device, resources.choice
     kind = device.kind if device.ranks == 1 else f"each of {device.ranks} {device.kind} devices"
     found = f"{kind} with {human_bytes(device.memory)} free trains {resources.description}"

@@ -14,7 +14,7 @@ from spes_p2p.campaign.free_memory import measured
 from spes_p2p.campaign.host_memory import SHARE_FOR_THE_BASE, HostBytes, host_bytes
 from spes_p2p.campaign.plan_table import describe_setup
 from spes_p2p.campaign.planner import disk_bytes
-from spes_p2p.campaign.room import Choice, Device, find_room, needed_bytes, smallest
+from spes_p2p.campaign.room import Choice, Device, check_ranks, find_room, needed_bytes, smallest
 from spes_p2p.campaign.speed import costs_of
 from spes_p2p.config.campaign import CampaignConfig, PeerConfig
 from spes_p2p.errors import UserError
@@ -60,11 +60,7 @@ def resources_on(device: Device, settings: PeerConfig, config: CampaignConfig) -
     device = device.at_most(settings.memory_bytes).leaving(settings.leave_free)
     device = replace(device, base_in_memory=settings.base == "ram")
     wanted, experts, asked = settings.experts, config.model.moe_num_experts, _asked(settings)
-    batch = config.training.batch_size
-    if batch % device.ranks:
-        possible = ", ".join(str(number) for number in range(1, device.ranks) if batch % number == 0)
-        raise UserError(f"--devices {settings.devices}: {device.ranks} devices cannot divide a batch of {batch} samples "
-                        f"(training.batch_size) equally; give this many: {possible}")
+    check_ranks(config, device.ranks, f"--devices {settings.devices}")
     name = "--memory" if device.memory == settings.memory_bytes else f"free memory ({device.kind})"
     doubt = ""
     if wanted == "auto":

@@ -1,4 +1,4 @@
-"""Compiled forms of what is outside the experts, each used only after it agreed with the plain form on this device.
+"""Other forms of what is outside the experts, each used only after it agreed with the plain form on this device.
 
 A trial runs forward and backward passes on one micro-batch, with experts that return 0: rounding would otherwise send tokens to
 other experts, which hides what it should show. The output, the gradient of the input and the norms of the weights' gradients
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from spes_p2p.model.partitioned import PartitionedExperts
 from spes_p2p.training.documents import Documents
@@ -74,11 +75,12 @@ def keep_what_helps(forms: Sequence[Form], attempt: Callable[[], Trial], toleran
 
 
 def forms_of(model: PreTrainedModel, is_masked: bool) -> list[Form]:
-    """Return the forms that a GPU may compute faster: with masks between documents FlexAttention, and compiled layers.
+    """Return the forms that a GPU may compute faster: FlashAttention, with masks between documents FlexAttention, compiled layers.
 
-    Without masks, transformers' choice of scaled dot-product attention has torch choose the kernel.
+    FlashAttention is tried where its package is installed: transformers would otherwise take the kernel from the Hub. It keeps
+    documents apart in passes of one sample only; in others the trial finds the difference.
     """
-    parts, plain = [*_outside_experts(model)], model.config._attn_implementation
+    parts = [*_outside_experts(model)]
 
     def compile_them() -> None:
         for part in parts:
@@ -88,12 +90,21 @@ def forms_of(model: PreTrainedModel, is_masked: bool) -> list[Form]:
         for part in parts:
             part._compiled_call_impl = None
 
-    compiled = Form("compiled layers", compile_them, take_back)
-    flex = Form(
-        "FlexAttention",
-        lambda: model.set_attn_implementation("flex_attention"), lambda: model.set_attn_implementation(plain),
-    )
-    return [flex, compiled] if is_masked else [compiled]
+    forms = [attention(model, "FlashAttention", "flash_attention_2")] if is_flash_attn_2_available() else []
+    if is_masked:
+        forms.append(attention(model, "FlexAttention", "flex_attention"))
+    return [*forms, Form("compiled layers", compile_them, take_back)]
+
+
+def attention(model: PreTrainedModel, name: str, implementation: str) -> Form:
+    """Return the form with this attention of transformers; undone, the model has the one that it had before."""
+    before: list[str] = []
+
+    def use() -> None:
+        before.append(model.config._attn_implementation)
+        model.set_attn_implementation(implementation)
+
+    return Form(name, use, lambda: model.set_attn_implementation(before.pop()))
 
 
 def trial_of(
