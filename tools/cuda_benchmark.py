@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tools" / "benchmarks.py"
 FORMS = ROOT / "tools" / "forms_benchmark.py"
-TESTED = ("backends", "partitioned", "losses", "trainer", "optimizer", "bench")
+TESTED = ("backends", "partitioned", "losses", "trainer", "optimizer", "ranks", "bench")
 """Test files of code that runs on the device."""
 MOST_THREADS = 8
 
