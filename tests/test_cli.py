@@ -388,7 +388,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "plan memory": (lambda p: plan(p, "lots"), ("--memory 'lots'", "24GiB")),
     "plan too little memory": (lambda p: plan(p, "1kB"), ("too small for even the shared weights", "nearest that fits")),
     "plan bandwidth": (lambda p: plan(p, "24GiB", "--bandwidth", "fast"), ("--bandwidth 'fast'", "100mbit")),
-    "plan GPUs": (lambda p: plan(p, "24GiB", "--gpus", "3"), ("--gpus 3: 3 devices cannot divide a batch of", "give this many")),
+    "plan GPUs": (lambda p: plan(p, "24GiB", "--gpus", "3"), ("--gpus 3: 3 devices cannot divide", "give this many")),
     "plan peers": (lambda p: plan(p, "24GiB", "--peers", "0"), ("--peers 0",)),
     "simulate neither": (lambda p: ["simulate"], ("either --virtual or --processes",)),
     "simulate both": (lambda p: ["simulate", "--virtual", "--processes"], ("either --virtual or --processes",)),

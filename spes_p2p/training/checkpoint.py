@@ -82,7 +82,7 @@ def take_checkpoint(
 
 
 def take_moments(store: Store, trainer: Trainer, round_number: int, kept: str | None) -> Checkpoint:
-    """Write a draft of the moments alone, for a peer that gives its work to others; arguments and errors as `take_checkpoint`."""
+    """Write a draft of the moments alone, for a peer that gives its work to others. Errors as `take_checkpoint`."""
     return _draft(store, trainer, {}, NO_COMMIT, round_number, kept, 0)
 
 
@@ -114,8 +114,8 @@ def load_checkpoint(
 ) -> Restored | None:
     """Restore the checkpoint of this commit and the owned experts, completely; of two, the one with more steps.
 
-    Without one, restore the moments of the newest other checkpoint, and warn unless it is one of moments alone. None if there is none at all: training then
-    continues from the base with fresh moments, which is worth a warning unless it is base 0.
+    Without one, restore the moments of the newest other checkpoint, and warn unless it is one of moments alone. None if there
+    is none at all: training then continues from the base with fresh moments, which is worth a warning unless it is base 0.
     """
     wanted = commit, _owned(trainer)
     found, problems = _kept_checkpoints(store)
@@ -127,8 +127,8 @@ def load_checkpoint(
             _restore(kept.arrays, trainer, ledger, layout)
             return Restored(kept.name, True, kept.steps)
         _restore_moments(kept.arrays, trainer)
-        if kept.belongs_to[0] == NO_COMMIT:
-            logger.info("continuing from the base with the moments that this peer had when it left after round %d", kept.round)
+        if kept.belongs_to[0] == NO_COMMIT and not problems:
+            logger.info("continuing from the base with the moments of this trainer when it left round %d", kept.round + 1)
             return Restored(kept.name, False, 0)
         problem = problems[0] if problems else f"no checkpoint of round {round_number}"
         logger.warning("%s: continuing from the base with the moments of round %d", problem, kept.round)

@@ -75,7 +75,7 @@ def keep_what_helps(forms: Sequence[Form], attempt: Callable[[], Trial], toleran
 
 
 def forms_of(model: PreTrainedModel, is_masked: bool) -> list[Form]:
-    """Return the forms that a GPU may compute faster: FlashAttention, with masks between documents FlexAttention, compiled layers.
+    """Return what a GPU may compute faster: FlashAttention, with masks between documents FlexAttention, compiled layers.
 
     FlashAttention is tried where its package is installed: transformers would otherwise take the kernel from the Hub. It keeps
     documents apart in passes of one sample only; in others the trial finds the difference.
