@@ -77,6 +77,7 @@ def test_a_trainer_that_is_paused_leaves_and_trains_again_after_resume(campaign:
         assert (resumed.code, resumed.stdout.strip()) == (0, "running")
         swarm.wait(lambda: works_again(sleeper, left_at), 60, "the paused peer's work is in a round again")
         assert sleeper.events(BaseRestored)[-1].source in ("disk", "download")
+        assert "no checkpoint of round" not in sleeper.log, "it kept its moments"
         assert {len(found) for found in swarm.digests().values()} == {1}
         assert swarm.terminate("peer-1") == 0
 
