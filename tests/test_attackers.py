@@ -203,9 +203,39 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
         last = min(swarm.nodes[name].log.round for name in HONEST)
         for number in range(last + 1):
             assert len({swarm.nodes[name].log.commit_at(number).id for name in HONEST}) == 1
-        assert set(swarm.nodes["A"].log.last.excluded) == ({"X"} if kind == "reducer" else set())
+        assert set(swarm.nodes["A"].log.last.excluded) == ({"X"} if kind in ("reducer", "turncoat") else set())
 
     simulate(main)
+
+
+@pytest.mark.long
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["coordinator", "elector", "outbid", "turncoat"])
+def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
+    kind: AttackKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest, liars, rounds = "ABCD", "XY", 8
+
+    async def main() -> None:
+        swarm, told = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": 6}, admission="open")), list[str]()
+        for name in liars:
+            swarm.around[name] = lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config, told.append))
+        for name in honest + liars:
+            swarm.invitations[name] = swarm.invitation(name, ("trainer", "elector"))
+        swarm.start_all(honest + liars)
+        while any(swarm.round_of(name) < rounds for name in honest):
+            await asyncio.sleep(1.0)
+            assert not [name for name in (*honest, "W") if swarm.tasks[name].done()]
+            assert asyncio.get_running_loop().time() < 6000, swarm.rounds()
+        logs = [swarm.nodes[name].log for name in honest]
+        assert set(logs[0].commit_at(1).electorate) == {*honest, *liars, "W"}
+        assert told
+        for number in range(rounds + 1):
+            assert len({log.commit_at(number).id for log in logs}) == 1
+        assert set(logs[0].last.excluded) == (set(liars) if kind == "turncoat" else set())
+
+    simulate(main)
+    assert "is not applied" not in caplog.text
 
 
 def test_of_two_valid_commits_in_a_ballot_all_decide_the_one_that_most_honest_electors_vote_for() -> None:

@@ -11,12 +11,16 @@ import pytest
 from spes_p2p.errors import Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.framing import Kind
-from spes_p2p.messages.methods import PING, ROUND
+from spes_p2p.messages.methods import PING, PULL, ROUND
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Pong
+from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.interfaces import Channel, Handler
+from spes_p2p.net.throughput import Throughput
 from spes_p2p.observe.events import RoundFailed
 from spes_p2p.peer.patience import GIVEN_UP_ROUNDS
+from spes_p2p.rounds import parts
+from spes_p2p.testing.attacks.deciding import SilentCoordinator
 from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar, Tamper, changed, tampered
 from spes_p2p.testing.memory_network import Frame
@@ -85,6 +89,59 @@ def test_a_coordinator_that_waits_for_half_of_the_trainers_is_not_overtaken() ->
     simulate(main)
 
 
+PART_S, SLOW_BYTES_PER_S = 1.5, 2000.0
+WIDE = Layout([
+    TensorSpec("embed", (60_000,), "shared"),
+    *(TensorSpec(f"experts.{e}.gate_up_proj", (1000,), "expert", 0, e) for e in range(4)),
+])
+
+
+class Dawdling(Tamper):
+    """A thin line: each part takes its time, and everything else none."""
+
+    async def send(self, frame: Frame) -> Frame:
+        if frame.kind == Kind.PART:
+            await asyncio.sleep(PART_S)
+        return frame
+
+
+async def slow_swarm(monkeypatch: pytest.MonkeyPatch, attacker: Tamper | None = None) -> VirtualSwarm:
+    """Return a swarm on thin lines, X in it if it attacks. An exchange takes some ten times `silence_s`."""
+    monkeypatch.setattr(parts, "SLOWEST_BYTES_PER_S", SLOW_BYTES_PER_S / 4)
+    monkeypatch.setattr(parts, "SMALL_BYTES", 1024)
+    names = HONEST + ("X" if attacker is not None else "")
+    swarm = VirtualSwarm(campaign(total_steps=10**6, sync={"min_peers": len(names)}), layout=WIDE)
+    for name in HONEST:
+        swarm.around[name] = lambda world: tampered(Liar(world, swarm.campaign.config), Dawdling())
+    if attacker is not None:
+        swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), attacker)
+    swarm.start_all(names)
+    for name in names:
+        swarm.nodes[name].endpoint.upload = Throughput(SLOW_BYTES_PER_S)
+    return swarm
+
+
+@pytest.mark.long
+def test_slow_exchanges_are_not_cut_while_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = await slow_swarm(monkeypatch)
+        await swarm.until_round(1)
+        began = asyncio.get_running_loop().time()
+        await swarm.until_round(3)
+        assert asyncio.get_running_loop().time() - began > 2 * 10 * SILENCE_S
+        assert not any(recorder.of(RoundFailed) for recorder in swarm.recorders.values())
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+class Unserving(SilentCoordinator):
+    """Has nothing decided, and serves no results of its own parts either."""
+
+    async def send(self, frame: Frame) -> Frame | None:
+        return None if frame.method == PULL and frame.is_answer else await super().send(frame)
+
+
 class Excuses(Tamper):
     """Refuses every member, and answers pings as a coordinator that goes on."""
 
@@ -126,5 +183,22 @@ def test_a_coordinator_with_excuses_does_not_stop_rounds(refused: Refused) -> No
         swarm.around["X"] = lambda world: tampered(Liar(world, swarm.campaign.config), Excuses(refused))
         swarm.start_all(HONEST + "X")
         assert await longest_round_s(swarm, 8) < 250
+
+    simulate(main)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "attacker", [SilentCoordinator(proposes=True), Unserving(proposes=True)], ids=["undeciding", "unserving"]
+)
+def test_a_coordinator_that_proposes_and_stalls_is_given_up_when_nothing_moves(
+    monkeypatch: pytest.MonkeyPatch, attacker: Tamper
+) -> None:
+    """The time limit of these exchanges, which thin lines set, is 900 s."""
+
+    async def main() -> None:
+        swarm = await slow_swarm(monkeypatch, attacker)
+        longest_s = await longest_round_s(swarm, 4)
+        assert longest_s < 600
 
     simulate(main)

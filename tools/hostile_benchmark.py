@@ -5,8 +5,9 @@ identity, does one thing for some seconds; an honest peer pings the victim meanw
 victim's event loop, the growth of its memory and of its p2pd's, and the pings' 99th percentile.
 
 `messages`: announcements, votes and commits of 8 MiB (or as much as is taken). `promises`: streams whose first frame claims
-8 MiB and never comes. `frames`: empty frames without end. `streams`: a thousand streams at a time without a request. `records`:
-registry records of other keys, of other peers, and with a life of a century.
+8 MiB and never comes. `frames`: empty frames without end. `streams`: a thousand streams at a time without a request.
+`records`: registry records of other keys, of other peers, and with a life of a century. `connections`: 3,000 TCP connections at
+a time that never say who they are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hivemind.dht.routing import DHTID, get_dht_time
 from hivemind.p2p import PeerID
 
 from spes_p2p.campaign.genesis import make_genesis, save_base_0
+from spes_p2p.config.addresses import host_and_port
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import pack
 from spes_p2p.messages.framing import HEADER, MAX_FRAME_BYTES, Kind
@@ -53,6 +55,7 @@ from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, Recorder, campa
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 LOOK_EVERY_S = 0.02
+CONNECTIONS = 3000
 FAILURES = (PeerUnreachable, Refused, OSError, EOFError, asyncio.TimeoutError)
 Figures = dict[str, float]
 
@@ -124,8 +127,8 @@ def _resident(pid: int | str) -> int:
 class Attacker:
     """A stranger with a daemon of its own."""
 
-    def __init__(self, net: Libp2p, peer: str):
-        self.net, self.peer = net, peer
+    def __init__(self, net: Libp2p, address: str):
+        self.net, self.address, self.peer = net, address, address.rsplit("/", 1)[1]
 
     async def stream(self, method: str) -> Any:
         """Open a raw stream."""
@@ -176,6 +179,21 @@ class Attacker:
                 await node.protocol.call_store(peer, keys, [bytes(1000)] * 100, century, subkeys)
             number += 1
 
+    async def connections(self) -> None:
+        """Connections, each opened again when the victim closes it."""
+        await asyncio.gather(*(self._connect_for_ever() for _ in range(CONNECTIONS)))
+
+    async def _connect_for_ever(self) -> None:
+        while True:
+            with contextlib.suppress(*FAILURES):
+                reader, writer = await asyncio.open_connection(*host_and_port(self.address))
+                try:
+                    while await reader.read(2**10):
+                        pass
+                finally:
+                    writer.close()
+            await asyncio.sleep(0.1)
+
     async def _many(self, then: Callable[[Any], None]) -> None:
         held = list[Any]()
         while True:
@@ -189,7 +207,7 @@ class Attacker:
 
 
 ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
-    name: getattr(Attacker, name) for name in ("messages", "promises", "streams", "frames", "records")
+    name: getattr(Attacker, name) for name in ("messages", "promises", "streams", "frames", "records", "connections")
 }
 
 
@@ -198,7 +216,7 @@ async def attack(folder: Path, address: str, name: str) -> None:
     net = await start_libp2p(folder / f"{name}.key", LOOPBACK, initial_peers=[address])
     await net.registry.get(registry_key(campaign().hash))
     print("attacking", flush=True)
-    await ATTACKS[name](Attacker(net, address.rsplit("/", 1)[1]))
+    await ATTACKS[name](Attacker(net, address))
 
 
 # Measuring --------------------------------------------------------------------------------------------------------------

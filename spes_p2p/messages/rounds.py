@@ -285,6 +285,8 @@ class Pong(Extensible):
     """Whether it is an elector of its next round, and may vote."""
     announced: Round = -1
     """The last round to which it has brought its work: its phase before that is over."""
+    exchanging: Round = -1
+    """The round whose updates it exchanges now, while something moves; -1: none."""
 
 
 @dataclass(frozen=True)

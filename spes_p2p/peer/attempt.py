@@ -27,6 +27,7 @@ from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.judging import Judge
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
+from spes_p2p.peer.patience import no_exchange
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
@@ -251,7 +252,9 @@ class RoundMember:
         async def complain(reducer: int, revision: int) -> None:
             await stream.send(pack(Stalled(plan.id, revision, reducer)), kind=Kind.STALLED)
 
+        exchanges = [exchange]
         work: asyncio.Future[Any] | None = asyncio.ensure_future(exchange.run(complain))
+        self._patience.is_exchanging = lambda: work is not None and any(each.moves for each in exchanges)
         judging: asyncio.Future[None] | None = None
         answer = asyncio.ensure_future(stream.any_message())
         try:
@@ -263,6 +266,7 @@ class RoundMember:
                         await stream.send(self._report(exchange, in_full=True), kind=Kind.REPORT)
                     elif reply.kind == Kind.REVISION:
                         more = self._replica.exchanges.revise(plan, unpack(Revision, reply.body))
+                        exchanges += more
                         work = asyncio.gather(*([work] if work else []), *(each.run(complain) for each in more))
                     else:
                         seconds["commit"] = clock() - started - seconds.get("exchange", 0.0)
@@ -279,6 +283,7 @@ class RoundMember:
                     seconds["exchange"] = clock() - started
                     self._set_state("committing")
         finally:
+            self._patience.is_exchanging = no_exchange
             await end_tasks([answer] if work is None else [answer, work])
 
     def _report(self, exchange: Exchange, in_full: bool = False) -> bytes:

@@ -71,7 +71,8 @@ class CoordinatorService:
         if ping.stop_after == log.round and stream.remote in log.last.electorate:
             self._phases.stop_after(ping.stop_after)
         failed = log.round + 1 if self._leaves and not self._is_open() else self._failed_round
-        await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote, self.patience.announced)))
+        exchanging = log.round + 1 if self.patience.is_exchanging() else -1
+        await stream.send(pack(Pong(log.round, failed, self._node.decisions.may_vote, self.patience.announced, exchanging)))
 
     async def _on_round(self, stream: Stream) -> None:
         signed, log = unpack(Signed, await stream.message()), self._node.log

@@ -69,6 +69,11 @@ class Exchange:
             await end_tasks([*tasks, watching])
         self.results.discard_unverified(self.revision)
 
+    @property
+    def moves(self) -> bool:
+        """Whether something moves between this peer and the reducers, or did a while ago."""
+        return not self._transfers.stalled()
+
     async def on_push(self, stream: Stream) -> None:
         """Take a contributor's parts."""
         sender = self.plan.index(stream.remote)

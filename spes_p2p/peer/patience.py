@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from spes_p2p.consensus.control import is_paused
 from spes_p2p.messages.codec import WireError, pack, unpack
@@ -29,6 +30,9 @@ MAX_ASKED = 16
 """Ask at most this many at a time, drawn at random: all members ask, and each of them would ask each."""
 HALVES_SHARE = 2.0
 """A coordinator waits for twice the time of the faster half of the trainers, and half of that again for stragglers."""
+MOVING_SHARE = 0.25
+"""An exchange goes on while this share of the trainers exchanges. A coordinator waits only until half of the members have
+reported, and then for as long again; a few liars must not reach it."""
 GIVEN_UP_ROUNDS = 16
 """Skip a coordinator that was given up for this many rounds: else it would hold up each round in which its turn is first."""
 MAX_FACTOR = 2**10
@@ -37,17 +41,32 @@ Work = Callable[[], tuple[Mapping[str, int], Collection[str]]]
 """Returns the steps of this phase by peer, and the peers that make a quorum."""
 
 
+@dataclass
+class _Planned:
+    """A coordinator that has proposed."""
+
+    at: float
+    """Loop time."""
+    due: float
+    """Loop time at which its decision is due, however the exchange goes."""
+    quiet_due: float | None = None
+    """Loop time at which it is due since the exchange came to an end; None while it goes on."""
+
+
 class Patience:
     """The coordinators of the next round, as this peer sees them: which of them have had the time that an honest one needs.
 
     A coordinator may wait for trainers that still train. So its time begins once a quorum of these say that their phase is
-    over, each for itself. With its first proposal it gets the time of the longest exchange, once. Nothing that a coordinator
-    says lengthens either. When all have had their time, all get twice as much.
+    over, each for itself. With its first proposal it gets the time of the longest exchange, once, and less when the trainers
+    say that they exchange nothing any more. Nothing that a coordinator says lengthens either. When all have had their time,
+    all get twice as much.
     """
 
     def __init__(self, node: Node, work: Work):
         self.announced = -1
         """The last round to which this peer has brought its work, which it tells others."""
+        self.is_exchanging: Callable[[], bool] = no_exchange
+        """Whether this peer exchanges updates for the next round, and something moves."""
         self._node, self._work = node, work
         self._exchange_s = 2 * SHORTEST_LIMIT_S
         """The longest that the last exchange could take."""
@@ -71,16 +90,19 @@ class Patience:
         """Loop time."""
         self._since: dict[str, float] = {}
         """By coordinator: the loop time of this peer's first attempt with it."""
-        self._planned_until: dict[str, float] = {}
-        """By coordinator that proposed: the loop time at which its decision is due."""
+        self._planned: dict[str, _Planned] = {}
+        """The coordinators that have proposed."""
         self._failed: set[str] = set()
         self._unreachable: set[str] = set()
 
     async def watch(self) -> None:
-        """Find out when a quorum of the phase's trainers is ready for the round. Ends then."""
+        """Find out when a quorum of the phase's trainers is ready for the round, and when an exchange has come to an end."""
         await asyncio.sleep(FIRST_LOOK * self._silence_s)
-        while self._limit_s is None:
-            await self._look()
+        while True:
+            if self._limit_s is None:
+                await self._look()
+            for coordinator, planned in tuple(self._planned.items()):
+                await self._look_for_progress(coordinator, planned)
             await asyncio.sleep(self._silence_s)
 
     async def exhausted(self, coordinator: str) -> None:
@@ -95,7 +117,8 @@ class Patience:
         if exchange_limit_s is not None:
             self._exchange_s = 2 * exchange_limit_s  # what the coordinator waits at most, revisions included
         due = _now() + self._factor * (self._exchange_s + ALLOWANCE * self._silence_s)
-        self._planned_until.setdefault(coordinator, due)
+        if coordinator != self._node.peer_id:
+            self._planned.setdefault(coordinator, _Planned(_now(), due))
 
     def failed(self, coordinator: str) -> None:
         """Note that an attempt failed by what its coordinator said: others may take over.
@@ -109,7 +132,7 @@ class Patience:
             if self._limit_s is not None and _now() - began > self._factor * self._limit_s:
                 self._given_up[coordinator] = self._node.log.round + 1
         self._since.pop(coordinator, None)
-        self._planned_until.pop(coordinator, None)
+        self._planned.pop(coordinator, None)
 
     def unreachable(self, coordinator: str) -> None:
         """Note that a coordinator did not answer this peer."""
@@ -140,7 +163,7 @@ class Patience:
         if all(self.skips(each) or each in self._unreachable or each == self._node.peer_id for each in order):
             self._given_up.clear()
             self._since.clear()
-            self._planned_until.clear()
+            self._planned.clear()
             self._factor = min(2 * self._factor, MAX_FACTOR)
 
     @property
@@ -150,8 +173,8 @@ class Patience:
     def _is_over(self, coordinator: str) -> bool:
         if coordinator == self._node.peer_id or len(self._node.coordinators()) == 1 or coordinator not in self._since:
             return False
-        if (due := self._planned_until.get(coordinator)) is not None:
-            return _now() >= due
+        if (planned := self._planned.get(coordinator)) is not None:
+            return _now() >= min(planned.due, planned.due if planned.quiet_due is None else planned.quiet_due)
         if self._limit_s is None:
             return False
         return _now() >= max(self._ready_at, self._since[coordinator]) + self._factor * self._limit_s
@@ -163,11 +186,10 @@ class Patience:
             return
         steps, pace = self._work()
         others = sorted((set(pace) or steps.keys()) - {node.peer_id})
-        asked = node.world.rng.sample(others, min(MAX_ASKED, len(others)))
-        answers = dict(zip(asked, await asyncio.gather(*map(self._announced_by, asked)), strict=True))
+        answers = {peer: pong.announced for peer, pong in (await self._ask_some(others)).items()}
         answers[node.peer_id] = self.announced
-        expected = {peer: steps[peer] for peer in answers if answers[peer] is not None and peer in steps}
-        ready = [peer for peer in expected if (answers[peer] or 0) > commit.round]
+        expected = {peer: steps[peer] for peer in answers if peer in steps}
+        ready = [peer for peer in expected if answers[peer] > commit.round]
         if 2 * sum(expected[peer] for peer in ready) >= sum(expected.values()):
             share = MAX_PATIENCE
         elif 2 * len(ready) >= len(expected):
@@ -178,13 +200,41 @@ class Patience:
         waited_s = self._ready_at - node.decisions.learned_at
         self._limit_s = share * waited_s + ALLOWANCE * sync.silence_s + (0.0 if steps else sync.join_grace_s)
 
-    async def _announced_by(self, peer: str) -> int | None:
-        """Return the last round that a peer has announced; None if it does not answer."""
+    async def _look_for_progress(self, coordinator: str, planned: _Planned) -> None:
+        """Ask the trainers of the phase whether they exchange what this coordinator planned.
+
+        It may need as long again once most are done, and twice that for reports in full, which it asks for in between.
+        """
+        quiet = not self.is_exchanging()
+        if quiet:
+            steps, pace = self._work()
+            others = sorted((set(pace) or steps.keys()) - {self._node.peer_id, coordinator})
+            answers = await self._ask_some(others)
+            moving = sum(pong.exchanging > self._node.log.round for pong in answers.values())
+            quiet = moving < MOVING_SHARE * (len(answers) + 1) and bool(answers or not others)  # full lines answer late
+        if not quiet:
+            planned.quiet_due = None
+        elif planned.quiet_due is None:
+            elapsed_s = _now() - planned.at
+            planned.quiet_due = _now() + self._factor * (2 * (elapsed_s + self._silence_s) + ALLOWANCE * self._silence_s)
+
+    async def _ask_some(self, peers: Sequence[str]) -> dict[str, Pong]:
+        """Return the answers of some of these peers, by peer."""
+        asked = self._node.world.rng.sample(peers, min(MAX_ASKED, len(peers)))
+        answers = await asyncio.gather(*map(self._ask, asked))
+        return {peer: pong for peer, pong in zip(asked, answers, strict=True) if pong is not None}
+
+    async def _ask(self, peer: str) -> Pong | None:
         answer = await self._node.endpoint.is_there(peer, PING, pack(Ping(-1)))
         try:
-            return unpack(Pong, answer).announced if answer is not None else None
+            return unpack(Pong, answer) if answer is not None else None
         except WireError:
             return None
+
+
+def no_exchange() -> bool:
+    """Say that nothing is exchanged."""
+    return False
 
 
 def _now() -> float:

@@ -111,15 +111,20 @@ class Transfers:
 
     async def watch(self, tell_stalled: TellStalled) -> None:
         """Complain about each reducer that is not done when nothing moves any more."""
-        told, clock = set[int](), asyncio.get_running_loop().time
+        told = set[int]()
         while not self._is_over:
             await asyncio.sleep(self._context.endpoint.silence_s / 4)
-            if self._deadline.at is not None and clock() >= self._deadline.at:
-                stalled = {i for i, tasks in self._tasks.items() if any(not task.done() for task in tasks)} - told
-                told |= stalled
-                for reducer in sorted(stalled):
-                    logger.info("nothing moves between %s and this peer", self._context.names[reducer][-6:])
-                    await tell_stalled(reducer, self._context.results.revision)
+            stalled = self.stalled() - told
+            told |= stalled
+            for reducer in sorted(stalled):
+                logger.info("nothing moves between %s and this peer", self._context.names[reducer][-6:])
+                await tell_stalled(reducer, self._context.results.revision)
+
+    def stalled(self) -> set[int]:
+        """Return the reducers that are not done, if nothing moves any more."""
+        if self._deadline.at is None or asyncio.get_running_loop().time() < self._deadline.at:
+            return set()
+        return {i for i, tasks in self._tasks.items() if any(not task.done() for task in tasks)}
 
     def _moved(self, size: int) -> None:
         """Note that these bytes went to a reducer or came from one. The line may carry a part of each stream at once."""

@@ -13,7 +13,8 @@ from spes_p2p.testing.attacks.updates import UpdateLiar, with_false_weight
 
 AttackKind = Literal[
     "scale", "flip", "zero", "noise", "free-ride", "copy", "weight", "reducer", "forger", "silent", "donor", "tarpit",
-    "coordinator", "elector", "outbid", "equivocation", "unproposing", "undeciding", "contacts", "flood", "hostile", "sybils",
+    "coordinator", "elector", "outbid", "equivocation", "unproposing", "undeciding", "turncoat", "contacts", "flood", "hostile",
+    "sybils",
 ]
 KINDS: tuple[AttackKind, ...] = get_args(AttackKind)
 SYBILS = 8
@@ -62,6 +63,7 @@ ATTACKS: dict[AttackKind, Attack] = {
     ),
     "unproposing": Attack("coordinates, lives, and never proposes a plan", deciding.unproposing, needs_seat=True),
     "undeciding": Attack("coordinates, proposes, and never has it decided", deciding.undeciding, needs_seat=True),
+    "turncoat": Attack("is vouched for, and reverses the means of its parts", serving.lying_reducer, needs_seat=True),
     "contacts": Attack("claims far rounds and other branches in its contact", network.false_contacts),
     "flood": Attack("holds streams open and sends the longest frames", network.flood),
     "hostile": Attack("sends bytes that are no messages", network.hostile),
