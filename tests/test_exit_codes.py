@@ -45,3 +45,21 @@ def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path: Path) -> N
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_before_a_peer_takes_part_waits_for_no_thread() -> None:
+    program = (
+        "import asyncio, time\n"
+        "from spes_p2p.cli.terminal import run_peer\n"
+        "async def prepare():\n"
+        "    print('preparing', flush=True)\n"
+        "    await asyncio.to_thread(time.sleep, 600)\n"
+        "run_peer(prepare())\n"
+    )
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "preparing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "")

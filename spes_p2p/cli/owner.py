@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import ProgressBar, run, say, waiting
+from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, waiting
 from spes_p2p.config.addresses import check_peer_addresses
 from spes_p2p.observe.log import setup_logging
 
@@ -116,7 +116,7 @@ def bootstrap(
         (run_dir / "address").write_text(address + "\n")
         say(f"spes-p2p join {address}", log_json)
 
-    run(run_bootstrap(files, settings, peer or (), show))
+    run_peer(run_bootstrap(files, settings, peer or (), show))
 
 
 def _checked(address: str) -> str:

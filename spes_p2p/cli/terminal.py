@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -19,6 +21,21 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
     uvloop.install()
     return asyncio.run(work)
+
+
+def run_peer(work: Coroutine[Any, Any, None]) -> None:
+    """As `run`, for a peer: Ctrl-C before it takes part, when nothing can be lost, ends the process at once.
+
+    asyncio would wait for the threads that import libraries, verify text or make base 0.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_now)
+    run(work)
+
+
+def _end_now(number: int, frame: object) -> None:
+    Console(stderr=True).show_cursor()  # a spinner hides it
+    os._exit(128 + number)
 
 
 class ProgressBar:

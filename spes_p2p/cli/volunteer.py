@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from spes_p2p.cli import options
-from spes_p2p.cli.terminal import run, say, waiting
+from spes_p2p.cli.terminal import run, run_peer, say, waiting
 from spes_p2p.observe.log import setup_logging
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def join(
             end_waiting()
             say(f"joined campaign {files.campaign.config.name} ({files.campaign.hash[:12]}) as {address}", log_json)
 
-        run(run_join(addresses, settings, show, on_paused=end_waiting))
+        run_peer(run_join(addresses, settings, show, on_paused=end_waiting))
 
 
 def pause(run_dir: OwnRunDir = Path("runs/peer"), as_json: options.AsJson = False) -> None:
