@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from spes_p2p.config.addresses import check_peer_addresses
+from spes_p2p.config.quantities import Spare, parse_bits_per_second, parse_bytes, parse_spare
 from spes_p2p.errors import UserError
-
-if TYPE_CHECKING:
-    from spes_p2p.config.quantities import Spare
 
 Url = Annotated[str | None, typer.Option(
     help="URL where you will publish the token files: https://, s3://, gs:// or hf://datasets/OWNER/NAME/...; "
@@ -80,20 +78,14 @@ def check_invitation(given: str | None) -> None:
 
 def byte_count(text: str | None, option: str) -> int | None:
     """Return what the option gives, in bytes."""
-    from spes_p2p.config.quantities import parse_bytes
-
     return None if text is None else parse_bytes(text, option)
 
 
 def spare(text: str | None) -> Spare | None:
     """Return what --leave-free gives."""
-    from spes_p2p.config.quantities import parse_spare
-
     return None if text is None else parse_spare(text, "--leave-free")
 
 
 def rate(text: str | None, option: str) -> float | None:
     """Return what the option gives, in bits per second."""
-    from spes_p2p.config.quantities import parse_bits_per_second
-
     return None if text is None else parse_bits_per_second(text, option)

@@ -112,7 +112,7 @@ class TorchTrainer(FlatModel):
         if phase.first_step == 0:
             self._optimizer.skip_ramps()
         self._optimizer.average_over(phase.averaged_peers)
-        totals = Totals(len(self.blocks), self._config.model.moe_num_experts, self.device)
+        totals = self._no_totals()
         schedule = phase.training or self._config.training
         planned = min(phase.steps - phase.done, sum(map(len, phase.slices)) // self._config.training.batch_size)
         assert self._samples is not None
@@ -135,24 +135,26 @@ class TorchTrainer(FlatModel):
             batches.close()
         self._ranks.check()
         _, untrained = split_samples(phase.slices, done * self._config.training.batch_size)
-        seconds = time.perf_counter() - started
-        flops = totals.tokens * training_flops_per_token(
-            self._config.model, self._config.training.sequence_length, self.owned
-        )
+        return self._report(totals, done, time.perf_counter() - started, untrained)
+
+    def _report(self, totals: Totals, steps: int, seconds: float, untrained: tuple[Interval, ...]) -> PhaseReport:
+        model, length = self._config.model, self._config.training.sequence_length
+        flops_per_second = totals.tokens * training_flops_per_token(model, length, self.owned) / seconds
         peak = peak_flops(device_name(self.device))
-        peak = peak and peak * self._ranks.count
-        report = totals.report(done, self.owned, seconds, untrained, flops / seconds, peak)
+        report = totals.report(
+            steps, self.owned, seconds, untrained, flops_per_second, peak and peak * self._ranks.count
+        )
         utilisation = "" if math.isnan(report.mfu) else f", {100 * report.mfu:.1f} % MFU"
         logger.debug(
             "trained %d steps: %.0f tokens/s, %.3g TFLOP/s%s",
-            report.steps, report.tokens / report.seconds, report.flops_per_second / 1e12, utilisation,
+            steps, report.tokens / seconds, flops_per_second / 1e12, utilisation,
         )
         return report
 
     def follow(self, command: Begin | Step) -> None:
         """Do this rank's part of what rank 0 begins (`ranks.py`)."""
         if isinstance(command, Step):
-            self._step(command, Totals(len(self.blocks), self._config.model.moe_num_experts, self.device))
+            self._step(command, self._no_totals())
             return
         self.model.train()
         self.assign(command.owned, no_base(self._config.model))
@@ -234,9 +236,12 @@ class TorchTrainer(FlatModel):
         for _, tensor in sorted(self._optimizer.moments().items()):
             self._ranks.broadcast(tensor)
 
+    def _no_totals(self) -> Totals:
+        return Totals(len(self.blocks), self._config.model.moe_num_experts, self.device)
+
     def _step(self, command: Step, totals: Totals) -> None:
         samples = command.samples
-        step = Totals(len(self.blocks), self._config.model.moe_num_experts, self.device)
+        step = self._no_totals()
         documents = self._documents_of(samples)
         for chunk in self._micro_batches(samples):
             self._pass(chunk, len(chunk) / len(samples), step, documents)
