@@ -210,7 +210,7 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["coordinator", "elector", "outbid", "turncoat"])
+@pytest.mark.parametrize("kind", ["coordinator", "elector", "turncoat"])
 def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
     kind: AttackKind, caplog: pytest.LogCaptureFixture
 ) -> None:
