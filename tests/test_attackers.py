@@ -202,7 +202,8 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
             await until_round(swarm.round_of("A") + 1)
         last = min(swarm.nodes[name].log.round for name in HONEST)
         for number in range(last + 1):
-            assert len({swarm.nodes[name].log.commit_at(number).id for name in HONEST}) == 1
+            (commit,) = {swarm.nodes[name].log.commit_at(number) for name in HONEST}
+            assert commit.electorate != ("X",)
         assert set(swarm.nodes["A"].log.last.excluded) == ({"X"} if kind in ("reducer", "turncoat") else set())
 
     simulate(main)
@@ -210,7 +211,7 @@ def test_one_attacker_of_six_stops_nobody_and_has_nothing_of_its_own_decided(kin
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["coordinator", "elector", "outbid", "turncoat"])
+@pytest.mark.parametrize("kind", ["coordinator", "elector", "turncoat"])
 def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
     kind: AttackKind, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,7 +232,8 @@ def test_two_lying_electors_of_seven_have_nothing_of_their_own_decided(
         assert set(logs[0].commit_at(1).electorate) == {*honest, *liars, "W"}
         assert told
         for number in range(rounds + 1):
-            assert len({log.commit_at(number).id for log in logs}) == 1
+            (commit,) = {log.commit_at(number) for log in logs}
+            assert not set(commit.electorate) <= set(liars)
         assert set(logs[0].last.excluded) == (set(liars) if kind == "turncoat" else set())
 
     simulate(main)

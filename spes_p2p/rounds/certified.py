@@ -59,8 +59,8 @@ class Hearsay:
 
     def __init__(self, log: CommitLog, config: CampaignConfig):
         self._log, self._config = log, config
-        self._tellers: dict[object, set[str]] = {}
-        """By round, field and value that no certificate vouches for: the electors that told it."""
+        self._told: dict[tuple[int, str], dict[str, object]] = {}
+        """By round and field that no certificate vouches for: what each elector says."""
 
     def believed(self, peer: str, record: RoundRecord) -> RoundRecord | None:
         """Return what counts of this peer's record; None for nothing. The second elector to tell a value makes it count."""
@@ -69,20 +69,20 @@ class Hearsay:
             return found
         if found.round <= max(self._log.begins, -1):
             told = found.campaign_step, found.total_tokens, found.base_digest, found.contributions
-            if not self._is_confirmed(peer, (found.round, told)):
+            if not self._is_confirmed(peer, found.round, "", told):
                 return None
         unknown = {
             name: nothing for name, nothing in UNPROVEN.items()
-            if not self._is_confirmed(peer, (found.round, name, getattr(found, name)))
+            if not self._is_confirmed(peer, found.round, name, getattr(found, name))
         }
         return replace(found, **unknown)
 
-    def _is_confirmed(self, peer: str, value: object) -> bool:
+    def _is_confirmed(self, peer: str, round_number: int, name: str, value: object) -> bool:
         electorate = self._log.last.electorate
-        tellers = self._tellers.setdefault(value, set())
+        told = self._told.setdefault((round_number, name), {})
         if peer in electorate:
-            tellers.add(peer)
-        return len(tellers) >= min(2, len(electorate))
+            told[peer] = value
+        return sum(each == value for each in told.values()) >= min(2, len(electorate))
 
 
 def _has_digest(record: RoundRecord, log: CommitLog) -> bool:
