@@ -340,6 +340,7 @@ def test_a_complete_campaign_without_trainers_offers_the_model_and_shows_no_miss
         await until(page, "!document.getElementById('take').hidden")
         assert await page.is_hidden("#experts-panel")
         assert await page.is_hidden("#rounds-panel")
+        assert await page.text_content("#electors") == "1 helper · 3 electors"
 
     look_at(synthetic_swarm(2, 4, 5), look)
 
