@@ -77,14 +77,14 @@ def simulate_processes(
     from spes_p2p.testing.simulate.processes import run_processes
 
     scenario = possible(load_scenario(path, options))
-    check_memory(len(scenario.peer_names), psutil.virtual_memory().available)
     if config is not None:
         read_campaign(config)
-    started = time.monotonic()
     if config is not None and scenario.overlap:
         raise UserError(f"--config {config}: the campaign file sets sync.overlap; omit --overlap")
     if config is not None and scenario.admission != "friends":
         raise UserError(f"--config {config}: the campaign file sets admission; omit --admission")
+    check_memory(len(scenario.peer_names), psutil.virtual_memory().available)
+    started = time.monotonic()
     folder = run_dir.with_name(f"{run_dir.name}-campaign")
     campaign = config or write_campaign(folder, scenario, seed)
     planned, found = runs_of(scenario), list[tuple[RunReport, list[dict[str, float]]]]()
