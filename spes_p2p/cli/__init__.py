@@ -31,7 +31,7 @@ def version() -> None:
 
 for command in (
     owner.init, owner.bootstrap, volunteer.join, volunteer.pause, volunteer.resume, volunteer.me, trials.swarm, watching.status,
-    owner.control, owner.invite, volunteer.identity, trials.simulate, volunteer.doctor, watching.dashboard, watching.directory,
+    owner.control, owner.audit, owner.invite, volunteer.identity, trials.simulate, volunteer.doctor, watching.dashboard, watching.directory,
     owner.plan, text.tokenize, text.describe, model.export, watching.report, model.evaluate, model.generate,
 ):
     app.command()(command)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.content.pieces import Body, Content, Delivery, Source
@@ -29,6 +29,9 @@ BUSY_RETRY_S = 1.0
 """A busy peer asks to be asked again after this long."""
 
 
+Admit = Callable[[str, str], None]
+
+
 class ContentServer:
     """Serves any kind of content, each kind from its own source."""
 
@@ -37,14 +40,18 @@ class ContentServer:
         self._open: dict[ContentKind, Counter[str]] = {}
         """Open requests, by kind and peer."""
 
-    async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
+    async def serve(
+        self, kind: ContentKind, source: Source, peers_at_once: int | None = None, admit: Admit = lambda peer, name: None
+    ) -> None:
         """Start to answer requests for a kind of content.
 
         `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds; others are refused as busy.
+        `admit` raises Refused for a peer that may not have the content of this name.
         """
 
         async def answer(stream: Stream) -> None:
             request = unpack(PiecesRequest, await stream.message())
+            admit(stream.remote, request.name)
             with self._upload(kind, stream.remote, peers_at_once):
                 for index in request.pieces:
                     await self._send(stream, await stream.alive(source(request.name, index)))

@@ -194,9 +194,9 @@ class TorchTrainer(FlatModel):
                     losses.append(loss.double())
         return torch.stack(losses).cpu().numpy()
 
-    def optimizer_state(self) -> dict[str, Source]:
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
         """See Trainer."""
-        return {name: _source(tensor) for name, tensor in self._optimizer.tensors().items()}
+        return {name: _source(tensor) for name, tensor in self._optimizer.tensors(in_full).items()}
 
     def load_optimizer_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """See Trainer."""
@@ -307,7 +307,12 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _source(tensor: Tensor) -> Source:
-    """Wrap a tensor, possibly on a GPU, as a source that is copied in chunks."""
+    """Wrap a tensor, possibly on a GPU or in 8 bits, as a source that is copied in chunks."""
+    if hasattr(tensor, "codes"):
+        return Source(
+            np.dtype(np.float32), tuple(tensor.shape),
+            lambda: (piece.cpu().numpy() for piece in torch.split(tensor.dequantize().float().reshape(-1), COPY_ELEMENTS)),
+        )
     return Source(
         np.dtype(_dtype(tensor)), tuple(tensor.shape),
         lambda: (piece.cpu().numpy() for piece in torch.split(tensor.reshape(-1), COPY_ELEMENTS)),
