@@ -39,7 +39,7 @@ from spes_p2p.testing.simulate.swarm import EXPERTS, campaign
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.moments import PENDING, TINY, are_plausible, load_moments, moments_chunks, plausibility, read_moments
 
-ROUNDS = {4: 6, 16: 5, 64: 3}
+ROUNDS = {4: 6, 16: 5, 64: 2}
 """Rounds to train, by steps between two of them."""
 FORWARD_SAMPLES = (16, 64)
 BLOCK, BLOCKS_SHARE = 64, 3
