@@ -41,9 +41,11 @@ from spes_p2p.rounds.audits import (
 )
 from spes_p2p.rounds.planned import Member
 from spes_p2p.storage.tensor_file import Source, whole
-from spes_p2p.testing.attacks.kinds import ATTACKS, AttackKind
+from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar
+from spes_p2p.testing.simulate.scenario import Scenario, peer_names
 from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.virtual import run_seed
 from spes_p2p.testing.synthetic import SyntheticTrainer
 from spes_p2p.training.moments import are_plausible, from_bf16, load_moments, moments_chunks, read_moments, to_bf16
 
@@ -68,7 +70,7 @@ def commits(count: int, electorate: str = "ABC", members: str = "ABCXY", **field
     return found
 
 
-def everybody(**changes: Standing) -> list[Member]:
+def everybody(changes: Mapping[str, Standing] = STANDINGS) -> list[Member]:
     return [replace(member(name, 10, ()), standing=standing) for name, standing in {**STANDINGS, **changes}.items()]
 
 
@@ -120,7 +122,7 @@ def test_a_verdict_counts_once_and_only_from_the_vouched_auditor_whose_turn_it_w
     (verdict,) = verdicts_of({auditor: said, other: said, "Y": said}, everybody(), recent)
     assert verdict == Verdict(auditor, "X", recent[0].round, False)
     assert not verdicts_of({auditor: said}, everybody(), [replace(recent[0], verdicts=(verdict,)), *recent])
-    assert not verdicts_of({auditor: said}, everybody(**{auditor: "proven"}), recent), "the owner no longer vouches for it"
+    assert not verdicts_of({auditor: said}, everybody({auditor: "proven"}), recent), "the owner no longer vouches for it"
     assert not verdicts_of({auditor: announced(failed(99))}, everybody(), recent)
     assert not verdicts_of({auditor: announced(failed(recent[0].round, "W"))}, everybody(), recent)
 
@@ -133,7 +135,7 @@ def test_two_auditors_convict_and_one_alone_does_not_however_often_it_fails_a_pe
     assert convicted_by([Verdict("B", "X", 5, True)], everybody(), recent) == ()
     assert convicted_by([Verdict("B", "Y", 5, False)], everybody(), recent) == ()
     assert convicted_by([Verdict("B", "X", 5, False)], everybody(), recent) == (3,)
-    assert convicted_by([Verdict("B", "X", 5, False)], everybody(X="vouched"), recent) == ()
+    assert convicted_by([Verdict("B", "X", 5, False)], everybody({"X": "vouched"}), recent) == ()
 
 
 def test_where_there_is_one_auditor_two_rounds_convict() -> None:
@@ -316,7 +318,7 @@ def test_a_free_rider_loses_its_work_by_two_auditors_and_an_honest_stranger_keep
     simulate(main)
 
 
-def test_one_lying_auditor_of_two_convicts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_lying_auditor_of_two_convicts_nobody() -> None:
     async def main() -> None:
         swarm = audited_swarm("XY", vouched="AB")
         swarm.start_all("ABXY")
@@ -346,3 +348,13 @@ def test_who_does_not_show_its_moments_fails(monkeypatch: pytest.MonkeyPatch) ->
         assert {each.passed for each in audits(swarm, "Y")} <= {True}
 
     simulate(main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["free-ride", "copy"])
+def test_with_a_real_model_and_peers_of_different_speed_only_the_attacker_fails(kind: AttackKind) -> None:
+    made = Scenario(peer_names(6), 8, attackers=1, attacks=KINDS, attack=kind, admission="open")
+    found = run_seed(made, 0)
+    assert found.violations == ()
+    assert found.attacked is not None
+    assert (found.attacked.attackers_convicted, found.attacked.honest_failed) == (1, 0)

@@ -37,21 +37,21 @@ class ContentServer:
 
     def __init__(self, endpoint: RpcEndpoint):
         self._endpoint = endpoint
+        self.admit: dict[ContentKind, Admit] = {}
+        """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
         self._open: dict[ContentKind, Counter[str]] = {}
         """Open requests, by kind and peer."""
 
-    async def serve(
-        self, kind: ContentKind, source: Source, peers_at_once: int | None = None, admit: Admit = lambda peer, name: None
-    ) -> None:
+    async def serve(self, kind: ContentKind, source: Source, peers_at_once: int | None = None) -> None:
         """Start to answer requests for a kind of content.
 
         `peers_at_once` bounds the peers served at a time, so that uploads leave room for rounds; others are refused as busy.
-        `admit` raises Refused for a peer that may not have the content of this name.
         """
 
         async def answer(stream: Stream) -> None:
             request = unpack(PiecesRequest, await stream.message())
-            admit(stream.remote, request.name)
+            if kind in self.admit:
+                self.admit[kind](stream.remote, request.name)
             with self._upload(kind, stream.remote, peers_at_once):
                 for index in request.pieces:
                     await self._send(stream, await stream.alive(source(request.name, index)))

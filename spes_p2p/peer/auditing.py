@@ -17,7 +17,7 @@ import numpy as np
 
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.content.pieces import BadPiece, Body, Content, Piece
-from spes_p2p.errors import UserError
+from spes_p2p.errors import Diverged, UserError
 from spes_p2p.messages.consensus import Workload
 from spes_p2p.messages.fields import MAX_AUDITS
 from spes_p2p.messages.rounds import Announcement, Audited
@@ -230,7 +230,7 @@ class Auditing:
     def _score(self, case: Case, draft: Draft, is_stopped: Callable[[], bool]) -> Score | None:
         """Train the phase again with the member's moments, and compare. In a worker thread, between two phases.
 
-        None when it was stopped.
+        None when it was stopped, or this peer cannot train the phase.
         """
         trainer, ledger, base = self._replica.trainer, self._replica.ledger, self._replica.base.values
         assert trainer is not None
@@ -249,8 +249,11 @@ class Auditing:
             before = load_moments(trainer, case.base.values, moments)
             try:
                 report = trainer.train(case.phase, is_stopped, lambda done, speed: None)
-            except UserError:  # it diverges, as with moments that no training has
+            except Diverged:  # as with moments that no training has
                 return Score(case.phase.steps, 0.0, 0.0)
+            except UserError as error:
+                logger.warning("round %d: no audit of %s: %s", case.round, case.peer, error)
+                return None
             if report.steps < case.phase.steps:
                 return None
             tensors, decay = self._replica.layout.by_name, self._node.campaign.config.training.beta2**report.steps

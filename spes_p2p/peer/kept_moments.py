@@ -50,7 +50,8 @@ class KeptMoments:
 
     async def serve(self) -> None:
         """Answer auditors from now on."""
-        await self._node.content.serve("moments", self._piece, MAX_CONCURRENT_UPLOADS, self._admit)
+        self._node.content.admit["moments"] = self._admit
+        await self._node.content.serve("moments", self._piece, MAX_CONCURRENT_UPLOADS)
 
     def keep(self, round_number: int, trainer: Trainer, base: np.ndarray) -> None:
         """Keep the state before the phase whose work goes into this round. In a worker thread, before the first step."""
