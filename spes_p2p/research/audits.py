@@ -36,6 +36,7 @@ from spes_p2p.rounds.audits import Score, has_passed
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences, first_weights
 from spes_p2p.testing.simulate.swarm import EXPERTS, campaign
+from spes_p2p.training import trainer as real
 from spes_p2p.training.interface import Phase
 from spes_p2p.training.moments import PENDING, TINY, are_plausible, load_moments, moments_chunks, plausibility, read_moments
 
@@ -266,15 +267,15 @@ def _replays(world: World, base: State, number: int, claim: Claim, rng: np.rando
     decay = world.config.training.beta2**claim.steps
     scores: Record = {}
     for how in ARITHMETICS if claim.is_honest else ARITHMETICS[:1]:
-        trainer = world.trainer(base, claim.owned)
-        load_moments(trainer, base, claim.moments)
-        with _arithmetic(trainer, how):
-            world.train(trainer, base + pending, number, claim.steps, claim.epoch)
-        made, sent = (world.change(trainer, base, claim.owned) - pending)[mask], (claim.update - pending)[mask]
+        again = world.trainer(base, claim.owned)
+        load_moments(again, base, claim.moments)
+        with _arithmetic(again, how):
+            world.train(again, base + pending, number, claim.steps, claim.epoch)
+        made, sent = (world.change(again, base, claim.owned) - pending)[mask], (claim.update - pending)[mask]
         norms = float(np.linalg.norm(sent)), float(np.linalg.norm(made))
         ratio = norms[0] / norms[1]
         value = float(sent.astype(np.float64) @ made) / (norms[0] * norms[1]) if norms[0] else 0.0
-        after = trainer.optimizer_state()
+        after = again.optimizer_state()
         passed = has_passed(Score(claim.steps, value, ratio)) and are_plausible(common, after, decay)
         scores |= {f"cosine{how}": value, f"norm ratio{how}": ratio}
         scores["passed"] = min(int(passed), int(scores.get("passed", 1)))
@@ -288,15 +289,17 @@ def _is_common(world: World, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _arithmetic(trainer: LanguageTrainer, how: str) -> Iterator[None]:
+def _arithmetic(made: LanguageTrainer, how: str) -> Iterator[None]:
     """Train on a device that differs in this way."""
     if "attention" in how:
-        trainer.model.set_attn_implementation("eager")
+        made.model.set_attn_implementation("eager")
+    precision = real.autocast
     if "bfloat16" in how:
-        trainer._autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # type: ignore[method-assign]
+        real.autocast = lambda device: torch.autocast("cpu", torch.bfloat16)
     torch.set_num_threads(2 if "threads" in how else 1)
     yield
     torch.set_num_threads(1)
+    real.autocast = precision
 
 
 def _forward(world: World, base: State, new: State, claim: Claim, other: int, rng: np.random.Generator) -> Record:
