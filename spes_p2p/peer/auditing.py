@@ -8,6 +8,7 @@ the audited phase again, and swaps back. Its own phase is shorter by as many ste
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -17,18 +18,21 @@ import numpy as np
 
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.content.pieces import BadPiece, Body, Content, Piece
-from spes_p2p.errors import Diverged, UserError
+from spes_p2p.errors import Diverged, PeerUnreachable, Refused, UserError
+from spes_p2p.messages.codec import WireError
 from spes_p2p.messages.consensus import Workload
 from spes_p2p.messages.fields import MAX_AUDITS
 from spes_p2p.messages.rounds import Announcement, Audited
 from spes_p2p.model.layout import Placed
 from spes_p2p.observe.events import Observer, PhaseAudited
+from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.kept_moments import PIECE_BYTES
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Applied, Replica
 from spes_p2p.rounds.audits import (
+    AUDITED_PARTS,
     REPORT_ROUNDS,
     Score,
     are_audited,
@@ -41,6 +45,7 @@ from spes_p2p.rounds.audits import (
 from spes_p2p.rounds.base import Base
 from spes_p2p.rounds.claims import outstanding, within
 from spes_p2p.rounds.parts import Part
+from spes_p2p.rounds.results import Results
 from spes_p2p.storage.interfaces import Draft
 from spes_p2p.storage.tensor_file import read_tensors, tensor_chunks
 from spes_p2p.training.batches import split_samples
@@ -66,18 +71,21 @@ class Case:
     """The steps that the member says it trained."""
     moments: bytes
     """Digest to which the member committed; empty: none."""
+    results: Results
+    """Of that round."""
     pushed: tuple[tuple[Part, Body], ...]
-    """The updates of the member that this peer reduced."""
+    """The updates of the member that this peer has."""
 
 
 class Auditing:
     """One audit at a time."""
 
     def __init__(
-        self, node: Node, replica: Replica, phases: PhaseRunner, experts: int, observer: Observer, leave: LeaveRequest
+        self, node: Node, replica: Replica, phases: PhaseRunner, checking: Checking, experts: int, observer: Observer,
+        leave: LeaveRequest,
     ):
         """`experts`: the most that this peer has room to train."""
-        self._experts = experts
+        self._checking, self._experts = checking, experts
         self._node, self._replica, self._phases, self._exchanges = node, replica, phases, replica.exchanges
         self._observer, self._leave = observer, leave
         self._case: Case | None = None
@@ -101,10 +109,7 @@ class Auditing:
         if case is None:
             return
         self._case, self._fetched = case, None
-        if case.moments:
-            self._node.spawn(self._fetch(case))
-        else:
-            self._conclude(case, Score(0))
+        self._node.spawn(self._prepare(case))
 
     def _drawn_case(self, before: Base, applied: Applied) -> Case | None:
         node, commit, log = self._node, applied.decided.commit, self._node.log
@@ -123,12 +128,11 @@ class Auditing:
         return next((case for case in cases if case is not None), None)
 
     def _case_of(self, peer: str, work: Workload, before: Base, applied: Applied) -> Case | None:
-        """Return the case of a member; None where this peer has nothing of its update, or no room for its experts."""
+        """Return the case of a member; None where this peer has no room for its experts."""
         assignment = before.assignment(peer)
         signed = next(each for each in applied.plan.proposal.announcements if each.peer == peer)
         announced = read_signed(Announcement, signed, self._node.world.identity)
-        pushed = self._pushed_by(peer, applied)
-        if assignment is None or not pushed or len(assignment.owned) > self._experts:
+        if assignment is None or len(assignment.owned) > self._experts:
             return None
         training, log = self._node.campaign.config.training, self._node.log
         step_tokens = training.batch_size * training.sequence_length
@@ -140,7 +144,7 @@ class Auditing:
         phase = self._phases.phase_of(before, assignment)
         return Case(
             peer, applied.decided.commit.round, before, assignment.owned, replace(phase.shortened(steps), slices=slices),
-            announced.moments, pushed,
+            announced.moments, applied.results, self._pushed_by(peer, applied),
         )
 
     def _pushed_by(self, peer: str, applied: Applied) -> tuple[tuple[Part, Body], ...]:
@@ -155,6 +159,31 @@ class Auditing:
             inputs = self._exchanges.inputs_of(plan.id, part.index) if is_mine else None
             if inputs is not None and member in inputs:
                 found.append((part, inputs[member].body))
+        return tuple(found)
+
+    async def _prepare(self, case: Case) -> None:
+        """Get what the audit needs; without the member's update there is none."""
+        if not case.pushed:
+            case = replace(case, pushed=await self._fetch_updates(case))
+            self._case = case if case.pushed else None
+        if case.pushed and case.moments:
+            await self._fetch(case)
+        elif case.pushed:
+            self._conclude(case, Score(0))
+
+    async def _fetch_updates(self, case: Case) -> tuple[tuple[Part, Body], ...]:
+        """Fetch some of the member's updates from the peers that reduced them."""
+        results, found = case.results, []
+        member, me = results.plan.index(case.peer), results.plan.index(self._node.peer_id)
+        parts = [
+            part for part in results.parts
+            if part.group.expert is None and part.reducer != me and member in results.contributors(part)
+        ]
+        self._node.world.rng.shuffle(parts)
+        for part in sorted(parts, key=lambda part: part.group.kind != "shared")[:AUDITED_PARTS]:
+            assert member is not None
+            with contextlib.suppress(PeerUnreachable, Refused, WireError):
+                found.append((part, await self._checking.update_of(results, part, member)))
         return tuple(found)
 
     async def _fetch(self, case: Case) -> None:

@@ -76,7 +76,7 @@ class Peer:
         self._guard = Guard(node)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
         self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
-        self.auditing = Auditing(node, self.replica, self.phases, capacity.experts, observer, self._leave)
+        self.auditing = Auditing(node, self.replica, self.phases, self.checking, capacity.experts, observer, self._leave)
         self.announcer = Announcer(
             node, self.replica, capacity, self._samples, self.phases, self.checking.unanswered, lambda: self.auditing.unreported
         )

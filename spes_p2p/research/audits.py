@@ -293,13 +293,13 @@ def _arithmetic(made: LanguageTrainer, how: str) -> Iterator[None]:
     """Train on a device that differs in this way."""
     if "attention" in how:
         made.model.set_attn_implementation("eager")
-    precision = real.autocast
+    precision = vars(real)["autocast"]
     if "bfloat16" in how:
-        real.autocast = lambda device: torch.autocast("cpu", torch.bfloat16)
+        vars(real)["autocast"] = lambda device: torch.autocast("cpu", torch.bfloat16)
     torch.set_num_threads(2 if "threads" in how else 1)
     yield
     torch.set_num_threads(1)
-    real.autocast = precision
+    vars(real)["autocast"] = precision
 
 
 def _forward(world: World, base: State, new: State, claim: Claim, other: int, rng: np.random.Generator) -> Record:

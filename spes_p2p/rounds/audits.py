@@ -25,6 +25,8 @@ REPORT_ROUNDS = 6
 """An audit ends at most this many rounds after the one that drew it. `commit_log.RECENT` commits are known to all."""
 KEPT_MOMENTS_ROUNDS = 4
 """A member that is drawn keeps its moments for this many rounds."""
+AUDITED_PARTS = 2
+"""Parts of an update that an auditor fetches from other reducers where it has reduced none itself, as in small models."""
 CONVICTING_AUDITORS = 2
 """Auditors that must fail a member, so that no single one can harm it."""
 LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
