@@ -20,7 +20,7 @@ BF16 = np.dtype(DTYPES["BF16"])
 PENDING = "pending."
 TINY = np.finfo(np.float32).tiny
 MOST_DRIFT, MOST_SECOND = 8.0, 100.0
-"""Bound moments before a phase by those of the phase itself: the mean of m^2 / v, and of v. Honest ones reach 2.4 and 20."""
+"""Bound moments before a phase by those of the phase itself: the mean of m^2 / v, and of v. Honest ones reach 4.7 and 1.4."""
 NAMES_BYTES = 2**22
 """Bounds what names, shapes and step counts take beside the values."""
 
