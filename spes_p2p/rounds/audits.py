@@ -32,13 +32,6 @@ CONVICTING_AUDITORS = 2
 LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
 """Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
 Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
-AUDITED_PARTS = 2
-"""Parts of an update that an auditor fetches from other reducers where it has reduced none itself, as in small models."""
-CONVICTING_AUDITORS = 2
-"""Auditors that must fail a member, so that no single one can harm it."""
-LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
-"""Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
-Honest ones have 0.96 and 0.94 or more, also in another arithmetic; half of the steps at most 0.9, or a ratio of 0.6."""
 NEWCOMERS_SHARE = 4.0
 """Members in their first rounds of service are drawn this many times as often: an identity costs nothing."""
 
