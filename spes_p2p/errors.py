@@ -29,6 +29,10 @@ class Damaged(UserError):
     """A file does not hold what was written. A running peer fetches what others have."""
 
 
+class Diverged(UserError):
+    """Training made no finite step for a while."""
+
+
 class NobodyAnswers(UserError):
     """No given address leads to a peer."""
 

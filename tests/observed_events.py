@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.rounds import Audited
 from spes_p2p.observe.events import (
     BytesMoved,
     DigestMismatch,
@@ -17,6 +18,7 @@ from spes_p2p.observe.events import (
     Evaluated,
     Event,
     PeersSeen,
+    PhaseAudited,
     PhaseTrained,
     PromptsContinued,
     QuotaForecast,
@@ -120,6 +122,7 @@ EVENTS: tuple[Event, ...] = (
     RoundFailed(8, 2, "timeout", "no plan"),
     WorkDropped(8, 77, "old"),
     StepsJudged(8, (("X", -0.25),), ("expert.1",)),
+    PhaseAudited(Audited(7, "X", True, 10, 0.75, 1.5)),
     TasksEvaluated(7, (("piqa", "acc", 0.5, 0.025),)),
     DigestMismatch(7, "a", "b"),
     Evaluated(7, 4.25),

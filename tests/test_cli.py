@@ -295,6 +295,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "status malformed": (lambda p: ["status", "localhost"], ("'localhost'",)),
     "status nobody": (lambda p: ["status", NOBODY, "--json"], ("no peer answers at", NOBODY)),
     "control nothing": (lambda p: ["control", NOBODY, "--key", "k"], ("ORDER",)),
+    "audit no peer": (lambda p: ["audit", NOBODY, "peer-1"], ("'peer-1' is no peer's id; give the whole id",)),
     "control no key": (lambda p: ["control", NOBODY, "pause"], ("--key",)),
     "control key is not there": (lambda p: ["control", NOBODY, "--key", "no.key", "pause"], ("no.key: no such file; give",)),
     "control key of nothing": (lambda p: ["control", NOBODY, "--key", a_file(p), "pause"], ("not a peer's key; give",)),

@@ -33,7 +33,7 @@ NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5
 PAGE = Path(__file__).parents[1] / "spes_p2p/client/dashboard/page.html"
 
 
-LEFT_OUT = ("owners", "members", "electorate", "stages", "scores", "continuations", "name", "team")
+LEFT_OUT = ("owners", "members", "electorate", "stages", "scores", "audits", "continuations", "name", "team")
 
 
 def view_of(peers: int, experts: int, rounds: int = 20) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class WithMoments(SyntheticTrainer):
 
     moment = np.zeros(3, np.float32)
 
-    def optimizer_state(self) -> dict[str, Source]:
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
         return {"moment": whole(self.moment)}
 
     def load_optimizer_state(self, state: Mapping[str, np.ndarray]) -> None:
@@ -228,7 +228,7 @@ class CountingTrainer(RecordingTrainer):
         self.moment = self.moment + np.float32(report.steps)
         return report
 
-    def optimizer_state(self) -> dict[str, Source]:
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
         return {"moment": whole(self.moment)}
 
     def load_optimizer_state(self, state: Mapping[str, np.ndarray]) -> None:

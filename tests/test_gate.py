@@ -177,7 +177,7 @@ def gated_swarm(strangers: str, **sync: Any) -> VirtualSwarm:
     steps: list[VirtualSwarm] = []
 
     def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> Measuring:
-        return Measuring(steps[0].layout, base, owned, 32, 1.0, len(steps[0].trainers))
+        return Measuring(steps[0].layout, base, owned, 32, 1.0, 0)
 
     swarm = VirtualSwarm(made, make_trainer=make_trainer)
     steps.append(swarm)

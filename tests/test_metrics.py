@@ -75,6 +75,8 @@ def told() -> Metrics:
         ("spes_stage_seconds_sum", {"stage": "exchange"}, 2),
         ("spes_round_failures_total", {"reason": "timeout"}, 2),
         ("spes_member_score", {"peer": "X"}, -0.25),
+        ("spes_audit_cosine", {"peer": "X"}, 0.75),
+        ("spes_audit_passed", {"peer": "X"}, 1),
         ("spes_task_score", {"task": "piqa", "metric": "acc"}, 0.5),
         ("spes_dropped_parts_total", {}, 2),
         ("spes_dropped_tokens_total", {}, 77),

@@ -259,7 +259,8 @@ def test_strangers_train_and_decide_nothing_reduce_nothing_and_own_nothing_alone
 
 def test_strangers_that_train_one_step_and_claim_a_phase_stop_nobody_early() -> None:
     async def main() -> None:
-        swarm = VirtualSwarm(campaign(total_steps=30, admission="open", sync={"min_peers": 6}))
+        # An audit costs its auditor steps.
+        swarm = VirtualSwarm(campaign(total_steps=30, admission="open", sync={"min_peers": 6, "audited_share": 0.0}))
         for name in "VXYZ":
             swarm.around[name] = lambda world: ATTACKS["sybils"].around(Liar(world, swarm.campaign.config))
         for name in "AB":

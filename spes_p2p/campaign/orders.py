@@ -76,7 +76,7 @@ def _parse_other(name: str, rest: Sequence[str]) -> MakeControl:
     if name in _ON_PEERS:
         return _parse_peer(name, rest)
     if name not in plain:
-        others = "ban, pardon, require, rollback, schedule, unban"
+        others = "audit, ban, pardon, require, rollback, schedule, unaudit, unban"
         raise UserError(f"control: unknown order {name!r}; give one of {', '.join(plain)}, {others}")
     if rest:
         raise UserError(f"control {name}: takes no arguments, not {' '.join(rest)!r}")
@@ -208,11 +208,37 @@ def pardon(peer: str, view: CampaignView) -> Control:
     return replace(control, pardons=tuple(pardons))
 
 
-_ON_PEERS: dict[str, Callable[[str, CampaignView], Control]] = {"ban": ban, "unban": unban, "pardon": pardon}
+def audit(peer: str, view: CampaignView) -> Control:
+    """Have vouched trainers train each phase of a peer again."""
+    if view.config.admission != "open":
+        raise UserError(f"audit {peer}: only open campaigns have audits; this one has admission: {view.config.admission}")
+    audited = _audited(view)
+    if peer in audited:
+        raise UserError(f"audit {peer}: the peer is audited already (record {number_of(view.newest)})")
+    if len(audited) == MAX_BANNED:
+        raise UserError(f"audit {peer}: {MAX_BANNED} peers are audited, which is the most; end one with unaudit first")
+    return replace(_next(view, _state(view)), audited=tuple(sorted((*audited, peer))))
+
+
+def unaudit(peer: str, view: CampaignView) -> Control:
+    """Draw a peer by chance only."""
+    audited = _audited(view)
+    if peer not in audited:
+        raise UserError(f"unaudit {peer}: not audited by order; audited peers: {', '.join(audited) or 'none'}")
+    return replace(_next(view, _state(view)), audited=tuple(each for each in audited if each != peer))
+
+
+_ON_PEERS: dict[str, Callable[[str, CampaignView], Control]] = {
+    "ban": ban, "unban": unban, "pardon": pardon, "audit": audit, "unaudit": unaudit,
+}
 
 
 def _banned(view: CampaignView) -> tuple[str, ...]:
     return () if view.newest is None else view.newest.banned
+
+
+def _audited(view: CampaignView) -> tuple[str, ...]:
+    return () if view.newest is None else view.newest.audited
 
 
 def _state(view: CampaignView) -> CampaignState:

@@ -27,6 +27,7 @@ from spes_p2p.errors import UserError
 from spes_p2p.model.build import layout_of
 from spes_p2p.model.layout import Layout
 from spes_p2p.model.memory import shared_elements
+from spes_p2p.rounds.audits import are_audited
 from spes_p2p.rounds.codecs import GroupCodecs, group_codecs
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.rounds.ownership import assign_experts
@@ -180,10 +181,13 @@ def plan_peer(config: CampaignConfig, target: Device, bits_per_second: float, pe
 
 def disk_bytes(config: CampaignConfig, choice: Choice, arrays_in_memory: bool = False) -> DiskBytes:
     """Return the size of a trainer's run-dir. `arrays_in_memory`: those of a round."""
-    scratch = pending_bytes(config, choice.setup.owned) + 2 * sums_bytes(config) + inputs_bytes(config)
+    pending = pending_bytes(config, choice.setup.owned)
+    scratch = pending + 2 * sums_bytes(config) + inputs_bytes(config)
+    # Moments and pending work before two phases, in bfloat16, for audits.
+    moments = 3 * pending if are_audited(config) else 0
     return replace(
         _disk_bytes(config, KEPT_ROUNDS, 0),
-        scratch=0 if arrays_in_memory else scratch,
+        scratch=moments if arrays_in_memory else scratch + moments,
         checkpoint=CHECKPOINT_FILES * (choice.device.moments + choice.device.weights),
     )
 

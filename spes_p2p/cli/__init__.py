@@ -31,8 +31,8 @@ def version() -> None:
 
 for command in (
     owner.init, owner.bootstrap, volunteer.join, volunteer.pause, volunteer.resume, volunteer.me, trials.swarm, watching.status,
-    owner.control, owner.invite, volunteer.identity, trials.simulate, volunteer.doctor, watching.dashboard, watching.directory,
-    owner.plan, text.tokenize, text.describe, model.export, watching.report, model.evaluate, model.generate,
+    owner.control, owner.audit, owner.invite, volunteer.identity, trials.simulate, volunteer.doctor, watching.dashboard,
+    watching.directory, owner.plan, text.tokenize, text.describe, model.export, watching.report, model.evaluate, model.generate,
 ):
     app.command()(command)
 app.add_typer(service.app, name="service")

@@ -1,4 +1,4 @@
-"""Commands of a campaign's owner: init, plan, bootstrap, control, invite."""
+"""Commands of a campaign's owner: init, plan, bootstrap, control, audit, invite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.console import Console
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, waiting
-from spes_p2p.config.addresses import check_peer_addresses
+from spes_p2p.config.addresses import check_peer_addresses, is_peer_id
+from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 
 
@@ -134,7 +135,7 @@ def control(
         typer.Argument(
             metavar="ORDER...",
             help="pause, resume, stop, rollback ROUND, schedule ROUND NAME=VALUE..., require PROTOCOL from ROUND, ban PEER, "
-                 "unban PEER, pardon PEER",
+                 "unban PEER, pardon PEER, audit PEER, unaudit PEER",
         ),
     ],
 ) -> None:
@@ -149,6 +150,32 @@ def control(
         given = run(give_order([address], key, make))
     accepted = f"{given.accepted} of {given.peers} peers have record {given.control.number}"
     print(f"{' '.join(order)}: {accepted}; it takes effect with the first round committed after round {given.round}")
+
+
+def audit(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="Address of any peer: /ip4/.../p2p/...", callback=_checked)
+    ],
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="Whole id of the peer, as status --json shows it.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Show what auditors of an open campaign found when they trained a peer's phases again.
+
+    Exits with code 1 if it failed the last audit or gets no work, with 2 if there is none.
+    """
+    if not is_peer_id(peer):
+        raise UserError(f"audit: {peer!r} is no peer's id; give the whole id, as spes-p2p status --json shows it: Qm...")
+    setup_logging("warning", False)
+    with waiting("looking for the swarm"):
+        from spes_p2p.client.audit import fetch_audits, render_audits
+        from spes_p2p.observe.json_values import to_json
+
+        found = run(fetch_audits([address], peer))
+    if as_json:
+        print(json.dumps({**to_json(found), "passed": found.passed}, indent=2))
+    else:
+        Console().print(render_audits(found))
+    raise typer.Exit(0 if found.passed else 1)
 
 
 def invite(

@@ -56,7 +56,8 @@ def corrected(statuses: Sequence[PeerStatus], log: CommitLog, campaign: Campaign
             found.append(_bare(status, campaign))
             continue
         judges = campaign.config.admission == "open" and status.peer_id in log.last.electorate
-        status = replace(status, campaign=campaign.config.name, scores=status.scores if judges else {})
+        status = replace(status, campaign=campaign.config.name, scores=status.scores if judges else {},
+                         audits=status.audits if judges else ())
         if status.validation_round > log.round:
             status = replace(status, validation_round=0, validation_loss=float("nan"))
         is_proven = status.base_digest and max(0, log.begins) <= status.round <= log.round

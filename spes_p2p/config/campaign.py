@@ -186,6 +186,9 @@ class SyncConfig(Section):
     bound_influence: bool = Field(
         True, description="Clamp members' claims to what they were assigned, and clip updates to a few medians, "
         "so that one peer cannot move the model far. false is for comparisons.")
+    audited_share: Fraction = Field(
+        0.02, description="Share of the phases of peers for whom the owner does not vouch that vouched trainers train again, "
+        "to check that they were trained (`admission: open` only). Each costs its auditor as many steps. 0: none.")
     min_peers: Positive = Field(1, description="Trainers required before the first round is planned.")
     join_grace_s: NonNegative = Field(
         5.0, description="Seconds that the first round waits for more trainers once min_peers are present.")

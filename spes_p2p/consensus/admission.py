@@ -21,8 +21,7 @@ from spes_p2p.messages.refusals import Code
 
 PROBATION_ROUNDS = 10
 """Committed rounds with a newcomer's work until it may own an expert alone and reduce. They keep a burst of new identities out
-of the roles that could harm others unseen. They cost time, and little computation: a commit names whose updates it includes,
-and nobody can tell whether a phase was trained (docs/security.md)."""
+of the roles that could harm others unseen, and give auditors time to find those that do not train (`rounds/audits.py`)."""
 
 
 def signed_invitation(invitation: Invitation, identity: Identity) -> Invitation:
@@ -101,9 +100,14 @@ def is_past_probation(rounds_served: int) -> bool:
 
 
 def served(commit: Commit) -> Counter[str]:
-    """Return by peer what this commit adds to its rounds of service: 1 for its work, a whole probation less if it did harm."""
+    """Return by peer what this commit adds to its rounds of service.
+
+    1 for its work; a whole probation less if it did harm, or failed audits.
+    """
     counts = Counter(commit.members[index] for index in commit.heard if index < len(commit.members))
-    counts.subtract({commit.members[index]: PROBATION_ROUNDS for index in commit.rejected if index < len(commit.members)})
+    for index in (*commit.rejected, *commit.convicted):
+        if index < len(commit.members):
+            counts[commit.members[index]] -= PROBATION_ROUNDS
     return counts
 
 

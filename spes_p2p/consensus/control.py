@@ -126,6 +126,8 @@ def rollback_commit(parent: Commit, control: Control, digest: str, step: int) ->
         heard=(),
         workloads=(),
         rejected=(),
+        verdicts=(),
+        convicted=(),
         disputed=(),
     )
 
@@ -200,6 +202,8 @@ def describe(control: Control | None) -> str:
         words.append(f"protocol {control.requires.protocol} required from round {control.requires.from_round} on")
     if control.banned:
         words.append(f"{len(control.banned)} {'peer' if len(control.banned) == 1 else 'peers'} banned")
+    if control.audited:
+        words.append(f"{len(control.audited)} {'peer' if len(control.audited) == 1 else 'peers'} audited")
     for change in control.changes:
         words.append(f"from round {change.round} on {_words(change.training)}")
     return ", ".join(words)

@@ -34,6 +34,8 @@ def reform_commit(parent: Commit, term: int, helper: str, incarnation: str, excl
         heard=(),
         workloads=(),
         rejected=(),
+        verdicts=(),
+        convicted=(),
         disputed=(),
         owners=((),) * len(parent.owners),
         electorate=(helper,),

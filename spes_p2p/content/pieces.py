@@ -13,6 +13,7 @@
 | record | sha256 of the record | the record | sha256 | the coordinator's message |
 | updates | plan | the encoded update of each part and contributor | BLAKE3 | the contributors' signed records |
 | proof | id of the proof | the proof | sha256 | the coordinator's proposal |
+| moments | root | the list of the other pieces' hashes, then 256 KiB each | BLAKE3 | the member's announcement; that list |
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from spes_p2p.messages.content import ContentKind
 from spes_p2p.rounds.digest import content_digest
 
 Body = bytes | memoryview
-_BLAKE3: Collection[ContentKind] = ("base_hashes", "base", "parts", "updates")
+_BLAKE3: Collection[ContentKind] = ("base_hashes", "base", "parts", "updates", "moments")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.content.pieces import Body, Content, Delivery, Source
@@ -29,11 +29,16 @@ BUSY_RETRY_S = 1.0
 """A busy peer asks to be asked again after this long."""
 
 
+Admit = Callable[[str, str], None]
+
+
 class ContentServer:
     """Serves any kind of content, each kind from its own source."""
 
     def __init__(self, endpoint: RpcEndpoint):
         self._endpoint = endpoint
+        self.admit: dict[ContentKind, Admit] = {}
+        """For kinds that not everybody may have: raises Refused for a peer that may not have the content of this name."""
         self._open: dict[ContentKind, Counter[str]] = {}
         """Open requests, by kind and peer."""
 
@@ -45,6 +50,8 @@ class ContentServer:
 
         async def answer(stream: Stream) -> None:
             request = unpack(PiecesRequest, await stream.message())
+            if kind in self.admit:
+                self.admit[kind](stream.remote, request.name)
             with self._upload(kind, stream.remote, peers_at_once):
                 for index in request.pieces:
                     await self._send(stream, await stream.alive(source(request.name, index)))

@@ -20,6 +20,7 @@ from spes_p2p.messages.fields import (
     MAX_PAGE,
     MAX_PARTS,
     MAX_SERVED,
+    MAX_VERDICTS,
     Archived,
     Count,
     Digest,
@@ -93,6 +94,8 @@ class Control:
     """Peers that take no part from the commit on that applies this record. Sorted."""
     pardons: Annotated[tuple[Pardon, ...], MaxLen(MAX_BANNED)] = ()
     """At most one of each peer, sorted. Each ends an exclusion with the first commit whose record has it."""
+    audited: Annotated[tuple[PeerId, ...], MaxLen(MAX_BANNED)] = ()
+    """Peers of which each phase is drawn for an audit, where phases are audited. Sorted."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,17 @@ class Workload:
 
     steps: Steps
     slices: Annotated[tuple[Interval, ...], MaxLen(MAX_INTERVALS)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an auditor found when it trained a member's phase again (`rounds/audits.py`)."""
+
+    auditor: PeerId
+    peer: PeerId
+    round: Round
+    """The round that the phase's work went into."""
+    passed: bool
 
 
 @dataclass(frozen=True)
@@ -164,6 +178,10 @@ class Commit:
     """Members of which one did not show its checker what a mean was made from: both, as indices into `members`."""
     rejected: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Members that trained an expert whose step is left out as harmful (`rounds/gate.py`), as indices into `members`."""
+    verdicts: Annotated[tuple[Verdict, ...], MaxLen(MAX_VERDICTS)] = ()
+    """Audits of training that auditors announced for this round."""
+    convicted: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Members that enough auditors failed by this round, as indices into `members`."""
 
     @cached_property
     def id(self) -> str:

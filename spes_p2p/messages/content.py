@@ -16,7 +16,7 @@ PIECES_PER_REQUEST = 16
 
 ContentKind = Literal[
     "file", "base_hashes", "base", "token_hashes", "tokens", "plan", "manifests", "parts", "record",
-    "updates", "proof",
+    "updates", "proof", "moments",
 ]
 """Kinds of content in pieces (`content/pieces.py`); also the methods by which they are asked for."""
 

@@ -27,6 +27,10 @@ UPDATES_PER_SIGNATURE = 2**3
 costs at most this many. A signature takes 1 ms to make: 0.25 ms per MiB of large parts."""
 MAX_UNANSWERED = 2**3
 """Reducers that a member names as silent in one announcement. It checks one or two in a round."""
+MAX_AUDITS = 2**3
+"""Audits in one announcement. A member makes one in some rounds, and repeats it until a commit has it."""
+MAX_VERDICTS = 2**6
+"""Verdicts in one commit; others wait for the next one."""
 MAX_ROOTS = 2**16
 """Manifest roots of one round: members times revisions, within a frame."""
 MAX_HELPERS = 2**6

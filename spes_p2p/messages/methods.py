@@ -116,6 +116,8 @@ METHODS = {
         _pieces("record", "members", "a proposal or commit as the coordinator sends it, by its sha256"),
         _pieces("updates", "members that check a reducer", "encoded updates of a plan, by part * 1024 + contributor"),
         _pieces("proof", "members", "a WrongSum, by its id"),
+        _pieces("moments", "a member that audits the asked one", "the BLAKE3 of each further piece, then the optimizer's state "
+                "before a phase (`training/moments.py`), by its digest"),
         Method(CLOCK, "`doctor`", "empty", "Clock"),
         Method(DIAL_BACK, "`doctor`", "DialBackRequest", "DialBack", answer_bytes=LISTS),
         Method(SPEED, "`doctor`", "SpeedRequest", "CONTENT one way, END, then Moved", further={Kind.CONTENT: CHUNK},

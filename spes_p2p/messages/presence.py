@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from spes_p2p.messages.codec import Extensible
 from spes_p2p.messages.fields import (
     MAX_ADDRESSES,
+    MAX_AUDITS,
     MAX_ELECTORATE,
     MAX_EXPERTS,
     MAX_MEMBERS,
@@ -36,6 +37,7 @@ from spes_p2p.messages.fields import (
     Word,
 )
 from spes_p2p.messages.methods import PROTOCOL_VERSION
+from spes_p2p.messages.rounds import Audited
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class PeerStatus:
     """The last round in the base with which this peer continued the campaign's prompts."""
     continuations: Continuations = ()
     """What that base wrote, by this peer's account."""
+    audits: Annotated[tuple[Audited, ...], MaxLen(MAX_AUDITS)] = ()
+    """Its last audits of others, for whom the owner does not vouch."""
 
     def to_bytes(self) -> bytes:
         """Return the msgpack that `from_bytes` reads."""

@@ -13,6 +13,7 @@ from spes_p2p.messages.admission import Invitation
 from spes_p2p.messages.codec import Extensible, pack, record_id
 from spes_p2p.messages.consensus import Ballot, Control, Signed
 from spes_p2p.messages.fields import (
+    MAX_AUDITS,
     MAX_BANNED,
     MAX_EXPERTS,
     MAX_INTERVALS,
@@ -38,6 +39,7 @@ from spes_p2p.messages.fields import (
     PartIndex,
     PeerId,
     Rate,
+    Real,
     RevisionNumber,
     Root,
     RootIndex,
@@ -46,6 +48,7 @@ from spes_p2p.messages.fields import (
     Routed,
     Seconds,
     Share,
+    Steps,
     Tokens,
     Version,
     Word,
@@ -60,6 +63,22 @@ class Unanswered:
 
     round: Round
     peer: PeerId
+
+
+@dataclass(frozen=True)
+class Audited:
+    """An auditor's statement: it trained a member's phase again, and compared the update (`rounds/audits.py`)."""
+
+    round: Round
+    """The round that the phase's work went into."""
+    peer: PeerId
+    passed: bool
+    steps: Steps
+    """Steps trained again; 0: the member did not show the moments to which it had committed."""
+    cosine: Real
+    """Of the two updates; NaN without steps."""
+    norm_ratio: Real
+    """Norm of the member's update over that of the auditor's; NaN without steps."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +122,10 @@ class Announcement(Extensible):
     name: Name = ""
     """What lists of contributors call it."""
     team: Name = ""
+    moments: Root = b""
+    """Digest of the optimizer's state before the phase, to which it commits where phases are audited; empty: not kept."""
+    audited: Annotated[tuple[Audited, ...], MaxLen(MAX_AUDITS)] = ()
+    """This member's audits of others that no commit has yet."""
 
 
 @dataclass(frozen=True)

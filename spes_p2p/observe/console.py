@@ -129,6 +129,11 @@ class RoundLog:
             case events.StepsRejected():
                 who = ", ".join(peer[-6:] for peer in event.peers)
                 return f"{self._nth(event.round)}: left out experts of {who}, whose step makes the held-out loss worse"
+            case events.VerdictsTaken() if event.convicted or any(not audit.passed for _, audit in event.audits):
+                failed = [f"{auditor[-6:]} found that {audit.peer[-6:]}'s update for round {audit.round} was not trained"
+                          for auditor, audit in event.audits if not audit.passed]
+                lost = [f"{peer[-6:]} gets no work for some rounds" for peer in event.convicted]
+                return f"{self._nth(event.round)}: {', '.join(failed + lost)}"
             case events.DigestMismatch():
                 digests = f"agreed {event.agreed[:12]}, local {event.mine[:12]}"
                 return f"{self._nth(event.round)}: the local base differs from the agreed one ({digests}); downloading it again"
@@ -234,5 +239,6 @@ _LEVELS: dict[type, int] = {
     events.UpdatesClipped: logging.WARNING,
     events.ResultsChecked: logging.WARNING,
     events.StepsRejected: logging.WARNING,
+    events.VerdictsTaken: logging.WARNING,
     events.DigestMismatch: logging.ERROR,
 }

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from spes_p2p.messages.rounds import Audited
+
 BEFORE_TRAINING = -1
 """`round` of base 0. Round 0 assembles the swarm and leaves base 0 as it is; rounds 1 to total_rounds move weights."""
 
@@ -243,6 +245,24 @@ class StepsRejected(Event):
     round: int
     peers: tuple[str, ...]
     """Members that trained them."""
+
+
+@dataclass(frozen=True)
+class PhaseAudited(Event):
+    """This peer, whom the owner vouches for, trained a member's phase again and compared the updates."""
+
+    audit: Audited
+
+
+@dataclass(frozen=True)
+class VerdictsTaken(Event):
+    """A committed round took up audits of training."""
+
+    round: int
+    audits: tuple[tuple[str, Audited], ...]
+    """By auditor."""
+    convicted: tuple[str, ...]
+    """Members that enough auditors failed: they get no work for some rounds, and begin their probation again."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ HISTORY_FILE = "history.jsonl"
 
 KEPT = (BaseRestored, events.PhaseTrained, RoundCommitted, events.Controlled, events.Evaluated, events.RoundFailed,
         events.WorkDropped, events.UpdatesClipped, events.ResultsChecked, events.StepsJudged, events.StepsRejected,
-        events.DigestMismatch, events.TasksEvaluated, events.PromptsContinued)
+        events.PhaseAudited, events.VerdictsTaken, events.DigestMismatch, events.TasksEvaluated, events.PromptsContinued)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*KEPT, RoundRecord)}
 
 

@@ -139,6 +139,11 @@ METRICS = (
            PhaseTrained, lambda e: e.owned_routing),
     _gauge("spes_member_score", "Nats per token by which the last steps of a member's experts lower the held-out loss, as"
            " this judge of an open campaign measured; negative: harm.", events.StepsJudged, lambda e: dict(e.scores), "peer"),
+    _gauge("spes_audit_cosine", "Cosine of a member's update with that of training its phase again, as this auditor of an open"
+           " campaign found last; 0 where the member did not show its moments.", events.PhaseAudited,
+           lambda e: {e.audit.peer: e.audit.cosine if e.audit.steps else 0.0}, "peer"),
+    _gauge("spes_audit_passed", "Whether a member passed this auditor's last audit of it.", events.PhaseAudited,
+           lambda e: {e.audit.peer: float(e.audit.passed)}, "peer"),
     _gauge("spes_task_score", "Result of an lm-eval task on the base that this peer evaluated last (--evaluate-tasks).",
            events.TasksEvaluated, lambda e: {score[:2]: score[2] for score in e.scores}, "task", "metric"),
     _counter("spes_round_failures_total",

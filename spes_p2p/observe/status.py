@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spes_p2p.messages.fields import LONGEST_WORD
+from spes_p2p.messages.fields import LONGEST_WORD, MAX_AUDITS
 from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.rounds import Audited
 from spes_p2p.observe import events
 from spes_p2p.observe.events import BaseRestored, Event, RoundCommitted, seconds_by_stage
 from spes_p2p.observe.json_values import to_json
@@ -79,6 +80,8 @@ class StatusBoard:
                 self._set(digest_mismatches=self._status.digest_mismatches + 1)
             case events.Evaluated():
                 self._set(validation_loss=event.validation_loss, validation_round=max(0, event.round))
+            case events.PhaseAudited():
+                self._set(audits=(*self._status.audits, event.audit)[-MAX_AUDITS:])
             case events.StepsJudged():
                 self._set(scores=dict(event.scores))
             case events.TasksEvaluated():
@@ -203,6 +206,8 @@ class SwarmStatus:
     scores: Mapping[str, float]
     """By member, in an open campaign: nats per token by which its experts' last steps lower the held-out loss. The median over
     the vouched trainers that judged; negative: harm."""
+    audits: Mapping[str, Audited]
+    """By member, in an open campaign: the last audit of its training, by any auditor."""
 
     @property
     def assembled(self) -> bool:
@@ -260,6 +265,7 @@ def gather(statuses: Sequence[PeerStatus]) -> SwarmStatus:
         dropped_tokens=sum(status.dropped_tokens for status in peers),
         peers=peers,
         scores=_scores(peers),
+        audits=_audits(peers),
     )
 
 
@@ -280,6 +286,11 @@ def _held_out(peers: Sequence[PeerStatus]) -> tuple[int, float]:
 def _scores(peers: Sequence[PeerStatus]) -> dict[str, float]:
     members = sorted({member for status in peers for member in status.scores})
     return {each: statistics.median(status.scores[each] for status in peers if each in status.scores) for each in members}
+
+
+def _audits(peers: Sequence[PeerStatus]) -> dict[str, Audited]:
+    made = (audit for status in peers for audit in status.audits)
+    return {audit.peer: audit for audit in sorted(made, key=lambda audit: audit.round)}
 
 
 def swarm_status(statuses: Sequence[PeerStatus]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.signed import sign
 from spes_p2p.messages.consensus import Signed
-from spes_p2p.messages.rounds import Announcement, Unanswered
+from spes_p2p.messages.rounds import Announcement, Audited, Unanswered
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.phases import PhaseRunner
 from spes_p2p.peer.replica import Replica
@@ -40,10 +40,10 @@ class Announcer:
 
     def __init__(
         self, node: Node, replica: Replica, capacity: Capacity, samples: AssignedSamples, phases: PhaseRunner,
-        unanswered: Callable[[], tuple[Unanswered, ...]],
+        unanswered: Callable[[], tuple[Unanswered, ...]], audited: Callable[[], tuple[Audited, ...]],
     ):
-        """`unanswered`: the reducers that did not let this peer check them."""
-        self._unanswered = unanswered
+        """`unanswered`: the reducers that did not let this peer check them. `audited`: its audits of others."""
+        self._unanswered, self._audited = unanswered, audited
         self._node, self._replica, self._capacity = node, replica, capacity
         self._samples, self._phases = samples, phases
         self._frozen_at_s = 0.0
@@ -82,5 +82,7 @@ class Announcer:
             unanswered=self._unanswered(),
             name=node.named[0],
             team=node.named[1],
+            moments=self._phases.moments.digest(base.round + 1),
+            audited=self._audited(),
         )
         return sign(announcement, node.world.identity)

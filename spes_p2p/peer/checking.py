@@ -12,7 +12,7 @@ import logging
 import math
 
 from spes_p2p.consensus.signed import sign
-from spes_p2p.content.pieces import Body
+from spes_p2p.content.pieces import Body, Content, Piece
 from spes_p2p.errors import PeerUnreachable, Refused
 from spes_p2p.messages.codec import WireError, pack, unpack
 from spes_p2p.messages.consensus import Commit, Signed
@@ -27,9 +27,11 @@ from spes_p2p.peer.kept_inputs import Input
 from spes_p2p.peer.kept_results import MAX_CONCURRENT_UPLOADS
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.proofs import Proofs
+from spes_p2p.rounds.audits import AUDITED_PARTS, are_audited, auditor_of, auditors
 from spes_p2p.rounds.checks import checkers, drawn, expected_checks, means_by_reducer
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.results import Results
+from spes_p2p.rounds.sums import read_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +100,37 @@ class Checking:
             await asyncio.sleep(wait_s)
         return unpack(Inputs, await endpoint.ask(reducer, INPUTS, request, 2 * endpoint.silence_s))
 
+    async def update_of(self, results: Results, part: Part, member: int) -> Body:
+        """Return a member's encoded update of a mean of the last round, from its reducer, for an audit of this member.
+
+        Raises PeerUnreachable, Refused, WireError.
+        """
+        plan, fetcher, found = results.plan, self._node.fetcher, list[Body]()
+        reducer = plan.members[part.reducer].peer
+        inputs = await self._inputs(plan.id, part.index, reducer)
+        update = read_inputs(inputs, part, results, self._node.world.identity)[member]
+
+        async def keep(index: int, body: Body) -> None:
+            found.append(body)
+
+        content = Content("updates", plan.id, lambda index: Piece(update.digest, part.encoded_bytes))
+        if await fetcher.fetch(content, [part.index * MAX_MEMBERS + member], [fetcher.peers([reducer])], keep):
+            raise PeerUnreachable(f"{reducer[-6:]} does not give an update of part {part.index}")
+        return found[0]
+
+    def _audits(self, commit: Commit, part: int, peer: str) -> bool:
+        """Return whether a peer may have the inputs of a part to audit one of its contributors."""
+        inputs = self._exchanges.inputs_of(commit.plan, part) or {}
+        members = (commit.members[i] for i in inputs)
+        return are_audited(self._node.campaign.config) and any(auditor_of(commit, each) == peer for each in members)
+
     async def _on_inputs(self, stream: Stream) -> None:
         request, log = unpack(InputsRequest, await stream.message()), self._node.log
         commit = next((each.commit for each in log.since(log.round - 2) if each.commit.plan == request.plan), None)
         if commit is None:
             raise Refused(Code.BEHIND, "that round is not known here yet, or no longer")
-        if checkers(commit, self._rule).get(self._node.peer_id) != stream.remote:
+        audits = self._audits(commit, request.part, stream.remote)
+        if not audits and checkers(commit, self._rule).get(self._node.peer_id) != stream.remote:
             raise Refused(Code.NOT_ALLOWED, "another member checks this peer")
         inputs = self._exchanges.inputs_of(request.plan, request.part)
         if inputs is None and commit.round < log.round:
@@ -111,7 +138,8 @@ class Checking:
         if inputs is None:
             raise Refused(Code.NOT_HERE, "this peer has no inputs of that part")
         asked = self._asked.get(request.plan, set()) | {request.part}
-        if len(asked) > 1 + math.ceil(expected_checks(self._exchanges.count_of_inputs(request.plan), 1)):
+        most = 1 + math.ceil(expected_checks(self._exchanges.count_of_inputs(request.plan), 1))
+        if len(asked) > most + AUDITED_PARTS * len(auditors(commit)):
             raise Refused(Code.NOT_ALLOWED, "that is more than a check needs")
         self._asked = {plan: parts for plan, parts in self._asked.items() if self._exchanges.count_of_inputs(plan)}
         self._asked[request.plan] = asked

@@ -18,6 +18,7 @@ from spes_p2p.net.tasks import end_tasks
 from spes_p2p.observe.events import Observer, WorkDropped
 from spes_p2p.peer.announcing import Announcer, Capacity
 from spes_p2p.peer.attempt import RoundMember
+from spes_p2p.peer.auditing import Auditing
 from spes_p2p.peer.checking import Checking
 from spes_p2p.peer.coordinator_service import CoordinatorService
 from spes_p2p.peer.evaluation import Evaluation, has_last_base
@@ -75,7 +76,10 @@ class Peer:
         self._guard = Guard(node)
         self.phases = PhaseRunner(node, self.replica, self._samples, self._reporter, observer, self._leave)
         self.checking = Checking(node, self.replica.exchanges, self.replica.validity.proofs, observer)
-        self.announcer = Announcer(node, self.replica, capacity, self._samples, self.phases, self.checking.unanswered)
+        self.auditing = Auditing(node, self.replica, self.phases, self.checking, capacity.experts, observer, self._leave)
+        self.announcer = Announcer(
+            node, self.replica, capacity, self._samples, self.phases, self.checking.unanswered, lambda: self.auditing.unreported
+        )
         self.coordinators = CoordinatorService(node, self.replica, self.phases, self._reporter)
         self.reforms = ReformService(node, self.replica.newest)
         self._member = RoundMember(
@@ -145,6 +149,7 @@ class Peer:
             if overlaps:
                 await self._train_during_round()
             else:
+                await self.auditing.audit()
                 await self.phases.train()
                 await self._sync()
         return excluded
@@ -154,6 +159,7 @@ class Peer:
         await self.coordinators.serve()
         await self.reforms.serve()
         await self.checking.serve()
+        await self.phases.moments.serve()
         await self.node.endpoint.serve(STATUS, self._on_status)
         await self.node.start()
 
@@ -226,18 +232,21 @@ class Peer:
             return
         self._reporter.set_state("applying")
         started = asyncio.get_running_loop().time()
-        before = self.replica.base.plan
+        base = self.replica.base
+        before = base.plan
         applied = await self.replica.advance()
         if not applied and self.replica.base.commit != self.node.log.last.id:
             return  # asked to leave without the newest base
         seconds["apply"] = asyncio.get_running_loop().time() - started
         self._samples.decided()
         self.phases.round_applied()
+        self.phases.moments.forget()
         for each in applied:
             self.node.straggler_delay.extend(each.plan.proposal.straggler_delay)
             self._reporter.committed(each, seconds, reported_loss(before, each.plan, self.node.campaign.config))
             if each.decided.commit.id == self.node.log.last.id:
                 self.checking.begin(each.decided.commit, each.results)
+                self.auditing.begin(base, each)
             self._guard.saw(before, each.plan)
             before = each.plan
         if not applied or applied[-1].decided.commit.id != self.replica.base.commit:

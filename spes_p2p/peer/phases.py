@@ -9,11 +9,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from spes_p2p.observe.events import Observer, PhaseTrained, TrainingProgress
+from spes_p2p.peer.kept_moments import KeptMoments
 from spes_p2p.peer.leaving import LeaveRequest
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Replica
 from spes_p2p.peer.reporter import EventReporter
 from spes_p2p.peer.samples import AssignedSamples
+from spes_p2p.rounds.base import Base
+from spes_p2p.rounds.planned import Assignment
 from spes_p2p.training.balance import load_violation, share_of
 from spes_p2p.training.batches import split_samples
 from spes_p2p.training.interface import Phase, PhaseReport, averaged_peers, joined
@@ -39,6 +42,10 @@ class PhaseRunner:
         self.tokens_per_s = 0.0
         """Speed in the last phase."""
         self._samples, self._reporter, self._observer, self._leave = samples, reporter, observer, leave
+        self.moments = KeptMoments(node)
+        """What auditors of this peer ask for."""
+        self._given_up_steps = 0
+        """Steps of the next phase whose time went into an audit."""
         self._stop_after_round: int | None = None
         self._waiting = 0
         """Number of callers of `between_steps` that wait for the phase to pause."""
@@ -62,6 +69,19 @@ class PhaseRunner:
         """Forget a request to stop: its phase is over."""
         self._stop_after_round = None
 
+    def give_up_steps(self, steps: int) -> None:
+        """Train so many fewer steps in the next phase, at least one: their time is spent already."""
+        self._given_up_steps += steps
+
+    def phase_of(self, base: Base, assignment: Assignment) -> Phase:
+        """Return the whole phase after a base of this log that its plan assigned to a member."""
+        assert base.plan is not None
+        training = self.node.training_after(self.node.log.commit_at(base.round))
+        peers = averaged_peers([each.steps for each in base.plan.assignments])
+        return Phase(
+            base.round + 1, base.plan.phase_step, training.sync_steps, assignment.steps, assignment.slices, training, peers
+        )
+
     async def between_steps(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do work with the trainer's weights, between two steps of the phase if one runs."""
         self._waiting += 1
@@ -81,14 +101,14 @@ class PhaseRunner:
             return  # the base is of a branch that was given up
         self._reporter.set_state("training")
         self._samples.begin(base.commit, assignment.slices)
-        training = self.node.training_after(self.node.log.commit_at(base.round))
-        peers = averaged_peers([each.steps for each in base.plan.assignments])
+        phase = self.phase_of(base, assignment)
+        steps, self._given_up_steps = max(1, phase.steps - self._given_up_steps), 0
         done = self.replica.resumed[1] if self.replica.resumed[0] == base.commit else 0
-        _, slices = split_samples(assignment.slices, done * training.batch_size)
-        phase = Phase(
-            base.round + 1, base.plan.phase_step, training.sync_steps, assignment.steps, slices, training, peers, done
-        )
+        _, slices = split_samples(assignment.slices, done * self.node.campaign.config.training.batch_size)
+        phase = replace(phase.shortened(steps), slices=slices, done=done)
         async with self.lock:
+            if self.moments.are_wanted and not done:
+                await self.node.world.run_blocking(self.moments.keep, phase.round, self.replica.trainer, base.values)
             report = await self._train(phase, round_under_way)
         if self._leave.is_made:
             return

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from spes_p2p.consensus.control import describe
+from spes_p2p.consensus.output import Identity
+from spes_p2p.consensus.signed import read_signed
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.fields import MAX_NAMES
 from spes_p2p.messages.methods import SPEED
+from spes_p2p.messages.rounds import Announcement, Audited
 from spes_p2p.observe.events import (
     BaseRestored,
     BytesMoved,
@@ -23,6 +26,7 @@ from spes_p2p.observe.events import (
     StateEntered,
     StepsRejected,
     UpdatesClipped,
+    VerdictsTaken,
 )
 from spes_p2p.peer.node import Node
 from spes_p2p.peer.replica import Applied, Replica
@@ -120,6 +124,9 @@ class EventReporter:
         self._report_control(commit)
         if commit.rejected:
             self._observer(StepsRejected(commit.round, tuple(commit.members[i] for i in commit.rejected)))
+        if commit.verdicts or commit.convicted:
+            convicted = tuple(commit.members[i] for i in commit.convicted)
+            self._observer(VerdictsTaken(commit.round, audits_in(plan, self._node.world.identity), convicted))
         if commit.round == self._replica.base.round:
             drift = dict(self._replica.ledger.drift) if self._replica.trainer is not None else {}
             self._observer(RoundMeasured(commit.round, drift, expert_tokens_of(plan)))
@@ -159,6 +166,15 @@ class EventReporter:
                 totals[1] += received
             self._observer(BytesMoved(BYTES_BY_KIND.get(method, "control"), sent, received))
         return totals[0], totals[1]
+
+
+def audits_in(plan: Plan, identity: Identity) -> tuple[tuple[str, Audited], ...]:
+    """Return the audits whose verdicts a plan takes up, by auditor."""
+    said = {
+        (signed.peer, each.peer, each.round): each
+        for signed in plan.proposal.announcements for each in read_signed(Announcement, signed, identity).audited
+    }
+    return tuple((each.auditor, said[each.auditor, each.peer, each.round]) for each in plan.verdicts)
 
 
 def trainers_of(plan: Plan) -> tuple[str, ...]:

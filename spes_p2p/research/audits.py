@@ -4,17 +4,20 @@
 
 Honest peers with own moments, speeds, experts and a codec's error feedback train real rounds; beside them, cheats of each kind
 make updates that never enter the base. Each update is scored by what an auditor could compute: it knows the base, the claimed
-samples, and the update as it was sent, in four bits. A score is high for an honest update.
+samples, and the update as it was sent, in four bits. By forward passes a score is high for an honest update. `--replays` also
+trains each phase again from the moments to which its peer committed, for honest peers in other arithmetics too, and the update
+of shared weights and router passes or not by the rule of `rounds/audits.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -22,19 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.data.samples import Samples
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State
 from spes_p2p.model.layout import Group, Layout
+from spes_p2p.rounds.audits import Score, has_passed
 from spes_p2p.rounds.codecs import CODECS
-from spes_p2p.storage.tensor_file import Source
 from spes_p2p.testing.simulate.language import SETTINGS, LanguageTrainer, Sentences, first_weights
 from spes_p2p.testing.simulate.swarm import EXPERTS, campaign
+from spes_p2p.training import trainer as real
 from spes_p2p.training.interface import Phase
+from spes_p2p.training.moments import PENDING, TINY, are_plausible, load_moments, moments_chunks, plausibility, read_moments
 
-ROUNDS = {4: 8, 16: 6, 64: 4}
+ROUNDS = {4: 6, 16: 5, 64: 2}
 """Rounds to train, by steps between two of them."""
 FORWARD_SAMPLES = (16, 64)
 BLOCK, BLOCKS_SHARE = 64, 3
@@ -44,9 +50,11 @@ UNASSIGNED, PER_ROUND = 10**6, 1000
 """Epochs of text that nobody is assigned begin here; epochs of a round."""
 ALL_EXPERTS = tuple(range(EXPERTS))
 PLACES = ("", ", a third, next base")
+ARITHMETICS = ("", ", bfloat16", ", two threads", ", other attention")
+"""How an auditor's device may differ from that of the audited peer."""
 SHOWN = (
-    *(f"z {FORWARD_SAMPLES[-1]}{place}" for place in PLACES), "cosine, own moments", "cosine, auditor moments",
-    "cosine, no moments", "margin", "margin, a quarter", "norm ratio",
+    *(f"z {FORWARD_SAMPLES[-1]}{place}" for place in PLACES), *(f"cosine{how}" for how in ARITHMETICS),
+    *(f"norm ratio{how}" for how in ARITHMETICS), "drift", "second moments", "passed",
 )
 """Scores in the tables; the JSON has all."""
 
@@ -70,7 +78,12 @@ HONEST = {
 }
 MODEL = "equal"
 """The honest peer whose experts the cheats own and whose norms they imitate."""
-CHEATS = ("zero", "one step", "one step, scaled", "half the steps", "last round's move", "another's update", "noise")
+CHEATS = (
+    "zero", "one step", "one step, scaled", "half the steps", "half, scaled", "last round's move", "another's update", "noise",
+    "invented moments",
+)
+DRIFT = 4.0
+"""Invented first moments have this many times the mean of m^2 / v that honest ones have."""
 
 
 @dataclass
@@ -140,19 +153,12 @@ class Claim:
     """Epoch of the samples."""
     steps: int
     moments: Arrays
-    """The sender's before the phase, which only it has."""
+    """To which it commits (`training/moments.py`)."""
 
 
-def moments_of(trainer: LanguageTrainer) -> Arrays:
-    """Return a copy of the optimizer's state."""
-    return {name: _array(source) for name, source in trainer.optimizer_state().items()}
-
-
-def cosine(a: State, b: State, mask: np.ndarray) -> float:
-    """Return the cosine of two updates on some of the elements; 0 for none."""
-    x, y = a[mask].astype(np.float64), b[mask].astype(np.float64)
-    size = float(np.linalg.norm(x) * np.linalg.norm(y))
-    return float(x @ y) / size if size else 0.0
+def moments_of(trainer: LanguageTrainer, base: State) -> Arrays:
+    """Return what a peer commits to before a phase."""
+    return read_moments(b"".join(map(bytes, moments_chunks(trainer, base, 0))))
 
 
 def run(sync_steps: int, seed: int, replays: bool) -> list[Record]:
@@ -166,7 +172,6 @@ def run(sync_steps: int, seed: int, replays: bool) -> list[Record]:
     lazy = {name: world.trainer(base, HONEST[MODEL].owned) for name in ("one step", "half the steps")}
     moved, records = np.zeros_like(base), list[Record]()
     for number in range(ROUNDS[sync_steps]):
-        before = moments_of(peers["auditor"].trainer)
         claims = [_honest(world, name, peers[name], base, number, rng) for name in HONEST]
         claims += _cheats(world, lazy, base, moved, claims, number, rng)
         moved = _mean(world, [claim for claim in claims if claim.is_honest])
@@ -174,14 +179,16 @@ def run(sync_steps: int, seed: int, replays: bool) -> list[Record]:
             label: Record = {"sync_steps": sync_steps, "seed": seed, "round": number, "sender": claim.sender}
             scores = _forward(world, base, base + moved, claim, UNASSIGNED + number, rng)
             if replays:
-                scores |= _replays(world, base, before, number, claim, rng)
+                scores |= _replays(world, base, number, claim, rng)
             records.append({**label, "honest": int(claim.is_honest), "steps": claim.steps, **scores})
         base += moved
     return records
 
 
 def _honest(world: World, name: str, peer: Trained, base: State, number: int, rng: np.random.Generator) -> Claim:
-    machine, before = HONEST[name], moments_of(peer.trainer)
+    machine = HONEST[name]
+    peer.trainer.load_base(base + peer.residual)
+    before = moments_of(peer.trainer, base)
     steps = max(1, round(world.config.training.sync_steps * machine.speed))
     if machine.is_stopped:
         steps = int(rng.integers(1, steps + 1))
@@ -200,9 +207,11 @@ def _cheats(
     model = next(claim for claim in honest if claim.sender == MODEL)
     steps = world.config.training.sync_steps
     epochs = {name: number * PER_ROUND + len(HONEST) + place for place, name in enumerate(CHEATS)}
-    epochs["one step, scaled"] = epochs["one step"]
-    trained = {}
+    epochs["one step, scaled"], epochs["half, scaled"] = epochs["one step"], epochs["half the steps"]
+    trained, before = {}, dict[str, Arrays]()
     for name, trainer in lazy.items():
+        trainer.load_base(base)
+        before[name] = moments_of(trainer, base)
         world.train(trainer, base, number, 1 if name == "one step" else max(1, steps // 2), epochs[name])
         trained[name] = world.change(trainer, base, model.owned)
     own = np.zeros_like(base, dtype=bool)
@@ -211,51 +220,86 @@ def _cheats(
         place = slice(group.start, group.stop)
         own[place] = True
         noise[place] = rng.standard_normal(group.size) * np.linalg.norm(model.update[place]) / math.sqrt(group.size)
-    one = trained["one step"]
+    one, half = trained["one step"], trained["half the steps"]
+    moments = dict.fromkeys(CHEATS, model.moments) | before
+    moments["one step, scaled"], moments["half, scaled"] = before["one step"], before["half the steps"]
+    moments["invented moments"], drift = _invented(world, model, rng)
     updates = {
-        "zero": np.zeros_like(base), "one step": one, "half the steps": trained["half the steps"], "noise": noise,
-        "one step, scaled": one * np.float32(np.linalg.norm(model.update) / np.linalg.norm(one)),
+        "zero": np.zeros_like(base), "one step": one, "half the steps": half, "noise": noise,
+        "one step, scaled": _as_long_as(model.update, one), "half, scaled": _as_long_as(model.update, half),
         "last round's move": np.where(own, moved, np.float32(0)), "another's update": model.update,
+        "invented moments": _as_long_as(model.update, drift),
     }
     return [
-        Claim(name, False, model.owned, world.sent(updates[name], model.owned), epochs[name], steps, model.moments)
+        Claim(name, False, model.owned, world.sent(updates[name], model.owned), epochs[name], steps, moments[name])
         for name in CHEATS
     ]
 
 
-def _replays(world: World, base: State, auditors: Arrays, number: int, claim: Claim, rng: np.random.Generator) -> Record:
-    """`auditors`: the auditor's moments before the phase."""
-    mask = np.zeros(world.layout.size, bool)
-    for group in world.groups(claim.owned):
-        mask[group.start : group.stop] = True
-    other, update = UNASSIGNED + number, claim.update
+def _as_long_as(model: State, update: State) -> State:
+    size = float(np.linalg.norm(update))
+    return update * np.float32(np.linalg.norm(model) / size) if size else update
+
+
+def _invented(world: World, model: Claim, rng: np.random.Generator) -> tuple[Arrays, State]:
+    """Return moments that move the weights in a random direction by themselves, and that direction."""
+    found, drift = dict(model.moments), np.zeros_like(model.update)
+    for name, second in model.moments.items():
+        kind, _, of = name.partition("/")
+        if kind == "exp_avg_sq":
+            first, root = model.moments[f"exp_avg/{of}"], np.sqrt(second)
+            size = math.sqrt(DRIFT * float((np.square(first) / np.maximum(second, TINY)).mean()))
+            found[f"exp_avg/{of}"] = np.float32(size) * root * rng.choice((-1, 1), second.shape).astype(np.float32)
+            placed = world.layout.by_name[of]
+            drift[placed.start : placed.stop] = -np.sign(found[f"exp_avg/{of}"]).reshape(-1)
+    return found, drift
+
+
+def _replays(world: World, base: State, number: int, claim: Claim, rng: np.random.Generator) -> Record:
+    """Train again as an auditor does, which reduced a third of the update of shared weights and router."""
+    mask = np.repeat(rng.random(-(-world.layout.size // BLOCK)) * BLOCKS_SHARE < 1, BLOCK)[: world.layout.size]
+    pending = np.zeros_like(base)
+    for group in world.layout.groups:
+        mask[group.start : group.stop] &= group.expert is None
+        if f"{PENDING}{group.name}" in claim.moments:
+            pending[group.start : group.stop] = claim.moments[f"{PENDING}{group.name}"]
+    common = {name: each for name, each in claim.moments.items() if _is_common(world, name)}
+    decay = world.config.training.beta2**claim.steps
     scores: Record = {}
-    for name, moments in (("own", claim.moments), ("auditor", auditors), ("no", {})):
-        if name != "auditor" and not claim.is_honest:
-            continue
-        same = _replay(world, base, moments, number, claim, claim.epoch, claim.steps)
-        scores[f"cosine, {name} moments"] = cosine(update, same, mask)
-        if name == "auditor":
-            apart = _replay(world, base, moments, number, claim, other, claim.steps)
-            scores["cosine, other samples"] = cosine(update, apart, mask)
-            scores["margin"] = cosine(update, same, mask) - cosine(update, apart, mask)
-            scores["norm ratio"] = float(np.linalg.norm(update) / np.linalg.norm(same))
-    few = max(1, claim.steps // 4)
-    first = int(rng.integers(claim.steps - few + 1))
-    some = _replay(world, base, auditors, number, claim, claim.epoch, few, first)
-    apart = _replay(world, base, auditors, number, claim, other, few)
-    scores["margin, a quarter"] = cosine(update, some, mask) - cosine(update, apart, mask)
+    for how in ARITHMETICS if claim.is_honest else ARITHMETICS[:1]:
+        again = world.trainer(base, claim.owned)
+        load_moments(again, base, claim.moments)
+        with _arithmetic(again, how):
+            world.train(again, base + pending, number, claim.steps, claim.epoch)
+        made, sent = (world.change(again, base, claim.owned) - pending)[mask], (claim.update - pending)[mask]
+        norms = float(np.linalg.norm(sent)), float(np.linalg.norm(made))
+        ratio = norms[0] / norms[1]
+        value = float(sent.astype(np.float64) @ made) / (norms[0] * norms[1]) if norms[0] else 0.0
+        after = again.optimizer_state()
+        passed = has_passed(Score(claim.steps, value, ratio)) and are_plausible(common, after, decay)
+        scores |= {f"cosine{how}": value, f"norm ratio{how}": ratio}
+        scores["passed"] = min(int(passed), int(scores.get("passed", 1)))
+        scores["drift"], scores["second moments"] = plausibility(common, after, decay)
     return scores
 
 
-def _replay(
-    world: World, base: State, moments: Arrays, number: int, claim: Claim, epoch: int, steps: int, first: int = 0
-) -> State:
-    """Return the update that the auditor makes of these samples."""
-    trainer = world.trainer(base, claim.owned)
-    trainer.load_optimizer_state(moments)
-    world.train(trainer, base, number, steps, epoch, first)
-    return world.change(trainer, base, claim.owned)
+def _is_common(world: World, name: str) -> bool:
+    placed = world.layout.by_name.get(name.partition("/")[2])
+    return placed is not None and placed.spec.expert is None
+
+
+@contextlib.contextmanager
+def _arithmetic(made: LanguageTrainer, how: str) -> Iterator[None]:
+    """Train on a device that differs in this way."""
+    if "attention" in how:
+        made.model.set_attn_implementation("eager")
+    precision = vars(real)["autocast"]
+    if "bfloat16" in how:
+        vars(real)["autocast"] = lambda device: torch.autocast("cpu", torch.bfloat16)
+    torch.set_num_threads(2 if "threads" in how else 1)
+    yield
+    torch.set_num_threads(1)
+    vars(real)["autocast"] = precision
 
 
 def _forward(world: World, base: State, new: State, claim: Claim, other: int, rng: np.random.Generator) -> Record:
@@ -299,10 +343,6 @@ def _mean(world: World, claims: Sequence[Claim]) -> State:
     return mean
 
 
-def _array(source: Source) -> np.ndarray:
-    return np.concatenate([np.asarray(piece).reshape(-1) for piece in source.pieces()]).reshape(source.shape)
-
-
 def auc(honest: Sequence[float], cheats: Sequence[float]) -> float:
     """Return the chance that an honest score is above a cheat's; ties count half."""
     a, b = np.array(honest)[:, None], np.array(cheats)[None]
@@ -341,8 +381,6 @@ def _effect(records: Sequence[Record], steps: int, sender: str, place: str) -> s
 
 
 def _run(arguments: tuple[int, int, bool]) -> list[Record]:
-    import torch
-
     torch.set_num_threads(1)
     return run(*arguments)
 

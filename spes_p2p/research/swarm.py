@@ -88,7 +88,7 @@ class WatchedTrainer(TorchTrainer):
         self.watch.trained(self, phase, report)
         return replace(report, seconds=float(report.steps))
 
-    def optimizer_state(self) -> dict[str, Source]:
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
         """Return nothing: no peer restarts here, so moments need not be saved."""
         return {}
 

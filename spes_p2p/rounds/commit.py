@@ -96,6 +96,8 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
         excluded=plan.excluded,
         disputed=plan.disputed,
         rejected=rejected_members(results, [part for part in held if part.index not in kept]),
+        verdicts=plan.verdicts,
+        convicted=plan.convicted,
     )
 
 
@@ -137,6 +139,7 @@ def misfit(commit: Commit, plan: Plan) -> str:
         "owners": tuple(tuple(each.member for each in plan.assignments if e in each.owned) for e in experts),
         "cursor": plan.cursor, "control": plan.proposal.control, "workloads": workloads_of(plan),
         "excluded": plan.excluded, "disputed": plan.disputed,
+        "verdicts": plan.verdicts, "convicted": plan.convicted,
     }
     wrong = [name for name, value in implied.items() if getattr(commit, name) != value]
     wrong += ["roots"] * (len(commit.roots) != len(plan.members) * (len(commit.lost) + 1))

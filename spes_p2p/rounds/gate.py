@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -118,7 +118,7 @@ def rejected_members(results: Results, parts: Sequence[Part]) -> tuple[int, ...]
     return owners_to_blame(results.plan, trained)
 
 
-def barred(recent: Sequence[Commit]) -> Collection[str]:
+def barred(recent: Sequence[Commit]) -> frozenset[str]:
     """Return the peers that get no work next, and whose pending work does not count. `recent`: the last commits."""
     strikes = Counter(commit.members[i] for commit in recent for i in commit.rejected)
     return frozenset(peer for peer, count in strikes.items() if count >= STRIKES)

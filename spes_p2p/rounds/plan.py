@@ -17,6 +17,7 @@ from spes_p2p.messages.consensus import Commit, Control
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Announcement, Proposal
 from spes_p2p.messages.samples import Cursor, Interval
+from spes_p2p.rounds.audits import are_audited, convicted_by, still_convicted, verdicts_of
 from spes_p2p.rounds.checks import disputed
 from spes_p2p.rounds.claims import bounded_strangers, clamped
 from spes_p2p.rounds.gate import barred
@@ -101,13 +102,14 @@ def make_plan(
     if config.sync.bound_influence:
         announcements = clamped(announcements, recent, config)
     peers = sorted(announcements)
-    idle = barred(recent)
+    idle = barred(recent) | still_convicted(recent)
     announcements = _without_work(announcements, idle)
     members = tuple(
         _member(peer, announcements[peer], commit, rules, rounds_served.get(peer, 0)) for peer in peers
     )
     if config.sync.bound_influence:
         members = bounded_strangers(members)
+    verdicts = verdicts_of(announcements, members, recent) if are_audited(config) else ()
     tokens = sum(member.tokens for member in members)
     step = campaign_step(commit, tokens, rules)
     alpha = alpha_due(commit, tokens, rules)
@@ -136,6 +138,8 @@ def make_plan(
         excluded=excluded_after(commit, proposal),
         disputed=tuple(peers.index(peer) for peer in sorted(disputed(recent, announcements, config.admission))),
         phase_step=phase_step,
+        verdicts=verdicts,
+        convicted=convicted_by(verdicts, members, recent),
     )
 
 

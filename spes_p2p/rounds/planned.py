@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.control import is_banned
 from spes_p2p.messages.admission import Standing
+from spes_p2p.messages.consensus import Verdict
 from spes_p2p.messages.rounds import Proposal
 from spes_p2p.messages.samples import Cursor, Interval
 
@@ -85,6 +86,10 @@ class Plan:
     """Members that reduce nothing for a while (`checks.disputed`), as indices, ascending."""
     phase_step: int = 0
     """Campaign step at which the assignments start: `step`, plus the phase that runs during this round (`sync.overlap`)."""
+    verdicts: tuple[Verdict, ...] = ()
+    """Audits of training that the members announce and no commit has yet (`audits.verdicts_of`)."""
+    convicted: tuple[int, ...] = ()
+    """Members that these and earlier verdicts convict, as indices, ascending."""
 
     @property
     def id(self) -> str:

@@ -14,7 +14,7 @@ from spes_p2p.training.interface import Phase, PhaseReport
 
 
 class SyntheticTrainer:
-    """A `training.interface.Trainer` that adds seeded noise to the weights it trains."""
+    """A `training.interface.Trainer` that adds noise to the weights it trains, which follows from its seed and the samples."""
 
     def __init__(
         self, layout: Layout, base: np.ndarray, owned: tuple[int, ...], tokens_per_step: int, seconds_per_step: float, seed: int
@@ -25,7 +25,7 @@ class SyntheticTrainer:
         self._local = base[: self.layout.size].copy()
         self._tokens_per_step = tokens_per_step
         self.seconds_per_step = seconds_per_step
-        self._rng = np.random.default_rng(seed)
+        self._seed = seed
 
     @property
     def local(self) -> np.ndarray:
@@ -50,9 +50,12 @@ class SyntheticTrainer:
         for step in range(planned):
             if should_stop():
                 break
-            for group in self.layout.groups:
+            _, rest = split_samples(phase.slices, step * sum(map(len, phase.slices)) // planned)
+            place = (rest[0].epoch, rest[0].start) if rest else (0, step)
+            for number, group in enumerate(self.layout.groups):
                 if group.expert is None or group.expert in self.owned:
-                    noise = self._rng.standard_normal(group.size, np.float32) * np.float32(1e-3)
+                    rng = np.random.default_rng((self._seed, *place, number))
+                    noise = rng.standard_normal(group.size, np.float32) * np.float32(1e-3)
                     self._local[group.start : group.stop] += noise
             steps += 1
             on_step(step + 1, self._tokens_per_step / self.seconds_per_step)
@@ -89,7 +92,7 @@ class SyntheticTrainer:
         """Return the root mean square of the weights, which depends on all of them."""
         return float(np.sqrt(np.mean(self._local.astype(np.float64) ** 2)))
 
-    def optimizer_state(self) -> dict[str, Source]:
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
         """Return nothing: there are no moments."""
         return {}
 

@@ -51,11 +51,14 @@ class AdamW:
         with self._mode():
             self.torch_optimizer.step()
 
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's moments and step count by name, not copies; empty before its first step."""
+    def state_of(self, parameter: nn.Parameter, in_full: bool = False) -> dict[str, Tensor]:
+        """Return a parameter's moments and step count by name, not copies; empty before its first step.
+
+        `in_full`: 8-bit moments undivided, as tensors that `dequantize` makes float32.
+        """
         tensors: dict[str, Tensor] = {}
         for key, value in self.torch_optimizer.state.get(parameter, {}).items():
-            tensors.update(self._tensors(key, value))
+            tensors.update({key: value.detach()} if in_full else self._tensors(key, value))
         return tensors
 
     def load_state_of(self, parameter: nn.Parameter, arrays: Arrays) -> bool:

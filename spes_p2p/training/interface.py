@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ class Phase:
     round: int
     first_step: int
     """Campaign step at which the phase starts; determines the learning rate."""
-    campaign_steps: int
+    campaign_steps: float
     """Campaign steps that the phase spans (`sync_steps`); the local `steps` are spread evenly over them."""
     steps: int
     """Local optimizer steps to run."""
@@ -34,6 +34,10 @@ class Phase:
     """Effective number of peers whose updates of this phase are averaged (`averaged_peers`)."""
     done: int = 0
     """Steps that were trained before; the trainer runs the others."""
+
+    def shortened(self, steps: int) -> Phase:
+        """Return a phase of the first `steps` steps, at the same learning rates."""
+        return replace(self, steps=steps, campaign_steps=self.campaign_steps * steps / self.steps)
 
 
 def averaged_peers(steps: Sequence[int]) -> float:
@@ -136,8 +140,11 @@ class Trainer(Protocol):
     def validation_loss(self) -> float:
         """Return the mean cross-entropy per token (nats) of the local weights on the held-out text; NaN without such text."""
 
-    def optimizer_state(self) -> dict[str, Source]:
-        """Return the optimizer state by name. The sources must be read before the next step, which changes them."""
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
+        """Return the optimizer state by name. The sources must be read before the next step, which changes them.
+
+        `in_full`: moments in float32 that any trainer can load, where this one has them in 8 bits.
+        """
 
     def load_optimizer_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore `optimizer_state` for the same owned experts; mismatched entries are ignored."""
+        """Replace the state by an `optimizer_state` of the same owned experts; what is missing or does not fit is fresh."""

@@ -28,8 +28,8 @@ class Muon:
             group["lr"] = rate
         self.torch_optimizer.step()
 
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's momentum, not a copy; empty before its first step."""
+    def state_of(self, parameter: nn.Parameter, in_full: bool = False) -> dict[str, Tensor]:
+        """Return a parameter's momentum, not a copy; empty before its first step. It is never in 8 bits."""
         momentum = self.torch_optimizer.state.get(parameter, {}).get(MOMENTUM)
         return {} if momentum is None else {MOMENTUM: momentum.detach()}
 

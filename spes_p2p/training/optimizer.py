@@ -107,32 +107,35 @@ class OwnedOptimizer:
         states = (state for kind in self._kinds() for state in kind.torch_optimizer.state.values())
         return sum(t.nbytes for state in states for t in state_tensors(state))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return each parameter's state (`exp_avg/NAME`, `step/NAME`, ...), not copies, and each group's `age/GROUP`."""
+    def tensors(self, in_full: bool = False) -> dict[str, Tensor]:
+        """Return each parameter's state (`exp_avg/NAME`, `step/NAME`, ...), not copies, and each group's `age/GROUP`.
+
+        `in_full`: see `AdamW.state_of`.
+        """
         ages = {name: torch.tensor(age, dtype=torch.int64) for name, age in self.ages().items()}
-        return ages | self.moments()
+        return ages | self.moments(in_full)
 
     def ages(self) -> dict[str, int]:
         """Return each group's `age/GROUP`."""
         return {f"age/{group['name']}": group["age"] for _, group in self._groups()}
 
-    def moments(self) -> dict[str, Tensor]:
+    def moments(self, in_full: bool = False) -> dict[str, Tensor]:
         """Return each parameter's state, not copies."""
         tensors: dict[str, Tensor] = {}
         for kind, group in self._groups():
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                tensors.update({f"{key}/{name}": value for key, value in kind.state_of(parameter).items()})
+                tensors.update({f"{key}/{name}": value for key, value in kind.state_of(parameter, in_full).items()})
         return tensors
 
     def become(self, ages: Mapping[str, int], moments: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Take these ages, and moments of these dtypes and shapes, whose values the caller then overwrites."""
-        for kind in self._kinds():
-            kind.torch_optimizer.state.clear()
         zeros = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, shape) in moments.items()}
         self.load_state({name: np.array(age) for name, age in ages.items()} | zeros)
 
     def load_state(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Restore `tensors`. A parameter with missing or mismatched entries is unchanged; its group then ramps up."""
+        """Replace the state by `tensors`. A parameter with missing or mismatched entries is fresh; its group then ramps up."""
+        for kind in self._kinds():
+            kind.torch_optimizer.state.clear()
         by_parameter: dict[str, Arrays] = {}
         for key, value in arrays.items():
             what, _, name = key.partition("/")
@@ -144,8 +147,7 @@ class OwnedOptimizer:
                 if name in by_parameter
             ]
             fits = [kind.load_state_of(parameter, entries) for parameter, entries in found]
-            if all(fits):
-                group["age"] = int(arrays.get(f"age/{group['name']}", group["age"]))
+            group["age"] = int(arrays.get(f"age/{group['name']}", 0)) if all(fits) else 0
 
     def _wanted(self) -> dict[str, list[str]]:
         """Return the parameter names of each group, for the current parameters."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from spes_p2p.config.campaign import CampaignConfig
 from spes_p2p.config.model import ModelSection
-from spes_p2p.errors import UserError
+from spes_p2p.errors import Diverged, UserError
 from spes_p2p.messages.samples import Interval
 from spes_p2p.model.build import State, layout_of
 from spes_p2p.model.flops import peak_flops, training_flops_per_token
@@ -105,7 +105,7 @@ class TorchTrainer(FlatModel):
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """Run the phase's steps, or fewer if `should_stop` returns True or the slices run out of complete batches.
 
-        Raises UserError after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases, and if another rank ends.
+        Raises Diverged after MAX_CONSECUTIVE_SKIPS non-finite steps, counted across phases, UserError if another rank ends.
         """
         self._tune()
         started = time.perf_counter()
@@ -194,9 +194,9 @@ class TorchTrainer(FlatModel):
                     losses.append(loss.double())
         return torch.stack(losses).cpu().numpy()
 
-    def optimizer_state(self) -> dict[str, Source]:
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
         """See Trainer."""
-        return {name: _source(tensor) for name, tensor in self._optimizer.tensors().items()}
+        return {name: _source(tensor) for name, tensor in self._optimizer.tensors(in_full).items()}
 
     def load_optimizer_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """See Trainer."""
@@ -271,7 +271,7 @@ class TorchTrainer(FlatModel):
 
     def _abort_if_diverged(self) -> None:
         if self._consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
-            raise UserError(
+            raise Diverged(
                 f"training on {self.device}: loss or gradient not finite in {self._consecutive_skips} consecutive steps; "
                 "this peer stops and sends nothing of the phase; restart it on its run-dir, and if this repeats while other "
                 "peers train well, check this machine's memory and device, otherwise lower training.learning_rate"
@@ -307,7 +307,12 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _source(tensor: Tensor) -> Source:
-    """Wrap a tensor, possibly on a GPU, as a source that is copied in chunks."""
+    """Wrap a tensor, possibly on a GPU or in 8 bits, as a source that is copied in chunks."""
+    if hasattr(tensor, "codes"):
+        return Source(
+            np.dtype(np.float32), tuple(tensor.shape),
+            lambda: (piece.cpu().numpy() for piece in torch.split(tensor.dequantize().float().reshape(-1), COPY_ELEMENTS)),
+        )
     return Source(
         np.dtype(_dtype(tensor)), tuple(tensor.shape),
         lambda: (piece.cpu().numpy() for piece in torch.split(tensor.reshape(-1), COPY_ELEMENTS)),

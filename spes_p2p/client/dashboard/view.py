@@ -42,7 +42,7 @@ def swarm_view(
     tokens = {each.peer: each.tokens for each in totals.contributions}
     steps = {each.peer: each.expert_steps for each in totals.contributions}
     of_lines = lines(swarm.peers, rounds)
-    document: dict[str, Any] = to_json(replace(swarm, peers=(), owners=()))
+    document: dict[str, Any] = to_json(replace(swarm, peers=(), owners=(), audits={}))
     document["peers"] = [
         {
             **_lean(status),
@@ -50,6 +50,7 @@ def swarm_view(
             "tokens": tokens.get(status.peer_id, 0),
             "expert_steps": steps.get(status.peer_id, 0),
             "score": swarm.scores.get(status.peer_id),
+            "audit": to_json(swarm.audits.get(status.peer_id)),
             "line": of_lines.get(status.peer_id),
             "timeline": _timeline(status, rounds.get(status.peer_id, ()), now),
         }
@@ -146,8 +147,9 @@ def _called(totals: Totals, peer: str) -> dict[str, str]:
 
 def _lean(status: PeerStatus) -> dict[str, Any]:
     """Return a status without long fields that are the same for all peers."""
-    document: dict[str, Any] = to_json(replace(status, owners=(), members=(), electorate=(), scores={}, continuations=()))
-    for name in ("owners", "members", "electorate", "stages", "scores", "continuations"):
+    lean = replace(status, owners=(), members=(), electorate=(), scores={}, audits=(), continuations=())
+    document: dict[str, Any] = to_json(lean)
+    for name in ("owners", "members", "electorate", "stages", "scores", "audits", "continuations"):
         del document[name]
     return document
 

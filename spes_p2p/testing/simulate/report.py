@@ -28,6 +28,10 @@ class Attacked:
     """Lies that attackers told, or attacks that they made; 0 would mean that nothing was tried."""
     attackers_banned: int = 0
     honest_banned: int = 0
+    attackers_convicted: int = 0
+    """By audits of their training, in any round."""
+    honest_failed: int = 0
+    """Others that failed an audit, whether or not it convicted them."""
 
 
 def banned_in(commits: Iterable[Commit]) -> set[str]:
@@ -112,6 +116,8 @@ def attack_figures(runs: Sequence[RunReport]) -> dict[str, Any]:
         "attacks": attacks,
         "attackers_banned": sum(each["attackers_banned"] for each in attacks.values()),
         "honest_banned": sum(each["honest_banned"] for each in attacks.values()),
+        "attackers_convicted": sum(each["attackers_convicted"] for each in attacks.values()),
+        "honest_failed": sum(each["honest_failed"] for each in attacks.values()),
         "loss_over_clean": None if None in losses else max(losses),
         "rounds_delayed_s_max": max(each["rounds_delayed_s_max"] for each in attacks.values()),
         "memory_over_clean_max": max(each["memory_over_clean_max"] for each in attacks.values()),
@@ -137,6 +143,8 @@ def _attack(pairs: Sequence[tuple[RunReport, RunReport]]) -> dict[str, Any]:
         "memory_over_clean_max": max(growths),
         "attackers_banned": banned,
         "honest_banned": honest,
+        "attackers_convicted": sum(run.attacked.attackers_convicted for run, _ in pairs if run.attacked is not None),
+        "honest_failed": sum(each.attacked.honest_failed for pair in pairs for each in pair if each.attacked is not None),
         "invariant_violations": sum(len(run.violations) for run, _ in pairs),
     }
 
@@ -163,7 +171,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         shown.append(
             f"{kind}: {loss}, slowest round {each['rounds_delayed_s_max']:+.1f} s, "
             f"memory {each['memory_over_clean_max'] / 2**20:+.0f} MiB, {each['attackers_banned']} attackers and "
-            f"{each['honest_banned']} others banned"
+            f"{each['honest_banned']} others banned, {each['attackers_convicted']} and {each['honest_failed']} failed audits"
         )
     shown.append(f"invariant violations: {found['invariant_violations']}")
     for each in found["violations"][:20]:

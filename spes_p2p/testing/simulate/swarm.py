@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-import zlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -111,6 +110,8 @@ class RecordingTrainer(SyntheticTrainer):
 
     def train(self, phase: Phase, should_stop: Callable[[], bool], on_step: Callable[[int, float], None]) -> PhaseReport:
         """See Trainer."""
+        if phase.round < max(self.phases_by_round, default=phase.round):  # an audit of another peer's work
+            return super().train(phase, should_stop, on_step)
         self.phases_by_round[phase.round] = phase
         before, weights = len(self.trained_samples), self.local
         report = super().train(phase, should_stop, on_step)
@@ -231,10 +232,9 @@ class VirtualSwarm:
         tokens_per_step = training.batch_size * training.sequence_length
 
         def make_trainer(base: np.ndarray, owned: tuple[int, ...]) -> SyntheticTrainer:
-            seed = zlib.crc32(f"{self.network.seed}/{name}".encode())
             trainer: RecordingTrainer = (
                 self._make_trainer(base, owned) if self._make_trainer is not None
-                else RecordingTrainer(self.layout, base, owned, tokens_per_step, self.step_s(name), seed)
+                else RecordingTrainer(self.layout, base, owned, tokens_per_step, self.step_s(name), self.network.seed)
             )
             trainer.seconds_per_step = self.step_s(name)
             trainer.changes, trainer.tokens = np.zeros(self.layout.size), 0

@@ -41,6 +41,7 @@ from spes_p2p.observe.events import (
 )
 from spes_p2p.peer.life import Peer
 from spes_p2p.peer.reporter import BYTES_BY_KIND
+from spes_p2p.rounds.audits import convicted_in
 from spes_p2p.rounds.digest import state_digest
 from spes_p2p.testing.attacks.kinds import ATTACKS, Attack
 from spes_p2p.testing.attacks.tamper import Liar
@@ -57,6 +58,8 @@ from spes_p2p.testing.virtual_loop import run_virtual, running_peer
 
 SYNC_STEPS = 4
 SILENCE_S, REFORM_AFTER_S = 5.0, 30.0
+AUDITED_SHARE = 0.5
+"""Of an open campaign. Runs have too few rounds for the default."""
 STUCK_S = 400.0
 """A living trainer is stuck if it commits no round for this long without a fault."""
 QUIET_ROUNDS = 3
@@ -165,9 +168,13 @@ class _Run:
         base, config = self._last_base, self._swarm.campaign.config
         loss = None if base is None else held_out_loss(config, self._seed, base)
         banned = banned_in(peer.node.log.last for _, peer in self._honest())
+        commits = [decided.commit for _, peer in self._honest() for decided in peer.node.log.since(-1)]
+        convicted = {peer for commit in commits for peer in convicted_in(commit)}
+        failed = {each.peer for commit in commits for each in commit.verdicts if not each.passed}
         return Attacked(
             self._scenario.attack, loss, self._memory_bytes - self._memory_before, self._lies,
             attackers_banned=len(banned & self._liars), honest_banned=len(banned - self._liars),
+            attackers_convicted=len(convicted & self._liars), honest_failed=len(failed - self._liars),
         )
 
     def error(self, text: str, at_s: float | None = None) -> None:
@@ -376,6 +383,7 @@ def _campaign(scenario: Scenario, codec: str, rng: random.Random) -> Campaign:
             "min_peers": max(1, min(len(scenario.peer_names), START_TOGETHER) // 2),
             "silence_s": SILENCE_S, "reform_after_s": REFORM_AFTER_S,
             "overlap": scenario.overlap,
+            "audited_share": AUDITED_SHARE,
         },
         "evaluation": {"every_rounds": 0},
     }

@@ -1,0 +1,87 @@
+"""`spes-p2p audit`: what auditors found when they trained a peer's phases again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from spes_p2p.client.connection import connect
+from spes_p2p.consensus.commit_log import CommitLog
+from spes_p2p.errors import UserError
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.rounds import Audited
+from spes_p2p.observe.units import short_peer
+from spes_p2p.rounds.audits import are_audited, still_convicted
+
+
+@dataclass(frozen=True)
+class FoundAudit:
+    """One audit, by its auditor's account."""
+
+    auditor: str
+    audit: Audited
+    is_committed: bool
+    """Whether one of the last commits has the verdict."""
+
+
+@dataclass(frozen=True)
+class PeerAudits:
+    """What is known of a peer's audits, oldest first."""
+
+    peer: str
+    round: int
+    """The newest committed round."""
+    audits: tuple[FoundAudit, ...]
+    """At least one."""
+    gets_work: bool
+    """False while one of the last commits convicts it."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it passed the last audit and gets work."""
+        return self.gets_work and self.audits[-1].audit.passed
+
+
+async def fetch_audits(addresses: Sequence[str], peer: str) -> PeerAudits:
+    """Ask the swarm. Raises UserError where no audit of the peer is known."""
+    async with connect(addresses) as swarm:
+        config, statuses = swarm.campaign.config, await swarm.statuses()
+        if not statuses:
+            raise UserError(f"{addresses[0]}: connected, but no peer of the campaign answers; try again in a moment")
+        if not are_audited(config):
+            raise UserError(f"campaign {config.name} has no audits: they need admission: open, sync.audited_share above 0, no "
+                            "sync.overlap, and codecs that send every value")
+        return peer_audits(statuses, swarm.log, peer)
+
+
+def peer_audits(statuses: Sequence[PeerStatus], log: CommitLog, peer: str) -> PeerAudits:
+    """Return what the auditors among these peers say of another. Raises UserError where they say nothing."""
+    recent = log.recent(log.round)
+    committed = {(each.auditor, each.peer, each.round) for commit in recent for each in commit.verdicts}
+    found = [
+        FoundAudit(status.peer_id, audit, (status.peer_id, peer, audit.round) in committed)
+        for status in statuses for audit in status.audits if audit.peer == peer
+    ]
+    if not found:
+        raise UserError(f"{peer}: no vouched trainer that answers has audited this peer lately; to have its phases audited: "
+                        f"spes-p2p control ADDRESS --key KEY audit {peer}")
+    found.sort(key=lambda each: (each.audit.round, each.auditor))
+    return PeerAudits(peer, log.round, tuple(found), peer not in still_convicted(recent))
+
+
+def render_audits(found: PeerAudits) -> RenderableType:
+    """Return the table for a person."""
+    table = Table(box=None, header_style="bold")
+    for name in ("round", "auditor", "steps trained again", "cosine", "norm ratio", "verdict"):
+        table.add_column(name, justify="left" if name in ("auditor", "verdict") else "right")
+    for each in found.audits:
+        audit = each.audit
+        figures = (f"{audit.cosine:.3f}", f"{audit.norm_ratio:.2f}") if audit.steps else ("-", "-")
+        verdict = "passed" if audit.passed else "failed" if audit.steps else "failed: shows no moments"
+        table.add_row(str(audit.round), short_peer(each.auditor), str(audit.steps), *figures,
+                      verdict if each.is_committed else f"{verdict} (in no recent commit)")
+    work = "gets work" if found.gets_work else "gets no work: two auditors failed it within the last commits"
+    return Group(f"{found.peer} at round {found.round}: {work}", table)

@@ -1,0 +1,101 @@
+"""What this peer had before its last phases, moments and pending work, for those that audit it (`rounds/audits.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_p2p.consensus.admission import standing_of
+from spes_p2p.content.pieces import Body
+from spes_p2p.errors import Refused
+from spes_p2p.messages.refusals import Code
+from spes_p2p.peer.node import Node
+from spes_p2p.rounds.audits import KEPT_MOMENTS_ROUNDS, are_audited, auditor_of, is_drawn
+from spes_p2p.rounds.digest import content_digest
+from spes_p2p.training.interface import Trainer
+from spes_p2p.training.moments import moments_chunks
+
+PIECE_BYTES = 2**18
+MAX_CONCURRENT_UPLOADS = 1
+"""Uploads of moments leave room for rounds."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One state, in a file that nobody else sees: a restart loses it."""
+
+    content: memoryview
+    digests: bytes
+    """Of its pieces, 32 bytes each."""
+
+    @property
+    def root(self) -> bytes:
+        return content_digest(self.digests)
+
+
+class KeptMoments:
+    """Keeps the state before the phase under way and before the last one, and longer what was drawn."""
+
+    def __init__(self, node: Node):
+        self._node = node
+        self._of_round: dict[int, _Kept] = {}
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether others may audit this peer's phases: the campaign has audits, and its owner does not vouch for it."""
+        node = self._node
+        is_vouched = standing_of("open", node.peer_id, node.invitation, node.log.last.helpers, 0) == "vouched"
+        return are_audited(node.campaign.config) and not is_vouched
+
+    async def serve(self) -> None:
+        """Answer auditors from now on."""
+        self._node.content.admit["moments"] = self._admit
+        await self._node.content.serve("moments", self._piece, MAX_CONCURRENT_UPLOADS)
+
+    def keep(self, round_number: int, trainer: Trainer, base: np.ndarray) -> None:
+        """Keep the state before the phase whose work goes into this round. In a worker thread, before the first step."""
+        draft, size = self._node.world.store.draft(f"moments-{round_number}"), 0
+        for chunk in moments_chunks(trainer, base, round_number):
+            draft.write(size, chunk)
+            size += memoryview(chunk).nbytes
+        content = draft.view()
+        pieces = (content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES))
+        self._of_round[round_number] = _Kept(content, b"".join(map(content_digest, pieces)))
+
+    def digest(self, round_number: int) -> bytes:
+        """Return what this peer commits to in the announcement for a round; empty where it keeps nothing."""
+        kept = self._of_round.get(round_number)
+        return b"" if kept is None else kept.root
+
+    def forget(self) -> None:
+        """Drop what nobody may ask for any more. After a round was applied."""
+        self._of_round = {number: kept for number, kept in self._of_round.items() if self._may_be_asked(number)}
+
+    def _may_be_asked(self, number: int) -> bool:
+        node, log = self._node, self._node.log
+        if number >= log.round:
+            return True
+        if number <= max(log.begins, log.round - KEPT_MOMENTS_ROUNDS):
+            return False
+        share, served = node.campaign.config.sync.audited_share, log.rounds_served(number).get(node.peer_id, 0)
+        return is_drawn(log.commit_at(number), node.peer_id, share, served, log.recent(number))
+
+    def _admit(self, peer: str, root: str) -> None:
+        """Raise Refused for others than the auditor whose turn it is."""
+        number = next((number for number, kept in self._of_round.items() if kept.root.hex() == root), None)
+        if number is None:
+            raise Refused(Code.NOT_HERE, "these moments are not kept here")
+        if number > self._node.log.round:
+            raise Refused(Code.BEHIND, "that round is not known here yet")
+        if auditor_of(self._node.log.commit_at(number), self._node.peer_id) != peer:
+            raise Refused(Code.NOT_ALLOWED, "another member audits this peer")
+
+    async def _piece(self, root: str, index: int) -> Body | None:
+        kept = next((each for each in self._of_round.values() if each.root.hex() == root), None)
+        if kept is None:
+            raise Refused(Code.NOT_HERE, "these moments are not kept here")
+        if index == 0:
+            return kept.digests
+        piece = kept.content[(index - 1) * PIECE_BYTES : index * PIECE_BYTES]
+        return piece or None

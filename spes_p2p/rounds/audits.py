@@ -1,0 +1,167 @@
+"""Audits of training in an open campaign: who trains whose phase again, and what follows from their verdicts. Pure functions.
+
+A trainer commits to its optimizer's state before a phase in the signed announcement that brings the phase's work. The commit of
+that round draws who is audited and by whom, so nobody knows before. The auditor trains the phase again from that state, on the
+same base and samples, compares its update with the one that reducers got, and announces a verdict. All peers derive from the
+verdicts in the last commits who gets no work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from spes_p2p.config.campaign import CampaignConfig
+from spes_p2p.consensus.admission import is_past_probation
+from spes_p2p.messages.consensus import Commit, Verdict, Workload
+from spes_p2p.messages.fields import MAX_VERDICTS
+from spes_p2p.messages.rounds import Announcement
+from spes_p2p.rounds.codecs import group_codecs
+from spes_p2p.rounds.planned import Member
+
+REPORT_ROUNDS = 6
+"""An audit ends at most this many rounds after the one that drew it. `commit_log.RECENT` commits are known to all."""
+KEPT_MOMENTS_ROUNDS = 4
+"""A member that is drawn keeps its moments for this many rounds."""
+AUDITED_PARTS = 2
+"""Parts of an update that an auditor fetches from other reducers where it has reduced none itself, as in small models."""
+CONVICTING_AUDITORS = 2
+"""Auditors that must fail a member, so that no single one can harm it."""
+LEAST_COSINE, LEAST_NORM_RATIO = 0.9, 0.75
+"""Of an update of shared weights and router with that of training again, and of the smaller of the two norms to the larger.
+Honest ones have 0.979 and 0.99 or more, also in another arithmetic; half of 16 steps at most 0.89 (docs/security.md)."""
+NEWCOMERS_SHARE = 4.0
+"""Members in their first rounds of service are drawn this many times as often: an identity costs nothing."""
+
+
+def are_audited(config: CampaignConfig) -> bool:
+    """Return whether phases are audited: in an open campaign whose updates are what the last phase trained.
+
+    With `sync.overlap` a phase starts from weights that only its peer has, and a sparse codec leaves most of a phase pending.
+    """
+    codecs = group_codecs(config.sync.codec)
+    is_dense = not any(codec.leaves_out for codec in (codecs.router, codecs.shared, codecs.experts))
+    return config.admission == "open" and config.sync.audited_share > 0 and not config.sync.overlap and is_dense
+
+
+def auditors(commit: Commit) -> tuple[str, ...]:
+    """Return the members that audit after a commit: electors that train, for whom the owner vouches. Sorted."""
+    trains = {peer for peer, work in zip(commit.members, commit.workloads, strict=False) if work.steps}
+    return tuple(sorted(trains.intersection(commit.electorate)))
+
+
+def audited_work(commit: Commit, parent: Commit) -> dict[str, Workload]:
+    """Return the work that can be audited after a commit, by peer: what `parent` assigned to others than the electors.
+
+    `parent`: the commit before. The work must be in the new base.
+    """
+    if not commit.plan or not parent.plan or commit.parent != parent.id:
+        return {}
+    trusted = {*commit.electorate, *commit.helpers}
+    assigned = dict(zip(parent.members, parent.workloads, strict=False))
+    heard = (commit.members[i] for i in commit.heard)
+    return {peer: assigned[peer] for peer in heard if peer not in trusted and peer in assigned and assigned[peer].steps}
+
+
+def auditor_of(commit: Commit, peer: str) -> str | None:
+    """Return the auditor whose turn it is with this peer after a commit; None without auditors."""
+    return min(auditors(commit), key=lambda auditor: _hash(commit.id, peer, auditor), default=None)
+
+
+def is_drawn(commit: Commit, peer: str, share: float, rounds_served: int, recent: Sequence[Commit]) -> bool:
+    """Return whether the commit draws this peer: by chance, and for sure if it failed an audit or the owner has ordered it.
+
+    `rounds_served`: by the log. `recent`: the last commits, newest first.
+    """
+    if commit.control is not None and peer in commit.control.audited:
+        return True
+    wanted = share * (NEWCOMERS_SHARE if not is_past_probation(rounds_served) else 1.0)
+    return bool(failures(recent, peer)) or _hash(commit.id, peer, "drawn") < wanted
+
+
+def in_order(commit: Commit, peers: Collection[str], recent: Sequence[Commit]) -> list[str]:
+    """Return the order in which an auditor that is drawn for several peers takes one: first who has failed an audit."""
+    return sorted(peers, key=lambda peer: (not failures(recent, peer), _hash(commit.id, peer, "drawn")))
+
+
+def failures(recent: Sequence[Commit], peer: str) -> set[tuple[str, int]]:
+    """Return auditor and round of the audits that a peer failed since it was convicted. `recent`: newest first."""
+    found = set[tuple[str, int]]()
+    for commit in recent:
+        if peer in convicted_in(commit):
+            break
+        found |= {(each.auditor, each.round) for each in commit.verdicts if each.peer == peer and not each.passed}
+    return found
+
+
+def convicted_in(commit: Commit) -> Collection[str]:
+    """Return the peers that a commit convicts."""
+    return {commit.members[i] for i in commit.convicted}
+
+
+def verdicts_of(
+    announcements: Mapping[str, Announcement], members: Sequence[Member], recent: Sequence[Commit]
+) -> tuple[Verdict, ...]:
+    """Return the verdicts that a round takes up: of vouched auditors whose turn it was, once each.
+
+    `recent`: the last commits before the round, newest first.
+    """
+    vouched = {member.peer for member in members if member.standing == "vouched" and member.trains}
+    known = {(each.auditor, each.peer, each.round) for commit in recent for each in commit.verdicts}
+    places = {commit.round: place for place, commit in enumerate(recent[:-1])}
+    found = []
+    for auditor in sorted(vouched & announcements.keys()):
+        for each in announcements[auditor].audited:
+            place = places.get(each.round)
+            if place is None or (auditor, each.peer, each.round) in known:
+                continue
+            commit, parent = recent[place], recent[place + 1]
+            if each.peer in audited_work(commit, parent) and auditor_of(commit, each.peer) == auditor:
+                known.add((auditor, each.peer, each.round))
+                found.append(Verdict(auditor, each.peer, each.round, each.passed))
+    return tuple(found[:MAX_VERDICTS])
+
+
+def convicted_by(verdicts: Sequence[Verdict], members: Sequence[Member], recent: Sequence[Commit]) -> tuple[int, ...]:
+    """Return the members that these verdicts, with those of the last commits, convict: as indices, ascending.
+
+    It takes failed audits by CONVICTING_AUDITORS auditors, so one that lies harms nobody. Where the last commits know only one
+    auditor, which decides about harmful steps alone, too, its failed audits of as many rounds suffice.
+    """
+    alone = len({auditor for commit in recent for auditor in auditors(commit)}) == 1
+    found = []
+    for i, member in enumerate(members):
+        failed = failures(recent, member.peer)
+        failed |= {(each.auditor, each.round) for each in verdicts if each.peer == member.peer and not each.passed}
+        witnesses = {number if alone else auditor for auditor, number in failed}
+        if member.standing != "vouched" and len(witnesses) >= CONVICTING_AUDITORS:
+            found.append(i)
+    return tuple(found)
+
+
+def still_convicted(recent: Sequence[Commit]) -> frozenset[str]:
+    """Return the peers that one of the last commits convicts: they get no work, and what they have done does not count."""
+    return frozenset(peer for commit in recent for peer in convicted_in(commit))
+
+
+@dataclass(frozen=True)
+class Score:
+    """How an update compares with that of training the phase again."""
+
+    steps: int
+    """Trained again; 0: the member did not show its moments."""
+    cosine: float = math.nan
+    norm_ratio: float = math.nan
+    """Norm of the member's update over that of the auditor's."""
+
+
+def has_passed(score: Score) -> bool:
+    """Return whether an update is what training gives, as far as its codec and the auditor's arithmetic let one tell."""
+    return score.steps > 0 and score.cosine >= LEAST_COSINE and LEAST_NORM_RATIO <= score.norm_ratio <= 1 / LEAST_NORM_RATIO
+
+
+def _hash(*words: str) -> float:
+    """Return a number in [0, 1) that these words determine."""
+    return int.from_bytes(sha256("\0".join(words).encode()).digest()[:8], "big") / 2**64

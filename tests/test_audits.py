@@ -1,0 +1,360 @@
+"""Audits of training: who is drawn, what an auditor finds when it trains a phase again, and what follows from the verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_round import LAYOUT, commit_before, make_plan_of, member
+from rich.console import Console
+
+from spes_p2p.campaign.orders import CampaignView, parse_order
+from spes_p2p.client.audit import PeerAudits, peer_audits, render_audits
+from spes_p2p.consensus.admission import PROBATION_ROUNDS, served
+from spes_p2p.consensus.control import describe
+from spes_p2p.errors import UserError
+from spes_p2p.messages.admission import Standing
+from spes_p2p.messages.consensus import Commit, Verdict, Workload
+from spes_p2p.messages.presence import PeerStatus
+from spes_p2p.messages.rounds import Announcement, Audited
+from spes_p2p.net.interfaces import World
+from spes_p2p.observe.events import PhaseAudited, VerdictsTaken
+from spes_p2p.peer.kept_moments import KeptMoments
+from spes_p2p.rounds.audits import (
+    LEAST_COSINE,
+    LEAST_NORM_RATIO,
+    Score,
+    audited_work,
+    auditor_of,
+    auditors,
+    convicted_by,
+    has_passed,
+    is_drawn,
+    still_convicted,
+    verdicts_of,
+)
+from spes_p2p.rounds.planned import Member
+from spes_p2p.storage.tensor_file import Source, whole
+from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
+from spes_p2p.testing.attacks.tamper import Liar
+from spes_p2p.testing.simulate.scenario import Scenario, peer_names
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+from spes_p2p.testing.simulate.virtual import run_seed
+from spes_p2p.testing.synthetic import SyntheticTrainer
+from spes_p2p.training.moments import are_plausible, from_bf16, load_moments, moments_chunks, read_moments, to_bf16
+
+BASE = np.zeros(LAYOUT.size, np.float32)
+
+# Rules ------------------------------------------------------------------------------------------------------------------
+
+STANDINGS: dict[str, Standing] = {"A": "vouched", "B": "vouched", "C": "vouched", "X": "newcomer", "Y": "proven"}
+
+
+def commits(count: int, electorate: str = "ABC", members: str = "ABCXY", **fields: Any) -> list[Commit]:
+    """A chain, newest first, in which everybody trains and is heard."""
+    work = Workload(4, ())
+    found: list[Commit] = []
+    for number in range(count):
+        commit = replace(
+            commit_before(make_plan_of(tuple(member(name, 10, (10,) * LAYOUT.num_experts) for name in members))),
+            round=number, plan="0" * 64, electorate=tuple(electorate), members=tuple(members), helpers=("W",),
+            heard=tuple(range(len(members))), workloads=(work,) * len(members), parent=found[0].id if found else "", **fields,
+        )
+        found.insert(0, commit)
+    return found
+
+
+def everybody(changes: Mapping[str, Standing] = STANDINGS) -> list[Member]:
+    return [replace(member(name, 10, ()), standing=standing) for name, standing in {**STANDINGS, **changes}.items()]
+
+
+def announced(audited: Audited) -> Announcement:
+    return Announcement("c", 10, 9, 0, 0.0, "", "", 0, (), 0, 0.0, 0.0, 0.0, None, (), audited=(audited,))
+
+
+def failed(number: int, peer: str = "X") -> Audited:
+    return Audited(number, peer, False, 4, 0.1, 0.2)
+
+
+def test_an_auditor_is_an_elector_that_trains_and_each_peer_has_one_that_the_commit_draws() -> None:
+    recent = commits(2)
+    recent[0] = replace(recent[0], workloads=(Workload(4, ()), Workload(0, ()), *recent[0].workloads[2:]))
+    assert auditors(recent[0]) == ("A", "C"), "B does not train"
+    assert audited_work(recent[0], recent[1]).keys() == {"X", "Y"}, "others than electors"
+    drawn = {auditor_of(replace(recent[0], tokens=number), "X") for number in range(50)}
+    assert drawn == {"A", "C"}
+    assert auditor_of(replace(recent[0], electorate=("W",)), "X") is None
+
+
+def test_only_work_that_is_in_the_base_after_an_assignment_is_audited() -> None:
+    last, before = commits(2)
+    assert audited_work(replace(last, heard=(0, 1, 4)), before).keys() == {"Y"}
+    assert not audited_work(replace(last, parent="0"), before), "no other commit's work"
+    assert not audited_work(last, replace(before, plan="")), "nobody has assignments from a reform"
+    idle = (*before.workloads[:3], Workload(0, ()), before.workloads[4])
+    newer, changed = replace(last, parent=replace(before, workloads=idle).id), replace(before, workloads=idle)
+    assert audited_work(newer, changed).keys() == {"Y"}
+
+
+def test_newcomers_are_drawn_more_often_and_who_failed_always() -> None:
+    found = [replace(each, tokens=number) for number in range(2000) for each in commits(1)]
+    share = {served: np.mean([is_drawn(each, "X", 0.05, served, [each]) for each in found]) for served in (0, 10)}
+    assert share[0] == pytest.approx(0.2, abs=0.03)
+    assert share[10] == pytest.approx(0.05, abs=0.015)
+    suspect = replace(found[0], verdicts=(Verdict("A", "X", 0, False),))
+    assert is_drawn(found[0], "X", 1e-9, 10, [suspect])
+    assert not is_drawn(found[0], "X", 1e-9, 10, [replace(suspect, verdicts=(Verdict("A", "X", 0, True),))])
+    assert not is_drawn(found[0], "X", 1e-9, 10, [replace(suspect, convicted=(3,))]), "that is punished already"
+
+
+def test_a_verdict_counts_once_and_only_from_the_vouched_auditor_whose_turn_it_was() -> None:
+    recent = commits(4)
+    auditor = auditor_of(recent[0], "X")
+    assert auditor is not None
+    other = next(name for name in "ABC" if name != auditor)
+    said = announced(failed(recent[0].round))
+    (verdict,) = verdicts_of({auditor: said, other: said, "Y": said}, everybody(), recent)
+    assert verdict == Verdict(auditor, "X", recent[0].round, False)
+    assert not verdicts_of({auditor: said}, everybody(), [replace(recent[0], verdicts=(verdict,)), *recent])
+    assert not verdicts_of({auditor: said}, everybody({auditor: "proven"}), recent), "the owner no longer vouches for it"
+    assert not verdicts_of({auditor: announced(failed(99))}, everybody(), recent)
+    assert not verdicts_of({auditor: announced(failed(recent[0].round, "W"))}, everybody(), recent)
+
+
+def test_two_auditors_convict_and_one_alone_does_not_however_often_it_fails_a_peer() -> None:
+    recent = commits(8)
+    recent[1] = replace(recent[1], verdicts=tuple(Verdict("A", "X", number, False) for number in range(4)))
+    assert convicted_by([], everybody(), recent) == ()
+    assert convicted_by([Verdict("A", "X", 5, False)], everybody(), recent) == ()
+    assert convicted_by([Verdict("B", "X", 5, True)], everybody(), recent) == ()
+    assert convicted_by([Verdict("B", "Y", 5, False)], everybody(), recent) == ()
+    assert convicted_by([Verdict("B", "X", 5, False)], everybody(), recent) == (3,)
+    assert convicted_by([Verdict("B", "X", 5, False)], everybody({"X": "vouched"}), recent) == ()
+
+
+def test_where_there_is_one_auditor_two_rounds_convict() -> None:
+    recent = commits(8, electorate="AW")
+    one = Verdict("A", "X", 5, False)
+    assert convicted_by([one], everybody(), recent) == ()
+    assert convicted_by([one, Verdict("A", "X", 6, False)], everybody(), recent) == (3,)
+
+
+def test_a_convicted_peer_gets_no_work_while_the_last_commits_name_it_and_begins_its_probation_again() -> None:
+    last, before = commits(2)
+    convicting = replace(before, convicted=(3,))
+    assert still_convicted([last, convicting]) == {"X"}
+    assert served(convicting)["X"] == 1 - PROBATION_ROUNDS
+
+
+# Scores -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_shown_and_like_training_passes() -> None:
+    assert has_passed(Score(4, LEAST_COSINE, LEAST_NORM_RATIO))
+    for score in (Score(0), Score(4), Score(4, LEAST_COSINE - 0.01, 1.0), Score(4, 1.0, 0.4), Score(4, 1.0, 2.5)):
+        assert not has_passed(score)
+
+
+class Holding(SyntheticTrainer):
+    """Has this optimizer state."""
+
+    held: Mapping[str, np.ndarray]
+
+    def optimizer_state(self, in_full: bool = False) -> dict[str, Source]:
+        return {name: whole(values) for name, values in self.held.items()}
+
+
+def written(held: Mapping[str, np.ndarray], pending: float = 0.0) -> bytes:
+    trainer = Holding(LAYOUT, BASE, (0,), 32, 1.0, 0)
+    trainer.held = held
+    trainer.add(LAYOUT.group("shared"), np.full(LAYOUT.group("shared").size, pending, np.float32))
+    return b"".join(map(bytes, moments_chunks(trainer, BASE, 3)))
+
+
+def test_moments_and_pending_work_are_rounded_to_8_bits_and_nothing_else_changes() -> None:
+    values = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32) * np.float32(1e-9)
+    found = read_moments(written({"exp_avg/a": values, "step/a": np.array(7.0, np.float32), "age/shared": np.array(3)}, 0.5))
+    np.testing.assert_allclose(found["exp_avg/a"], values, rtol=2**-8)
+    assert (float(found["step/a"]), int(found["age/shared"])) == (7.0, 3)
+    trainer = SyntheticTrainer(LAYOUT, np.ones_like(BASE), (0,), 32, 1.0, 0)
+    assert load_moments(trainer, BASE, found).keys() == {"shared"}, "nothing else is pending"
+    np.testing.assert_array_equal(trainer.read(LAYOUT.group("shared")), 0.5)
+    exact = np.array([0.0, 1.0, -1.5, 2.0**100], np.float32)
+    np.testing.assert_array_equal(from_bf16(to_bf16(exact)), exact)
+    for wrong in ({"exp_avg/a": values * np.nan}, {"exp_avg_sq/a": -np.abs(values)}):
+        with pytest.raises(ValueError, match="no training"):
+            read_moments(written(wrong))
+
+
+def test_moments_that_no_training_leaves_are_not_plausible() -> None:
+    rng = np.random.default_rng(0)
+    usual = {"exp_avg/a": rng.standard_normal(50).astype(np.float32) * np.float32(0.2), "exp_avg_sq/a": np.ones(50, np.float32)}
+    after = {name: whole(values) for name, values in usual.items()}
+    assert are_plausible(usual, after, 0.5)
+    assert are_plausible({}, after, 0.5), "a new peer has none"
+    forged = {"exp_avg/a": np.float32(3) * usual["exp_avg/a"]}
+    assert not are_plausible({**usual, **forged}, after, 0.5), "it would move on by itself"
+    assert not are_plausible({"exp_avg/a": usual["exp_avg/a"], "exp_avg_sq/a": np.zeros(50, np.float32)}, after, 0.5)
+    large = np.full(50, 1000, np.float32)
+    frozen = {**after, "exp_avg_sq/a": whole(np.float32(0.5) * large + np.float32(0.5))}
+    assert not are_plausible({**usual, "exp_avg_sq/a": large}, frozen, 0.5), "gradients would not matter"
+
+
+# What people see --------------------------------------------------------------------------------------------------------
+
+
+def status(peer: str, *made: Audited) -> PeerStatus:
+    return PeerStatus(peer, "trainer", "c", "h", 10, audits=made)
+
+
+def seen(recent: Sequence[Commit], *statuses: PeerStatus) -> PeerAudits:
+    log = SimpleNamespace(round=recent[0].round, recent=lambda number: recent)
+    return peer_audits(statuses, log, "X")  # type: ignore[arg-type]
+
+
+def text_of(found: PeerAudits) -> str:
+    console = Console(width=120, file=StringIO())
+    console.print(render_audits(found))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_audits_of_a_peer_are_one_table() -> None:
+    recent = commits(4)
+    recent[0] = replace(recent[0], verdicts=(Verdict("A", "X", 1, True),))
+    found = seen(recent, status("B", failed(2)), status("A", Audited(1, "X", True, 4, 0.987, 1.01), failed(1, "Y")))
+    assert [(each.auditor, each.audit.round, each.is_committed) for each in found.audits] == [("A", 1, True), ("B", 2, False)]
+    assert (found.passed, found.gets_work) == (False, True)
+    lines = text_of(found).splitlines()
+    assert lines[0] == "X at round 3: gets work"
+    assert lines[2].split() == ["1", "A", "4", "0.987", "1.01", "passed"]
+    assert lines[3].split()[:6] == ["2", "B", "4", "0.100", "0.20", "failed"]
+    hidden = seen(recent, status("B", Audited(2, "X", False, 0, math.nan, math.nan)))
+    assert text_of(hidden).splitlines()[2].split()[2:9] == ["0", "-", "-", "failed:", "shows", "no", "moments"]
+    assert not seen([replace(recent[0], convicted=(3,)), *recent[1:]], status("A", Audited(1, "X", True, 4, 1.0, 1.0))).passed
+
+
+def test_a_peer_that_nobody_audited_costs_one_line_that_says_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"no vouched trainer .* control ADDRESS --key KEY audit X"):
+        seen(commits(2), status("A", failed(1, "Y")))
+
+
+def view(**changes: Any) -> CampaignView:
+    config = campaign(admission="open").config
+    return replace(CampaignView("c", "W", config, None, 5, 50, ()), **changes)
+
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+def test_the_owner_can_have_each_phase_of_a_peer_audited_and_end_that() -> None:
+    control = parse_order(["audit", PEER])(view())
+    assert (control.audited, describe(control)) == ((PEER,), "1 peer audited")
+    ordered = [replace(each, control=replace(control, audited=("X",))) for each in commits(1)]
+    assert is_drawn(ordered[0], "X", 1e-9, 10, ordered)
+    assert not is_drawn(ordered[0], "Y", 1e-9, 10, ordered)
+    assert parse_order(["unaudit", PEER])(view(newest=control)).audited == ()
+    with pytest.raises(UserError, match="audited already"):
+        parse_order(["audit", PEER])(view(newest=control))
+    with pytest.raises(UserError, match="not audited by order"):
+        parse_order(["unaudit", PEER])(view())
+    with pytest.raises(UserError, match="only open campaigns"):
+        parse_order(["audit", PEER])(view(config=campaign().config))
+
+
+# Swarms -----------------------------------------------------------------------------------------------------------------
+
+
+def audited_swarm(strangers: str, vouched: str = "ABC", **sync: Any) -> VirtualSwarm:
+    """W, vouched trainers and strangers, each of whose phases is drawn."""
+    swarm = VirtualSwarm(campaign(
+        10**6, admission="open", sync={"min_peers": len(vouched + strangers), "audited_share": 1.0, **sync}
+    ))
+    swarm.invitations = {name: swarm.invitation(name, ("trainer", "elector")) for name in vouched}
+    return swarm
+
+
+def attacking(swarm: VirtualSwarm, kind: AttackKind) -> Callable[[World], World]:
+    return lambda world: ATTACKS[kind].around(Liar(world, swarm.campaign.config, lambda lie: None))
+
+
+def audits(swarm: VirtualSwarm, peer: str) -> list[Audited]:
+    made = [event.audit for recorder in swarm.recorders.values() for event in recorder.of(PhaseAudited)]
+    return [audit for audit in made if audit.peer == peer]
+
+
+def convictions(swarm: VirtualSwarm) -> dict[int, set[str]]:
+    found = {each.commit.round: each.commit for each in swarm.nodes["W"].log.since(0)}
+    return {number: {commit.members[i] for i in commit.convicted} for number, commit in found.items() if commit.convicted}
+
+
+@pytest.mark.parametrize("kind", ["free-ride", "copy"])
+def test_a_free_rider_loses_its_work_by_two_auditors_and_an_honest_stranger_keeps_it(kind: AttackKind) -> None:
+    async def main() -> None:
+        swarm = audited_swarm("XY")
+        swarm.around["X"] = attacking(swarm, kind)
+        swarm.start_all("ABCXY")
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: "X" in still_convicted(log.recent(log.round)))
+        await swarm.until_round(log.round + 4)
+        assert {each.passed for each in audits(swarm, "Y")} == {True}
+        assert {each.passed for each in audits(swarm, "X")} == {False}
+        (number,) = convictions(swarm)
+        assert convictions(swarm)[number] == {"X"}
+        after = log.commit_at(number + 1)
+        assert after.workloads[after.members.index("X")].steps == 0
+        assert after.members.index("X") not in after.heard
+        taken = [each for each in swarm.recorders["Y"].of(VerdictsTaken) if each.convicted]
+        assert [each.convicted for each in taken] == [("X",)]
+        assert all(not math.isnan(audit.cosine) for each in taken for _, audit in each.audits)
+        swarm.assert_same_commits()
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_one_lying_auditor_of_two_convicts_nobody() -> None:
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="AB")
+        swarm.start_all("ABXY")
+        swarm.peers["A"].auditing._score = lambda *args: Score(10, 0.0, 0.0)  # type: ignore[method-assign]
+        await swarm.until_round(14)
+        made = swarm.recorders["A"].of(PhaseAudited)
+        assert len(made) > 1
+        assert not any(each.audit.passed for each in made)
+        assert not convictions(swarm)
+
+    simulate(main)
+
+
+def test_who_does_not_show_its_moments_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = audited_swarm("XY")
+        swarm.start_all("ABCXY")
+        hiding, serve = swarm.peers["X"].phases.moments, KeptMoments._piece
+
+        async def nothing(self: KeptMoments, root: str, index: int) -> Any:
+            return None if self is hiding else await serve(self, root, index)
+
+        monkeypatch.setattr(KeptMoments, "_piece", nothing)
+        await swarm.until(lambda: bool(convictions(swarm)))
+        assert set().union(*convictions(swarm).values()) == {"X"}
+        assert {each.steps for each in audits(swarm, "X")} == {0}
+        assert {each.passed for each in audits(swarm, "Y")} <= {True}
+
+    simulate(main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["free-ride", "copy"])
+def test_with_a_real_model_and_peers_of_different_speed_only_the_attacker_fails(kind: AttackKind) -> None:
+    made = Scenario(peer_names(6), 8, attackers=1, attacks=KINDS, attack=kind, admission="open")
+    found = run_seed(made, 0)
+    assert found.violations == ()
+    assert found.attacked is not None
+    assert (found.attacked.attackers_convicted, found.attacked.honest_failed) == (1, 0)
