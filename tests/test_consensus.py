@@ -548,7 +548,7 @@ def test_any_two_majorities_share_an_elector(count: int) -> None:
 
 FOREIGN = {"asyncio", "hivemind", "torch", "numpy", "socket"}
 PURE = {
-    "__future__", "collections", "dataclasses", "enum", "hashlib", "logging", "random", "typing", "time.gmtime",
+    "__future__", "collections", "dataclasses", "enum", "hashlib", "logging", "random", "re", "typing", "time.gmtime",
     "time.strftime",
 }  # fmt: skip
 """What the package may import beside records and errors: no clock, file, thread or network."""

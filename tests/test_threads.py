@@ -15,7 +15,7 @@ import pytest
 
 from spes_p2p.content import bases
 from spes_p2p.net.interfaces import World
-from spes_p2p.peer import base_store, own_work, replica
+from spes_p2p.peer import base_store, first_base, own_work
 from spes_p2p.rounds import base as base_file
 from spes_p2p.rounds import digest, next_base
 from spes_p2p.rounds.base import load_base, pieces_of, write_base
@@ -127,7 +127,7 @@ def test_no_peer_touches_the_whole_state_on_its_event_loop(monkeypatch: pytest.M
         functions = (
             (digest, "piece_digest"), (base_file, "piece_digest"), (next_base, "write_piece"), (bases, "piece_digests"),
             (base_store, "load_base"), (base_store, "write_base"), (base_store, "write_checkpoint"), (bases, "_begin"),
-            (own_work, "take_checkpoint"), (replica, "load_checkpoint"),
+            (own_work, "take_checkpoint"), (first_base, "load_checkpoint"),
         )
         swarm.start_all()
         for module, name in functions:
