@@ -13,7 +13,7 @@ from network_swarm import ENVIRONMENT, ROOT
 pytestmark = pytest.mark.network
 
 DEADLINE_S = 800.0
-OPTIONS = ("--json", "--peers", "3", "--rounds", "4", "--attackers", "1", "--attacks", "reducer")
+OPTIONS = ("--json", "--peers", "3", "--rounds", "4", "--attackers", "1", "--attacks", "turncoat", "--admission", "open")
 
 
 def test_a_lying_reducer_among_processes_is_banned_and_nobody_else_suffers(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_lying_reducer_among_processes_is_banned_and_nobody_else_suffers(tmp_p
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
     found = json.loads(done.stdout)
     assert (found["violations"], found["orphan_processes"], done.returncode) == ([], 0, 0)
-    attack = found["attacks"]["reducer"]
+    attack = found["attacks"]["turncoat"]
     assert attack["lies"] > 0
     assert (attack["attackers_banned"], attack["honest_banned"]) == (1, 0)
     assert attack["loss_over_clean"] is not None
