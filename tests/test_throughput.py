@@ -130,3 +130,12 @@ def test_a_line_that_was_thin_for_a_busy_moment_is_not_thin_any_more_when_transf
         line.confirm(500_000, begin_s, begin_s + 0.1)
         found = line.bytes_per_s()
     assert found > 10 * thin
+
+
+def test_a_burst_that_a_shaper_lets_pass_makes_no_thin_line_fast() -> None:
+    line = Throughput()
+    buffered_round(line, 10.0, {300_000: 8.0, 500_000: 14.0, 200_000: 0.05})
+    thin = line.bytes_per_s()
+    assert thin < 300e3
+    line.confirm(200_000, 40.0, 40.05)
+    assert line.bytes_per_s() == thin

@@ -29,6 +29,8 @@ FASTEST_BYTES_PER_S = 25e6
 LATE_S, CONFIRMED_BYTES = 1.0, 2**16
 """A confirmation after LATE_S is due to the line, not to latency. Smaller transfers say nothing."""
 MUCH_FASTER = 2.0
+BURST_BYTES = 3 * 2**17
+"""Less that is confirmed promptly shows nothing: shapers let a burst pass at full speed."""
 HIDDEN_BYTES_PER_S = 2**20
 """8 Mbit/s: a faster line carries more in a stretch than buffers take, and transfers have other reasons to pause."""
 KEPT_CONFIRMATIONS = 2**10
@@ -101,8 +103,9 @@ class Throughput:
         The first is None unless a thin line was the reason.
         """
         late = [(begin_s, end_s) for _, begin_s, end_s in self._confirmed if end_s - begin_s >= LATE_S]
-        rates = (size / (end_s - begin_s) for size, begin_s, end_s in self._confirmed if 0 < end_s - begin_s < LATE_S)
-        prompt = max(rates, default=0.0)
+        prompts = [(size, end_s - begin_s) for size, begin_s, end_s in self._confirmed if 0 < end_s - begin_s < LATE_S]
+        is_burst = sum(size for size, _ in prompts) < BURST_BYTES
+        prompt = 0.0 if is_burst else max(size / seconds for size, seconds in prompts)
         sustained = max((self._sent_between(*times) / (times[1] - times[0]) for times in late), default=HIDDEN_BYTES_PER_S)
         is_line = sustained < HIDDEN_BYTES_PER_S and prompt <= MUCH_FASTER * sustained
         return sustained if is_line else None, prompt
