@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("everyday", BUSY, max_examples=25)
 settings.register_profile("full", BUSY, max_examples=250)
 settings.load_profile("everyday")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; a test's processes would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.config.campaign import Campaign
-from spes_p2p.observe.events import Event, Observer, PhaseTrained, RoundCommitted
+from spes_p2p.observe.events import Event, Observer, RoundCommitted
 from spes_p2p.rounds.parts import Part
 from spes_p2p.testing.memory_network import MemoryNetwork
 from spes_p2p.testing.simulate.swarm import LAYOUT, NUM_SAMPLES, Recorder, VirtualSwarm, campaign, samples, simulate
@@ -32,9 +31,10 @@ class Seen:
 
     parts: tuple[Part, ...]
     members: tuple[str, ...]
-    owned: tuple[int, ...]
     base: np.ndarray
     local: np.ndarray
+    trained: np.ndarray
+    """What training has added to its weights in this life."""
     residuals: dict[int, np.ndarray]
 
 
@@ -53,7 +53,7 @@ class Watching:
             members = tuple(member.peer for member in results.plan.members)
             residuals = {start: values.copy() for start, values in replica.work.residuals.by_start.items()}
             self.seen[event.round] = Seen(
-                results.parts, members, trainer.owned, replica.base.values[: LAYOUT.size].copy(), trainer.local,
+                results.parts, members, replica.base.values[: LAYOUT.size].copy(), trainer.local, trainer.changes.copy(),
                 residuals,
             )
 
@@ -61,12 +61,12 @@ class Watching:
 class Reference:
     """The formula of `rounds/accounting.py` for peers that trained as many tokens each."""
 
-    def __init__(self, base: np.ndarray, seed: int):
+    def __init__(self, base: np.ndarray):
         self.base = base.copy()
         self.local = {name: base.copy() for name in PEERS}
         self.residuals: dict[tuple[str, int], np.ndarray] = {}
         """By reducer and start of the part; another reducer begins with nothing."""
-        self._noise = {name: noise_of(seed, name) for name in PEERS}
+        self._trained = {name: np.zeros_like(base) for name in PEERS}
 
     def reduce(self, parts: tuple[Part, ...], members: tuple[str, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Announce what is pending now: the next base, and what each peer sent as the others decoded it."""
@@ -88,26 +88,15 @@ class Reference:
             base[place] += mean
         return base, sent
 
-    def train(self, name: str, owned: tuple[int, ...]) -> None:
-        train(self.local[name], owned, self._noise[name])
+    def train(self, name: str, trained: np.ndarray) -> None:
+        """Train up to what training has added in all."""
+        self.local[name] += trained - self._trained[name]
+        self._trained[name] = trained
 
     def apply(self, base: np.ndarray, sent: dict[str, np.ndarray]) -> None:
         for name in PEERS:
             self.local[name] += (base - self.base) - sent[name]
         self.base = base
-
-
-def train(local: np.ndarray, owned: tuple[int, ...], noise: np.random.Generator) -> None:
-    """One phase, as the synthetic trainer does it."""
-    for _ in range(STEPS):
-        for group in LAYOUT.groups:
-            if group.expert is None or group.expert in owned:
-                local[group.start : group.stop] += noise.standard_normal(group.size, np.float32) * np.float32(1e-3)
-
-
-def noise_of(seed: int, name: str) -> np.random.Generator:
-    """What the synthetic trainer of a peer draws from, in each of its lives."""
-    return np.random.default_rng(zlib.crc32(f"{seed}/{name}".encode()))
 
 
 def decoded(part: Part, values: np.ndarray) -> np.ndarray:
@@ -127,13 +116,12 @@ def test_two_peers_hold_what_the_formula_says_after_every_round(codec: str) -> N
         base0 = swarm.base0[: LAYOUT.size]
         swarm.start_all("AB")
         await swarm.until_finished()
-        reference = Reference(base0, swarm.network.seed)
+        reference = Reference(base0)
         for number in range(1, 6):
             seen = {name: watching[name].seen[number] for name in PEERS}
             base, sent = reference.reduce(seen["A"].parts, seen["A"].members)
             for name in PEERS:
-                if number < 5:
-                    reference.train(name, watching[name].seen[number - 1].owned)
+                reference.train(name, seen[name].trained)
             reference.apply(base, sent)
             for name in PEERS:
                 np.testing.assert_allclose(seen[name].base, reference.base, atol=1e-6)
@@ -209,16 +197,12 @@ def test_who_crashes_with_a_round_in_flight_sends_nothing_twice(away_s: float) -
         kill_at_vote(swarm, victim)
         await swarm.until(lambda: victim not in swarm.peers, 200)
         await asyncio.sleep(away_s)
-        phases = len(swarm.recorders[victim].of(PhaseTrained))
         swarm.start_again(victim)
         await swarm.until(lambda: 5 in watching[victim].seen, 100)
-        seen, since = watching[victim].seen[5], len(swarm.recorders[victim].of(PhaseTrained)) - phases
+        seen = watching[victim].seen[5]
         commits = swarm.recorders[victim].commits()
         assert [tokens for peer, tokens, _ in commits[5].contributions if peer == victim] == [320]
-        trained, noise = np.zeros(LAYOUT.size, np.float32), noise_of(swarm.network.seed, victim)
-        for _ in range(since):
-            train(trained, seen.owned, noise)
-        np.testing.assert_allclose(seen.local - seen.base, trained, atol=1e-6)
+        np.testing.assert_allclose(seen.local - seen.base, seen.trained, atol=1e-6)
         await swarm.until_finished()
         swarm.assert_replicas_agree()
         assert swarm.recorders["C"].commits()[13].total_tokens <= swarm.trained_tokens()
