@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -190,6 +191,15 @@ def test_moments_and_pending_work_are_rounded_to_8_bits_and_nothing_else_changes
     for wrong in ({"exp_avg/a": values * np.nan}, {"exp_avg_sq/a": -np.abs(values)}):
         with pytest.raises(ValueError, match="no training"):
             read_moments(written(wrong))
+
+
+def test_moments_take_no_more_memory_than_was_fetched() -> None:
+    entry = {"dtype": "BF16", "shape": [512], "data_offsets": [0, 1024]}
+    header = json.dumps({f"exp_avg/{number}": entry for number in range(100)}).encode()
+    with pytest.raises(ValueError, match="overlap"):
+        read_moments(len(header).to_bytes(8, "little") + header + bytes(1024))
+    with pytest.raises(ValueError, match="too long"):
+        read_moments((2**30).to_bytes(8, "little") + header)
 
 
 def test_moments_that_no_training_leaves_are_not_plausible() -> None:

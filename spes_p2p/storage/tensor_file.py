@@ -83,4 +83,6 @@ def read_tensors(content: bytes | memoryview) -> tuple[dict[str, np.ndarray], di
             arrays[name] = np.frombuffer(view[start:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"invalid header: {error}") from None
+    if sum(array.nbytes for array in arrays.values()) > len(view):
+        raise ValueError("invalid header: arrays overlap")
     return arrays, metadata

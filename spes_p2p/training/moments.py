@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from spes_p2p.storage.tensor_file import DTYPES, Source, read_tensors, tensor_chunks
+from spes_p2p.storage.tensor_file import DTYPES, LENGTH_BYTES, Source, read_tensors, tensor_chunks
 from spes_p2p.training.interface import Trainer
 from spes_p2p.training.pending import add_pending, pending_pieces, trained_groups
 
@@ -37,6 +37,8 @@ def moments_chunks(trainer: Trainer, base: np.ndarray, round_number: int) -> Ite
 
 def read_moments(content: bytes | memoryview) -> dict[str, np.ndarray]:
     """Return the arrays, the moments in float32. Raises ValueError for another format, or values that no training has."""
+    if int.from_bytes(content[:LENGTH_BYTES], "little") > NAMES_BYTES:
+        raise ValueError("a header too long for names, shapes and step counts")
     arrays = {name: from_bf16(values) if values.dtype == BF16 else values for name, values in read_tensors(content)[0].items()}
     for name, values in arrays.items():
         is_count = name.startswith(("age/", "step/"))
