@@ -458,7 +458,7 @@ def test_a_wrong_command_is_refused(case: str, place: Place) -> None:
 
 NEEDS_LIBRARIES = re.compile(
     r"nobody|dashboard (host|port)|metrics host elsewhere|control key|invite (to nothing|malformed)|run-dir|little memory|"
-    r"plan peers|export (no|over)|simulate |(me|identity) of"
+    r"plan (peers|GPUs)|export (no|over)|simulate |(me|identity) of"
 )
 """Cases that are found out by asking the network, torch or hivemind."""
 

@@ -157,10 +157,11 @@ def me(
     as_json: options.AsJson = False,
 ) -> None:
     """Show what your trainer has contributed: tokens, rounds, experts, time, its share of the model, the next round."""
+    options.check_data_folders(data_dir)
+
     from spes_p2p.client.me import look_at, look_at_worth, render
     from spes_p2p.observe.json_values import to_json
 
-    options.check_data_folders(data_dir)
     key = identity or run_dir / "identity.key"
     if worth:
         with waiting("measuring the loss without your experts"):
