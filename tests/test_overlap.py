@@ -51,7 +51,7 @@ class Watching:
             replica, trainer = self._swarm().peers[self._name].replica, self._swarm().trainers[self._name]
             results = next(each for each in replica.results.by_plan.values() if each.plan.round == event.round)
             members = tuple(member.peer for member in results.plan.members)
-            residuals = {start: values.copy() for start, values in replica.work.residuals.by_start.items()}
+            residuals = {start: values.copy() for start, values in replica.work.residuals.by_key.items()}
             self.seen[event.round] = Seen(
                 results.parts, members, replica.base.values[: LAYOUT.size].copy(), trainer.local, trainer.changes.copy(),
                 residuals,

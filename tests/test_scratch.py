@@ -125,16 +125,16 @@ def test_what_was_dropped_long_ago_does_not_keep_the_files_of_its_rounds() -> No
         for number in range(4):
             routed = tuple(5 if expert == number else 0 for expert in range(4))
             plan = make_plan_of([member("A", 10, routed, 50.0), member("B", 10, routed, 0.001)])
-            played = await Round.open(plan, random_updates(plan, number), "int8", residuals={"A": mine.by_start})
+            played = await Round.open(plan, random_updates(plan, number), "int8", residuals={"A": mine.by_key})
             await played.run()
             exchange, commit = played.exchanges["A"], played.commit()
-            before = {start: dropped.copy() for start, dropped in mine.by_start.items()}
+            before = {start: dropped.copy() for start, dropped in mine.by_key.items()}
             mine.settle([exchange], exchange.results, {part.index for part in exchange.results.committed(commit)})
-            assert before.keys() <= mine.by_start.keys()
-            for start, dropped in mine.by_start.items():
+            assert before.keys() <= mine.by_key.keys()
+            for start, dropped in mine.by_key.items():
                 np.testing.assert_array_equal(dropped, exchange.new_residuals.get(start, before.get(start)))
-        assert len(mine.by_start) > len(exchange.new_residuals) > 0
-        assert len({id(_owner(dropped)) for dropped in mine.by_start.values()}) == 2
+        assert len(mine.by_key) > len(exchange.new_residuals) > 0
+        assert len({id(_owner(dropped)) for dropped in mine.by_key.values()}) == 2
 
     simulate(main)
 

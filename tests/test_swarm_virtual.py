@@ -114,8 +114,8 @@ def test_a_reducer_keeps_what_its_encoding_dropped_for_the_next_round() -> None:
         for name, peer in swarm.peers.items():
             results = next(results for results in peer.replica.results.by_plan.values() if results.plan.round == 2)
             summed = {p.start for p in results.reduced_by(results.plan.index(name) or 0) if len(p.contributors) > 1}
-            assert set(peer.replica.work.residuals.by_start) == summed
-        assert any(dropped.any() for peer in swarm.peers.values() for dropped in peer.replica.work.residuals.by_start.values())
+            assert set(peer.replica.work.residuals.by_key) == summed
+        assert any(dropped.any() for peer in swarm.peers.values() for dropped in peer.replica.work.residuals.by_key.values())
 
     simulate(main)
 

@@ -1,9 +1,10 @@
-"""Measure an exchange of many peers with owners that serve their experts, and with reducers planned by bandwidth.
+"""Measure an exchange of many peers: owners that serve their experts, reducers planned by bandwidth, and cells.
 
-./tools/bench fanout [--peers 16 32] [--json FILE]
+./tools/bench fanout [--peers 16 32] [--cases equal ...] [--json FILE]
 
 The exchange is real, on an in-memory network in virtual time, so the seconds are those of the transfers. The last column is the
-minimum for any assignment: max(own updates / own upload, all bytes / all upload).
+minimum for any assignment: max(own updates / own upload, all bytes / all upload). "Neighbours" are the most others with which
+one peer had open streams at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from spes_p2p.model.layout import Layout, TensorSpec
 from spes_p2p.net.rpc import RpcEndpoint, Stream
 from spes_p2p.peer.exchange import Exchange
 from spes_p2p.peer.exchange_context import ExchangeContext
+from spes_p2p.rounds import cells
 from spes_p2p.rounds.codecs import group_codecs
 from spes_p2p.rounds.parts import Part, part_table, weight
 from spes_p2p.rounds.planned import Member, Plan
@@ -43,6 +46,8 @@ PART_BYTES = 4096
 LINE_BYTES_PER_S = 100_000.0
 """Full bandwidth: it carries the encoded state, 2 MB, in about 20 s, as 100 Mbit/s do with 250 MB."""
 PATIENCE_S = 1e6
+EITHER = {"owners": 2**20, "by line": 2**20, "in cells": 2}
+"""By what is compared: the most members of a round without cells."""
 
 Case = Callable[[int], tuple[list[float], list[int]]]
 """For N peers: each peer's share of the full upload bandwidth, and its number of experts. All download at full bandwidth."""
@@ -67,6 +72,7 @@ class Measured:
     """By one peer."""
     sent_bytes: int
     """By all peers."""
+    neighbours: int
     least_seconds: float
 
 
@@ -74,33 +80,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, nargs="+", default=[16, 32], help="how many take part (default 16 32)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help="the first words of some cases")
     arguments = parser.parse_args()
     if any(peers < 4 or peers % 4 for peers in arguments.peers):
         parser.error("--peers: multiples of 4")
-    measured = [measure(case, peers, by_line) for peers in arguments.peers for case in CASES for by_line in (False, True)]
-    print(f"{'case':33}{'N':>4} {'reducers':17}{'seconds':>8}{'most sent':>11}{'all sent':>11}{'at least':>9}")
-    for m in measured:
-        print(f"{m.case:33}{m.peers:4} {m.reducers:17}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"
-              f"{m.sent_bytes / 1e6:8.1f} MB{m.least_seconds:9.1f}")
+    cases = [case for case in CASES if case.startswith(tuple(arguments.cases))]
+    measured = []
+    print(f"{'case':33}{'N':>4} {'reducers':10}{'seconds':>8}{'most sent':>11}{'all sent':>11}{'neighbours':>11}{'least':>9}")
+    for peers in arguments.peers:
+        for case in cases:
+            for reducers, flat_members in EITHER.items():
+                with patch.object(cells, "FLAT_MEMBERS", flat_members):
+                    part_table.cache_clear()
+                    m = measure(case, peers, reducers)
+                measured.append(m)
+                print(f"{m.case:33}{m.peers:4} {m.reducers:10}{m.seconds:8.1f}{m.most_sent_bytes / 1e6:8.2f} MB"
+                      f"{m.sent_bytes / 1e6:8.1f} MB{m.neighbours:11}{m.least_seconds:9.1f}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(m) for m in measured], indent=2) + "\n")
 
 
-def measure(case: str, peers: int, by_line: bool) -> Measured:
-    """Measure one exchange, with reducers planned by bandwidth or with owners that serve their experts."""
+def measure(case: str, peers: int, reducers: str) -> Measured:
+    """Measure one exchange with reducers as planned, or with "owners" that serve their experts."""
     uploads, owned = CASES[case](peers)
     owners = [peer for peer, count in enumerate(owned) for _ in range(count)]
     size = EXPERTS // len(owners)
     experts = [TensorSpec(f"experts.{e}.gate_up_proj", (size,), "expert", 0, e) for e in range(len(owners))]
     layout = Layout([TensorSpec("embed", (SHARED,), "shared"), *experts])
     members = tuple(
-        Member(f"{i:02d}", 1, tuple(int(i == owner) for owner in owners), LINE_BYTES_PER_S * upload)
+        Member(f"{i:03d}", 1, tuple(int(i == owner) for owner in owners), LINE_BYTES_PER_S * upload)
         for i, upload in enumerate(uploads)
     )
     proposal = Proposal(1, "", Ballot(1, members[0].peer), ())
     plan = Plan(proposal, "c", 0, "", members, peers, 0.0, 1, None, (), Cursor())
     parts = part_table(layout, members, CODECS, PART_BYTES)
-    if not by_line:
+    if reducers == "owners":
         parts = tuple(replace(p, reducer=p.contributors[0]) if len(p.contributors) == 1 else p for p in parts)
     network = MemoryNetwork(latency_s=0.02)
     for m in members:
@@ -109,7 +123,7 @@ def measure(case: str, peers: int, by_line: bool) -> Measured:
     sent = [sum(count for (source, _), count in network.sent_bytes.items() if source == m.peer) for m in members]
     own_s = [sum(p.encoded_bytes for p in parts if i in p.contributors) / m.bandwidth for i, m in enumerate(members)]
     least_s = max(max(own_s), sum(sent) / sum(m.bandwidth for m in members))
-    return Measured(case, peers, "by line" if by_line else "owners", seconds, max(sent), sum(sent), least_s)
+    return Measured(case, peers, reducers, seconds, max(sent), sum(sent), network.connections_max, least_s)
 
 
 async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...], layout: Layout) -> float:

@@ -66,6 +66,8 @@ Digest = Annotated[str, MaxLen(64)]
 """32 bytes in hex: id of a record, hash of a file, digest of a base; empty for none."""
 Incarnation = Annotated[str, MaxLen(32)]
 """Id of an elector's vote file: 8 bytes in hex."""
+Mask = Annotated[bytes, MaxLen(MAX_MEMBERS // 8)]
+"""Members, one bit each, member 0 in the lowest bit of the first byte; empty for none."""
 Root = Annotated[bytes, MaxLen(32)]
 """A sha256; empty for none."""
 Signature = Annotated[bytes, MaxLen(2**11)]

@@ -34,6 +34,7 @@ from spes_p2p.messages.fields import (
     Lane,
     Loss,
     Lost,
+    Mask,
     MemberIndex,
     Name,
     PartIndex,
@@ -130,13 +131,17 @@ class Announcement(Extensible):
 
 @dataclass(frozen=True)
 class Update:
-    """One contributor's encoded update of a part."""
+    """One contributor's encoded update of a part, or the mean that a hub made of its cell's updates."""
 
     part: PartIndex
     tokens: Tokens
     """Its weight in the mean, before bounds."""
     digest: Root
     """BLAKE3 of the encoded update."""
+    members: Mask = b""
+    """Of a cell's mean: its contributors."""
+    clipped: Mask = b""
+    """Those of them whose update was clipped."""
 
 
 @dataclass(frozen=True)
@@ -349,10 +354,12 @@ class InputsRequest(Extensible):
 
 @dataclass(frozen=True)
 class PullRequest(Extensible):
-    """Ask a reducer for every `lanes`-th of its results from number `lane` on, and in lane 0 for its manifest."""
+    """Ask a reducer or hub for every `lanes`-th of its results from number `lane` on, and in lane 0 for their manifests."""
 
     plan: Digest
     revision: RevisionNumber = 0
     lane: Lane = 0
     lanes: Lane = 1
     """At most 16 (PULL_STREAMS)."""
+    parts: Annotated[bytes, MaxLen(MAX_PARTS // 8)] = b""
+    """One bit per part: those wanted from the hub of another cell. Empty: what the plan has the asked peer hand on."""

@@ -114,13 +114,16 @@ class StagedReports:
     def _stalled_reducers(self, now: float) -> list[int]:
         """Return the reducers about which half of the members complain, and all that contribute to their parts, or for long.
 
-        A reducer that waits for a slow contributor is not complained about by that one.
+        A reducer that waits for a slow contributor is not complained about by that one. In a round with cells, its neighbours
+        count in place of the members.
         """
         names, alive = [member.peer for member in self.results.plan.members], self._members.alive
         stalled = []
         for reducer, since in self._complaints.items():
-            living = {i for i, peer in enumerate(names) if peer in alive and i != reducer}
-            concerned = {i for part in self.results.parts if part.reducer == reducer for i in part.contributors} & living
+            its = [part for part in self.results.parts if part.reducer == reducer]
+            children = {i for part in its for i in range(len(names)) if part.parent(i) == reducer}
+            living = {i for i in children or range(len(names)) if names[i] in alive and i != reducer}
+            concerned = {i for part in its for i in part.inputs} & living
             patience_s = 0.0 if concerned <= since.keys() else COMPLAINT_SILENCES * self._sync.silence_s
             by = [i for i in since.keys() & living if now - since[i] >= patience_s]
             if names[reducer] in alive and by and 2 * len(by) >= len(living):

@@ -8,6 +8,10 @@ part's only contributor reduces it itself where its bandwidth allows; otherwise 
 back to it. Every member pulls every other part. Sender, part and size are checked against the plan before anything is decoded,
 and values that are not finite are refused.
 
+A round of many members has cells (`rounds/cells.py`): hubs stand between members and reducers. A hub is a reducer for its cell,
+pushes the mean to the part's reducer as a contributor does, and hands on the result. If it is lost, its cell's work on these
+parts stays pending, and its members pull the results from other hubs.
+
 When a reducer is lost, a further exchange covers the parts that moved to backups (a revision of the part table).
 """
 
@@ -23,6 +27,7 @@ from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
 from spes_p2p.peer.reducer import Reducer
+from spes_p2p.peer.serving import Serving
 from spes_p2p.peer.transfers import PULL_STREAMS, TellStalled, Transfers
 
 
@@ -38,8 +43,9 @@ class Exchange:
         self.results, self.plan, self.me, self.revision = context.results, context.plan, context.me, revision
         self._context = context
         self._update = SentUpdate(context)
-        self._reducer = Reducer(context, self._update, revision)
-        self._transfers = Transfers(context, self._update, revision)
+        self._serving = Serving(context, revision)
+        self._reducer = Reducer(context, self._update, self._serving, revision)
+        self._transfers = Transfers(context, self._update, self._serving, revision)
         self.sent = self._update.parts
         """This peer's contributions as the reducers decode them, by part index."""
         self.inputs, self.new_residuals = self._reducer.inputs, self._reducer.new_residuals
@@ -65,6 +71,7 @@ class Exchange:
         finally:
             self._update.is_over = True
             self._reducer.end()
+            self._serving.end()
             self._transfers.end()
             await end_tasks([*tasks, watching])
         self.results.discard_unverified(self.revision)
@@ -89,4 +96,4 @@ class Exchange:
         if not 0 <= request.lane < request.lanes <= PULL_STREAMS:
             raise Refused(Code.MALFORMED, f"no lane {request.lane} of {request.lanes}")
         await stream.alive(self._transfers.wait_until_sent_to(puller))
-        await self._reducer.serve_results(stream, puller, request)
+        await self._serving.serve(stream, puller, request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from spes_p2p.consensus.output import Identity
 from spes_p2p.net.rpc import RpcEndpoint
+from spes_p2p.peer.cell_means import CellMeans
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
@@ -28,7 +29,7 @@ class ExchangeContext:
     pending: Mapping[str, np.ndarray]
     """This peer's update by group name; overwritten with what was sent."""
     residuals: Mapping[int, np.ndarray]
-    """This reducer's, by start of the part."""
+    """This reducer's and hub's, by `residual_key`."""
     timeout_s: float
     tokens_of: Callable[[Part], int]
     """Returns the tokens behind this peer's update of a part."""
@@ -38,6 +39,7 @@ class ExchangeContext:
     """For means and new residuals."""
     clips: bool = False
     """`sync.bound_influence`."""
+    cell_means: CellMeans = field(default_factory=CellMeans)
 
     @property
     def plan(self) -> Plan:

@@ -56,7 +56,7 @@ class Exchanges:
         results, ledger, sync = self._results.begin(plan), self._work.ledger, self._node.campaign.config.sync
         update = ledger.copy_update() if self.by_plan else ledger.update
         exchange = self.by_plan[plan.id, 0] = Exchange(ExchangeContext(
-            self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_start,
+            self._node.endpoint, self._node.world.identity, results, update, self._work.residuals.by_key,
             exchange_limit_s(results.parts, plan.members), ledger.tokens_behind, self._node.world.run_blocking, self._scratch,
             sync.bound_influence,
         ))

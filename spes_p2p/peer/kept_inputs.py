@@ -30,7 +30,7 @@ class KeptInputs:
 
     def __init__(self, parts: Mapping[int, Part], scratch: Scratch):
         """`parts`: of which this peer makes means, by index."""
-        sizes = [part.encoded_bytes * len(part.contributors) for part in parts.values()]
+        sizes = [part.encoded_bytes * len(part.inputs) for part in parts.values()]
         *starts, total = accumulate(sizes, initial=0)
         self._starts = dict(zip(parts, starts, strict=True))
         self._space = scratch("inputs", -(-total // 4)).view(np.uint8) if total else np.empty(0, np.uint8)
@@ -39,7 +39,7 @@ class KeptInputs:
 
     def store(self, part: Part, member: int, body: bytes | memoryview) -> memoryview:
         """Copy an encoded update; return where it is kept."""
-        place = self._starts[part.index] + part.contributors.index(member) * part.encoded_bytes
+        place = self._starts[part.index] + part.inputs.index(member) * part.encoded_bytes
         kept = self._space[place : place + part.encoded_bytes]
         kept[:] = np.frombuffer(body, np.uint8)
         return kept.data

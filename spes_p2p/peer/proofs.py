@@ -113,7 +113,7 @@ class Proofs:
         commit = self._log.commit_at(proof.round)
         results = await self._kept.described(commit, self._fetcher, donors)
         part = next((each for each in results.committed(commit) if each.index == proof.part), None)
-        if part is None or len(part.contributors) < 2:
+        if part is None or len(part.inputs) < 2:
             raise Refused(Code.NOT_PROVEN, f"part {proof.part} of round {proof.round} is no mean")
         updates = read_inputs(proof.inputs, part, results, self._world.identity)
         bodies = await self._bodies(results.plan.id, part, updates, donors)

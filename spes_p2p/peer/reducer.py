@@ -1,4 +1,4 @@
-"""A reducer: takes contributors' updates of its parts, makes and encodes the means, and serves them."""
+"""A reducer, and a hub: takes updates of its parts, makes and encodes their means."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import or_
 
 import numpy as np
 
 from spes_p2p.consensus.signed import read_signed
 from spes_p2p.errors import Refused
-from spes_p2p.messages.codec import WireError, pack, unpack
+from spes_p2p.messages.codec import WireError, unpack
 from spes_p2p.messages.consensus import Signed
 from spes_p2p.messages.fields import UPDATES_PER_SIGNATURE
 from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
-from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, Update
+from spes_p2p.messages.rounds import Manifest, Pushed, Update
 from spes_p2p.net.rpc import Stream
+from spes_p2p.net.tasks import end_tasks
+from spes_p2p.peer.cell_means import CellMean
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
-from spes_p2p.peer.part_frames import Deadline, numbered, read_update
+from spes_p2p.peer.part_frames import Deadline, read_update
+from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, mask_bytes, pulls, push_turns, stall_rates, to_mask
+from spes_p2p.rounds.parts import Part, mask_bytes, push_turns, stall_rates, to_mask
 from spes_p2p.rounds.plan import MAX_TOKENS
+from spes_p2p.rounds.reducer_residual import residual_key
 from spes_p2p.rounds.results import ABSENT
-from spes_p2p.rounds.sums import added_residual, inputs_digest, make_mean, to_residual
+from spes_p2p.rounds.sums import added_residual, check_contributors, inputs_digest, make_mean, to_residual, weight_of
 from spes_p2p.storage.scratch import scratch_arrays
 
 PUSH_SHARE = 0.5
@@ -46,51 +51,54 @@ class EncodedMean:
 
 
 class Reducer:
-    """The parts of one part table that this member reduces.
+    """The sums of one part table that this member makes: of the parts that it reduces, and as a hub of its cell's updates.
 
-    A part is closed once no further update of it can arrive. Closed parts are reduced one after the other, in worker threads,
+    A sum is closed once no further update of it can arrive. Closed sums are made one after the other, in worker threads,
     which write only what nobody else reads: the state of the exchange changes on the event loop.
     """
 
-    def __init__(self, context: ExchangeContext, update: SentUpdate, revision: int):
-        self.context, self._update, self._revision = context, update, revision
+    def __init__(self, context: ExchangeContext, update: SentUpdate, serving: Serving, revision: int):
+        self.context, self._update, self._serving, self._revision = context, update, serving, revision
         self.new_residuals: dict[int, np.ndarray] = {}
-        """Residuals of this round's encodings, by start of the part's range."""
+        """Residuals of this round's encodings, by `residual_key`."""
         self._mine = {part.index: part for part in context.results.reduced_by(context.me, revision)}
-        several = {index: part for index, part in self._mine.items() if len(part.contributors) > 1}
-        self._means = scratch_arrays(context.scratch, "means", {index: part.size for index, part in several.items()})
-        """By part index: the mean; the new residual once the part is closed."""
+        self._cells = {} if revision else _cell_sums(context)
+        self._sums = self._mine | self._cells
+        """By key: a part's index, or for a cell's sum that plus the number of parts."""
+        several = {key: part for key, part in self._sums.items() if len(part.inputs) > 1}
+        self._means = scratch_arrays(context.scratch, "means", {key: part.size for key, part in several.items()})
+        """By key: the mean; the new residual once the sum is made."""
         self.inputs = KeptInputs(several, context.scratch)
         """What the means are made from."""
         self._unsigned: dict[int, dict[int, Input]] = {}
         """By contributor and part index: updates that wait for the contributor's signature."""
         self._arrived: dict[int, dict[int, Input]] = {}
-        """By part index and contributor: signed updates, until the part is closed."""
+        """By key and contributor: signed updates, until the sum is closed."""
         self._masks: dict[int, bytes] = {}
         self._clipped: dict[int, bytes] = {}
         self._inputs: dict[int, bytes] = {}
-        self._awaited = {index: set(part.contributors) - {context.me} for index, part in self._mine.items()}
-        """By part index: contributors whose update is still waited for."""
+        own = {key for key, part in self._mine.items() if context.me in part.summing}
+        self._awaited = {key: set(part.inputs) - (set() if key in own else {context.me}) for key, part in self._sums.items()}
+        """By key: contributors whose update, or hubs whose cell's mean, is still waited for."""
         self._gone: set[int] = set()
         """Contributors that were removed from these, as they are lost or have finished."""
         self._lost: set[int] = set()
         """Members whose updates are not waited for."""
-        self._pushing: set[int] = set()
+        self._pushing: set[int] = {context.me}
         """Members that opened a stream for their updates."""
         self._finished_pushing: set[int] = set()
         """Those of them whose stream has ended."""
         self._deadlines: dict[int, Deadline] = {}
         """By contributor: the time until which more of its updates must arrive."""
+        self._hubs = {hub for part in self._mine.values() for hub in part.summing}
         self._turns, self._rates = push_turns(context.results.parts), stall_rates(context.plan.members)
         self._closed: set[int] = set()
-        self._waiting: deque[Part] = deque()
-        """Closed parts that are not reduced yet."""
-        self._reduced: list[int] = []
-        """Indices of reduced parts, in the order in which they were."""
-        self._next_reduced = asyncio.Event()
-        self._manifest_ready = asyncio.Event()
+        """Keys of closed sums."""
+        self._waiting: deque[int] = deque()
+        """Keys of closed sums that are not made yet."""
+        self._made: set[int] = set()
         self._news = asyncio.Event()
-        """Set when a part is closed, and when a contributor is done or lost."""
+        """Set when a sum is closed, and when a contributor is done or lost."""
         self._is_over = False
 
     def give_up(self, lost: Collection[int]) -> None:
@@ -104,32 +112,49 @@ class Reducer:
             self._close_complete()
 
     def end(self) -> None:
-        """Refuse requests for parts that are not reduced, and pushes, from now on."""
+        """Refuse pushes from now on."""
         self._is_over = True
-        self._next_reduced.set()
-        self._manifest_ready.set()
+        if not self._revision:
+            self.context.cell_means.end()
 
     async def run(self) -> None:
-        """Reduce all parts: each when its last update arrives or the sender is lost. Then write the manifest."""
+        """Make all sums: each when its last update arrives or the sender is lost. Then write the manifest."""
         clock, detector = asyncio.get_running_loop().time, self.context.endpoint.detector
-        started = clock()
+        started, me = clock(), self.context.me
         self._close_complete()
-        while len(self._reduced) < len(self._mine):
-            while self._waiting:
-                await self._reduce(self._waiting.popleft())
-            if len(self._reduced) == len(self._mine):
-                break
-            self._news.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), self.context.endpoint.silence_s / 4)
-            waited_s = clock() - started
-            unheard = set().union(*self._awaited.values()) - self._pushing - self._lost
-            lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
-            lost |= {i for i in self._pushing if clock() >= self._push_due_at(i, started)}
-            if waited_s >= PUSH_SHARE * self.context.timeout_s:
-                lost |= set(self.context.others)
-            self._lose(lost)
+        taking = asyncio.create_task(self._take_own_cells())
+        try:
+            while len(self._made) < len(self._sums):
+                while self._waiting:
+                    await self._make(self._waiting.popleft())
+                if len(self._made) == len(self._sums):
+                    break
+                self._news.clear()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), self.context.endpoint.silence_s / 4)
+                waited_s = clock() - started
+                unheard = set().union(*self._awaited.values()) - self._pushing - self._lost
+                lost = {i for i in unheard if waited_s >= detector.bound(self.context.names[i])}
+                lost |= {i for i in self._pushing - {me} if clock() >= self._push_due_at(i, started)}
+                if waited_s >= PUSH_SHARE * self.context.timeout_s:
+                    lost |= set(self.context.others)
+                self._lose(lost)
+        finally:
+            await end_tasks([taking])
         self._write_manifest()
+
+    async def _take_own_cells(self) -> None:
+        """Take this hub's own means of its cell for the parts that it also reduces."""
+        me = self.context.me
+        for key, part in self._mine.items():
+            if me in part.summing:
+                mean = await self.context.cell_means.get(key)
+                if mean is not None and key not in self._closed:
+                    body = self.inputs.store(part, me, mean.body) if key in self._means else memoryview(mean.body)
+                    self._arrived.setdefault(key, {})[me] = Input(mean.update, body)
+                self._awaited[key].discard(me)
+                if not self._awaited[key] and key not in self._closed:
+                    self._close(key)
 
     def _push_due_at(self, contributor: int, started: float) -> float:
         deadline = self._deadlines.get(contributor)
@@ -137,8 +162,13 @@ class Reducer:
 
     def _patience_s(self, contributor: int) -> float:
         """Return for how long nothing may arrive from a contributor, which sends to other reducers, too."""
-        turn_bytes = self._turns.get(contributor, (0, 0))[1]
-        return self.context.endpoint.silence_s + turn_bytes / self._rates[contributor]
+        own_s = self.context.endpoint.silence_s + self._turn_s(contributor)
+        if contributor not in self._hubs:
+            return own_s
+        return own_s + self.context.endpoint.silence_s + max(map(self._turn_s, self._turns))  # it waits for its cell as long
+
+    def _turn_s(self, contributor: int) -> float:
+        return self._turns.get(contributor, (0, 0))[1] / self._rates[contributor]
 
     async def take_updates(self, stream: Stream, sender: int) -> None:
         """Take a contributor's updates of parts."""
@@ -160,38 +190,22 @@ class Reducer:
             self._close_complete()
             self._news.set()
 
-    async def serve_results(self, stream: Stream, puller: int, request: PullRequest) -> None:
-        """Serve results as they are reduced: none waits for the updates of another part."""
-        wanted = [index for index, part in self._mine.items() if pulls(part, puller)]
-        in_lane = set(wanted[request.lane :: request.lanes])
-        served = 0
-        while served < len(self._mine):
-            if served == len(self._reduced):
-                self._require_going_on()
-                await stream.alive(self._next_reduced.wait())
-                continue
-            index = self._reduced[served]
-            if index in in_lane:
-                await stream.send(numbered(index), self.context.results.encoded.get(index, b""), kind=Kind.PART)
-            served += 1
-        if request.lane == 0:
-            await stream.alive(self._manifest_ready.wait())
-            manifest = self.context.results.manifests.get((self._revision, self.context.me))
-            if manifest is None:
-                raise Refused(Code.NOT_HERE, "no manifest in this exchange")
-            await stream.send(pack(manifest), kind=Kind.MANIFEST)
-
-    def _require_going_on(self) -> None:
-        if self._is_over:
-            raise Refused(Code.CLOSED, "this exchange is over")
+    def _key(self, index: int, sender: int) -> int | None:
+        """Return the sum to which a member's update of a part belongs, or None."""
+        part = self._mine.get(index)
+        if part is not None and sender in part.inputs:
+            return index
+        key = index + len(self.context.results.parts)
+        return key if key in self._cells and sender in self._cells[key].contributors else None
 
     def _take(self, sender: int, message: memoryview) -> None:
         index, tokens, body = read_update(message)
-        part = self._mine.get(index)
-        if part is None or sender not in part.contributors:
+        key = self._key(index, sender)
+        if key is None:
             raise Refused(Code.NOT_ALLOWED, f"part {index} is not yours to push here")
-        if len(self._closed) < len(self._mine):
-            self._require_going_on()
+        part = self._sums[key]
+        if len(self._closed) < len(self._sums) and self._is_over:
+            raise Refused(Code.CLOSED, "this exchange is over")
         unsigned = self._unsigned.setdefault(sender, {})
         if len(unsigned) == UPDATES_PER_SIGNATURE:
             raise Refused(Code.MALFORMED, f"more than {UPDATES_PER_SIGNATURE} updates without a signature")
@@ -201,9 +215,9 @@ class Reducer:
             raise Refused(Code.MALFORMED, f"part {index} cannot have a weight of {tokens} tokens")
         if not part.codec.is_valid(body, part.size):
             raise Refused(Code.MALFORMED, f"part {index} has values that are not finite")
-        if index in unsigned or index in self._closed or sender in self._arrived.get(index, {}):
+        if index in unsigned or key in self._closed or sender in self._arrived.get(key, {}):
             body = memoryview(bytes(body))  # counts once: what came first stays as it is
-        elif index in self._means:
+        elif key in self._means:
             body = self.inputs.store(part, sender, body)
         unsigned[index] = Input(Update(index, tokens, content_digest(body)), body)
 
@@ -212,70 +226,97 @@ class Reducer:
         unsigned, pushed = self._unsigned.pop(sender, {}), read_signed(Pushed, signed, self.context.identity)
         if signed.peer != self.context.names[sender] or pushed.plan != self.context.plan.id:
             raise Refused(Code.NOT_PROVEN, "a signature under updates of another peer or plan")
-        if pushed.updates != tuple(each.update for each in unsigned.values()):
+        if [replace(each, members=b"", clipped=b"") for each in pushed.updates] != [each.update for each in unsigned.values()]:
             raise Refused(Code.NOT_PROVEN, "a signature under other updates than those that came")
-        for index, each in unsigned.items():
-            arrived = self._arrived.setdefault(index, {})
-            if sender in arrived or index in self._closed:
+        for update in pushed.updates:
+            key = self._key(update.part, sender)
+            assert key is not None
+            check_contributors(update, self._sums[key], sender, len(self.context.names))
+            arrived = self._arrived.setdefault(key, {})
+            if sender in arrived or key in self._closed:
                 continue
-            arrived[sender] = Input(each.update, each.body, signed)
-            self._awaited[index].discard(sender)
-            if not self._awaited[index]:
-                self._close(self._mine[index])
+            arrived[sender] = Input(update, unsigned[update.part].body, signed)
+            self._awaited[key].discard(sender)
+            if not self._awaited[key]:
+                self._close(key)
 
     def _close_complete(self) -> None:
         gone = (self._lost | self._finished_pushing) - self._gone
         self._gone |= gone
-        for index, part in self._mine.items():
-            self._awaited[index] -= gone
-            if index not in self._closed and not self._awaited[index]:
-                self._close(part)
+        for key in self._sums:
+            self._awaited[key] -= gone
+            if key not in self._closed and not self._awaited[key]:
+                self._close(key)
 
-    def _close(self, part: Part) -> None:
-        self._closed.add(part.index)
-        self._waiting.append(part)
+    def _close(self, key: int) -> None:
+        self._closed.add(key)
+        self._waiting.append(key)
         self._news.set()
 
-    async def _reduce(self, part: Part) -> None:
-        """Make, keep and serve the result of a closed part, unless the exchange ends meanwhile."""
-        me, updates = self.context.me, self._arrived.pop(part.index, {})
-        own = await self._update.encode(part) if me in part.contributors else None
-        several = len(part.contributors) > 1
+    async def _make(self, key: int) -> None:
+        """Make a closed sum, unless the exchange ends meanwhile; keep and hand on what follows from it."""
+        part, me, updates = self._sums[key], self.context.me, self._arrived.pop(key, {})
+        is_cell = key in self._cells
+        original = self.context.results.parts[key - len(self.context.results.parts)] if is_cell else part
+        own = await self._update.encode(original) if me in part.contributors and not part.summing else None
+        several = len(part.inputs) > 1
         if own is not None:  # like all others, so that a member that checks the mean needs nothing else
             kept = self.inputs.store(part, me, own) if several else memoryview(own)
-            updates[me] = Input(Update(part.index, self._update.tokens_of(part), content_digest(own)), kept)
+            updates[me] = Input(Update(original.index, self._update.tokens_of(original), content_digest(own)), kept)
         mean: EncodedMean | None = None
         if updates and several:
             mean = await self.context.run_blocking(self.encode_mean, part, updates)
         if self._is_over:
             return
-        if mean is not None:
-            self._keep(part, updates, mean)
-        if updates:
-            encoded = updates[part.contributors[0]].body if mean is None else mean.encoded
-            self.context.put(part, self._revision, encoded)
-            self._masks[part.index] = to_mask(set(updates), len(self.context.names))
-        self._reduced.append(part.index)
-        self._next_reduced.set()
-        self._next_reduced = asyncio.Event()
+        if is_cell:
+            made = self._cell_mean(key, original.index, updates, mean) if updates else None
+            self.context.cell_means.put(original.index, made)
+        else:
+            if updates:
+                encoded = updates[part.inputs[0]].body if mean is None else mean.encoded
+                self.context.put(part, self._revision, encoded)
+                self._note_contributors(key, updates, set() if mean is None else mean.clipped)
+            if mean is not None:
+                self._keep(part, updates, mean)
+            self._serving.settle(key)
+        self._made.add(key)
+
+    def _cell_mean(self, key: int, index: int, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
+        """Return the mean of a cell with its contributors, and keep its residual for the next round."""
+        part, members = self._cells[key], self.context.plan.members
+        tokens = sum(weight_of(part, members, i, each.update.tokens, self.context.clips) for i, each in updates.items())
+        if mean is not None and part.codec.is_lossy:
+            self.new_residuals[residual_key(part, is_cell=True)] = self._means[key]
+        body = updates[part.contributors[0]].body if mean is None else mean.encoded
+        clipped = set() if mean is None else mean.clipped
+        return CellMean(Update(index, tokens, content_digest(body), self._mask(set(updates)), self._mask(clipped)), body)
+
+    def _note_contributors(self, index: int, updates: Mapping[int, Input], clipped: set[int]) -> None:
+        """Note who is in a result, and whose update was clipped, here or by a hub."""
+        behind = {i: each.update.members or self._mask({i}) for i, each in updates.items()}
+        self._masks[index] = _union(behind.values())
+        self._clipped[index] = _union([self._mask(set()), *(each.update.clipped for each in updates.values()),
+                                       *(behind[i] for i in clipped)])
 
     def _keep(self, part: Part, updates: dict[int, Input], mean: EncodedMean) -> None:
-        """Keep a mean's inputs for members that check it, its residual for the next round, and its line of the manifest."""
+        """Keep a mean's inputs for members that check it, their digest, and its residual for the next round."""
         self.inputs.of_part[part.index] = updates
         self._inputs[part.index] = mean.inputs
-        self._clipped[part.index] = to_mask(mean.clipped, len(self.context.names))
         if part.codec.is_lossy:
-            self.new_residuals[part.start] = self._means[part.index]
+            self.new_residuals[residual_key(part)] = self._means[part.index]
+
+    def _mask(self, members: set[int]) -> bytes:
+        return to_mask(members, len(self.context.names))
 
     def encode_mean(self, part: Part, updates: Mapping[int, Input]) -> EncodedMean:
         """Encode the clipped, token-weighted mean of these updates, by member, plus some of the part's residual.
 
-        In a worker thread. The part's place in `_means` gets the new residual.
+        In a worker thread. The part's place in `_means` gets the new residual. The index of `part` is the sum's key.
         """
         mean = self._means[part.index]
         decoders = {i: (each.update.tokens, partial(part.codec.decode, each.body, part.size)) for i, each in updates.items()}
         clipped = make_mean(part, self.context.plan.members, decoders, mean, self.context.clips)
-        residual = self.context.residuals.get(part.start)
+        residual = self.context.residuals.get(residual_key(part, part.index in self._cells))
         if residual is not None and residual.size != mean.size:
             residual = None
         encoded = part.codec.encode(mean if residual is None else mean + added_residual(part, mean, residual))
@@ -295,4 +336,19 @@ class Reducer:
                 self.context.plan.id, self.context.me, self._revision, joined(results.digests, ABSENT),
                 joined(self._masks, no_mask), joined(self._clipped, no_mask), joined(self._inputs, ABSENT),
             ))
-        self._manifest_ready.set()
+        self._serving.settle_manifest(self.context.me)
+
+
+def _cell_sums(context: ExchangeContext) -> dict[int, Part]:
+    """Return what this member sums for its cell, by key: parts of its cell's contributors alone."""
+    me, parts = context.me, context.results.parts
+    mine = ((part.index + len(parts), part) for part in parts if me in part.summing)
+    return {
+        key: replace(part, index=key, contributors=part.in_cell(me), reducer=me, hubs=(), summing=(), cell_of=())
+        for key, part in mine
+    }
+
+
+def _union(masks: Collection[bytes]) -> bytes:
+    """Return a mask of the members in any of these."""
+    return reduce(or_, (int.from_bytes(mask, "little") for mask in masks)).to_bytes(max(map(len, masks)), "little")

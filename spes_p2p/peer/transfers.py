@@ -1,4 +1,8 @@
-"""What a member pushes to and pulls from the reducers in one exchange, and which of them stall."""
+"""What a member pushes to and pulls from reducers and hubs in one exchange, and which of them stall.
+
+Both go to, and come from, a part's `parent`: its reducer or, in a round with cells, the hub of this member's cell. If a hub is
+lost, hubs of other cells hand on the same results.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,9 @@ from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, 
 from spes_p2p.net.rpc import Stream
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
+from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.digest import content_digest
-from spes_p2p.rounds.parts import Part, pulls, stall_rates
+from spes_p2p.rounds.parts import Part, pulls, stall_rates, to_mask
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +40,29 @@ LANE_BYTES = 2**20
 WINDOW_BYTES, IN_FLIGHT_S = 2**18, 1.5
 """Bounds the time that the data in flight of all streams takes on the slower link: everything else queues behind it."""
 COMPLAINT_SILENCES = 2.0
-"""A member complains about a reducer after this many times `silence_s`: a reducer leaves out silent contributors after one."""
+"""A member complains about a reducer after this many times `silence_s`, with cells after twice as many: reducers and hubs leave
+out silent contributors after one."""
 
 TellStalled = Callable[[int, int], Awaitable[None]]
 """Called with a reducer that lives and makes no progress, and the revision."""
 
 
 class Transfers:
-    """The streams that this member opens to the reducers of one part table."""
+    """The streams that this member opens to reducers and hubs of one part table."""
 
-    def __init__(self, context: ExchangeContext, update: SentUpdate, revision: int):
-        self._context, self._update, self._revision = context, update, revision
-        self._pushes = {i: mine for i in context.others if (mine := self._contributed_to(i))}
-        """By reducer: the parts that this peer contributes to."""
+    def __init__(self, context: ExchangeContext, update: SentUpdate, serving: Serving, revision: int):
+        self._context, self._update, self._serving, self._revision = context, update, serving, revision
+        me, parts = context.me, context.results.table(revision)
+        self._handed: dict[int, list[Part]] = {}
+        """By parent: the parts whose results it hands on to this peer, or whose reducer's manifest."""
+        for part in parts:
+            if (parent := part.parent(me)) != me:
+                self._handed.setdefault(parent, []).append(part)
+        self._pushes = {i: mine for i, its in self._handed.items() if (mine := [part for part in its if part.pushes(me)])}
+        """By parent: the parts that this peer contributes to, or sums for its cell."""
+        self._silences = COMPLAINT_SILENCES * (2 if any(part.hubs for part in parts) else 1)
+        self._streams: dict[int, list[Stream]] = {}
+        """By peer: the open streams in which results come."""
         self._sent_to = {i: asyncio.Event() for i in self._pushes}
         """By reducer; set when it has this peer's updates, or will not get them."""
         self._unsent = set(self._pushes)
@@ -65,17 +80,16 @@ class Transfers:
 
     def begin(self, tell_stalled: TellStalled) -> list[asyncio.Task[None]]:
         """Open all streams; return their tasks."""
-        for i in self._context.others:
+        for i in sorted(self._handed):
             transfers = [*self._pulls_from(i, tell_stalled)]
             if i in self._pushes:
                 transfers.insert(0, self._push_to(i))
-            if transfers:
-                self._tasks[i] = [asyncio.create_task(each) for each in transfers]
+            self._tasks[i] = [asyncio.create_task(each) for each in transfers]
         if not self._pushes:
             self._all_sent.set()
         tasks = list(chain(*self._tasks.values()))
         self._open_streams, self._deadline = len(tasks), Deadline(len(tasks), self._rate)
-        pulled = (part for i in self._tasks for part in self._reduced_by(i) if pulls(part, self._context.me))
+        pulled = (part for its in self._handed.values() for part in its if pulls(part, self._context.me))
         self._bytes_left = sum(part.encoded_bytes for part in chain(pulled, *self._pushes.values()))
         for task in tasks:
             task.add_done_callback(self._stream_ended)
@@ -119,6 +133,9 @@ class Transfers:
             for reducer in sorted(stalled):
                 logger.info("nothing moves between %s and this peer", self._context.names[reducer][-6:])
                 await tell_stalled(reducer, self._context.results.revision)
+                if self._other_hubs(reducer):
+                    for stream in self._streams.get(reducer, ()):
+                        stream.break_off(PeerUnreachable(f"{self._context.names[reducer][-6:]} hands on nothing"))
 
     def stalled(self) -> set[int]:
         """Return the reducers that are not done, if nothing moves any more."""
@@ -129,18 +146,12 @@ class Transfers:
     def _moved(self, size: int) -> None:
         """Note that these bytes went to a reducer or came from one. The line may carry a part of each stream at once."""
         self._bytes_left -= size
-        silence_s = COMPLAINT_SILENCES * self._context.endpoint.silence_s
+        silence_s = self._silences * self._context.endpoint.silence_s
         under_way = min(self._open_streams * self._part_bytes, max(0, self._bytes_left))
         self._deadline.extend(size, silence_s + under_way / self._rate)
 
     def _stream_ended(self, task: asyncio.Task[None]) -> None:
         self._open_streams -= 1
-
-    def _contributed_to(self, reducer: int) -> list[Part]:
-        return [part for part in self._reduced_by(reducer) if self._context.me in part.contributors]
-
-    def _reduced_by(self, reducer: int) -> list[Part]:
-        return self._context.results.reduced_by(reducer, self._revision)
 
     async def _push_to(self, reducer: int) -> None:
         endpoint, clock = self._context.endpoint, asyncio.get_running_loop().time
@@ -158,22 +169,32 @@ class Transfers:
     async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
         await stream.send(pack(PushHeader(self._context.plan.id, self._revision)))
         unsigned: list[Update] = []
-        for part in parts:
-            encoded = await self._update.encode(part)
-            if encoded is None:
+        for part in sorted(parts, key=lambda part: (self._context.me in part.summing, part.index)):
+            found = await self._cell_mean_or_update(part)
+            if found is None:
                 continue
-            tokens = self._update.tokens_of(part)
-            if not pulls(part, self._context.me):
-                self._context.put(part, self._revision, encoded)
-            await stream.send(numbered(part.index), weighted(tokens), encoded, kind=Kind.PART)
+            update, encoded = found
+            await stream.send(numbered(part.index), weighted(update.tokens), encoded, kind=Kind.PART)
             self._moved(part.encoded_bytes)
-            unsigned.append(Update(part.index, tokens, content_digest(encoded)))
+            unsigned.append(update)
             if len(unsigned) == UPDATES_PER_SIGNATURE:
                 await self._send_signature(stream, unsigned)
                 unsigned = []
         if unsigned:
             await self._send_signature(stream, unsigned)
         await stream.send(kind=Kind.END)
+
+    async def _cell_mean_or_update(self, part: Part) -> tuple[Update, bytes | memoryview] | None:
+        """Return what this peer sends of a part: as a hub its cell's mean, once it is made; None for nothing."""
+        if self._context.me in part.summing:
+            mean = await self._context.cell_means.get(part.index)
+            return None if mean is None else (mean.update, mean.body)
+        encoded = await self._update.encode(part)
+        if encoded is None:
+            return None
+        if not pulls(part, self._context.me):
+            self._context.put(part, self._revision, encoded)
+        return Update(part.index, self._update.tokens_of(part), content_digest(encoded)), encoded
 
     async def _send_signature(self, stream: Stream, updates: list[Update]) -> None:
         pushed = Pushed(self._context.plan.id, tuple(updates))
@@ -186,43 +207,76 @@ class Transfers:
         if not self._unsent:
             self._all_sent.set()
 
-    def _pulls_from(self, reducer: int, tell_stalled: TellStalled) -> Iterator[Coroutine[None, None, None]]:
-        """Yield one coroutine for each stream in which this reducer's results come."""
-        reduced = self._reduced_by(reducer)
-        if reduced:
-            wanted = [part for part in reduced if pulls(part, self._context.me)]
-            lanes = self._lanes(reducer, sum(part.encoded_bytes for part in wanted))
-            for lane in range(lanes):
-                in_lane = {part.index: part for part in wanted[lane::lanes]}
-                yield self._pull(reducer, lane, lanes, in_lane, tell_stalled)
+    def _pulls_from(self, parent: int, tell_stalled: TellStalled) -> Iterator[Coroutine[None, None, None]]:
+        """Yield one coroutine for each stream in which this parent's results come."""
+        wanted = [part for part in self._handed[parent] if pulls(part, self._context.me)]
+        lanes = self._lanes(parent, sum(part.encoded_bytes for part in wanted))
+        for lane in range(lanes):
+            yield self._pull(parent, lane, lanes, {part.index: part for part in wanted[lane::lanes]}, tell_stalled)
 
-    def _lanes(self, reducer: int, size: int) -> int:
-        """Return the number of streams for `size` bytes from this reducer."""
-        others = len(self._context.others)
-        bandwidth = min(self._context.endpoint.upload.last_bytes_per_s, self._context.plan.members[reducer].bandwidth)
-        bearable = bandwidth * IN_FLIGHT_S / WINDOW_BYTES / others
-        return max(1, int(min(bearable, PULL_STREAMS / others, size / LANE_BYTES)))
+    def _lanes(self, parent: int, size: int) -> int:
+        """Return the number of streams for `size` bytes from this parent."""
+        parents = len(self._handed)
+        bandwidth = min(self._context.endpoint.upload.last_bytes_per_s, self._context.plan.members[parent].bandwidth)
+        bearable = bandwidth * IN_FLIGHT_S / WINDOW_BYTES / parents
+        return max(1, int(min(bearable, PULL_STREAMS / parents, size / LANE_BYTES)))
 
     async def _pull(
-        self, reducer: int, lane: int, lanes: int, wanted: dict[int, Part], tell_stalled: TellStalled
+        self, parent: int, lane: int, lanes: int, wanted: dict[int, Part], tell_stalled: TellStalled
     ) -> None:
+        """Pull the wanted parts (by index) from their parent, or what that does not give from hubs of other cells."""
+        in_lane, reducers = tuple(wanted), {part.reducer for part in self._handed[parent]}
         try:
-            async with self._context.endpoint.stream(self._context.names[reducer], PULL) as stream:
-                await stream.send(pack(PullRequest(self._context.plan.id, self._revision, lane, lanes)))
+            plan, revision = self._context.plan.id, self._revision
+            request = PullRequest(plan, revision, lane, lanes)
+            if await self._pull_from(parent, request, wanted, reducers, tell_stalled):
+                return
+            for hub in self._other_hubs(parent) if wanted else ():
+                asked = to_mask(tuple(wanted), len(self._context.results.parts))
+                if await self._pull_from(hub, PullRequest(plan, revision, parts=asked), wanted, reducers, tell_stalled):
+                    return
+        finally:
+            for index in in_lane:
+                self._serving.settle(index)
+            if lane == 0:
+                for reducer in reducers:
+                    self._serving.settle_manifest(reducer)
+
+    async def _pull_from(
+        self, peer: int, request: PullRequest, wanted: dict[int, Part], reducers: Collection[int], tell_stalled: TellStalled
+    ) -> bool:
+        """Pull from one peer; take what comes out of `wanted`. Return whether it gave all that it was asked for.
+
+        `reducers`: those whose manifests it may hand on.
+        """
+        try:
+            async with self._context.endpoint.stream(self._context.names[peer], PULL) as stream:
+                self._streams.setdefault(peer, []).append(stream)
+                await stream.send(pack(request))
                 for _ in range(len(wanted)):
                     message = await stream.message_view(Kind.PART)
                     self._moved(len(message))
-                    self._store(message, wanted)
-                if lane == 0:
-                    self._take_manifest(reducer, await stream.message(Kind.MANIFEST))
+                    self._serving.settle(self._store(message, wanted))
+                while request.lane == 0 and (manifest := await stream.receive(Kind.MANIFEST)) is not None:
+                    self._take_manifest(reducers, manifest)
+            return True
         except (PeerUnreachable, Refused, WireError) as error:
-            logger.info("pull from %s: %s", self._context.names[reducer][-6:], error)
+            logger.info("pull from %s: %s", self._context.names[peer][-6:], error)
             if not self._is_over:  # one that lives and ends its streams early would cost its parts in every round
                 with contextlib.suppress(PeerUnreachable):
-                    await tell_stalled(reducer, self._revision)
+                    await tell_stalled(peer, self._revision)
+            return False
 
-    def _store(self, message: memoryview, wanted: dict[int, Part]) -> None:
-        """Store one of the wanted parts (by index). Raises WireError when it is none of them or has another size."""
+    def _other_hubs(self, parent: int) -> list[int]:
+        """Return the hubs of other cells that hand on the results of this hub, the next cell's first."""
+        part = next((part for part in self._handed[parent] if parent in part.hubs and part.reducer != parent), None)
+        if part is None:
+            return []
+        place, me = part.hubs.index(parent), self._context.me
+        return [hub for hub in (*part.hubs[place + 1 :], *part.hubs[:place]) if hub not in (parent, me)]
+
+    def _store(self, message: memoryview, wanted: dict[int, Part]) -> int:
+        """Store one of the wanted parts (by index); return its index. Raises WireError for another one, or another size."""
         index, body = read_part(message)
         part = wanted.pop(index, None)
         if part is None:
@@ -233,9 +287,11 @@ class Transfers:
             if not part.codec.is_valid(body, part.size):
                 raise WireError(f"part {index} has values that are not finite")
             self._context.put(part, part.revision, body)
+        return index
 
-    def _take_manifest(self, reducer: int, message: bytes) -> None:
+    def _take_manifest(self, reducers: Collection[int], message: bytes) -> None:
         manifest = unpack(Manifest, message)
-        if (manifest.revision, manifest.reducer) != (self._revision, reducer):
+        if manifest.revision != self._revision or manifest.reducer not in reducers:
             raise WireError("a manifest of another reducer")
         self._context.results.add_manifest(manifest)
+        self._serving.settle_manifest(manifest.reducer)

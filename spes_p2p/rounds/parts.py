@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from spes_p2p.config.campaign import SLOWEST_LINE_BITS
 from spes_p2p.model.layout import Group, Layout
+from spes_p2p.rounds.cells import Cells, make_cells
 from spes_p2p.rounds.codecs import Codec, GroupCodecs
 from spes_p2p.rounds.planned import Member
 
@@ -45,6 +47,12 @@ class Part:
     """Encodes the updates and the result."""
     revision: int = 0
     """Revision of the part table that chose this reducer."""
+    hubs: tuple[int, ...] = ()
+    """The hub of each cell, the reducer among them (`cells.py`); empty where members exchange with the reducer."""
+    summing: tuple[int, ...] = ()
+    """Hubs that sum their cell's updates first, ascending; empty where contributors push to the reducer."""
+    cell_of: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """Each member's cell; empty without hubs."""
 
     @property
     def size(self) -> int:
@@ -55,6 +63,24 @@ class Part:
     def encoded_bytes(self) -> int:
         """Bytes of an encoded update, and of the encoded result."""
         return self.codec.encoded_bytes(self.size)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Members whose updates or cell's means the reducer sums, ascending."""
+        return self.summing or self.contributors
+
+    def parent(self, member: int) -> int:
+        """Return the member to which this one pushes, and from which it pulls the result; of the reducer, itself."""
+        hub = self.hubs[self.cell_of[member]] if self.hubs else self.reducer
+        return self.reducer if hub == member else hub
+
+    def pushes(self, member: int) -> bool:
+        """Return whether the member pushes its update, or its cell's mean, to its parent."""
+        return member != self.reducer and (member in self.contributors or member in self.summing)
+
+    def in_cell(self, hub: int) -> tuple[int, ...]:
+        """Return the contributors in the cell of this hub."""
+        return tuple(i for i in self.contributors if self.cell_of[i] == self.cell_of[hub])
 
 
 def part_elements(codec: Codec, part_bytes: int = PART_BYTES) -> int:
@@ -101,6 +127,8 @@ def part_table(
     least max(own updates / own bandwidth, all bytes sent / all bandwidth). Members delegate if the longest time exceeds
     DELEGATION_RATIO times that bound, as long as it gets shorter.
 
+    A large round has cells: parts go to columns of hubs by the same rule (`cells.py`, `_Columns`).
+
     If no member may reduce, there are no parts. Nor are there parts of an expert that only newcomers trained: its base keeps
     its values.
     """
@@ -113,7 +141,12 @@ def part_table(
         for group, start, stop in part_ranges(layout, codecs, part_bytes) if contributors_of[group]
     ]
     parts = [Part(k, group, a, b, senders, senders[0], codecs.of(group)) for k, (group, a, b, senders) in enumerate(ranges)]
-    links = _Links(members, reducers)
+    cells = make_cells(members, reducers)
+    return _flat_table(parts, _Links(members, reducers)) if cells is None else _Columns(members, cells).table(parts)
+
+
+def _flat_table(parts: Sequence[Part], links: _Links) -> tuple[Part, ...]:
+    """Return the parts with their reducers."""
     for part in parts:
         links.send_updates(part)
     own = [part for part in parts if len(part.contributors) == 1 and part.reducer in links.busy_s]
@@ -142,17 +175,27 @@ def pulls(part: Part, member: int) -> bool:
 
 def traffic(parts: Sequence[Part], members: int) -> tuple[list[int], list[int]]:
     """Return by member the bytes that it sends and receives in an exchange of these parts. `members`: their number."""
-    results = sum(part.encoded_bytes for part in parts)
-    up, down = [0] * members, [results] * members
-    for part in parts:
-        size, reducer = part.encoded_bytes, part.reducer
-        for member in part.contributors:
-            up[member] += size
-            down[reducer] += size * (member != reducer)
-        up[reducer] += extra_copies(part, reducer, members) * size
-        for member in {reducer, *part.contributors}:
-            down[member] -= size * (not pulls(part, member))
+    up, down = [0] * members, [0] * members
+    for part, size in _alike(parts):
+        for member in range(members):
+            parent = part.parent(member)
+            if part.pushes(member):
+                up[member] += size
+                down[parent] += size
+            if pulls(part, member):
+                down[member] += size
+                up[parent] += size
     return up, down
+
+
+def _alike(parts: Sequence[Part]) -> list[tuple[Part, int]]:
+    """Return one part of each kind, which takes the same way through the same members, and the bytes of all of its kind."""
+    found: dict[tuple[object, ...], tuple[Part, int]] = {}
+    for part in parts:
+        way = part.contributors, part.reducer, part.hubs, part.summing
+        size = found[way][1] if way in found else 0
+        found[way] = part, size + part.encoded_bytes
+    return list(found.values())
 
 
 def exchange_limit_s(parts: Sequence[Part], members: Sequence[Member]) -> float:
@@ -184,10 +227,9 @@ def push_turns(parts: Sequence[Part]) -> dict[int, tuple[int, int]]:
     """
     largest: dict[int, dict[int, int]] = {}
     for part in parts:
-        for member in part.contributors:
-            if member != part.reducer:
-                to = largest.setdefault(member, {})
-                to[part.reducer] = max(part.encoded_bytes, to.get(part.reducer, 0))
+        for member in {*part.contributors, *part.summing} - {part.reducer}:
+            to, parent = largest.setdefault(member, {}), part.parent(member)
+            to[parent] = max(part.encoded_bytes, to.get(parent, 0))
     return {member: (len(to), sum(to.values())) for member, to in largest.items()}
 
 
@@ -196,17 +238,37 @@ def moved_parts(
 ) -> dict[int, Part]:
     """Move the parts of newly lost reducers to the members whose links are then least busy; return them by index.
 
-    Contributors push the same update again, to the new reducer. A part without remaining contributors is not moved, nor
-    committed. `lost`: all members lost so far.
+    Contributors push the same update again, to the new reducer, or the hubs that are left their cells' means, to one of them. A
+    part without remaining contributors is not moved, nor committed. `lost`: all members lost so far.
     """
-    links = _Links(members, _reducers(members, lost))
-    moved = {}
+    links, rooted = _Links(members, _reducers(members, lost)), Counter[int]()
+    moved: dict[int, Part] = {}
     for part in parts:
         contributors = tuple(i for i in part.contributors if i not in lost)
-        if part.reducer in newly_lost and contributors and links.busy_s:
-            part = replace(part, contributors=contributors, revision=revision)
+        if part.reducer not in newly_lost or not contributors:
+            continue
+        part = replace(part, contributors=contributors, revision=revision)
+        if part.hubs:
+            moved |= _moved_in_column(part, lost, rooted)
+        elif links.busy_s:
             moved[part.index] = replace(part, reducer=links.reduce(part, links.least_busy(part)))
     return moved
+
+
+def _moved_in_column(part: Part, lost: set[int], rooted: Counter[int]) -> dict[int, Part]:
+    """Move a part to another hub of its column, if any is left; members of lost hubs' cells exchange with that one.
+
+    `rooted`: bytes by hub of the parts moved so far.
+    """
+    left = [hub for hub in part.hubs if hub not in lost]
+    summing = tuple(hub for hub in part.summing if hub not in lost)
+    if not left or (part.summing and not summing):
+        return {}
+    reducer = min(summing or left, key=lambda hub: (rooted[hub], hub))
+    rooted[reducer] += part.encoded_bytes
+    direct = {part.cell_of[i] for i in part.contributors} if not summing else set[int]()
+    hubs = tuple(reducer if hub in lost or cell in direct else hub for cell, hub in enumerate(part.hubs))
+    return {part.index: replace(part, reducer=reducer, hubs=hubs, summing=summing)}
 
 
 def _contributors(members: tuple[Member, ...], group: Group) -> tuple[int, ...]:
@@ -284,6 +346,94 @@ class _Links:
 
     def _extra_s(self, part: Part, reducer: int) -> float:
         return extra_copies(part, reducer, len(self._members)) * part.encoded_bytes / self._members[reducer].bandwidth
+
+
+class _Columns:
+    """The load of each column of hubs, in seconds of its slowest hub's line."""
+
+    def __init__(self, members: tuple[Member, ...], cells: Cells):
+        self._cells, self._members, self._largest = cells, members, cells.largest
+        self._rates = [min(members[hub].bandwidth for hub in column) for column in cells.columns]
+        self._busy_s = [0.0] * len(cells.columns)
+        self._rooted = Counter[int]()
+        """Bytes of the parts that each hub reduces."""
+        self._place = {hub: place for place, column in enumerate(cells.columns) for hub in column}
+
+    def table(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Return the parts with their reducers and hubs.
+
+        A sole contributor that is a hub reduces its parts. In columns that are then busier than others it pushes some to the
+        hub of its cell in another column, and that column sends the copies. The values that a sparse codec leaves out of a
+        cell's mean would be lost: such a sum has no hubs.
+        """
+        columns: dict[int, int] = {}
+        own = [part for part in parts if len(part.contributors) == 1]
+        self._count_updates(parts)
+        for part in own:
+            columns[part.index] = self._take(part, self._place.get(part.contributors[0]))
+        for part in parts:
+            if part.index not in columns:
+                columns[part.index] = self._take(part, None)
+        self._delegate([part for part in own if part.contributors[0] in self._place], columns)
+        return tuple(self._placed(part, columns[part.index]) for part in parts)
+
+    def _seconds(self, part: Part, column: int) -> float:
+        """Return for how long a hub of a column sends copies of a part to its cell, and its cell's mean to the reducer."""
+        return self._largest * part.encoded_bytes / self._rates[column]
+
+    def _take(self, part: Part, column: int | None) -> int:
+        """Assign a part to this column, or the least busy one; return it."""
+        if column is None:
+            column = min(range(len(self._rates)), key=lambda j: (self._busy_s[j] + self._seconds(part, j), j))
+        self._busy_s[column] += self._seconds(part, column)
+        return column
+
+    def _count_updates(self, parts: Sequence[Part]) -> None:
+        """Count the time in which hubs send their own updates."""
+        own = Counter[int]()
+        for part, size in _alike(parts):
+            own.update(dict.fromkeys(part.contributors, size))
+        for place, column in enumerate(self._cells.columns):
+            self._busy_s[place] = max(own[hub] / self._members[hub].bandwidth for hub in column)
+
+    def _delegate(self, own: Sequence[Part], columns: dict[int, int]) -> None:
+        """Move parts of sole contributors from the busiest columns to the least busy ones, in place."""
+        left: dict[int, list[Part]] = {}
+        for part in _in_turns(own):
+            left.setdefault(columns[part.index], []).append(part)
+        while left.get(busiest := max(range(len(self._busy_s)), key=lambda j: (self._busy_s[j], -j))):
+            part = left[busiest].pop()
+            seconds = self._seconds(part, busiest)
+            self._busy_s[busiest] -= seconds
+            columns[part.index] = self._take(part, None)
+            if self._busy_s[columns[part.index]] >= self._busy_s[busiest] + seconds:
+                break
+
+    def _placed(self, part: Part, column: int) -> Part:
+        """Return the part with its reducer in this column."""
+        hubs, cell_of = self._cells.columns[column], self._cells.of
+        cells = sorted({cell_of[i] for i in part.contributors})
+        if len(cells) > 1 and part.codec.leaves_out:
+            return replace(part, reducer=self._root(part, hubs))
+        summing = tuple(sorted(hubs[cell] for cell in cells)) if len(cells) > 1 else ()
+        reducer = self._root(part, summing or (hubs[cells[0]],))
+        return replace(part, reducer=reducer, hubs=hubs, summing=summing, cell_of=cell_of)
+
+    def _root(self, part: Part, hubs: Sequence[int]) -> int:
+        """Return the hub that reduces the fewest bytes so far."""
+        root = min(hubs, key=lambda hub: (self._rooted[hub], hub))
+        self._rooted[root] += part.encoded_bytes
+        return root
+
+
+def _in_turns(parts: Sequence[Part]) -> list[Part]:
+    """Return parts of sole contributors such that each contributor has one, then each another."""
+    seen = Counter[int]()
+    turns = []
+    for part in parts:
+        turns.append((seen[part.contributors[0]], part.index))
+        seen[part.contributors[0]] += 1
+    return [part for _, part in sorted(zip(turns, parts, strict=True), key=lambda each: each[0])]
 
 
 def mask_bytes(members: int) -> int:

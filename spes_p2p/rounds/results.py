@@ -108,6 +108,10 @@ class Results:
         self.encoded.pop(index, None)
         self.digests.pop(index, None)
 
+    def table(self, revision: int) -> list[Part]:
+        """Return the parts of one revision's table, ascending."""
+        return sorted((part for own in self._tables[revision].values() for part in own), key=lambda part: part.index)
+
     def reduced_by(self, reducer: int, revision: int = 0) -> list[Part]:
         """Return the parts of a reducer in one revision's table, ascending."""
         return self._tables[revision].get(reducer, [])
@@ -197,8 +201,7 @@ class Results:
 
     def emptied(self, lost: tuple[tuple[int, ...], ...]) -> Results:
         """Return empty results of the same plan under these revisions. Raises WireError when they are invalid."""
-        first_parts = sorted((part for own in self._tables[0].values() for part in own), key=lambda part: part.index)
-        other = Results(self.plan, tuple(first_parts))
+        other = Results(self.plan, tuple(self.table(0)))
         for newly_lost in lost:
             other.revise(newly_lost)
         return other

@@ -20,7 +20,7 @@ from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Inputs, Pushed, Update
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.influence import Contribution, clipped_mean
-from spes_p2p.rounds.parts import Part, weight
+from spes_p2p.rounds.parts import Part, from_mask, mask_bytes, weight
 from spes_p2p.rounds.planned import Member
 from spes_p2p.rounds.results import Results
 
@@ -33,9 +33,22 @@ SLACK, TINY = np.float32(2**-20), np.float32(1e-36)
 Decode = Callable[[], np.ndarray]
 
 
-def weight_of(part: Part, member: Member, tokens: int, clips: bool) -> int:
-    """Return the weight of an update: its tokens, with `clips` at most those in the plan."""
-    return min(tokens, weight(member, part.group)) if clips else tokens
+def weight_of(part: Part, members: Sequence[Member], sender: int, tokens: int, clips: bool) -> int:
+    """Return the weight of an update, or of a cell's mean: its tokens, with `clips` at most those in the plan."""
+    behind = part.in_cell(sender) if part.summing else (sender,)
+    return min(tokens, sum(weight(members[i], part.group) for i in behind)) if clips else tokens
+
+
+def check_contributors(update: Update, part: Part, sender: int, members: int) -> None:
+    """Raise Refused unless a hub names contributors of its own cell under its mean, and others name none."""
+    if not part.summing:
+        fits = not update.members and not update.clipped
+    else:
+        named, clipped = set(from_mask(update.members)), set(from_mask(update.clipped))
+        widths = {len(update.members), len(update.clipped)}
+        fits = widths == {mask_bytes(members)} and bool(named) and clipped <= named <= set(part.in_cell(sender))
+    if not fits:
+        raise Refused(Code.MALFORMED, f"part {part.index} cannot have these contributors")
 
 
 def make_mean(
@@ -47,7 +60,7 @@ def make_mean(
     """
     order = sorted(updates)
     found = [
-        Contribution(weight_of(part, members[i], updates[i][0], clips), updates[i][1], members[i].is_stranger) for i in order
+        Contribution(weight_of(part, members, i, updates[i][0], clips), updates[i][1], members[i].is_stranger) for i in order
     ]
     return {order[place] for place in clipped_mean(found, mean, clips)}
 
@@ -84,15 +97,19 @@ def read_inputs(inputs: Inputs, part: Part, results: Results, identity: Identity
 
     Raises Refused unless each contributor signed its update, and the manifest names exactly these.
     """
-    contributors, found = results.contributors(part), dict[int, Update]()
-    if len(inputs.updates) != len(contributors):
+    named, found, members = set(results.contributors(part)), dict[int, Update](), results.plan.members
+    senders = [hub for hub in part.summing if named.intersection(part.in_cell(hub))] if part.summing else sorted(named)
+    if len(inputs.updates) != len(senders):
         raise Refused(Code.NOT_PROVEN, "the inputs of other contributors than the manifest names")
-    for i, signed in zip(contributors, inputs.updates, strict=True):
+    for i, signed in zip(senders, inputs.updates, strict=True):
         pushed = read_signed(Pushed, signed, identity)
         own = [update for update in pushed.updates if update.part == part.index]
-        if signed.peer != results.plan.members[i].peer or pushed.plan != results.plan.id or len(own) != 1:
+        if signed.peer != members[i].peer or pushed.plan != results.plan.id or len(own) != 1:
             raise Refused(Code.NOT_PROVEN, f"no update of part {part.index} that its contributor signed")
+        check_contributors(own[0], part, i, len(members))
         found[i] = own[0]
+    if part.summing and {j for each in found.values() for j in from_mask(each.members)} != named:
+        raise Refused(Code.NOT_PROVEN, "the inputs of other contributors than the manifest names")
     if inputs_digest(found) != results.inputs_of(part):
         raise Refused(Code.NOT_PROVEN, f"other inputs of part {part.index} than the manifest names")
     return found

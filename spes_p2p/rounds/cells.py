@@ -1,0 +1,54 @@
+"""Cells: members of a large round sum within small cells first, and cells with each other, so that each has few neighbours.
+
+Each cell has the same number of *hubs*. The hubs at the same place of all cells are a *column*, and each part belongs to one
+column: its hubs sum the updates of their cells, the part's reducer, which is one of them, sums these, and results take the same
+way back. With N members in G cells of N / G a member sends its update of S bytes within its cell, and hubs send what they
+summed, S G / N each: S (1 - G / N) + S (G / N) (1 - 1 / G) = S (1 - 1 / N), as much as without cells. It has N / G - 1
+neighbours in its cell and as a hub G - 1 in its column, fewest for G = sqrt(N): 30 instead of 255 with 256 members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spes_p2p.rounds.planned import Member
+
+FLAT_MEMBERS = 32
+"""Rounds of up to this many members have no cells: each member exchanges with each other."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A division of a round's members."""
+
+    of: tuple[int, ...]
+    """Each member's cell."""
+    columns: tuple[tuple[int, ...], ...]
+    """Hubs, `[columns][cells]`."""
+
+    @property
+    def largest(self) -> int:
+        """Members of the largest cell."""
+        return max(self.of.count(cell) for cell in set(self.of))
+
+
+def make_cells(members: Sequence[Member], reducers: Sequence[int]) -> Cells | None:
+    """Divide a round's members; None if it needs no cells. `reducers`: members that may reduce.
+
+    A column is as fast as its slowest hub, so its hubs have lines alike. Lines count as alike within a factor of two, else each
+    measurement would give members other neighbours. A round with strangers has no cells: nobody checks the means of hubs.
+    """
+    if len(members) <= FLAT_MEMBERS or not all(member.standing == "vouched" for member in members):
+        return None
+    count = min(math.isqrt(len(members)), len(reducers))
+    if count < 2:
+        return None
+    fastest_first = sorted(reducers, key=lambda i: (-round(math.log2(members[i].bandwidth)), i))
+    columns = [tuple(fastest_first[start : start + count]) for start in range(0, len(reducers) - count + 1, count)]
+    columns = [column if place % 2 else column[::-1] for place, column in enumerate(columns)]
+    cell_of = {hub: cell for column in columns for cell, hub in enumerate(column)}
+    others = [i for i in range(len(members)) if i not in cell_of]
+    cell_of.update((member, place % count) for place, member in enumerate(others))
+    return Cells(tuple(cell_of[i] for i in range(len(members))), tuple(columns))

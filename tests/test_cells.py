@@ -1,0 +1,359 @@
+"""Cells: large rounds have the same means and bytes as small ones, few neighbours each, and lose little with a hub."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exchange_round import LAYOUT, PART_BYTES, Round, codecs, make_plan_of, member, random_updates, reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.errors import Refused, UserError
+from spes_p2p.messages.methods import PULL, PUSH
+from spes_p2p.messages.rounds import Update
+from spes_p2p.model.layout import Layout, TensorSpec
+from spes_p2p.net.rpc import Stream
+from spes_p2p.observe.events import ResultsChecked, RoundCommitted
+from spes_p2p.peer.kept_inputs import Input
+from spes_p2p.peer.reducer import EncodedMean, Reducer
+from spes_p2p.rounds import cells
+from spes_p2p.rounds.cells import FLAT_MEMBERS, make_cells
+from spes_p2p.rounds.parts import Part, part_table, pulls, to_mask, traffic, weight
+from spes_p2p.rounds.planned import Member, Plan
+from spes_p2p.rounds.sums import check_contributors
+from spes_p2p.testing.memory_network import Frame, MemoryNetwork
+from spes_p2p.testing.simulate.swarm import VirtualSwarm, campaign, simulate
+
+WIDE = Layout([TensorSpec("embed", (2**10, 2**8), "shared")] + [
+    TensorSpec(f"experts.{e}.down_proj", (2**7, 2**6), "expert", 0, e) for e in range(16)
+])
+
+
+def members_of(count: int, experts: int = 4, bandwidths: Sequence[float] = (1e6,)) -> tuple[Member, ...]:
+    """Members of whom the first own one expert each, and all train the shared weights."""
+    return tuple(
+        member(f"{i:04d}", 10 + i % 7, tuple(5 * (e == i) for e in range(experts)), bandwidths[i % len(bandwidths)])
+        for i in range(count)
+    )
+
+
+def neighbours(parts: Sequence[Part], count: int) -> list[set[int]]:
+    """Return with whom each member exchanges anything."""
+    found: list[set[int]] = [set() for _ in range(count)]
+    for part in parts:
+        for i in range(count):
+            if part.parent(i) != i and (part.pushes(i) or pulls(part, i)):
+                found[i].add(part.parent(i))
+                found[part.parent(i)].add(i)
+    return found
+
+
+@pytest.mark.parametrize("count", [FLAT_MEMBERS + 1, 64, 256, 1000])
+def test_a_large_round_has_few_neighbours_and_sends_as_many_bytes_as_a_small_one(count: int) -> None:
+    members = members_of(count, 16)
+    parts = part_table(WIDE, members, codecs("int4"))
+    assert all(part.hubs for part in parts)
+    up, down = traffic(parts, count)
+    by_kind = {kind: sum(part.encoded_bytes for part in parts if part.group.kind == kind) for kind in ("shared", "expert")}
+    assert sum(up) == sum(down) == (2 * by_kind["shared"] + by_kind["expert"]) * (count - 1)
+    assert max(map(len, neighbours(parts, count))) <= 2 * math.ceil(math.sqrt(count))
+
+
+def test_a_round_of_few_members_or_with_strangers_has_no_cells() -> None:
+    members = members_of(FLAT_MEMBERS + 1)
+    assert not any(part.hubs for part in part_table(LAYOUT, members[:-1], codecs("int4"), PART_BYTES))
+    strange = (*members[:-1], replace(members[-1], standing="proven"))
+    assert not any(part.hubs for part in part_table(LAYOUT, strange, codecs("int4"), PART_BYTES))
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e5, 1e6, 1e7]), min_size=FLAT_MEMBERS + 1, max_size=80),
+    st.lists(st.lists(st.integers(0, 79), min_size=1, max_size=3), min_size=4, max_size=4),
+    st.sampled_from(["int4", "sparse"]),
+)
+def test_every_update_reaches_its_reducer_and_every_result_every_member(
+    bandwidths: list[float], owners: list[list[int]], codec: str
+) -> None:
+    count = len(bandwidths)
+    members = tuple(
+        member(f"{i:04d}", 5, tuple(int(i in {o % count for o in own}) for own in owners), bandwidth)
+        for i, bandwidth in enumerate(bandwidths)
+    )
+    reducers = [i for i, bandwidth in enumerate(bandwidths) if bandwidth]
+    parts = part_table(LAYOUT, members, codecs(codec), PART_BYTES)
+    assert bool(parts) == bool(reducers)
+    for part in parts:
+        assert part.contributors == tuple(i for i, m in enumerate(members) if weight(m, part.group))
+        assert bandwidths[part.reducer]
+        assert all(bandwidths[hub] for hub in part.hubs)
+        for i in range(count):
+            assert part.parent(i) == part.reducer or part.parent(part.parent(i)) == part.reducer
+        summed = [part.in_cell(hub) for hub in part.summing] or [part.contributors]
+        assert sorted(i for cell in summed for i in cell) == list(part.contributors)
+        assert not (part.summing and part.codec.leaves_out)
+        if not part.summing:
+            assert all(part.parent(i) == part.reducer for i in part.contributors)
+
+
+@pytest.mark.parametrize("bandwidths", [(1e6,), (1e6, 2e6), (1e6, 4e6), (1e6, 1e7), (1e6, 1e7, 1e7, 1e7)])
+@pytest.mark.parametrize("count", [64, 256])
+def test_the_busiest_line_sends_for_little_longer_than_any_assignment_needs(count: int, bandwidths: tuple[float, ...]) -> None:
+    members = members_of(count, count, bandwidths)
+    experts = [TensorSpec(f"experts.{e}.down_proj", (2**7, 2**6), "expert", 0, e) for e in range(count)]
+    parts = part_table(Layout([TensorSpec("embed", (2**11, 2**8), "shared"), *experts]), members, codecs("int4"), 2**9)
+    assert all(len({members[hub].bandwidth for hub in part.hubs}) == 1 for part in parts)
+    sent_s = [sent / m.bandwidth for sent, m in zip(traffic(parts, count)[0], members, strict=True)]
+    own_s = [sum(p.encoded_bytes for p in parts if i in p.contributors) / m.bandwidth for i, m in enumerate(members)]
+    all_s = sum(s * m.bandwidth for s, m in zip(sent_s, members, strict=True)) / sum(m.bandwidth for m in members)
+    assert max(sent_s) <= 1.3 * max(max(own_s), all_s)
+
+
+def test_cells_hardly_change_when_lines_are_measured_anew() -> None:
+    before = make_cells(members_of(64, 0, (1e6, 4e6)), range(64))
+    after = make_cells(members_of(64, 0, (1.1e6, 3.9e6)), range(64))
+    assert before == after
+
+
+def large_plan(count: int = 40) -> Plan:
+    """A round in which two members own one expert together, and a member that cannot be dialled owns one alone."""
+    members = list(members_of(count))
+    members[7] = replace(members[7], routed=(0, 9, 0, 0))
+    members[3] = replace(members[3], bandwidth=0.0)
+    return make_plan_of(members)
+
+
+def base() -> np.ndarray:
+    return np.random.default_rng(99).standard_normal(LAYOUT.size, np.float32)
+
+
+@pytest.mark.parametrize(("codec", "rounding"), [("none", 0.0), ("int8", 1 / 127), ("int4", 1 / 7)])
+def test_the_new_base_is_the_weighted_mean_and_bit_identical_everywhere(codec: str, rounding: float) -> None:
+    async def main() -> None:
+        plan = large_plan()
+        updates = random_updates(plan)
+        played = await Round.open(plan, updates, codec)
+        await played.run()
+        commit = played.commit()
+        assert commit.dropped == ()
+        assert commit.heard == tuple(range(len(plan.members)))
+        bases = {played.new_base(m.peer, commit, base()).tobytes() for m in plan.members}
+        assert len(bases) == 1
+        largest = max(np.abs(update).max() for own in updates.values() for update in own.values())
+        new = np.frombuffer(bases.pop(), np.float32)
+        np.testing.assert_allclose(new, reference(plan, updates, base()), rtol=0, atol=1e-5 + 1.5 * largest * rounding)
+
+    simulate(main)
+
+
+def test_peers_open_streams_with_their_neighbours_only() -> None:
+    async def main() -> None:
+        plan, network = large_plan(64), MemoryNetwork(latency_s=0.05)
+        met: dict[str, set[str]] = defaultdict(set)
+
+        def note(frame: Frame) -> Frame:
+            met[frame.sender].add(frame.receiver)
+            met[frame.receiver].add(frame.sender)
+            return frame
+
+        network.tap = note
+        played = await Round.open(plan, random_updates(plan), "int4", network)
+        await played.run()
+        assert played.commit().dropped == ()
+        assert max(map(len, met.values())) <= 2 * 8
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
+def test_over_rounds_the_base_moves_by_all_that_was_trained_but_for_pending_and_residuals(codec: str) -> None:
+    """A hub's residual counts as its cell does."""
+
+    async def main() -> None:
+        plan = large_plan()
+        pending: dict[str, dict[str, np.ndarray]] = {m.peer: {} for m in plan.members}
+        residuals: dict[str, dict[int, np.ndarray]] = {m.peer: {} for m in plan.members}
+        trained, now = base().astype(np.float64), base()
+        for seed in range(3):
+            work = random_updates(plan, seed)
+            trained = reference(plan, work, trained)
+            for peer, own in work.items():
+                pending[peer] = {name: pending[peer].get(name, 0) + update for name, update in own.items()}
+            played = await Round.open(plan, pending, codec, residuals=residuals)
+            await played.run()
+            now = played.new_base("0000", played.commit(), now)
+            for peer, exchange in played.exchanges.items():
+                residuals[peer] = exchange.new_residuals
+                for part, sent in exchange.sent.values():
+                    pending[peer][part.group.name][part.start - part.group.start : part.stop - part.group.start] -= sent
+        accounted, at = reference(plan, pending, now), {part.start: part for part in played.empty().parts}
+        for peer, each in residuals.items():
+            for key, dropped in each.items():
+                part, share = at[key if key >= 0 else ~key], 1.0
+                if key < 0:
+                    tokens = [weight(m, part.group) for m in plan.members]
+                    its = part.in_cell(played.exchanges[peer].me)
+                    share = sum(tokens[i] for i in its) / sum(tokens)
+                accounted[part.start : part.stop] += share * dropped
+        np.testing.assert_allclose(accounted, trained, rtol=0, atol=1e-4)
+
+    simulate(main)
+
+
+def test_a_lost_hub_costs_its_cells_work_on_its_column_and_no_result() -> None:
+    async def main() -> None:
+        plan = large_plan()
+        played = await Round.open(plan, random_updates(plan), "int4")
+        dead = next(hub for part in played.empty().parts for hub in part.summing if hub not in (part.reducer, 0))
+        name = plan.members[dead].peer
+        played.network.hook = lambda peer, method, index: (
+            played.network.kill(name) if (peer, method, index) == (name, "push", 1) else None
+        )
+        others = [m.peer for m in plan.members if m.peer != name]
+        running = played.run(others)
+        dying = played.network.run_peer(name, played.exchanges[name].run())
+        await running
+        assert dying.done()
+        for part in played.empty().parts:
+            if part.reducer == dead:
+                continue
+            lost = set(part.in_cell(dead)) if dead in part.summing else {dead}
+            for peer in others:
+                results = played.exchanges[peer].results
+                assert results.verified(part)
+                assert set(results.contributors(part)) >= set(part.contributors) - lost - {dead}
+
+    simulate(main)
+
+
+def test_a_hub_that_lives_and_hands_on_nothing_costs_no_result() -> None:
+    async def main() -> None:
+        plan = large_plan()
+        played = await Round.open(plan, random_updates(plan), "int4")
+        silent = next(hub for part in played.empty().parts for hub in part.summing if hub not in (part.reducer, 0))
+        endpoint = played.endpoints[plan.members[silent].peer]
+
+        async def wait(stream: Stream) -> None:
+            await stream.alive(asyncio.sleep(1000))
+
+        for method in (PUSH, PULL):
+            await endpoint.serve(method, wait)
+        others = [m.peer for i, m in enumerate(plan.members) if i != silent]
+        await played.run(others)
+        for part in played.empty().parts:
+            if part.reducer != silent:
+                assert all(played.exchanges[peer].results.verified(part) for peer in others)
+
+    simulate(main)
+
+
+def test_a_hub_that_names_contributors_of_another_cell_is_refused() -> None:
+    part = next(part for part in part_table(LAYOUT, members_of(40), codecs("int4"), PART_BYTES) if part.summing)
+    hub = next(hub for hub in part.summing if hub != part.reducer)
+    own, strange, none = part.in_cell(hub), part.in_cell(part.reducer), to_mask((), 40)
+    check_contributors(Update(part.index, 5, bytes(32), to_mask(own, 40), none), part, hub, 40)
+    wrong = (to_mask((*own, *strange), 40), none), (none, none), (b"", b""), (to_mask(own[:1], 40), to_mask(own, 40))
+    for named, clipped in wrong:
+        with pytest.raises(Refused):
+            check_contributors(Update(part.index, 5, bytes(32), named, clipped), part, hub, 40)
+    direct = replace(part, hubs=(), summing=())
+    with pytest.raises(Refused):
+        check_contributors(Update(part.index, 5, bytes(32), to_mask(own, 40), none), direct, own[0], 40)
+
+
+# Swarms -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _small_cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give rounds of nine members cells: three of three, with three columns."""
+    monkeypatch.setattr(cells, "FLAT_MEMBERS", 8)
+    part_table.cache_clear()
+    yield
+    part_table.cache_clear()
+
+
+def hubs_seen(swarm: VirtualSwarm) -> bool:
+    return any(part.summing for results in swarm.peers["A"].replica.results.by_plan.values() for part in results.parts)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.long
+def test_a_swarm_with_cells_trains_and_checks_its_reducers(overlap: bool) -> None:
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60, codec="int4", sync={"min_peers": 9, "overlap": overlap}))
+        swarm.start_all("ABCDEFGHI")
+        await swarm.until_round(3)
+        assert hubs_seen(swarm)
+        await swarm.until_finished()
+        swarm.assert_replicas_agree()
+        found = [event for recorder in swarm.recorders.values() for event in recorder.of(ResultsChecked)]
+        last = max(each.round for each in found)
+        assert sum(each.results for each in found) > 8
+        assert not [each for each in found if each.wrong or (each.unanswered and each.round < last)]
+        assert swarm.nodes["W"].log.last.tokens == sum(recorded_tokens(swarm))
+
+    simulate(main)
+
+
+def recorded_tokens(swarm: VirtualSwarm) -> list[int]:
+    return [event.tokens for event in swarm.recorders["A"].of(RoundCommitted)]
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.parametrize("method", ["push", "pull"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled(2)
+@pytest.mark.long
+def test_members_killed_in_an_exchange_with_cells_cost_no_round(method: str, seed: int) -> None:
+    """Whatever each of them was in that round: hub, reducer, contributor."""
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=60, sync={"min_peers": 7, "silence_s": 5.0}))
+        swarm.start_all("ABCDEFGHI")
+        await swarm.until_round(2)
+        victims, killed = random.Random(seed).sample("ABCDEFGHI", 2), set[str]()
+
+        def hook(peer: str, its_method: str, index: int) -> None:
+            if peer in victims and peer not in killed and its_method == method and index >= 1 + seed % 2:
+                killed.add(peer)
+                swarm.kill(peer)
+
+        swarm.network.hook = hook
+        await swarm.until_finished()
+        assert killed == set(victims)
+        swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+@pytest.mark.usefixtures("_small_cells")
+@pytest.mark.long
+def test_a_reducer_that_serves_wrong_results_is_excluded_in_a_round_with_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Reducer.encode_mean
+
+    def encode_mean(self: Reducer, part: Part, updates: Mapping[int, Input]) -> EncodedMean:
+        mean = honest(self, part, updates)
+        if self.context.endpoint.peer_id != "A" or not part.summing or self.context.plan.round < 2:
+            return mean
+        return replace(mean, encoded=part.codec.encode(part.codec.decode(mean.encoded, part.size) * np.float32(1.5)))
+
+    async def main() -> None:
+        swarm = VirtualSwarm(campaign(total_steps=4000, codec="int8", sync={"min_peers": 9}))
+        swarm.start_all("ABCDEFGHI")
+        life, log = swarm.tasks["A"], swarm.nodes["W"].log
+        await swarm.until(lambda: "A" in log.last.excluded)
+        assert log.last.excluded == ("A",)
+        await asyncio.wait({life}, timeout=200)
+        with pytest.raises(UserError, match="a proof excludes this peer"):
+            life.result()
+
+    monkeypatch.setattr(Reducer, "encode_mean", encode_mean)
+    simulate(main)
