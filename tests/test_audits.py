@@ -65,6 +65,7 @@ def commits(count: int, electorate: str = "ABC", members: str = "ABCXY", **field
         commit = replace(
             commit_before(make_plan_of(tuple(member(name, 10, (10,) * LAYOUT.num_experts) for name in members))),
             round=number, plan="0" * 64, electorate=tuple(electorate), members=tuple(members), helpers=("W",),
+            vouched=tuple(i for i, name in enumerate(members) if name in electorate),
             heard=tuple(range(len(members))), workloads=(work,) * len(members), parent=found[0].id if found else "", **fields,
         )
         found.insert(0, commit)
@@ -83,14 +84,15 @@ def failed(number: int, peer: str = "X") -> Audited:
     return Audited(number, peer, False, 4, 0.1, 0.2)
 
 
-def test_an_auditor_is_an_elector_that_trains_and_each_peer_has_one_that_the_commit_draws() -> None:
+def test_an_auditor_is_a_vouched_trainer_and_each_peer_has_one_that_the_commit_draws() -> None:
     recent = commits(2)
     recent[0] = replace(recent[0], workloads=(Workload(4, ()), Workload(0, ()), *recent[0].workloads[2:]))
     assert auditors(recent[0]) == ("A", "C"), "B does not train"
-    assert audited_work(recent[0], recent[1]).keys() == {"X", "Y"}, "others than electors"
+    assert audited_work(recent[0], recent[1]).keys() == {"X", "Y"}, "no vouched peers"
+    assert auditors(replace(recent[0], electorate=("W",))) == ("A", "C"), "also without a vote"
     drawn = {auditor_of(replace(recent[0], tokens=number), "X") for number in range(50)}
     assert drawn == {"A", "C"}
-    assert auditor_of(replace(recent[0], electorate=("W",)), "X") is None
+    assert auditor_of(replace(recent[0], vouched=()), "X") is None
 
 
 def test_only_work_that_is_in_the_base_after_an_assignment_is_audited() -> None:
@@ -324,6 +326,20 @@ def test_a_free_rider_loses_its_work_by_two_auditors_and_an_honest_stranger_keep
         assert all(not math.isnan(audit.cosine) for each in taken for _, audit in each.audits)
         swarm.assert_same_commits()
         swarm.assert_replicas_agree()
+
+    simulate(main)
+
+
+def test_a_vouched_trainer_without_a_vote_audits() -> None:
+    async def main() -> None:
+        swarm = audited_swarm("XY", vouched="A")
+        swarm.around["X"] = attacking(swarm, "free-ride")
+        swarm.start_all("AXY")
+        log = swarm.nodes["W"].log
+        await swarm.until(lambda: "X" in still_convicted(log.recent(log.round)))
+        assert log.last.electorate == ("W",)
+        await swarm.until(lambda: bool(audits(swarm, "Y")))
+        assert {each.passed for each in audits(swarm, "Y")} == {True}
 
     simulate(main)
 

@@ -67,7 +67,7 @@ def peer_audits(statuses: Sequence[PeerStatus], log: CommitLog, peer: str) -> Pe
     ]
     if not found:
         raise UserError(f"{peer}: no vouched trainer that answers has audited this peer lately; to have its phases audited: "
-                        f"spes-p2p control ADDRESS --key KEY audit {peer}, with two vouched trainers that others can dial")
+                        f"spes-p2p control ADDRESS --key KEY audit {peer}, with two vouched trainers")
     found.sort(key=lambda each: (each.audit.round, each.auditor))
     return PeerAudits(peer, log.round, tuple(found), peer not in still_convicted(recent))
 

@@ -182,6 +182,8 @@ class Commit:
     """Audits of training that auditors announced for this round."""
     convicted: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
     """Members that enough auditors failed by this round, as indices into `members`."""
+    vouched: Annotated[tuple[MemberIndex, ...], MaxLen(MAX_MEMBERS)] = ()
+    """Trainers for whom the owner vouches, as indices into `members`; empty where that is all members."""
 
     @cached_property
     def id(self) -> str:

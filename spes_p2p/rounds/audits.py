@@ -47,19 +47,18 @@ def are_audited(config: CampaignConfig) -> bool:
 
 
 def auditors(commit: Commit) -> tuple[str, ...]:
-    """Return the members that audit after a commit: electors that train, for whom the owner vouches. Sorted."""
-    trains = {peer for peer, work in zip(commit.members, commit.workloads, strict=False) if work.steps}
-    return tuple(sorted(trains.intersection(commit.electorate)))
+    """Return the members that audit after a commit: those with an assignment for whom the owner vouches. Sorted."""
+    return tuple(sorted(commit.members[i] for i in commit.vouched if commit.workloads[i].steps))
 
 
 def audited_work(commit: Commit, parent: Commit) -> dict[str, Workload]:
-    """Return the work that can be audited after a commit, by peer: what `parent` assigned to others than the electors.
+    """Return the work that can be audited after a commit, by peer: what `parent` assigned to those not vouched for.
 
     `parent`: the commit before. The work must be in the new base.
     """
     if not commit.plan or not parent.plan or commit.parent != parent.id:
         return {}
-    trusted = {*commit.electorate, *commit.helpers}
+    trusted = {*commit.helpers, *commit.electorate, *(commit.members[i] for i in commit.vouched)}
     assigned = dict(zip(parent.members, parent.workloads, strict=False))
     heard = (commit.members[i] for i in commit.heard)
     return {peer: assigned[peer] for peer in heard if peer not in trusted and peer in assigned and assigned[peer].steps}
@@ -87,13 +86,14 @@ def in_order(commit: Commit, peers: Collection[str], recent: Sequence[Commit]) -
 
 
 def failures(recent: Sequence[Commit], peer: str) -> set[tuple[str, int]]:
-    """Return auditor and round of the audits that a peer failed since it was convicted. `recent`: newest first."""
-    found = set[tuple[str, int]]()
-    for commit in recent:
-        if peer in convicted_in(commit):
-            break
-        found |= {(each.auditor, each.round) for each in commit.verdicts if each.peer == peer and not each.passed}
-    return found
+    """Return auditor and round of the failed audits of what a peer did since it was convicted. `recent`: newest first."""
+    return _failed([each for commit in recent for each in commit.verdicts], peer, recent)
+
+
+def _failed(verdicts: Sequence[Verdict], peer: str, recent: Sequence[Commit]) -> set[tuple[str, int]]:
+    """Return auditor and round of these audits that the peer failed, without those of rounds that its conviction covers."""
+    convicted = max((commit.round for commit in recent if peer in convicted_in(commit)), default=-1)
+    return {(each.auditor, each.round) for each in verdicts if each.peer == peer and not each.passed and each.round > convicted}
 
 
 def convicted_in(commit: Commit) -> Collection[str]:
@@ -133,8 +133,7 @@ def convicted_by(verdicts: Sequence[Verdict], members: Sequence[Member], recent:
     alone = len({auditor for commit in recent for auditor in auditors(commit)}) == 1
     found = []
     for i, member in enumerate(members):
-        failed = failures(recent, member.peer)
-        failed |= {(each.auditor, each.round) for each in verdicts if each.peer == member.peer and not each.passed}
+        failed = failures(recent, member.peer) | _failed(verdicts, member.peer, recent)
         witnesses = {number if alone else auditor for auditor, number in failed}
         if member.standing != "vouched" and len(witnesses) >= CONVICTING_AUDITORS:
             found.append(i)

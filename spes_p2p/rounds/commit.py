@@ -98,6 +98,7 @@ def make_commit(parent: Commit, plan: Plan, results: Results, staged: Mapping[in
         rejected=rejected_members(results, [part for part in held if part.index not in kept]),
         verdicts=plan.verdicts,
         convicted=plan.convicted,
+        vouched=_vouched(plan),
     )
 
 
@@ -139,7 +140,7 @@ def misfit(commit: Commit, plan: Plan) -> str:
         "owners": tuple(tuple(each.member for each in plan.assignments if e in each.owned) for e in experts),
         "cursor": plan.cursor, "control": plan.proposal.control, "workloads": workloads_of(plan),
         "excluded": plan.excluded, "disputed": plan.disputed,
-        "verdicts": plan.verdicts, "convicted": plan.convicted,
+        "verdicts": plan.verdicts, "convicted": plan.convicted, "vouched": _vouched(plan),
     }
     wrong = [name for name, value in implied.items() if getattr(commit, name) != value]
     wrong += ["roots"] * (len(commit.roots) != len(plan.members) * (len(commit.lost) + 1))
@@ -263,6 +264,12 @@ def _voters(plan: Plan) -> list[str]:
 def _all_vouched(plan: Plan) -> bool:
     """Return whether every member may vote, as always among friends."""
     return all(member.standing == "vouched" for member in plan.members)
+
+
+def _vouched(plan: Plan) -> tuple[int, ...]:
+    """Return the trainers for whom the owner vouches, as indices; none where there are no others."""
+    found = tuple(i for i, member in enumerate(plan.members) if member.standing == "vouched" and member.trains)
+    return () if _all_vouched(plan) else found
 
 
 def _held_bits(results: Results) -> bytes:
