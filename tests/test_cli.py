@@ -161,6 +161,12 @@ def init_with_text(place: Place, *options: str) -> list[str]:
     return init(place, "--text", str(path), *options)
 
 
+def init_with_copied_held_out(place: Place) -> list[str]:
+    path = place.folder / "held_out.txt"
+    path.write_text("Some words.")
+    return init_with_text(place, "--held-out", str(path))
+
+
 def init_with_short_held_out(place: Place) -> list[str]:
     path, text = place.folder / "held_out.txt", place.folder / "long.txt"
     path.write_text("Some words.")
@@ -245,6 +251,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init in a file": (lambda p: ["init", f"{a_file(p)}/campaign", "--text", a_file(p)], ("is a file; choose another folder",)),
     "init held-out is training text": (
         lambda p: init_with_text(p, "--held-out", str(p.folder / "text.txt")), ("--held-out", "is training text too")),
+    "init held-out is a copy": (init_with_copied_held_out, ("held_out.txt", "is training text too")),
     "init short held-out": (init_with_short_held_out, ("held_out_manifest.json", "holds a whole sample of 128 tokens")),
     "init epochs": (lambda p: init_with_text(p, "--epochs", "0"), ("--epochs 0",)),
     "init name": (lambda p: init_with_text(p, "--name", "my campaign"), ("--name", "my campaign")),

@@ -37,6 +37,8 @@ def imported_by(program: str) -> set[str]:
         ("spes_p2p.cli.volunteer", FOR_STATUS | {"hivemind", "pydantic", "rich.console"}),
         ("spes_p2p.client.status", FOR_STATUS),
         ("spes_p2p.session.run", HEAVY),
+        ("spes_p2p.client.report", HEAVY),
+        ("spes_p2p.client.export", HEAVY),
     ],
 )
 def test_importing_this_imports_nothing_heavy(module: str, unused: set[str]) -> None:
