@@ -19,7 +19,7 @@ from network_swarm import COMMAND_TIMEOUT_S, ENVIRONMENT, LOOPBACK, ROOT, LocalP
 from sample_text import TEXT
 
 from spes_p2p import __version__
-from spes_p2p.cli import app
+from spes_p2p.cli import make_app
 from spes_p2p.errors import Broken
 from spes_p2p.messages.methods import PROTOCOL_VERSION
 from spes_p2p.net.identity import RSAIdentity
@@ -161,6 +161,12 @@ def init_with_text(place: Place, *options: str) -> list[str]:
     return init(place, "--text", str(path), *options)
 
 
+def init_with_copied_held_out(place: Place) -> list[str]:
+    path = place.folder / "held_out.txt"
+    path.write_text("Some words.")
+    return init_with_text(place, "--held-out", str(path))
+
+
 def init_with_short_held_out(place: Place) -> list[str]:
     path, text = place.folder / "held_out.txt", place.folder / "long.txt"
     path.write_text("Some words.")
@@ -245,6 +251,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "init in a file": (lambda p: ["init", f"{a_file(p)}/campaign", "--text", a_file(p)], ("is a file; choose another folder",)),
     "init held-out is training text": (
         lambda p: init_with_text(p, "--held-out", str(p.folder / "text.txt")), ("--held-out", "is training text too")),
+    "init held-out is a copy": (init_with_copied_held_out, ("held_out.txt", "is training text too")),
     "init short held-out": (init_with_short_held_out, ("held_out_manifest.json", "holds a whole sample of 128 tokens")),
     "init epochs": (lambda p: init_with_text(p, "--epochs", "0"), ("--epochs 0",)),
     "init name": (lambda p: init_with_text(p, "--name", "my campaign"), ("--name", "my campaign")),
@@ -325,6 +332,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
     "pause nothing": (lambda p: ["pause", p.output], ("output: no trainer has used this run-dir", "--run-dir")),
     "resume nothing": (lambda p: ["resume", p.output], ("output: no trainer has used this run-dir", "--run-dir")),
     "status of no trainer": (lambda p: ["status", str(p.folder)], ("no trainer runs with this run-dir", "address")),
+    "service alone": (lambda p: ["service"], ("Missing command",)),
     "service of nothing": (lambda p: ["service", "install"], ("ADDRESS",)),
     "service of a malformed address": (lambda p: ["service", "install", "--", "localhost"], ("'localhost'", "/p2p/")),
     "service of a typo": (lambda p: ["service", "install", "--", NOBODY, "--hour", "22-8"], ("--hour",)),
@@ -445,7 +453,7 @@ BAD_COMMANDS: dict[str, tuple[Callable[[Place], list[str]], tuple[str, ...]]] = 
 
 def test_every_command_is_in_the_table(place: Place) -> None:
     tried = {make(place)[0] for make, _ in BAD_COMMANDS.values()}
-    assert tried >= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert tried >= set(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

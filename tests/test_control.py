@@ -19,7 +19,7 @@ from spes_p2p.messages.consensus import Ballot, CertifiedCommit, Change, Control
 from spes_p2p.messages.fields import MAX_BANNED
 from spes_p2p.messages.methods import CONTROL, PROTOCOL_VERSION
 from spes_p2p.net.rpc import RpcEndpoint
-from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, WorkDropped
+from spes_p2p.observe.events import BaseRestored, Controlled, DigestMismatch, RoundCommitted, RoundFailed, WorkDropped
 from spes_p2p.rounds.archive import Archive, archived_rounds
 from spes_p2p.rounds.schedule import scheduled
 from spes_p2p.testing.in_memory_world import in_memory_world
@@ -551,8 +551,12 @@ def test_a_complete_campaign_goes_on_when_its_owner_adds_steps(overlap: bool) ->
         await asyncio.gather(*(swarm.tasks[name] for name in "ABC"))
         last = swarm.nodes["W"].log.round
         await asyncio.sleep(100)
+        for name in "ABC":
+            swarm.network.kill(name)
         more = Change(last + 1, '{"total_steps":70}')
         await send(swarm, "W", record(swarm, 1, changes=(more,)))
+        await asyncio.sleep(100)
+        assert not swarm.recorders["W"].of(RoundFailed), "who left after the last round is not waited for"
         for name in "ABC":
             swarm.start_again(name)
         swarm.start("D")

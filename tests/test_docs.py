@@ -16,7 +16,7 @@ import typer.main
 from network_swarm import LOOPBACK, ROOT, LocalPeer, LocalPeers, call, free_port
 from sample_text import TEXT
 
-from spes_p2p.cli import app
+from spes_p2p.cli import make_app
 from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.messages import methods
 from spes_p2p.messages.content import ContentKind
@@ -30,7 +30,7 @@ OF_A_RUNNING_TRAINER = ("pause", "resume", "me")
 SHORT_ID = re.compile(r"^/ip4/.*/p2p/Qm(\.\.\.|X)$")
 
 
-PROGRAM: Any = typer.main.get_command(app)
+PROGRAM: Any = typer.main.get_command(make_app())
 NEEDS_THE_HUB = {"--push-to", "arc_easy"}
 """Commands with these are run on local data, and against a Hub of our own, by test_evaluate.py and test_model_card.py."""
 

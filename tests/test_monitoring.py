@@ -16,7 +16,7 @@ import typer.main
 import yaml
 from monitoring_files import BOOTSTRAP, DASHBOARD, ROOT, alert_rules, dashboard_queries
 
-from spes_p2p.cli import app
+from spes_p2p.cli import make_app
 from spes_p2p.config.addresses import EXAMPLE_ADDRESS
 from spes_p2p.observe.metrics import METRICS
 
@@ -83,7 +83,7 @@ def bootstrap_commands() -> dict[str, list[str]]:
 def test_the_command_line_knows_every_option_that_a_bootstrap_peer_is_started_with(place: str) -> None:
     program, command, *options = bootstrap_commands()[place]
     assert (program, command) == ("spes-p2p", "bootstrap")
-    known = typer.main.get_command(app).commands["bootstrap"]  # type: ignore[attr-defined]
+    known = typer.main.get_command(make_app()).commands["bootstrap"]  # type: ignore[attr-defined]
     context = known.make_context("bootstrap", [re.sub(r"\$\{.*\}", "/ip4/203.0.113.7/tcp/31337", word) for word in options])
     assert list(context.params["announce"] or ()) in ([], ["/ip4/203.0.113.7/tcp/31337"])
 
@@ -100,7 +100,7 @@ def test_the_trainers_container_is_started_with_options_of_join() -> None:
     started = re.search(r"spes-p2p-trainer join ADDRESS (.*?)\nFROM", text, re.DOTALL)
     assert started
     options = started[1].replace("\\\n#", " ").replace("YOUR.PUBLIC.IP", "203.0.113.7").split()
-    known = typer.main.get_command(app).commands["join"]  # type: ignore[attr-defined]
+    known = typer.main.get_command(make_app()).commands["join"]  # type: ignore[attr-defined]
     context = known.make_context("join", [EXAMPLE_ADDRESS, *options])
     assert context.params["announce"] == ["/ip4/203.0.113.7/tcp/31337"]
 

@@ -33,12 +33,25 @@ def imported_by(program: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("module", "unused"),
-    [("spes_p2p.cli", FOR_STATUS | {"hivemind"}), ("spes_p2p.client.status", FOR_STATUS), ("spes_p2p.session.run", HEAVY)],
+    [
+        ("spes_p2p.cli.volunteer", FOR_STATUS | {"hivemind", "pydantic", "rich.console"}),
+        ("spes_p2p.client.status", FOR_STATUS),
+        ("spes_p2p.session.run", HEAVY),
+        ("spes_p2p.client.report", HEAVY),
+        ("spes_p2p.client.export", HEAVY),
+    ],
 )
 def test_importing_this_imports_nothing_heavy(module: str, unused: set[str]) -> None:
     imported = imported_by(f"import {module}")
     assert module in imported
     assert not unused & imported
+
+
+def test_a_command_is_built_without_the_others() -> None:
+    imported = imported_by("from spes_p2p.cli import make_app; make_app('status')")
+    assert {name for name in imported if name.startswith("spes_p2p.cli.")} == {
+        "spes_p2p.cli.watching", "spes_p2p.cli.options", "spes_p2p.cli.terminal",
+    }
 
 
 def test_what_hivemind_gets_a_placeholder_for_is_used_by_nothing_that_we_import() -> None:

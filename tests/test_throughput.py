@@ -76,6 +76,16 @@ def test_the_estimate_follows_a_line_that_changes() -> None:
     assert found == pytest.approx(1e6, rel=0.2)
 
 
+def test_nobody_calls_a_line_slow_after_one_or_two_measurements() -> None:
+    line = Throughput()
+    told = []
+    for begin_s in (0, 20, 40):
+        send(line, 300_000, 1e5, begin_s)
+        assert line.bytes_per_s() == pytest.approx(1e5, rel=0.1)
+        told.append(line.reliable_bytes_per_s)
+    assert told == [0, 0, line.last_bytes_per_s]
+
+
 def test_lines_that_are_faster_than_processors_count_as_alike() -> None:
     found = []
     for rate in (3e7, 3e8):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import filecmp
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -199,9 +201,9 @@ def _check_texts(paths: Sequence[Path]) -> None:
 
 
 def _check_held_out(texts: Sequence[Path], held_out: Sequence[Path]) -> None:
-    both = {path.resolve() for path in texts} & {path.resolve() for path in held_out}
-    if both:
-        raise UserError(f"--held-out {min(both)}: is training text too; name text that is not trained on")
+    for path, text in itertools.product(held_out, texts):
+        if filecmp.cmp(path, text, shallow=False):
+            raise UserError(f"--held-out {path}: is training text too; name text that is not trained on")
 
 
 def _check_tokenizer(tokenizer: Path | int, start: Start | None = None) -> None:

@@ -6,38 +6,49 @@ takes seconds, so that a typo is reported at once.
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import typer
 
 from spes_p2p import __version__
-from spes_p2p.cli import model, owner, service, text, trials, volunteer, watching
 from spes_p2p.client.exit_codes import exit_with
 
-app = typer.Typer(
-    help="Peer-to-peer training of mixture-of-experts language models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+COMMANDS = {
+    "init": "owner", "bootstrap": "owner", "join": "volunteer", "pause": "volunteer", "resume": "volunteer", "me": "volunteer",
+    "swarm": "trials", "status": "watching", "control": "owner", "audit": "owner", "invite": "owner", "identity": "volunteer",
+    "simulate": "trials", "doctor": "volunteer", "dashboard": "watching", "directory": "watching", "plan": "owner",
+    "tokenize": "text", "describe": "text", "export": "model", "report": "watching", "evaluate": "model", "generate": "model",
+}
+"""The module of each command, in the order of `--help`."""
 
 
-@app.command()
+def make_app(command: str | None = None) -> typer.Typer:
+    """Return the program, with no more than this command if it is one of COMMANDS: all take a quarter of a second to build."""
+    app = typer.Typer(
+        help="Peer-to-peer training of mixture-of-experts language models.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(lambda: None)  # without it, a single command would have no name
+    alone = command in COMMANDS
+    if not alone:
+        app.command()(version)
+    for name, module in COMMANDS.items():
+        if not alone or name == command:
+            app.command()(getattr(importlib.import_module(f"spes_p2p.cli.{module}"), name))
+    if not alone:
+        app.add_typer(importlib.import_module("spes_p2p.cli.service").app, name="service")
+    return app
+
+
 def version() -> None:
     """Print the version."""
     print(__version__)
 
 
-for command in (
-    owner.init, owner.bootstrap, volunteer.join, volunteer.pause, volunteer.resume, volunteer.me, trials.swarm, watching.status,
-    owner.control, owner.audit, owner.invite, volunteer.identity, trials.simulate, volunteer.doctor, watching.dashboard,
-    watching.directory, owner.plan, text.tokenize, text.describe, model.export, watching.report, model.evaluate, model.generate,
-):
-    app.command()(command)
-app.add_typer(service.app, name="service")
-
-
 def main() -> None:
     """Run the command line."""
-    exit_with(lambda: app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    arguments = sys.argv[1:] or ["--help"]
+    exit_with(lambda: make_app(arguments[0])(arguments, standalone_mode=False))

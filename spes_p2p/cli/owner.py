@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import ProgressBar, run, run_peer, say, waiting
@@ -174,6 +173,8 @@ def audit(
     if as_json:
         print(json.dumps({**to_json(found), "passed": found.passed}, indent=2))
     else:
+        from rich.console import Console
+
         Console().print(render_audits(found))
     raise typer.Exit(0 if found.passed else 1)
 
@@ -225,4 +226,6 @@ def plan(
     if as_json:
         print(json.dumps(plan_json(made), indent=2))
     else:
+        from rich.console import Console
+
         Console().print(render_plan(made))

@@ -10,7 +10,7 @@ import typer
 from spes_p2p.cli import options
 from spes_p2p.cli.volunteer import CHECK_ONLY, join
 
-app = typer.Typer(help="Run a trainer as a systemd service of your user.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Run a trainer as a systemd service of your user.", rich_markup_mode=None)
 UnitName = Annotated[str, typer.Option(help="Name of the unit, if there are several.")]
 
 

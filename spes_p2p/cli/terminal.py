@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from spes_p2p.observe.log import json_line
+
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -34,7 +34,9 @@ def run_peer(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _end_now(number: int, frame: object) -> None:
-    Console(stderr=True).show_cursor()  # a spinner hides it
+    if sys.stderr.isatty():
+        sys.stderr.write(SHOW_CURSOR)  # a spinner hides it
+        sys.stderr.flush()
     os._exit(128 + number)
 
 
@@ -42,6 +44,9 @@ class ProgressBar:
     """Show a progress bar on a terminal, nothing elsewhere; yields `update(done, total)`."""
 
     def __init__(self, what: str):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         percent = TextColumn("{task.percentage:>3.0f} %")
         columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeRemainingColumn())
         console = Console(stderr=True)
@@ -59,10 +64,12 @@ class ProgressBar:
 @contextlib.contextmanager
 def waiting(for_what: str) -> Iterator[Callable[[], None]]:
     """Show a spinner on a terminal, nothing elsewhere; yields a function that removes it early."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield lambda: None
         return
+    from rich.console import Console
+
+    console = Console(stderr=True)
     with console.status(for_what) as status:
         yield status.stop
 

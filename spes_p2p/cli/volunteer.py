@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import run, run_peer, say, waiting
@@ -51,6 +50,8 @@ def doctor(
     if as_json:
         print(json.dumps(report(checks), indent=2))
     else:
+        from rich.console import Console
+
         console = Console(soft_wrap=True)
         console.print(render_checks(checks, console.width if console.is_terminal else None))
     raise typer.Exit(1 if worst(checks) == "failure" else 0)

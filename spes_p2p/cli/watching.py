@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from spes_p2p.cli import options
 from spes_p2p.cli.terminal import run, waiting
@@ -15,6 +14,9 @@ from spes_p2p.config.addresses import check_peer_addresses, check_webhook
 from spes_p2p.errors import UserError
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.storage.files import require_writable, write_whole
+
+if TYPE_CHECKING:
+    from spes_p2p.session.own_state import OwnState
 
 MAX_LISTED_CAMPAIGNS = 64
 """Most campaigns of one directory. Bounds memory and sockets: each campaign has a connection of its own."""
@@ -31,28 +33,30 @@ def status(
     ] = False,
 ) -> None:
     """Show a running swarm: round, peers, experts and owners, speed, loss, traffic. With a run-dir: your trainer first."""
-    from spes_p2p.session.own_state import own_state_json, read_own_state
-
-    own_dir, addresses = _own_or_addresses(targets)
-    own = None if own_dir is None else read_own_state(own_dir)
+    own, addresses = _own_or_addresses(targets)
     if own is not None and not as_json:
         print(f"your trainer: {own.line}", flush=True)
     setup_logging("warning", False)
     with waiting("looking for the swarm") as end_waiting:
-        from spes_p2p.client.alerts import status_document
         from spes_p2p.client.status import fetch_statuses, watch_status
-        from spes_p2p.observe.status import gather
-        from spes_p2p.observe.table import render_status
 
         if watch:
             run(watch_status(addresses, as_json, end_waiting))
             return
         statuses = run(fetch_statuses(addresses))
+    from spes_p2p.client.alerts import status_document
+    from spes_p2p.observe.status import gather
+    from spes_p2p.observe.table import render_status
+
     if not statuses:
         raise UserError(f"{addresses[0]}: connected, but no peer of the campaign answers; try again in a moment")
     if as_json:
+        from spes_p2p.session.own_state import own_state_json
+
         print(json.dumps({**status_document(statuses), **({"own": own_state_json(own)} if own else {})}, indent=2))
     else:
+        from rich.console import Console
+
         Console().print(render_status(statuses))
         if gather(statuses).done:
             print(f"take the model: spes-p2p export --from {addresses[0]} --output checkpoint")
@@ -68,7 +72,7 @@ def dashboard(
     """Serve a live web page about a running swarm. With a run-dir: also your trainer, which it can pause. Ctrl-C ends it."""
     if webhook is not None:
         check_webhook(webhook)
-    own_dir, addresses = _own_or_addresses(targets)
+    own, addresses = _own_or_addresses(targets)
     setup_logging("warning", False)
     with waiting("starting") as end_waiting:
         from spes_p2p.client.dashboard.own import OwnTrainer
@@ -78,7 +82,7 @@ def dashboard(
             end_waiting()
             print(f"dashboard on {url}", flush=True)
 
-        run(run_dashboard(addresses, host, port, show, webhook, None if own_dir is None else OwnTrainer(own_dir)))
+        run(run_dashboard(addresses, host, port, show, webhook, None if own is None else OwnTrainer(Path(targets[0]))))
 
 
 def directory(
@@ -123,14 +127,14 @@ def report(
     print(target)
 
 
-def _own_or_addresses(targets: list[str]) -> tuple[Path | None, list[str]]:
-    """Return the run-dir of a running trainer, if one is given, and the addresses of its swarm. Raises UserError."""
+def _own_or_addresses(targets: list[str]) -> tuple[OwnState | None, list[str]]:
+    """Return the state of the running trainer with this run-dir, if one is given, and addresses of its swarm."""
+    run_dir = Path(targets[0])
+    if not run_dir.is_dir():
+        return None, options.checked_peers(targets) or []
     from spes_p2p.session.own_state import read_own_state
 
-    own_dir = Path(targets[0])
-    if not own_dir.is_dir():
-        return None, options.checked_peers(targets) or []
-    own = read_own_state(own_dir)
+    own = read_own_state(run_dir)
     if own is None:
-        raise UserError(f"{own_dir}: no trainer runs with this run-dir; give the address of a peer")
-    return own_dir, list(own.addresses)
+        raise UserError(f"{run_dir}: no trainer runs with this run-dir; give the address of a peer")
+    return own, list(own.addresses)

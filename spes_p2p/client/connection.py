@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import random
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -11,22 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from spes_p2p.campaign.record import agreed_record
 from spes_p2p.config.addresses import listen_beside, peer_of
-from spes_p2p.consensus.commit_log import CommitLog
-from spes_p2p.consensus.control import is_signed, number_of
 from spes_p2p.errors import PeerUnreachable, Refused, UserError
-from spes_p2p.messages.codec import WireError, pack, unpack
-from spes_p2p.messages.consensus import Commit, Control, ControlRequest, Known
-from spes_p2p.messages.methods import CONTROL, STATUS
-from spes_p2p.messages.presence import Contact, HistoryPage, PeerStatus
-from spes_p2p.net.contacts import find_contacts
 from spes_p2p.net.libp2p import Libp2p, start_libp2p
-from spes_p2p.net.rpc import RpcEndpoint
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what the daemon's start does not need is imported while it starts (`connect`)
     from spes_p2p.campaign.files import CampaignFiles
     from spes_p2p.config.campaign import Campaign
+    from spes_p2p.consensus.commit_log import CommitLog
+    from spes_p2p.messages.consensus import Commit, Control
+    from spes_p2p.messages.presence import Contact, HistoryPage, PeerStatus
+    from spes_p2p.net.rpc import RpcEndpoint
 
 Answer = TypeVar("Answer")
 
@@ -60,6 +56,8 @@ class SwarmConnection:
 
     async def contacts(self) -> dict[str, Contact]:
         """Return the contacts in the DHT by peer id; none if it does not answer."""
+        from spes_p2p.net.contacts import find_contacts
+
         try:
             return await find_contacts(self.net.registry, self.net.transport, self.genesis.campaign)
         except PeerUnreachable:
@@ -79,6 +77,8 @@ class SwarmConnection:
     async def statuses(self) -> list[PeerStatus]:
         """Return the status of every peer that answers, corrected by what certified commits prove (`proven.py`)."""
         from spes_p2p.client.proven import corrected
+        from spes_p2p.messages.methods import STATUS
+        from spes_p2p.messages.presence import PeerStatus
 
         answers = await self.ask_peers(STATUS, b"", PeerStatus.from_bytes)
         found = [status for peer, status in answers.items() if status.peer_id == peer]
@@ -106,6 +106,11 @@ class SwarmConnection:
 
     async def newest_order(self, known: Control | None) -> Control | None:
         """Return the owner's newest control record, fetched if the registry shows a newer one than `known`."""
+        from spes_p2p.consensus.control import is_signed, number_of
+        from spes_p2p.messages.codec import WireError, pack, unpack
+        from spes_p2p.messages.consensus import ControlRequest, Known
+        from spes_p2p.messages.methods import CONTROL
+
         contacts = await self.contacts()
         for peer in sorted(contacts, key=lambda peer: -contacts[peer].control):
             if contacts[peer].control <= number_of(known):
@@ -119,13 +124,21 @@ class SwarmConnection:
 
 
 @contextlib.asynccontextmanager
-async def connect(addresses: Sequence[str]) -> AsyncIterator[SwarmConnection]:
-    """Connect to a swarm with a temporary identity, without joining. Raises UserError if no address leads to a campaign."""
-    from spes_p2p.config.campaign import parse_campaign  # not every command connects
+async def connect(addresses: Sequence[str], uses: Sequence[str] = ()) -> AsyncIterator[SwarmConnection]:
+    """Connect to a swarm with a temporary identity, without joining. Raises UserError if no address leads to a campaign.
 
+    `uses`: modules that the caller needs once it is connected. They are imported while the daemon starts.
+    """
+    importing = asyncio.create_task(asyncio.to_thread(_import_all, ["spes_p2p.net.rpc", "spes_p2p.client.proven", *uses]))
     with tempfile.TemporaryDirectory(prefix="spes-connection-") as folder:
         net = await start_libp2p(Path(folder) / "identity.key", listen_beside(addresses), (), addresses)
         try:
+            await importing
+            from spes_p2p.campaign.record import agreed_record
+            from spes_p2p.config.campaign import parse_campaign
+            from spes_p2p.consensus.commit_log import CommitLog
+            from spes_p2p.net.rpc import RpcEndpoint
+
             endpoint = RpcEndpoint(net.transport, REPLY_TIMEOUT_S)
             record, serving = await agreed_record(endpoint, [peer_of(address) for address in addresses])
             campaign = parse_campaign(record.campaign_json, f"peer {serving[0]}")
@@ -134,3 +147,8 @@ async def connect(addresses: Sequence[str]) -> AsyncIterator[SwarmConnection]:
             yield SwarmConnection(addresses, campaign, CommitLog(net.identity, record.genesis), net, endpoint)
         finally:
             await net.close()
+
+
+def _import_all(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,13 +25,14 @@ from spes_p2p.content.fetcher import Fetcher
 from spes_p2p.errors import PeerUnreachable, UserError
 from spes_p2p.messages.consensus import Commit
 from spes_p2p.messages.presence import RoundRecord
-from spes_p2p.model.build import layout_of
-from spes_p2p.model.export import ExportDtype, export_checkpoint
 from spes_p2p.observe.history import read_rounds
 from spes_p2p.observe.rounds import Rounds
 from spes_p2p.rounds.outer import base_size
 from spes_p2p.session.run_dir import load_run_dir_base
 from spes_p2p.storage.scratch import file_scratch
+
+if TYPE_CHECKING:
+    from spes_p2p.model.export import ExportDtype
 
 TRIES, RETRY_S = 10, 1.0
 """Retries of a base download. Donors keep two bases, so a base can disappear during the request."""
@@ -47,6 +49,9 @@ class Exportable:
 
     def write(self, output: Path, dtype: ExportDtype = "fp32") -> None:
         """Write the checkpoint. Raises UserError if `output` exists."""
+        from spes_p2p.model.build import layout_of
+        from spes_p2p.model.export import export_checkpoint
+
         data = self.files.campaign.config.data
         with tempfile.TemporaryDirectory(prefix="spes-export-") as folder:
             tokenizer = Path(folder) / TOKENIZER_FILE
@@ -102,6 +107,10 @@ async def _newest_base(
     for peer in peers:
         await learn_commits(swarm.endpoint, chronicle.log, peer)
     log = chronicle.log
+    if log.last.step == 0 and all(contact.round < 1 for contact in contacts.values()):
+        raise UserError(f"{swarm.addresses[0]}: no peer serves a trained base; try again after a committed round")
+    from spes_p2p.model.build import layout_of  # with torch: takes seconds
+
     last, size = log.last, base_size(layout_of(config.model), config.outer)
     digest = await _digest_of_last(swarm, helpers, last, size) if last.step >= config.training.total_steps else None
     proven = [(last, digest)] if digest is not None else []

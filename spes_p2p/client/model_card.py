@@ -6,15 +6,17 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spes_p2p import __version__
 from spes_p2p.config.campaign import Campaign, CampaignConfig
 from spes_p2p.messages.presence import Contribution, PeerStatus, RoundRecord
-from spes_p2p.model.export import ExportDtype
 from spes_p2p.observe.json_values import to_json
 from spes_p2p.observe.rounds import Totals, totals_of
 from spes_p2p.observe.units import human_count
+
+if TYPE_CHECKING:
+    from spes_p2p.model.export import ExportDtype
 
 CARD_FILE, FACTS_FILE = "README.md", "spes_p2p.json"
 

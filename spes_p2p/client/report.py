@@ -19,7 +19,6 @@ import yaml
 from spes_p2p import __version__
 from spes_p2p.campaign.files import read_run_dir
 from spes_p2p.client.model_card import Origin, origin_of, task_metrics
-from spes_p2p.client.report_plots import plots
 from spes_p2p.errors import UserError
 from spes_p2p.messages.presence import RoundRecord
 from spes_p2p.observe.events import TasksEvaluated
@@ -43,6 +42,8 @@ def make_report(run_dir: Path, evaluations: Iterable[Path] = ()) -> str:
         raise UserError(f"{run_dir / HISTORY_FILE}: cannot be read ({error.strerror})") from None
     if not records or records[-1].round < 1:
         raise UserError(f"{run_dir}: no round with training yet; wait for one")
+    from spes_p2p.client.report_plots import plots  # takes seconds
+
     origin = origin_of(known[0].campaign, records[-1].round, records[-1].base_digest, records)
     orders = origin.orders
     measured = [entry.event for entry in read_history(run_dir) if isinstance(entry.event, TasksEvaluated)]

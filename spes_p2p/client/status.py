@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from spes_p2p.client.alerts import status_document
 from spes_p2p.client.connection import connect
-from spes_p2p.messages.presence import PeerStatus
-from spes_p2p.observe.status import gather
-from spes_p2p.observe.table import SwarmView, round_line
+
+if TYPE_CHECKING:
+    from spes_p2p.messages.presence import PeerStatus
 
 LOOK_EVERY_S = 1.0
+SHOWN_WITH = ("spes_p2p.client.alerts", "spes_p2p.observe.table", "rich.console")
+"""Modules that show a swarm."""
 
 
 async def fetch_statuses(addresses: Sequence[str]) -> list[PeerStatus]:
     """Return the status of every peer that answers. Raises UserError if no address leads to a campaign."""
-    async with connect(addresses) as swarm:
+    async with connect(addresses, uses=SHOWN_WITH) as swarm:
         return await swarm.statuses()
 
 
@@ -27,7 +29,10 @@ async def watch_status(addresses: Sequence[str], as_json: bool, on_reached: Call
     If no peer answers, the last state stays visible with a note. `on_reached` is called before anything is shown. Raises
     UserError as `fetch_statuses` does.
     """
-    async with connect(addresses) as swarm:
+    async with connect(addresses, uses=SHOWN_WITH) as swarm:
+        from spes_p2p.observe.status import gather
+        from spes_p2p.observe.table import SwarmView, round_line
+
         on_reached()
         with SwarmView(line=json_line, live=False) if as_json else SwarmView(line=round_line) as view:
             seen: list[PeerStatus] = []
@@ -42,4 +47,6 @@ async def watch_status(addresses: Sequence[str], as_json: bool, on_reached: Call
 
 def json_line(statuses: Sequence[PeerStatus]) -> str:
     """Return the document of `status --json` as one line."""
+    from spes_p2p.client.alerts import status_document
+
     return json.dumps(status_document(statuses), separators=(",", ":"))

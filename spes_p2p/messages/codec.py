@@ -19,11 +19,13 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, lru_cache, partial
 from itertools import cycle, islice
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
 from annotated_types import MaxLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+if TYPE_CHECKING:  # imported with the first record that is read: not every command reads one
+    from pydantic import TypeAdapter
 
 Record = TypeVar("Record")
 Buffer = bytes | bytearray | memoryview
@@ -102,12 +104,17 @@ def _read_record(cls: Any, data: Buffer) -> Any:
         if canonical != data or not source.is_read():
             raise WireError("not its canonical bytes")
         return record
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise WireError(f"not a {cls.__name__}: {where}: {problem['msg']}") from None
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise WireError(f"not a {cls.__name__}: {error}") from None
+        raise WireError(f"not a {cls.__name__}: {_problem(error)}") from None
+
+
+def _problem(error: Exception) -> str:
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
 
 
 _read: Callable[[Any, Buffer], Any] = _read_record
@@ -236,4 +243,6 @@ def _trailing_defaults(cls: Any) -> tuple[Any, ...]:
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, TypeAdapter
+
     return TypeAdapter(cls, config=None if is_dataclass(cls) else ConfigDict())

@@ -34,6 +34,8 @@ BURST_BYTES = 3 * 2**17
 HIDDEN_BYTES_PER_S = 2**20
 """8 Mbit/s: a faster line carries more in a stretch than buffers take, and transfers have other reasons to pause."""
 KEPT_CONFIRMATIONS = 2**10
+RELIABLE_AFTER = 3
+"""Measurements. A single one may be due to one slow receiver or a busy processor."""
 
 
 class Throughput:
@@ -42,7 +44,7 @@ class Throughput:
     def __init__(self, known_limit_bytes_per_s: float | None = None):
         limit = float("inf") if known_limit_bytes_per_s is None else known_limit_bytes_per_s
         self._estimate = min(UNKNOWN_BYTES_PER_S, limit)
-        self._is_measured = False
+        self._measured = 0
         self._windows: dict[int, float] = {}
         """Bytes by window, since the last call of `bytes_per_s`."""
         self._confirmed: deque[tuple[int, float, float]] = deque(maxlen=KEPT_CONFIRMATIONS)
@@ -72,9 +74,9 @@ class Throughput:
         elif found < LEAST_BYTES_PER_S and prompt > self._estimate:
             found = prompt  # a line that counted as thin, for instance because the processor was busy, and is not
         if found >= LEAST_BYTES_PER_S:
-            news = WEIGHT_OF_NEWS if self._is_measured else 1.0
+            news = WEIGHT_OF_NEWS if self._measured else 1.0
             self._estimate += news * (found - self._estimate)
-            self._is_measured = True
+            self._measured += 1
         self._windows.clear()
         self._confirmed.clear()
         return self.last_bytes_per_s
@@ -83,6 +85,11 @@ class Throughput:
     def last_bytes_per_s(self) -> float:
         """Estimate at the last call of `bytes_per_s`."""
         return min(self._estimate, FASTEST_BYTES_PER_S)
+
+    @property
+    def reliable_bytes_per_s(self) -> float:
+        """That estimate, or 0 (unknown) while it rests on too few measurements to call a line slow."""
+        return self.last_bytes_per_s if self._measured >= RELIABLE_AFTER else 0.0
 
     def _fullest(self) -> float:
         """Return the mean bytes per window of the fullest stretch; 0 without one."""

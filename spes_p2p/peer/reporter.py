@@ -116,7 +116,7 @@ class EventReporter:
                 contributions=contributions(commit, applied.results, training.batch_size * training.sequence_length),
                 total_rounds=self._total_rounds(commit),
                 control=describe(commit.control),
-                upload=self._node.endpoint.upload.last_bytes_per_s,
+                upload=self._node.endpoint.upload.reliable_bytes_per_s,
                 median_upload=median_upload(plan, self._node.peer_id),
                 names=self._new_names(plan),
             )
