@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,7 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.refusals import Code
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, Update
 from spes_p2p.net.rpc import Stream
-from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
+from spes_p2p.peer.exchange_context import EncodedUpdate, ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, numbered, read_update
 from spes_p2p.rounds.digest import content_digest
@@ -116,7 +116,7 @@ class Reducer:
         self._close_complete()
         while len(self._reduced) < len(self._mine):
             while self._waiting:
-                await self._reduce(self._waiting.popleft())
+                await self._reduce(next_batch(self._waiting, lambda part: len(part.contributors) == 1))
             if len(self._reduced) == len(self._mine):
                 break
             self._news.clear()
@@ -236,15 +236,19 @@ class Reducer:
         self._waiting.append(part)
         self._news.set()
 
-    async def _reduce(self, part: Part) -> None:
-        """Make, keep and serve the result of a closed part, unless the exchange ends meanwhile."""
-        me, updates = self.context.me, self._arrived.pop(part.index, {})
-        own = await self._update.encode(part) if me in part.contributors else None
+    async def _reduce(self, batch: Sequence[Part]) -> None:
+        """Make, keep and serve the results of closed parts, unless the exchange ends meanwhile."""
+        own = {each.part.index: each for each in await self._update.encode(batch)}
+        for part in batch:
+            await self._make_result(part, own.get(part.index))
+        self._next_reduced.set()
+        self._next_reduced = asyncio.Event()
+
+    async def _make_result(self, part: Part, own: EncodedUpdate | None) -> None:
+        me, updates, mean = self.context.me, self._arrived.pop(part.index, {}), None
         several = len(part.contributors) > 1
         if own is not None:  # like all others, so that a member that checks the mean needs nothing else
-            kept = self.inputs.store(part, me, own) if several else memoryview(own)
-            updates[me] = Input(Update(part.index, self._update.tokens_of(part), content_digest(own)), kept)
-        mean: EncodedMean | None = None
+            updates[me] = Input(own.update, self.inputs.store(part, me, own.body) if several else memoryview(own.body))
         if updates and several:
             mean = await self.context.run_blocking(self.encode_mean, part, updates)
         if self._is_over:
@@ -256,8 +260,6 @@ class Reducer:
             self.context.put(part, self._revision, encoded)
             self._masks[part.index] = to_mask(set(updates), len(self.context.names))
         self._reduced.append(part.index)
-        self._next_reduced.set()
-        self._next_reduced = asyncio.Event()
 
     def _keep(self, part: Part, updates: dict[int, Input], mean: EncodedMean) -> None:
         """Keep a mean's inputs for members that check it, its residual for the next round, and its line of the manifest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from functools import cached_property
 from itertools import chain
@@ -17,9 +18,8 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.net.rpc import Stream
-from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
+from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
-from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, pulls, stall_rates
 
 logger = logging.getLogger(__name__)
@@ -157,20 +157,17 @@ class Transfers:
 
     async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
         await stream.send(pack(PushHeader(self._context.plan.id, self._revision)))
-        unsigned: list[Update] = []
-        for part in parts:
-            encoded = await self._update.encode(part)
-            if encoded is None:
-                continue
-            tokens = self._update.tokens_of(part)
-            if not pulls(part, self._context.me):
-                self._context.put(part, self._revision, encoded)
-            await stream.send(numbered(part.index), weighted(tokens), encoded, kind=Kind.PART)
-            self._moved(part.encoded_bytes)
-            unsigned.append(Update(part.index, tokens, content_digest(encoded)))
-            if len(unsigned) == UPDATES_PER_SIGNATURE:
-                await self._send_signature(stream, unsigned)
-                unsigned = []
+        waiting, unsigned = deque(parts), list[Update]()
+        while waiting:
+            for each in await self._update.encode(next_batch(waiting)):
+                if not pulls(each.part, self._context.me):
+                    self._context.put(each.part, self._revision, each.body)
+                await stream.send(numbered(each.part.index), weighted(each.update.tokens), each.body, kind=Kind.PART)
+                self._moved(each.part.encoded_bytes)
+                unsigned.append(each.update)
+                if len(unsigned) == UPDATES_PER_SIGNATURE:
+                    await self._send_signature(stream, unsigned)
+                    unsigned = []
         if unsigned:
             await self._send_signature(stream, unsigned)
         await stream.send(kind=Kind.END)
