@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spes_p2p.observe.log import json_line
+from spes_p2p.storage.threads import keep_freed_memory
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -30,6 +31,7 @@ def run_peer(work: Coroutine[Any, Any, None]) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_now)
+    keep_freed_memory()
     run(work)
 
 
