@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +145,29 @@ def test_no_peer_touches_the_whole_state_on_its_event_loop(monkeypatch: pytest.M
         assert watched.calls.keys() >= {name for _, name in functions} - {"piece_digests"}
 
     simulate(main)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_that_is_kept_is_not_faulted_in_again(keeps: bool) -> None:
+    program = f"""
+import resource, threading
+import numpy as np
+from spes_p2p.storage.threads import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        arrays = [np.ones(2**18, np.float32) for _ in range(4)]
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+found = []
+{"keep_freed_memory()" if keeps else ""}
+worker = threading.Thread(target=faults)
+worker.start()
+worker.join()
+print(*found)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    pages_once = 2 * 4 * 2**20 // mmap.PAGESIZE
+    assert (int(ran.stdout) > 4 * pages_once) is not keeps
 
 
 def test_threads_of_the_nice_executor_and_those_that_they_start_give_way() -> None:

@@ -114,6 +114,9 @@ def our_member(spec: Spec) -> None:
     """Run one of our peers, whose trainer waits for `go`. The bootstrap peer leaves after round 0."""
     import uvloop
 
+    from spes_p2p.storage.threads import keep_freed_memory
+
+    keep_freed_memory()
     uvloop.install()
     asyncio.run(_our_life(spec))
 

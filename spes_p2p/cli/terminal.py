@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from spes_p2p.observe.log import json_line
+from spes_p2p.storage.threads import keep_freed_memory
 
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -30,6 +31,7 @@ def run_peer(work: Coroutine[Any, Any, None]) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_now)
+    keep_freed_memory()
     run(work)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,12 +12,17 @@ from typing import Any
 import numpy as np
 
 from spes_p2p.consensus.output import Identity
+from spes_p2p.messages.rounds import Update
 from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.cell_means import CellMeans
+from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part
 from spes_p2p.rounds.planned import Plan
 from spes_p2p.rounds.results import Results
 from spes_p2p.storage.scratch import Scratch, memory_scratch
+
+BATCH_ELEMENTS = 2**20
+"""Bounds the elements of small parts that are encoded in one call to a worker thread: as many as a large part has."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,27 @@ class ExchangeContext:
             self.results.put(part.index, encoded)
 
 
+def next_batch(waiting: deque[Part], shares: Callable[[Part], bool] = lambda part: True) -> list[Part]:
+    """Remove and return the first part that waits, and parts after it up to BATCH_ELEMENTS if all of them share a batch."""
+    batch = [waiting.popleft()]
+    size = batch[0].size
+    while waiting and shares(batch[0]) and shares(waiting[0]) and size + waiting[0].size <= BATCH_ELEMENTS:
+        batch.append(waiting.popleft())
+        size += batch[-1].size
+    return batch
+
+
+@dataclass(frozen=True)
+class EncodedUpdate:
+    """This peer's update of a part."""
+
+    part: Part
+    update: Update
+    body: bytes
+    decoded: np.ndarray | None
+    """What the others decode; None where that is the update itself."""
+
+
 class SentUpdate:
     """This peer's update in one exchange."""
 
@@ -77,35 +104,39 @@ class SentUpdate:
         self.is_over = False
         """Set when the exchange ends."""
         self._one_at_a_time = asyncio.Lock()
-        """Encoding a part takes several times its memory, and as many streams wait for updates as there are reducers."""
+        """Encoding parts takes several times their memory, and as many streams wait for updates as there are reducers."""
 
     def has(self, part: Part) -> bool:
         """Return whether this peer contributes to a part: not where the last round took all of its work on it."""
         me = self.context.me
         return me in part.contributors and self.tokens_of(part) > 0 and bool(np.isfinite(self._values(part)).all())
 
-    async def encode(self, part: Part) -> bytes | None:
-        """Encode the update of a part and replace it by what the others decode: the rest stays pending.
+    async def encode(self, batch: Sequence[Part]) -> list[EncodedUpdate]:
+        """Encode the updates of these parts and replace them by what the others decode: the rest stays pending.
 
-        None where this peer contributes nothing, or the exchange is over. A call that is cancelled changes nothing.
+        Without parts to which this peer contributes nothing; empty once the exchange is over. A call that is cancelled changes
+        nothing.
         """
         async with self._one_at_a_time:
-            found: tuple[bytes, np.ndarray | None] | None = await self.context.run_blocking(self._encoded, part)
-        if found is None or self.is_over:
-            return None
-        encoded, decoded = found
-        update = self._values(part)
-        if decoded is not None:
-            np.copyto(update, decoded)
-        self.parts[part.index] = (part, update)
-        return encoded
+            found: list[EncodedUpdate] = await self.context.run_blocking(self._encoded, batch)
+        if self.is_over:
+            return []
+        for each in found:
+            values = self._values(each.part)
+            if each.decoded is not None:
+                np.copyto(values, each.decoded)
+            self.parts[each.part.index] = (each.part, values)
+        return [EncodedUpdate(each.part, each.update, each.body, None) for each in found]
 
-    def _encoded(self, part: Part) -> tuple[bytes, np.ndarray | None] | None:
-        """Return a part's encoded update and, unless the codec is exact, what it decodes to. In a worker thread: only reads."""
-        if not self.has(part):
-            return None
-        encoded = part.codec.encode(self._values(part))
-        return encoded, part.codec.decode(encoded, part.size) if part.codec.is_lossy else None
+    def _encoded(self, batch: Sequence[Part]) -> list[EncodedUpdate]:
+        """Encode the parts' updates. In a worker thread: only reads."""
+        found = []
+        for part in filter(self.has, batch):
+            body = part.codec.encode(self._values(part))
+            update = Update(part.index, self.tokens_of(part), content_digest(body))
+            decoded = part.codec.decode(body, part.size) if part.codec.is_lossy else None
+            found.append(EncodedUpdate(part, update, body, decoded))
+        return found
 
     def _values(self, part: Part) -> np.ndarray:
         return self.context.pending[part.group.name][part.start - part.group.start : part.stop - part.group.start]

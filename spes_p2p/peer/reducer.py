@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
@@ -23,7 +23,7 @@ from spes_p2p.messages.rounds import Manifest, Pushed, Update
 from spes_p2p.net.rpc import Stream
 from spes_p2p.net.tasks import end_tasks
 from spes_p2p.peer.cell_means import CellMean
-from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
+from spes_p2p.peer.exchange_context import EncodedUpdate, ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.kept_inputs import Input, KeptInputs
 from spes_p2p.peer.part_frames import Deadline, read_update
 from spes_p2p.peer.serving import Serving
@@ -94,8 +94,8 @@ class Reducer:
         self._turns, self._rates = push_turns(context.results.parts), stall_rates(context.plan.members)
         self._closed: set[int] = set()
         """Keys of closed sums."""
-        self._waiting: deque[int] = deque()
-        """Keys of closed sums that are not made yet."""
+        self._waiting: deque[Part] = deque()
+        """Closed sums that are not made yet; the index of each is its key."""
         self._made: set[int] = set()
         self._news = asyncio.Event()
         """Set when a sum is closed, and when a contributor is done or lost."""
@@ -126,7 +126,7 @@ class Reducer:
         try:
             while len(self._made) < len(self._sums):
                 while self._waiting:
-                    await self._make(self._waiting.popleft())
+                    await self._make(next_batch(self._waiting, lambda part: len(part.contributors) == 1))
                 if len(self._made) == len(self._sums):
                     break
                 self._news.clear()
@@ -250,43 +250,49 @@ class Reducer:
 
     def _close(self, key: int) -> None:
         self._closed.add(key)
-        self._waiting.append(key)
+        self._waiting.append(self._sums[key])
         self._news.set()
 
-    async def _make(self, key: int) -> None:
-        """Make a closed sum, unless the exchange ends meanwhile; keep and hand on what follows from it."""
-        part, me, updates = self._sums[key], self.context.me, self._arrived.pop(key, {})
-        is_cell = key in self._cells
-        original = self.context.results.parts[key - len(self.context.results.parts)] if is_cell else part
-        own = await self._update.encode(original) if me in part.contributors and not part.summing else None
+    async def _make(self, batch: Sequence[Part]) -> None:
+        """Make closed sums, unless the exchange ends meanwhile; keep and hand on what follows from them."""
+        me = self.context.me
+        mine = [self._original(part) for part in batch if me in part.contributors and not part.summing]
+        own = {each.part.index: each for each in await self._update.encode(mine)} if mine else {}
+        for part in batch:
+            await self._make_sum(part, own.get(self._original(part).index))
+        self._serving.settle(*(part.index for part in batch if part.index in self._made.intersection(self._mine)))
+
+    def _original(self, part: Part) -> Part:
+        """Return the part of the table of which this sum is made."""
+        parts = self.context.results.parts
+        return parts[part.index - len(parts)] if part.index in self._cells else part
+
+    async def _make_sum(self, part: Part, own: EncodedUpdate | None) -> None:
+        me, updates, mean = self.context.me, self._arrived.pop(part.index, {}), None
         several = len(part.inputs) > 1
         if own is not None:  # like all others, so that a member that checks the mean needs nothing else
-            kept = self.inputs.store(part, me, own) if several else memoryview(own)
-            updates[me] = Input(Update(original.index, self._update.tokens_of(original), content_digest(own)), kept)
-        mean: EncodedMean | None = None
+            updates[me] = Input(own.update, self.inputs.store(part, me, own.body) if several else memoryview(own.body))
         if updates and several:
             mean = await self.context.run_blocking(self.encode_mean, part, updates)
         if self._is_over:
             return
-        if is_cell:
-            made = self._cell_mean(key, original.index, updates, mean) if updates else None
-            self.context.cell_means.put(original.index, made)
+        if part.index in self._cells:
+            self.context.cell_means.put(self._original(part).index, self._cell_mean(part, updates, mean) if updates else None)
         else:
             if updates:
                 encoded = updates[part.inputs[0]].body if mean is None else mean.encoded
                 self.context.put(part, self._revision, encoded)
-                self._note_contributors(key, updates, set() if mean is None else mean.clipped)
+                self._note_contributors(part.index, updates, set() if mean is None else mean.clipped)
             if mean is not None:
                 self._keep(part, updates, mean)
-            self._serving.settle(key)
-        self._made.add(key)
+        self._made.add(part.index)
 
-    def _cell_mean(self, key: int, index: int, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
+    def _cell_mean(self, part: Part, updates: Mapping[int, Input], mean: EncodedMean | None) -> CellMean:
         """Return the mean of a cell with its contributors, and keep its residual for the next round."""
-        part, members = self._cells[key], self.context.plan.members
+        index, members = self._original(part).index, self.context.plan.members
         tokens = sum(weight_of(part, members, i, each.update.tokens, self.context.clips) for i, each in updates.items())
         if mean is not None and part.codec.is_lossy:
-            self.new_residuals[residual_key(part, is_cell=True)] = self._means[key]
+            self.new_residuals[residual_key(part, is_cell=True)] = self._means[part.index]
         body = updates[part.contributors[0]].body if mean is None else mean.encoded
         clipped = set() if mean is None else mean.clipped
         return CellMean(Update(index, tokens, content_digest(body), self._mask(set(updates)), self._mask(clipped)), body)

@@ -30,11 +30,12 @@ class Serving:
         self._news = asyncio.Event()
         self._is_over = False
 
-    def settle(self, index: int) -> None:
-        """Note that the result of a part is here, or will not come."""
-        if index not in self._settled:
-            self._settled.add(index)
-            self._order.append(index)
+    def settle(self, *indices: int) -> None:
+        """Note that the results of these parts are here, or will not come."""
+        new = [index for index in indices if index not in self._settled]
+        if new:
+            self._settled.update(new)
+            self._order += new
             self._wake()
 
     def settle_manifest(self, reducer: int) -> None:

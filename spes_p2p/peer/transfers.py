@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from functools import cached_property
 from itertools import chain
@@ -21,10 +22,9 @@ from spes_p2p.messages.framing import Kind
 from spes_p2p.messages.methods import PULL, PUSH
 from spes_p2p.messages.rounds import Manifest, PullRequest, Pushed, PushHeader, Update
 from spes_p2p.net.rpc import Stream
-from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
+from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate, next_batch
 from spes_p2p.peer.part_frames import Deadline, numbered, read_part, weighted
 from spes_p2p.peer.serving import Serving
-from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import Part, pulls, stall_rates, to_mask
 
 logger = logging.getLogger(__name__)
@@ -168,33 +168,31 @@ class Transfers:
 
     async def _send_updates(self, stream: Stream, parts: list[Part]) -> None:
         await stream.send(pack(PushHeader(self._context.plan.id, self._revision)))
-        unsigned: list[Update] = []
-        for part in sorted(parts, key=lambda part: (self._context.me in part.summing, part.index)):
-            found = await self._cell_mean_or_update(part)
-            if found is None:
-                continue
-            update, encoded = found
-            await stream.send(numbered(part.index), weighted(update.tokens), encoded, kind=Kind.PART)
-            self._moved(part.encoded_bytes)
-            unsigned.append(update)
-            if len(unsigned) == UPDATES_PER_SIGNATURE:
-                await self._send_signature(stream, unsigned)
-                unsigned = []
+        me, unsigned = self._context.me, list[Update]()
+        waiting = deque(part for part in parts if me not in part.summing)
+        while waiting:
+            for each in await self._update.encode(next_batch(waiting)):
+                if not pulls(each.part, me):
+                    self._context.put(each.part, self._revision, each.body)
+                unsigned = await self._send_update(stream, each.update, each.body, unsigned)
+        for part in parts:
+            if me in part.summing and (mean := await self._context.cell_means.get(part.index)) is not None:
+                unsigned = await self._send_update(stream, mean.update, mean.body, unsigned)
         if unsigned:
             await self._send_signature(stream, unsigned)
         await stream.send(kind=Kind.END)
 
-    async def _cell_mean_or_update(self, part: Part) -> tuple[Update, bytes | memoryview] | None:
-        """Return what this peer sends of a part: as a hub its cell's mean, once it is made; None for nothing."""
-        if self._context.me in part.summing:
-            mean = await self._context.cell_means.get(part.index)
-            return None if mean is None else (mean.update, mean.body)
-        encoded = await self._update.encode(part)
-        if encoded is None:
-            return None
-        if not pulls(part, self._context.me):
-            self._context.put(part, self._revision, encoded)
-        return Update(part.index, self._update.tokens_of(part), content_digest(encoded)), encoded
+    async def _send_update(
+        self, stream: Stream, update: Update, body: bytes | memoryview, unsigned: list[Update]
+    ) -> list[Update]:
+        """Send one update or cell's mean, and the signature if it is due; return the updates that are without one."""
+        await stream.send(numbered(update.part), weighted(update.tokens), body, kind=Kind.PART)
+        self._moved(len(body))
+        unsigned = [*unsigned, update]
+        if len(unsigned) < UPDATES_PER_SIGNATURE:
+            return unsigned
+        await self._send_signature(stream, unsigned)
+        return []
 
     async def _send_signature(self, stream: Stream, updates: list[Update]) -> None:
         pushed = Pushed(self._context.plan.id, tuple(updates))
@@ -236,8 +234,7 @@ class Transfers:
                 if await self._pull_from(hub, PullRequest(plan, revision, parts=asked), wanted, reducers, tell_stalled):
                     return
         finally:
-            for index in in_lane:
-                self._serving.settle(index)
+            self._serving.settle(*in_lane)
             if lane == 0:
                 for reducer in reducers:
                     self._serving.settle_manifest(reducer)

@@ -13,6 +13,7 @@ from spes_p2p.config.campaign import make_peer_config
 from spes_p2p.net.interfaces import World
 from spes_p2p.observe.log import setup_logging
 from spes_p2p.session.run_dir import ADDRESS_FILE
+from spes_p2p.storage.threads import keep_freed_memory
 from spes_p2p.testing.attacks.kinds import ATTACKS, KINDS, AttackKind
 from spes_p2p.testing.attacks.tamper import Liar
 from spes_p2p.testing.latency import delayed
@@ -51,6 +52,7 @@ def main() -> None:
     def publish(address: str) -> None:
         (arguments.run_dir / ADDRESS_FILE).write_text(address + "\n")
 
+    keep_freed_memory()
     uvloop.install()
     if arguments.command == "bootstrap":
         files = read_campaign(arguments.config)
