@@ -24,7 +24,7 @@ from spes_p2p.messages.rounds import Passed
 from spes_p2p.net.rpc import RpcEndpoint
 
 FANOUT, FANOUT_LARGE = 8, 2
-LARGE_BYTES = 2**16
+LARGE_BYTES = 2**14
 """Send records above this size to FANOUT_LARGE members only: its copies, one after the other, take longer than another tier."""
 WAIT_SILENCES = 1.5
 """Wait this many times `silence_s` for a record that is asked for: after one, a member whose parent is silent gets it from the

@@ -6,8 +6,8 @@ import hashlib
 import hmac
 from functools import lru_cache
 
-KEY_BYTES, SIGNATURE_BYTES = 296, 256
-"""Of an RSA key of 2048 bits: its DER form after two bytes of length, and a signature."""
+PROOF_BYTES, SIGNATURE_BYTES = 584, 64
+"""Of a real identity with an RSA key of 2048 bits: what is in each of its signatures, and what is not."""
 
 
 class SimulatedIdentity:
@@ -22,7 +22,7 @@ class SimulatedIdentity:
         return self._name
 
     def sign(self, message: bytes) -> bytes:
-        """Return a key and a keyed hash of the message, both of which anyone could compute."""
+        """Return a proof and a keyed hash of the message, both of which anyone could compute."""
         return _mark(self._name, message)
 
     @staticmethod
@@ -32,10 +32,10 @@ class SimulatedIdentity:
 
 
 def _mark(name: str, message: bytes) -> bytes:
-    key = _key(name)
-    return key + hashlib.shake_128(key[:64] + message).digest(SIGNATURE_BYTES)
+    proof = _proof(name)
+    return proof + hashlib.blake2b(message, key=proof[:SIGNATURE_BYTES], digest_size=SIGNATURE_BYTES).digest()
 
 
 @lru_cache(4096)
-def _key(name: str) -> bytes:
-    return hashlib.shake_128(name.encode()).digest(KEY_BYTES)
+def _proof(name: str) -> bytes:
+    return hashlib.shake_128(name.encode()).digest(PROOF_BYTES)
