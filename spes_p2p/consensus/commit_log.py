@@ -39,6 +39,11 @@ class _Chain:
         """The round after the last one."""
         return self.first + len(self._packed)
 
+    @property
+    def newest(self) -> CertifiedCommit | None:
+        """The last one; None when there is none."""
+        return self._last[-1] if self._last else None
+
     def __getitem__(self, number: int) -> CertifiedCommit:
         place = number - self.end
         if place >= -len(self._last):
@@ -92,8 +97,8 @@ class CommitLog:
     @property
     def last(self) -> Commit:
         """The last certified commit (genesis before round 0)."""
-        end = self._decided.end
-        return self._decided[end - 1].commit if end > self._decided.first else self.genesis
+        newest = self._decided.newest
+        return self.genesis if newest is None else newest.commit
 
     @property
     def begins(self) -> int:

@@ -66,9 +66,9 @@ def share_records(count: int) -> None:
     """Keep the last `count` small records that were read, and the last large ones, for a process whose peers read the same.
 
     Records are immutable, and the same bytes of the same type always give the same record. What a large one is packed as is
-    kept, too.
+    kept, too, also of those that were made here and have an id.
     """
-    global _read, _listed
+    global _read, _listed, _remember
     small, large = lru_cache(count)(_read_record), lru_cache(SHARED_LARGE)(_read_record)
     listed: OrderedDict[int, tuple[Any, list[Any]]] = OrderedDict()
 
@@ -76,16 +76,20 @@ def share_records(count: int) -> None:
         if len(data) <= SHARED_BYTES:
             return small(cls, bytes(data))
         record = large(cls, bytes(data))
-        listed[id(record)] = record, _list(record)
-        while len(listed) > SHARED_LARGE:
-            listed.popitem(last=False)
+        remember(record, len(data))
         return record
 
     def list_or_recall(record: Any) -> list[Any]:
         found = listed.get(id(record))
         return _list(record) if found is None else found[1]
 
-    _read, _listed = read, list_or_recall
+    def remember(record: Any, size: int) -> None:
+        if size > SHARED_BYTES and id(record) not in listed:
+            listed[id(record)] = record, _list(record)
+            while len(listed) > SHARED_LARGE:
+                listed.popitem(last=False)
+
+    _read, _listed, _remember = read, list_or_recall, remember
 
 
 def _read_record(cls: Any, data: Buffer) -> Any:
@@ -122,7 +126,9 @@ _read: Callable[[Any, Buffer], Any] = _read_record
 
 def record_id(record: Any) -> str:
     """Return the hex sha256 of the record's canonical bytes."""
-    return hashlib.sha256(pack(record)).hexdigest()
+    packed = pack(record)
+    _remember(record, len(packed))
+    return hashlib.sha256(packed).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -145,6 +151,13 @@ def _list(record: Any) -> list[Any]:
 
 
 _listed: Callable[[Any], list[Any]] = _list
+
+
+def _forget(record: Any, size: int) -> None:
+    """Keep nothing."""
+
+
+_remember: Callable[[Any, int], None] = _forget
 
 
 def _all_fields(record: Any) -> list[Any]:

@@ -23,9 +23,10 @@ class Heartbeats:
         self._loop = asyncio.get_running_loop()
         # Only timers and task hold the callbacks: an attribute would keep an ended stream and its messages in a ring.
         self._sending: asyncio.TimerHandle | asyncio.Task[None]
-        """The task that sends heartbeats, or the timer that starts it: most streams end before the first heartbeat."""
-        self._sending = self._loop.call_later(detector.heartbeat_s, self._start_sending, send)
-        self._silence = self._loop.call_later(detector.bound(remote), self._check_silence, on_silence)
+        """The task that sends heartbeats, or the timer that begins to: most streams end before the first heartbeat."""
+        self._sending = self._loop.call_later(detector.heartbeat_s, self._begin, send, on_silence)
+        self._silence: asyncio.TimerHandle | None = None
+        self._expects_more = True
         self._heard_at = self._frame_at = self._loop.time()
         self._is_reading = True
         self._beats = 0
@@ -53,15 +54,20 @@ class Heartbeats:
 
     def expect_no_more(self) -> None:
         """The other end has finished: its silence says nothing from now on."""
-        self._silence.cancel()
+        self._expects_more = False
+        if self._silence is not None:
+            self._silence.cancel()
 
     def close(self) -> None:
         """End both."""
         self._sending.cancel()
-        self._silence.cancel()
+        self.expect_no_more()
 
-    def _start_sending(self, send: Send) -> None:
+    def _begin(self, send: Send, on_silence: OnSilence) -> None:
+        """Send heartbeats from now on. Silence can be too long only after several of them."""
         self._sending = asyncio.create_task(self._keep_sending(send))
+        if self._expects_more:
+            self._check_silence(on_silence)
 
     async def _keep_sending(self, send: Send) -> None:
         with contextlib.suppress(PeerUnreachable):

@@ -177,6 +177,16 @@ class Stream:
         async with self._sending:
             await self._channel.finish()
 
+    async def until_finished(self, timeout_s: float) -> None:
+        """Let the other end read everything before the stream is closed. Raises PeerUnreachable, Refused."""
+        late = PeerUnreachable(f"{self.remote[-6:]} did not finish within {timeout_s:g} s")
+        timer = self._loop.call_later(timeout_s, self.break_off, late)
+        try:
+            while await self.receive_any() is not None:
+                pass
+        finally:
+            timer.cancel()
+
     def break_off(self, error: PeerUnreachable | Refused) -> None:
         """Raise this for local waiters; a refusal also for the other end of a stream served here."""
         if not self._broken.done():
@@ -314,12 +324,14 @@ class RpcEndpoint:
         finally:
             await stream.close()
 
-    async def ask(self, peer: str, method: str, request: bytes, timeout_s: float | None = None) -> bytes:
+    async def ask(
+        self, peer: str, method: str, request: bytes, timeout_s: float | None = None, kind: int = Kind.MESSAGE
+    ) -> bytes:
         """One request, one answer. Raises PeerUnreachable (also when `timeout_s` runs out), Refused."""
 
         async def once() -> bytes:
             async with self.stream(peer, method) as stream:
-                await stream.send(request)
+                await stream.send(request, kind=kind)
                 return await stream.message()
 
         try:
@@ -345,13 +357,13 @@ class RpcEndpoint:
             self.admit(channel.remote, method)
             await self._handlers[method](stream)
             await stream.finish()
-            await asyncio.wait_for(_until_finished(stream), self.silence_s)
+            await stream.until_finished(self.silence_s)
         except (Refused, WireError) as error:
             refused = error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error))
             with contextlib.suppress(PeerUnreachable, Refused, asyncio.TimeoutError):
                 await stream.refuse(refused)
                 await stream.finish()
-                await asyncio.wait_for(_until_finished(stream), self.silence_s)
+                await stream.until_finished(self.silence_s)
         except (PeerUnreachable, asyncio.TimeoutError) as error:
             logger.debug("%s from %s: %s", method, channel.remote[-6:], error)
         except UserError as error:
@@ -413,9 +425,3 @@ async def _within(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         return task.result()
     finally:
         await end_tasks([task])
-
-
-async def _until_finished(stream: Stream) -> None:
-    """Let the other end read everything before the channel is dropped."""
-    while await stream.receive_any() is not None:
-        pass

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import selectors
-from collections import Counter
+import heapq
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -25,36 +25,95 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CLOCK_RESOLUTION_S = 1e-9
+"""Timers that are due within this time run together."""
+MAX_CANCELLED = 1000
+"""Drop cancelled timers once there are more of them, and more than of others."""
+
 
 class DeadlockError(RuntimeError):
     """Every task waits and no timer is set, so nothing can ever happen."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Without sockets."""
+    """An event loop whose `time()` starts at 0 and jumps to the next timer when nothing is ready. Without sockets.
+
+    Most of a simulation's time goes into callbacks and timers, so it has its own loop over them: without a selector, and with
+    timers that compare as tuples. Timers of the same time run in the order in which they were set.
+    """
+
+    _ready: deque[asyncio.Handle]
+    _stopping: bool
 
     def __init__(self) -> None:
-        self._clock = _JumpingSelector(self)
-        super().__init__(self._clock)
+        super().__init__()
+        self._now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers_set = self._timers_cancelled = 0
         self.stopped_units: dict[Unit | None, list[asyncio.Handle]] = {}
         """Stopped units, with the callbacks that wait until they continue."""
         self.set_task_factory(create_task_of_unit)
 
     def time(self) -> float:
         """Return the virtual seconds since the loop was created."""
-        return self._clock.now
+        return self._now
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """See AbstractEventLoop. Callbacks of a stopped unit wait until it continues."""
+        handle = asyncio.Handle(callback, args, self, context)
         if self.stopped_units:
             held = self.stopped_units.get((contextvars.copy_context() if context is None else context).get(CURRENT_UNIT))
             if held is not None:
-                handle = asyncio.Handle(callback, args, self, context)
                 held.append(handle)
                 return handle
-        return super().call_soon(callback, *args, context=context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """See AbstractEventLoop."""
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._timers_set += 1
+        heapq.heappush(self._timers, (when, self._timers_set, handle))
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._timers_cancelled += 1
+        if self._timers_cancelled > MAX_CANCELLED and 2 * self._timers_cancelled > len(self._timers):
+            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._timers_cancelled = 0
+
+    def _run_once(self) -> None:
+        """Run what is ready; advance the time where the loop would sleep. Raises DeadlockError."""
+        ready, timers = self._ready, self._timers
+        if not ready:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+                self._timers_cancelled -= 1
+            if timers:
+                self._now = max(self._now, timers[0][0])
+            elif not self._stopping:
+                raise self._deadlock()
+        due = self._now + CLOCK_RESOLUTION_S
+        while timers and timers[0][0] <= due:
+            handle = heapq.heappop(timers)[2]
+            if handle.cancelled():
+                self._timers_cancelled -= 1
+            else:
+                ready.append(handle)
+        for _ in range(len(ready)):
+            each = ready.popleft()
+            if not each.cancelled():
+                each._run()
+
+    def _deadlock(self) -> DeadlockError:
+        waiting = ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self)))
+        return DeadlockError(f"nothing is ready and no timer is set at {self._now:.3f} s; waiting: {waiting or 'no task'}")
 
     def continue_unit(self, unit: Unit) -> None:
         """Continue a stopped unit: schedule its waiting callbacks."""
@@ -72,22 +131,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         except Exception as error:
             future.set_exception(error)
         return future
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Advances the clock where the loop would sleep."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        super().__init__()
-        self.now = 0.0
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            waiting = ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self._loop)))
-            raise DeadlockError(f"nothing is ready and no timer is set at {self.now:.3f} s; waiting: {waiting or 'no task'}")
-        self.now += max(timeout, 0.0)
-        return []
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
