@@ -123,7 +123,7 @@ def measure(case: str, peers: int, reducers: str) -> Measured:
     sent = [sum(count for (source, _), count in network.sent_bytes.items() if source == m.peer) for m in members]
     own_s = [sum(p.encoded_bytes for p in parts if i in p.contributors) / m.bandwidth for i, m in enumerate(members)]
     least_s = max(max(own_s), sum(sent) / sum(m.bandwidth for m in members))
-    return Measured(case, peers, reducers, seconds, max(sent), sum(sent), network.connections_max, least_s)
+    return Measured(case, peers, reducers, seconds, max(sent), sum(sent), max(network.connections.values()), least_s)
 
 
 async def _exchange(network: MemoryNetwork, plan: Plan, parts: tuple[Part, ...], layout: Layout) -> float:

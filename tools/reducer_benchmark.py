@@ -23,6 +23,7 @@ from spes_p2p.net.rpc import RpcEndpoint
 from spes_p2p.peer.exchange_context import ExchangeContext, SentUpdate
 from spes_p2p.peer.part_frames import numbered, weighted
 from spes_p2p.peer.reducer import Reducer
+from spes_p2p.peer.serving import Serving
 from spes_p2p.rounds.codecs import CODECS
 from spes_p2p.rounds.digest import content_digest
 from spes_p2p.rounds.parts import PART_BYTES, Part
@@ -82,7 +83,8 @@ async def reduce_parts(contributors: int, folder: Path, clips: bool = True) -> N
         {group.name: update}, {}, TIMEOUT_S, lambda part: TOKENS, asyncio.to_thread,
         DirectoryStore(folder).scratch, clips,
     )
-    reducer, line = await asyncio.to_thread(Reducer, context, SentUpdate(context), 0), asyncio.Lock()  # as `open_exchange` does
+    line, serving = asyncio.Lock(), Serving(context, 0)
+    reducer = await asyncio.to_thread(Reducer, context, SentUpdate(context), serving, 0)  # as `open_exchange` does
     streams = {i: Pushes(plan, i, parts, encoded, line) for i in everybody[1:]}
     pushes = [reducer.take_updates(stream, i) for i, stream in streams.items()]  # type: ignore[arg-type]
     await asyncio.gather(reducer.run(), *pushes)

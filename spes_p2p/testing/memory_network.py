@@ -74,8 +74,8 @@ class MemoryNetwork:
         self.tap: FrameTap | None = None
         self.sent_bytes: dict[tuple[str, str], int] = {}
         """Payload bytes sent, by (sender, receiver)."""
-        self.connections_max = 0
-        """The most other peers to which one peer had channels at a time."""
+        self.connections: dict[str, int] = {}
+        """By peer: the most others to which it had channels at a time."""
         self._latency_s, self._jitter, self._bandwidth = latency_s, jitter, bandwidth_bytes_per_s
         self._rng = random.Random(f"network/{seed}")
         self._pair_latency: dict[frozenset[str], float] = {}
@@ -269,7 +269,7 @@ class MemoryChannel:
         self._admit: Admit = admit_all
         self._aborted = False
         unit.opened(self)
-        network.connections_max = max(network.connections_max, len(unit.remotes))
+        network.connections[unit.peer] = max(network.connections.get(unit.peer, 0), len(unit.remotes))
 
     @property
     def remote(self) -> str:

@@ -58,6 +58,7 @@ def simulate_virtual(
     made["control_bytes_max"] = max(each.control_bytes for each in found)
     made["control_bytes_median"] = max(each.control_bytes_median for each in found)
     made["connections_max"] = max(each.connections_max for each in found)
+    made["connections_median"] = max(each.connections_median for each in found)
     made["cpu_s"] = round(sum(each.cpu_s for each in found), 1)
     made["memory_peak_bytes"] = max(each.memory_peak_bytes for each in found)
     made["log_sha256"] = found[0].log_sha256 if len(found) == 1 else None

@@ -58,6 +58,8 @@ class RunReport:
     """Median over rounds of what the peer that sent most in a round sent so."""
     connections_max: int = 0
     """The most other peers with which one peer had open streams at a time (virtual form)."""
+    connections_median: int = 0
+    """The same of the median peer."""
     cpu_s: float = 0.0
     """Processor seconds of this run (virtual form)."""
     memory_peak_bytes: int = 0

@@ -170,7 +170,8 @@ class _Run:
             dict(self._faults.struck_at), virtual_s=round(self._ended_s, 3),
             control_bytes=max(self._most_control_bytes.values(), default=0),
             control_bytes_median=int(statistics.median(self._most_control_bytes.values() or (0,))),
-            connections_max=self._swarm.network.connections_max, log=tuple(self._log),
+            connections_max=max(self._swarm.network.connections.values(), default=0),
+            connections_median=int(statistics.median(self._swarm.network.connections.values() or (0,))), log=tuple(self._log),
             attacked=self._attacked() if self._scenario.attackers else None,
         )
 
