@@ -126,13 +126,13 @@ def _centre(
         return scratch
 
     clip = _factors([square_sum(distance(i)) for i in range(len(tokens))], tokens, judges, DISTANCE_RATIO)
-    step, total = np.zeros_like(mean), sum(tokens)
-    for i, factor in enumerate(clip):
-        if factor < 1:
-            far = distance(i)
-            np.multiply(far, np.float32((factor - 1) * tokens[i] / total), out=far)
-            np.add(step, far, out=step)
     if min(clip) < 1:
+        step, total = np.zeros_like(mean), sum(tokens)
+        for i, factor in enumerate(clip):
+            if factor < 1:
+                far = distance(i)
+                np.multiply(far, np.float32((factor - 1) * tokens[i] / total), out=far)
+                np.add(step, far, out=step)
         np.add(mean, step, out=mean)
     return clip
 

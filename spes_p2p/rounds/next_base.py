@@ -106,6 +106,7 @@ class NextBaseBuilder:
         """Build all complete pieces. `finish` writes again, so it reports a full disk."""
         with suppress(UserError):
             while self._complete:
+                self._complete.sort()  # neighbours share a part, which is decoded once
                 count = PIECES_PER_CALL * self._threads
                 batch, self._complete = self._complete[:count], self._complete[count:]
                 await self._run(self._in_threads, self._build, batch)

@@ -15,9 +15,11 @@ import mmap
 import os
 import re
 import struct
+import tempfile
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)
 _TEMPORARY = ".tmp"
 _HEADER = struct.Struct("<II")
 KEPT_SPARES = {"update": 1, "download": 0, "archived": 0, "temporary": 0}
-"""Bounds the spare files, by kind: one update is written at a time; the other kinds are not written every round."""
+"""Bounds the spare files and mappings, by kind: one update is written at a time; the others are not written every round."""
 KEPT_SPARES_OF_OTHERS = 2
 """The same for all other kinds: the previous base is still served, so the next one overwrites its predecessor's file."""
 SMALLEST_SPARE_BYTES = 2**20
@@ -52,6 +54,8 @@ class DirectoryStore:
         self._spares: dict[str, list[Path]] = {}
         """By kind, oldest first."""
         self._spares_lock = threading.Lock()
+        self._free_scratch: dict[str, deque[mmap.mmap]] = {}
+        """Mappings of scratch arrays that nothing refers to any more, by kind, oldest first."""
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Replace the blob durably. Raises UserError, or any error of `chunks`, and leaves the old blob in place."""
@@ -133,28 +137,28 @@ class DirectoryStore:
         return sorted(name for name in found if name.startswith(prefix))
 
     def scratch(self, name: str, elements: int) -> np.ndarray:
-        """Return a writable float32 `[elements]` with undefined values in a mapped file: a spare, or a new one."""
+        """Return a writable float32 `[elements]` with undefined values in a mapped file that has no name.
+
+        The mapping is kept for a later array of the same kind when nothing refers to this one any more: its pages are not
+        faulted in anew.
+        """
         check_name(name)
-        size = elements * np.dtype(np.float32).itemsize
+        size, kind = elements * np.dtype(np.float32).itemsize, _kind(name)
         if not size:
             return np.empty(0, np.float32)
-        file = self.path / f"{name}.{next(self._draft_numbers)}{_TEMPORARY}"
-        with _user_error_at(self.path / name):
-            self._reuse_spare(_kind(name), file)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                _lock(descriptor)
-                os.ftruncate(descriptor, size)
+        free, mapped = self._free_scratch.setdefault(kind, deque()), None
+        with suppress(IndexError):
+            while mapped is None or len(mapped) < size:
+                mapped = None
+                mapped = free.popleft()
+        if mapped is None:
+            with _user_error_at(self.path / name), tempfile.TemporaryFile(dir=self.path) as file:
                 # A write to an unallocated page of a full disk kills the process; here it is an OSError.
-                os.posix_fallocate(descriptor, 0, size)
-                mapped = mmap.mmap(descriptor, size)
-            except BaseException:
-                file.unlink(missing_ok=True)
-                raise
-            finally:
-                os.close(descriptor)
-        self._keep_spare(_kind(name), file)
-        return np.frombuffer(mapped, np.float32)
+                os.posix_fallocate(file.fileno(), 0, size)
+                mapped = mmap.mmap(file.fileno(), size)
+        whole = np.frombuffer(mapped, np.float32)
+        weakref.finalize(whole, _keep, free, mapped, _kept_spares(kind)).atexit = False
+        return whole[:elements]
 
     def _with_spare(self, kind: str, old: Path, change: Callable[[], None]) -> None:
         """Run `change`, which replaces or removes a file, and keep the old file as a spare."""
@@ -315,6 +319,13 @@ def _whole_bytes(content: bytes) -> int:
 def _kind(name: str) -> str:
     """Return the kind of a blob; blobs of one kind have similar sizes (`base`, `bodies-of-...`)."""
     return name.partition("-")[0]
+
+
+def _keep(free: deque[mmap.mmap], mapped: mmap.mmap, most: int) -> None:
+    free.append(mapped)
+    with suppress(IndexError):  # the garbage collector calls it, in any thread
+        while len(free) > most:
+            free.popleft()
 
 
 def _kept_spares(kind: str) -> int:
